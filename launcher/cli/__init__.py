@@ -1,0 +1,65 @@
+"""The cookbook command: one file a group of commands, no logic in them."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from launcher import __version__
+from launcher.errors import CookbookError
+
+# Name -> module and one line of help, so that `cookbook --help` imports no command.
+_COMMANDS = {
+    "recipes": ("recipes", "List the recipes, or show one with everything resolved."),
+    "submit": ("submit", "Render a recipe's job, check it and put it into the queue."),
+    "status": ("runs", "Show the state of runs."),
+    "watch": ("runs", "Follow a run to its end."),
+    "logs": ("logs", "Show or follow a run's logs."),
+    "cancel": ("runs", "Cancel a run."),
+    "resume": ("runs", "Start a run again from its last checkpoint."),
+    "tensorboard": ("tensorboard", "Serve curves and traces for an SSH tunnel."),
+}
+
+
+class _Lazy(click.Group):
+    """A group that imports a command only when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            from launcher.errors import nearest
+
+            ctx.fail(f"No such command {args[0]!r}{nearest(args[0], _COMMANDS)}.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="cookbook")
+def cookbook() -> None:
+    """Fine-tune language models on a Slurm cluster, from one recipe file."""
+
+
+def main() -> None:
+    """The console script: errors made on purpose are a line a fault, others keep a traceback."""
+    try:
+        cookbook(prog_name="cookbook")
+    except CookbookError as error:
+        for fault in error.faults:
+            click.echo(f"error: {fault}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,80 @@
+"""cookbook submit"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from launcher import cluster as clusters
+from launcher import jobs, preflight
+from launcher import recipe as recipe_file
+from launcher.cli.common import cluster_option, note
+from launcher.cli.runs import watch_to_the_end
+
+
+@click.command()
+@click.option(
+    "--recipe",
+    "recipe_name",
+    metavar="NAME",
+    required=True,
+    help="A recipe's name, or the path of a YAML file.",
+)
+@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.")
+@click.option(
+    "--gpus-per-node", type=click.IntRange(min=1), help="GPUs on each node; one rank runs on each."
+)
+@click.option("--time", metavar="LIMIT", help="Time limit: 04:00:00, 90 (minutes), 2-00:00:00.")
+@click.option("--partition", metavar="NAME", help="Slurm partition.")
+@click.option("--account", metavar="NAME", help="Slurm account.")
+@click.option("--qos", metavar="NAME", help="Slurm quality of service.")
+@click.option("--profile", is_flag=True, help="Record profiler traces for TensorBoard.")
+@click.option(
+    "--name",
+    metavar="LABEL",
+    help="Name of the job and part of the run's name. [default: the recipe]",
+)
+@click.option("--dry-run", is_flag=True, help="Print the job script and submit nothing.")
+@click.option("--watch", is_flag=True, help="Follow the run to its end.")
+@click.option("--local", is_flag=True, help="Run the same job script on this host, without Slurm.")
+@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@cluster_option
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def submit(
+    recipe_name: str,
+    profile: bool,
+    name: str | None,
+    dry_run: bool,
+    watch: bool,
+    local: bool,
+    as_json: bool,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    **resources: str | int | None,
+) -> None:
+    """Render a recipe's job, check it and put it into the queue.
+
+    KEY=VALUE replaces any key of the recipe: optimizer.lr=1e-4, dataset.data_files=my.jsonl;
+    +KEY=VALUE adds one, ~KEY removes one.
+    """
+    if profile:
+        overrides += ("+profiler.enabled=true",)
+    site = clusters.load(cluster)
+    planned = jobs.plan(recipe_file.load(recipe_name, overrides, resources), site, name)
+    if dry_run:
+        click.echo(planned.script, nl=False)
+        for fault in preflight.faults(planned.recipe, site, local):
+            note(f"warning: submit would refuse this: {fault}")
+        return
+    run = jobs.submit(planned, local, note)
+    if as_json:
+        click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
+    else:
+        click.echo(f"submitted {run.name} as {'process' if run.is_local else 'job'} {run.job_id}")
+        click.echo(f"  directory  {run.path}")
+        if not watch:
+            click.echo(f"  follow it  cookbook watch {run.name}   or   cookbook logs -f {run.name}")
+    if watch:
+        sys.exit(watch_to_the_end(run))

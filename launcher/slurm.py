@@ -1,0 +1,247 @@
+"""The only file that runs Slurm's commands: argument lists in, small objects out."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
+
+# Read from slurm.h's states; a word that stands in none of these means "keep watching".
+ACTIVE = frozenset(
+    [
+        "PENDING",
+        "CONFIGURING",
+        "RUNNING",
+        "SUSPENDED",
+        "STOPPED",
+        "COMPLETING",
+        "RESIZING",
+        "SIGNALING",
+        "STAGE_OUT",
+        "REQUEUED",
+        "POWER_UP_NODE",
+        "REQUEUE_FED",
+        "EXPEDITING",
+        "UPDATE_DB",
+    ]
+)
+HELD = frozenset(["REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"])
+ENDED = frozenset(
+    [
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "BOOT_FAIL",
+        "DEADLINE",
+        "PREEMPTED",
+        "REVOKED",
+        "LAUNCH_FAILED",
+        "RECONFIG_FAIL",
+    ]
+)
+
+# What a job may inherit from the login shell. Everything else, tokens first of all, stays behind;
+# SBATCH_* would override the script's own lines, and a stray SLURM_* is another job's.
+_ENVIRONMENT = ("HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "PATH", "TZ", "SLURM_CONF", "TMPDIR")
+EXPORT = ("HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "PATH", "TZ", "SLURM_CONF")
+
+_TIMED_OUT = re.compile(
+    r"timed out|Unable to contact slurm controller|Transport endpoint", re.IGNORECASE
+)
+_UNCONFIGURED = re.compile(
+    r"establish a configuration source|SLURM_CONF.*not|No such file.*slurm.conf"
+)
+_ELSEWHERE = (
+    "run this on a login node, or start the job here with --local, or try a real one-host Slurm "
+    "with: bash setup.sh --demo"
+)
+_JOB_ID = re.compile(r"\d+(?:_\d+)?\Z")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job as squeue or sacct tells of it."""
+
+    job_id: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    start: str = ""
+    comment: str = ""
+
+
+def environment() -> dict[str, str]:
+    """Return the environment that Slurm's commands, and through them jobs, are given."""
+    return {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
+
+
+def available() -> bool:
+    """Whether Slurm's commands are installed here (not whether the controller answers)."""
+    return shutil.which("sbatch") is not None
+
+
+def _run(argv: Sequence[str], timeout_s: float = 30) -> str:
+    """Return a Slurm command's standard output; SlurmFault with its own words where it fails."""
+    try:
+        done = subprocess.run(
+            argv,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+        )
+    except FileNotFoundError as error:
+        raise SlurmMissing(f"there is no {argv[0]} on this machine: {_ELSEWHERE}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmTimeout(
+            f"{argv[0]} did not answer within {timeout_s:.0f} s: try again later"
+        ) from error
+    output, message = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    if done.returncode != 0:
+        words = " | ".join(line.strip() for line in message.splitlines() if line.strip())
+        words = words or f"{argv[0]}: exit status {done.returncode} without a word"
+        if _UNCONFIGURED.search(message):
+            raise SlurmMissing(
+                f"{argv[0]} is installed, but no cluster is configured on this machine "
+                f'("{words}"): {_ELSEWHERE}'
+            )
+        if _TIMED_OUT.search(message):
+            raise SlurmTimeout(f'Slurm says "{words}": see whether scontrol ping answers')
+        raise SlurmFault(f'Slurm says "{words}"')
+    return output
+
+
+def submit(script: Path, token: str, dependency: str | None = None) -> str:
+    """Submit a script and return its job id; exactly one job exists afterwards, or none.
+
+    A controller that hangs may have taken the job all the same, so after a time-out the queue
+    is searched for the run's token (the job's comment) before sbatch is tried again.
+    """
+    argv = ["sbatch", "--parsable", f"--comment={token}"]
+    if dependency:
+        argv.append(f"--dependency={dependency}")
+    for _ in range(3):
+        try:
+            answer = _run([*argv, str(script)], timeout_s=60)
+        except SlurmTimeout:
+            found = _wait_for_token(token)
+            if found:
+                return found
+            continue
+        job_id = answer.strip().rpartition("\n")[2].split(";")[0]
+        if not _JOB_ID.match(job_id):
+            raise SlurmFault(
+                f"sbatch answered {answer.strip()!r}, which is no job id: look with: squeue --me"
+            )
+        return job_id
+    raise SlurmTimeout(
+        "sbatch timed out three times and no job was made: see whether scontrol ping answers"
+    )
+
+
+def _wait_for_token(token: str) -> str | None:
+    """Return the id of the job that carries token, None where none does, once Slurm answers."""
+    answers = 0
+    for pause_s in (0, 3, 3, 5, 10, 20):
+        time.sleep(pause_s)
+        try:
+            # Any state: a short job may have ended while sbatch waited.
+            found = [job for job in queue(all_states=True) if job.comment == token]
+        except SlurmTimeout:
+            continue
+        if found:
+            return found[-1].job_id
+        # A controller that wakes up may answer this question before it reads sbatch's request.
+        answers += 1
+        if answers == 2:
+            return None
+    raise SlurmTimeout(
+        "the controller does not answer and may hold a job of this run; once it does, look with: "
+        f"squeue --me --states=all --format='%i %k' | grep {token}"
+    )
+
+
+def test_only(script: Path) -> str:
+    """Ask the scheduler about a script without submitting it; return its words."""
+    done = subprocess.run(
+        ["sbatch", "--test-only", str(script)],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+    )
+    words = done.stderr.decode(errors="replace").strip()
+    if done.returncode != 0:
+        raise SlurmFault(words or f"sbatch --test-only: exit status {done.returncode}")
+    return words
+
+
+def queue(all_states: bool = False) -> list[QueuedJob]:
+    """Return this user's jobs, in one question to the controller."""
+    # A job's name may hold anything, newlines too: only fields that cannot are asked for. The
+    # comment comes last, and a row that is not made like ours is passed over.
+    argv = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i|%T|%r|%N|%S|%k"]
+    if all_states:
+        argv.append("--states=all")
+    return list(_rows(_run(argv)))
+
+
+def _rows(text: str) -> Iterable[QueuedJob]:
+    for line in text.splitlines():
+        fields = line.split("|", 5)
+        if len(fields) == 6 and _JOB_ID.match(fields[0]):
+            yield QueuedJob(*(value.strip() for value in fields))
+
+
+def accounting(job_ids: Iterable[str]) -> dict[str, str]:
+    """Return the states that sacct knows for these jobs; {} where accounting is off."""
+    wanted = sorted(set(job_ids))
+    if not wanted:
+        return {}
+    argv = [
+        "sacct",
+        "--allocations",
+        "--noheader",
+        "--parsable2",
+        "--format=JobID,State",
+        f"--jobs={','.join(wanted)}",
+    ]
+    try:
+        text = _run(argv, timeout_s=20)
+    except SlurmFault:
+        return {}
+    states = {}
+    for line in text.splitlines():
+        job_id, _, state = line.partition("|")
+        if job_id in wanted and state:
+            states[job_id] = state.split()[0].rstrip("+")  # "CANCELLED by 1000"
+    return states
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job; Slurm says nothing where the id is unknown."""
+    _run(["scancel", job_id])
+
+
+def partitions() -> list[str]:
+    """Return the names of the partitions that this user may see."""
+    text = _run(["sinfo", "--noheader", "--format=%R"], timeout_s=20)
+    return sorted({line.strip() for line in text.splitlines() if line.strip()})
+
+
+def version() -> str | None:
+    """Return Slurm's version, such as 22.05.8, or None where it is not installed."""
+    try:
+        return _run(["sbatch", "--version"], timeout_s=10).split()[-1]
+    except (SlurmFault, IndexError):
+        return None

@@ -1,0 +1,259 @@
+#!/usr/bin/env bash
+# Makes the shared environment of the cookbook; can be run again at any time. bash setup.sh --help
+set -euo pipefail
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+VENV=${COOKBOOK_VENV:-$REPO/.venv}
+
+usage() {
+  cat <<'END'
+Usage: bash setup.sh [--demo | --test] [--torch VERSION] [--torch-index URL]
+
+Makes the virtual environment that login and compute nodes share, with every package at the version
+in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
+
+  --demo              all set-up, then a two-node fine-tune through Slurm, to the finished model
+  --test              all set-up, then the whole test suite
+  --torch VERSION     another torch, 2.11 to 2.13 (default: the one in constraints.txt)
+  --torch-index URL   where that build lies: the --index-url that PyTorch's own install page shows
+                      for your CUDA, or a folder of wheels
+  --help
+
+  COOKBOOK_VENV       folder of the environment (default: .venv in the checkout)
+  COOKBOOK_PYTHON     the Python to make it with (default: the newest of python3.12, 3.11, 3.10 found)
+
+Where Slurm is missing and the machine is Debian or Ubuntu with root or sudo, --demo and --test
+install slurm-wlm and munge and start a real one-host Slurm. Elsewhere --demo runs without Slurm.
+END
+}
+
+say() { printf '%s\n' "$*" >&2; }
+die() {
+  say "error: $1"
+  exit "${2:-1}"
+}
+
+WANT=env TORCH='' TORCH_INDEX=''
+while [ $# -gt 0 ]; do
+  case $1 in
+    --demo | --test)
+      [ "$WANT" = env ] || die "give --demo or --test, not both: bash setup.sh --help" 2
+      WANT=${1#--}
+      ;;
+    --torch | --torch-index)
+      [ $# -ge 2 ] || die "$1 takes a value: bash setup.sh --help" 2
+      if [ "$1" = --torch ]; then TORCH=$2; else TORCH_INDEX=$2; fi
+      shift
+      ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    *) die "unknown option '$1': bash setup.sh --help" 2 ;;
+  esac
+  shift
+done
+[[ -z $TORCH || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
+  die "--torch $TORCH: this kit runs on torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu130" 2
+[[ $REPO$VENV != *[[:space:]]* ]] ||
+  die "the path of the checkout or of COOKBOOK_VENV holds a blank, which job scripts cannot carry: move it"
+
+# Parts ----------------------------------------------------------------------------------------
+
+as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
+
+can_install() {
+  command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }
+}
+
+apt_install() {
+  say "installing $* with apt-get ($1 is missing on this machine)"
+  local log
+  log=$(mktemp)
+  # A list that was never fetched, or an old one, does not know the packages.
+  if ! { as_root apt-get update -qq &&
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"; } >"$log" 2>&1; then
+    tail -n 5 "$log" >&2
+    die "apt-get could not install $*: install them by hand, then run this again"
+  fi
+  rm -f "$log"
+}
+
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+find_python() {
+  local candidate version seen=''
+  for candidate in ${COOKBOOK_PYTHON:-python3.12 python3.11 python3.10 python3}; do
+    version=$(version_of "$candidate") || continue
+    case $version in
+      3.10 | 3.11 | 3.12)
+        command -v "$candidate"
+        return
+        ;;
+    esac
+    seen="$seen $candidate is $version;"
+  done
+  die "no Python 3.10, 3.11 or 3.12 found (${seen:-no python3 at all}): install one, or 'module load' one, or name it with COOKBOOK_PYTHON"
+}
+
+check_disk() {
+  local folder=$VENV free_gb
+  while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
+  free_gb=$(($(df -Pk "$folder" | awk 'NR == 2 {print $4}') / 1048576))
+  [ "$free_gb" -ge 3 ] ||
+    die "$folder has $free_gb GiB free; the environment takes 2 GiB, with CUDA 8: make room, or set COOKBOOK_VENV"
+  if [ "$free_gb" -lt 10 ]; then say "warning: $folder has only $free_gb GiB free; a CUDA build of torch takes about 8"; fi
+}
+
+make_venv() {
+  local python
+  if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    case $(version_of "$VENV/bin/python") in 3.10 | 3.11 | 3.12) return ;; esac
+  fi
+  python=$(find_python)
+  if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+    # Debian keeps this part of Python in a package of its own.
+    can_install || die "$python cannot make virtual environments: install python3-venv, or name another with COOKBOOK_PYTHON"
+    apt_install python3-venv
+  fi
+  say "making the environment $VENV with Python $(version_of "$python")"
+  "$python" -m venv --clear "$VENV" || die "$python could not make $VENV: see above"
+}
+
+# What decides whether anything has to be installed.
+fingerprint() {
+  { cat "$REPO/constraints.txt" "$REPO/pyproject.toml" && printf '%s|%s|%s|%s' "$1" "$TORCH" "$TORCH_INDEX" "$REPO"; } |
+    sha256sum | cut -d' ' -f1
+}
+
+install_packages() {
+  local extra=$1 stamp=$VENV/.cookbook-setup log=$VENV/setup.log constraints now started=$SECONDS
+  now=$(fingerprint "$extra")
+  # An environment with the test tools serves without them too.
+  if [ -f "$stamp" ] && grep -qxF -e "$now" -e "$(fingerprint '[dev]')" "$stamp"; then
+    say "the environment $VENV is up to date"
+    return
+  fi
+  rm -f "$stamp"
+  constraints=$REPO/constraints.txt
+  if [ -n "$TORCH" ]; then
+    constraints=$VENV/constraints.txt
+    sed "s/^torch==.*/torch==$TORCH/" "$REPO/constraints.txt" >"$constraints"
+  fi
+  say "installing the pinned packages (some minutes; log in $log)"
+  local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$constraints")
+  if ! {
+    # torch first and by itself where it comes from another place, so that nothing else does.
+    if [ -n "$TORCH_INDEX" ]; then
+      local from=(--index-url "$TORCH_INDEX")
+      if [ -d "$TORCH_INDEX" ]; then from=(--find-links "$TORCH_INDEX"); fi
+      "${pip[@]}" "${from[@]}" torch
+    fi &&
+      "${pip[@]}" setuptools wheel &&
+      "${pip[@]}" --no-build-isolation --editable "$REPO$extra"
+  } >"$log" 2>&1; then
+    grep -iE '^ *error' "$log" | tail -n 5 >&2 || tail -n 5 "$log" >&2
+    die "the packages could not be installed: see $log, mend the cause (network? proxy? disk?) and run this again"
+  fi
+  "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the environment does not work: see the end of $log"
+import torch, torchtune, transformers, tensorboard, launcher, trainer
+print("torch", torch.__version__, "cuda", torch.version.cuda)
+PY
+  printf '%s\n' "$now" >"$stamp"
+  say "installed in $((SECONDS - started)) s"
+}
+
+check_slurm() {
+  local version hosts kind
+  if ! command -v sbatch >/dev/null; then
+    say "Slurm: no sbatch on this machine"
+    return
+  fi
+  version=$(sbatch --version 2>/dev/null) || version='of an unknown version'
+  if ! hosts=$(timeout 10 sinfo --noheader --Node --format=%o 2>/dev/null) || [ -z "$hosts" ]; then
+    say "Slurm: $version is installed, its controller does not answer"
+    return
+  fi
+  hosts=$(sort -u <<<"$hosts" | wc -l)
+  say "Slurm: $version answers; $hosts host(s)"
+  kind=$(stat --file-system --format=%T "$VENV")
+  case $kind in
+    ext2/ext3 | xfs | btrfs | tmpfs | overlayfs | zfs)
+      if [ "$hosts" -gt 1 ]; then
+        say "warning: $VENV lies on $kind, which other nodes usually do not see: use a checkout (or COOKBOOK_VENV) on a shared filesystem"
+      fi
+      ;;
+  esac
+}
+
+# Leaves SLURM=cluster (it answers), one-host (started here) or none.
+find_slurm() {
+  local cluster=$REPO/slurm/dev-cluster/cluster.sh
+  SLURM=none
+  if command -v sbatch >/dev/null && timeout 10 sinfo --noheader >/dev/null 2>&1; then
+    SLURM=cluster
+    return
+  fi
+  if ! command -v slurmctld >/dev/null && ! [ -x /usr/sbin/slurmctld ]; then
+    if command -v sbatch >/dev/null; then
+      say "Slurm's controller does not answer and this machine has no slurmctld to start one of its own"
+      return
+    fi
+    can_install || return 0
+    apt_install slurm-wlm munge
+  fi
+  bash "$cluster" up --name "$1" || die "the one-host Slurm did not start: see above, or bash $cluster --help"
+  eval "$(bash "$cluster" env --name "$1")"
+  SLURM=one-host
+}
+
+# The work -------------------------------------------------------------------------------------
+
+mkdir -p "$(dirname "$VENV")" || die "cannot make $(dirname "$VENV"): set COOKBOOK_VENV to a folder of yours"
+exec 9>"$VENV.lock" || die "cannot write $VENV.lock: set COOKBOOK_VENV to a folder of yours"
+if ! flock --nonblock 9; then
+  say "another setup.sh is at work on $VENV: waiting for it"
+  flock 9
+fi
+check_disk
+make_venv
+if [ "$WANT" = test ]; then install_packages '[dev]'; else install_packages ''; fi
+# What is started from here on must not hold the lock.
+exec 9>&-
+check_slurm
+
+case $WANT in
+  env)
+    say ''
+    say "ready. Next:"
+    say "  source $VENV/bin/activate"
+    if command -v sbatch >/dev/null && timeout 10 sinfo >/dev/null 2>&1; then
+      say "  cookbook submit --recipe demo --nodes 2 --watch"
+    else
+      say "  cookbook submit --recipe demo --nodes 2 --watch --local     (without Slurm; with a one-host Slurm: bash setup.sh --demo)"
+    fi
+    ;;
+  demo)
+    find_slurm demo
+    options=(--recipe demo --nodes 2 --watch)
+    if [ "$SLURM" = none ]; then
+      say "no Slurm here and no way to install it: the same job runs on this host without it"
+      options+=(--local)
+    fi
+    say "+ cookbook submit ${options[*]}"
+    "$VENV/bin/cookbook" submit "${options[@]}"
+    if [ "$SLURM" = one-host ]; then
+      say ''
+      say "the one-host Slurm goes on running:"
+      say "  use it    source $VENV/bin/activate; eval \"\$(bash $REPO/slurm/dev-cluster/cluster.sh env --name demo)\"; squeue"
+      say "  stop it   bash $REPO/slurm/dev-cluster/cluster.sh down --name demo"
+    fi
+    ;;
+  test)
+    if ! command -v slurmctld >/dev/null && ! [ -x /usr/sbin/slurmctld ]; then
+      can_install || die "the tests need a real Slurm, and this machine cannot install one: install slurm-wlm and munge"
+      apt_install slurm-wlm munge
+    fi
+    cd "$REPO"
+    exec "$VENV/bin/python" -m pytest
+    ;;
+esac

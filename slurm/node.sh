@@ -1,0 +1,61 @@
+# shellcheck shell=bash
+# Sourced on every node before torchrun: sets the environment, and proves within seconds that the
+# node sees the shared files and reaches the first node. Needs RUN_DIR, VENV, LOGS, HEAD_ADDR,
+# HEAD_PORT, ONE_HOST, NODES, RANKS_PER_NODE; sets NODE_RANK.
+
+NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
+NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
+export NODE_RANK NODE_NAME
+
+# Leaves a fault where the job script finds it. permanent: true where a retry cannot help.
+node_fault() {
+  local permanent=$1 message=$2
+  printf 'cookbook: fault on node %s: %s\n' "$NODE_NAME" "$message"
+  message=${message//\\/\\\\}
+  printf '{"rank": null, "host": "%s", "time": %s, "type": "NodeFault", "message": "%s", "permanent": %s}\n' \
+    "$NODE_NAME" "$(date +%s)" "${message//\"/\'}" "$permanent" >"$LOGS/error_node_$NODE_RANK.json"
+  exit 1
+}
+
+# A file written on the login node a moment ago may need some seconds to show on a network filesystem.
+for _ in {1..60}; do
+  [ -r "$RUN_DIR/train.yaml" ] && [ -x "$VENV/bin/python" ] && break
+  sleep 0.5
+done
+[ -d "$LOGS" ] || { printf 'cookbook: node %s cannot see %s\n' "$NODE_NAME" "$LOGS"; exit 1; }
+[ -r "$RUN_DIR/train.yaml" ] ||
+  node_fault true "node $NODE_NAME cannot read $RUN_DIR/train.yaml: keep runs on a filesystem that all nodes mount (COOKBOOK_ROOT)"
+[ -x "$VENV/bin/python" ] ||
+  node_fault true "node $NODE_NAME cannot see the environment $VENV: put it on a filesystem that all nodes mount (COOKBOOK_VENV)"
+
+export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
+unset PYTHONHOME PYTHONPATH
+# The kit's own code, from the checkout that submitted the run.
+export PYTHONPATH=$COOKBOOK
+
+# Compiled kernels are written by every rank at once, which a network filesystem does not survive.
+# The folder is on local disk, outlives the attempt, and is used only where it is this user's own.
+local_cache=${TMPDIR:-/tmp}/cookbook-$(id -u)
+mkdir -m 700 "$local_cache" 2>/dev/null
+if [ ! -O "$local_cache" ] || [ -L "$local_cache" ]; then local_cache=$(mktemp -d); fi
+export TRITON_CACHE_DIR=$local_cache/triton TORCHINDUCTOR_CACHE_DIR=$local_cache/inductor
+
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+  OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$RANKS_PER_NODE} / RANKS_PER_NODE))
+  export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 1 ? OMP_NUM_THREADS : 1))
+fi
+# A hung collective ends the attempt, with the flight recorder's trace beside the logs.
+export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
+export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$LOGS/nccl_trace_rank_
+
+if [ "$NODES" -gt 1 ]; then
+  # Prints the interface that reaches the first node; says why on standard error where none does.
+  if ! interface=$("$VENV/bin/python" -I -S "$COOKBOOK/slurm/rendezvous.py" 2>"$LOGS/rendezvous_$NODE_RANK.log"); then
+    node_fault false "$(tail -n 1 "$LOGS/rendezvous_$NODE_RANK.log")"
+  fi
+  cat "$LOGS/rendezvous_$NODE_RANK.log"
+  # gloo would ask the host name for its address, which is 127.0.1.1 on many nodes.
+  [ -z "$interface" ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+else
+  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+fi

@@ -1,0 +1,155 @@
+"""What the job script does after an attempt: the policy, and the records it leaves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from launcher import attempt
+from launcher.attempt import decide
+
+CRASH = {
+    "rank": 3,
+    "host": "n2",
+    "time": 5.0,
+    "type": "RuntimeError",
+    "message": "boom",
+    "permanent": False,
+}
+BROKEN_PEER = {**CRASH, "rank": 0, "time": 4.0, "message": "Connection reset by peer"}
+KILLED = {**CRASH, "rank": 2, "time": 6.0, "type": "Killed", "message": "killed by SIGKILL"}
+CONFIG = {
+    **CRASH,
+    "rank": 1,
+    "time": 9.0,
+    "type": "ConfigError",
+    "message": "no such file",
+    "permanent": True,
+}
+
+
+def judged(**changes):
+    given = {
+        "exit_code": 1,
+        "progress": {"state": "running"},
+        "errors": [],
+        "stop_asked": False,
+        "cancelled": False,
+        "job_state": None,
+        "can_requeue": True,
+        "fruitless": 1,
+        "max_retries": 3,
+    }
+    verdict = decide(**{**given, **changes})
+    return verdict.state, verdict.next, verdict.cause
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"exit_code": 0, "progress": {"state": "finished"}},
+            ("COMPLETED", "finished", "finished"),
+        ),
+        # An entry of torchtune's own writes no progress: its exit status is all there is.
+        ({"exit_code": 0, "progress": {}}, ("COMPLETED", "finished", "finished")),
+        ({"errors": [CRASH]}, ("RETRYING", "run", "error")),
+        ({"errors": [BROKEN_PEER, KILLED]}, ("RETRYING", "run", "killed")),
+        ({"errors": [CRASH, CONFIG]}, ("FAILED", "failed", "error")),
+        ({"errors": [CRASH], "fruitless": 4}, ("FAILED", "failed", "error")),
+        ({"errors": []}, ("RETRYING", "run", "killed")),
+        ({"exit_code": 0, "progress": {"state": "stopped"}}, ("REQUEUED", "requeue", "time_limit")),
+        (
+            {"exit_code": 0, "progress": {"state": "stopped"}, "can_requeue": False},
+            ("RETRYING", "run", "time_limit"),
+        ),
+        ({"stop_asked": True, "errors": [CRASH]}, ("REQUEUED", "requeue", "error")),
+        ({"stop_asked": True, "fruitless": 4}, ("FAILED", "failed", "time_limit")),
+        ({"cancelled": True, "errors": [KILLED]}, ("CANCELLED", "failed", "cancelled")),
+        ({"job_state": "CANCELLED"}, ("CANCELLED", "failed", "cancelled")),
+        ({"job_state": "TIMEOUT"}, ("INTERRUPTED", "failed", "timeout")),
+        # Stopped by the first signal of a preemption, judged before the state changed.
+        ({"exit_code": 0, "progress": {"state": "none"}}, ("RETRYING", "run", "killed")),
+    ],
+)
+def test_the_verdict(changes, expected):
+    assert judged(**changes) == expected
+
+
+def test_the_named_error_is_the_one_that_the_others_follow_from():
+    assert attempt.first_error([BROKEN_PEER, CRASH]) == BROKEN_PEER
+    assert attempt.first_error([BROKEN_PEER, KILLED]) == KILLED
+    assert attempt.first_error([KILLED, BROKEN_PEER, CONFIG]) == CONFIG
+    assert attempt.first_error([]) is None
+    assert attempt.describe(CONFIG) == "rank 1 on n2: ConfigError: no such file"
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("JOB_PID", "1")
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def checkpoint(run_dir, step):
+    folder = run_dir / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    (folder / "COMPLETE").touch()
+
+
+def test_retries_end_when_nothing_is_gained_and_go_on_while_something_is(run_dir):
+    for number, (gain, expected) in enumerate(
+        [(10, "run"), (None, "run"), (20, "run"), (None, "run"), (None, "failed")]
+    ):
+        assert attempt.begin(run_dir, ["n1"], "127.0.0.1").split()[0] == str(number)
+        if gain:
+            checkpoint(run_dir, gain)
+        assert attempt.end(run_dir, number, 1, max_retries=1, job_state=None) == expected
+    told = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
+    assert [line["gained"] for line in told] == [True, False, True, False, False]
+    assert told[-1]["checkpoint_step"] == 20
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (
+        status["state"] == "FAILED" and "2 attempts brought no new checkpoint" in status["message"]
+    )
+    assert (run_dir / "logs" / "latest").resolve().name == "4"
+
+
+def test_an_attempt_that_never_said_its_end_gets_a_line(run_dir, monkeypatch):
+    monkeypatch.setenv("JOB_PID", "999999999")  # above the kernel's highest: nobody
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    monkeypatch.setenv("JOB_PID", "1")
+    attempt.begin(run_dir, ["n2"], "127.0.0.1")
+    (line,) = attempt.read_attempts(run_dir)
+    assert line["attempt"] == 0 and line["cause"] == "lost" and line["nodes"] == ["n1"]
+
+
+def test_a_second_job_does_not_touch_a_run_at_work(run_dir, monkeypatch):
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")  # as process 1, which is alive
+    monkeypatch.setenv("JOB_PID", "2")
+    with pytest.raises(SystemExit, match="local-1 is still at work"):
+        attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    assert attempt.read_attempts(run_dir) == []
+
+
+def test_a_finished_run_is_not_trained_again(run_dir):
+    (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
+    assert attempt.begin(run_dir, ["n1"], "127.0.0.1") == "finished"
+
+
+def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):
+    (run_dir / "progress.json").write_text('{"state": "stopped", "attempt": 0}')
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    assert attempt.end(run_dir, 0, 0, 3, None) == "run"  # stopped, without Slurm: again at once
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    assert attempt.end(run_dir, 1, 1, 3, None) == "run"
+    assert attempt.read_attempts(run_dir)[-1]["cause"] == "killed"
+
+
+def test_torn_records_are_passed_over(run_dir):
+    (run_dir / "attempts.jsonl").write_text('{"attempt": 0}\n{"attem')
+    assert attempt.read_attempts(run_dir) == [{"attempt": 0}]
+    (run_dir / "logs" / "error_rank_0.json").write_text("{")
+    assert attempt.read_errors(run_dir / "logs") == []

@@ -1,0 +1,200 @@
+"""Recipes: the catalogue loads, overrides do what they say, and every fault is named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher import paths
+from launcher import recipe as recipes
+from launcher.errors import RecipeFault
+
+SHIPPED = {
+    "demo",
+    "llama1b_full",
+    "llama1b_lora",
+    "llama70b_full",
+    "llama70b_lora",
+    "llama8b_full",
+    "llama8b_lora",
+}
+
+
+def written(
+    folder: Path, change: dict | None = None, without: str = "", text: str | None = None
+) -> str:
+    """A recipe file of our own, made from a shipped one."""
+    from launcher import yamlfile
+
+    config = yamlfile.load(paths.RECIPES / "llama1b_lora.yaml")
+    config.update(change or {})
+    config.pop(without, None)
+    path = folder / "mine.yaml"
+    path.write_text(text if text is not None else yamlfile.dump(config))
+    return str(path)
+
+
+def faults_of(*args, **kwargs) -> list[str]:
+    with pytest.raises(RecipeFault) as fault:
+        recipes.load(*args, **kwargs)
+    assert all("\n" not in each for each in fault.value.faults)
+    return fault.value.faults
+
+
+def test_the_catalogue_is_what_is_promised_and_loads():
+    assert set(recipes.names()) == SHIPPED
+    for name in recipes.names():
+        recipe = recipes.load(name)
+        assert recipe.description, name
+        assert name.endswith(recipe.method) or name == "demo"
+        header = recipe.path.read_text().partition("description:")[0]
+        assert f"cookbook submit --recipe {name}" in header, "the header tells how to run it"
+
+
+def test_the_trainers_list_of_keys_is_the_launchers():
+    from trainer.config import TOP_LEVEL_KEYS
+
+    assert sorted(recipes.TRAINER_KEYS) == sorted(TOP_LEVEL_KEYS)
+
+
+def test_overrides_set_add_and_remove():
+    recipe = recipes.load(
+        "llama8b_lora",
+        [
+            "optimizer.lr=1e-5",
+            "+model.use_dora=true",
+            "~lr_scheduler",
+            "resources.nodes=4",
+            "dataset.packed=true",
+            "resources.time=90",
+        ],
+    )
+    assert recipe.config["optimizer"]["lr"] == 1e-5
+    assert recipe.method == "dora"
+    assert "lr_scheduler" not in recipe.config
+    assert recipe.resources.nodes == 4
+    assert recipe.resources.time == "90" and recipe.resources.time_s == 5400
+
+
+def test_options_come_before_overrides_and_the_file():
+    recipe = recipes.load("llama8b_lora", ["resources.nodes=4"], {"nodes": 3, "time": None})
+    assert (recipe.resources.nodes, recipe.resources.time) == (3, "08:00:00")
+
+
+def test_interpolations_are_filled_in_and_the_trainer_sees_none_of_our_keys():
+    recipe = recipes.load("llama8b_lora")
+    config = recipe.train_config(Path("/shared"), "/shared/runs/r")
+    assert config["checkpointer"]["checkpoint_dir"] == "/shared/models/Llama-3.1-8B-Instruct"
+    assert (
+        config["tokenizer"]["path"]
+        == "/shared/models/Llama-3.1-8B-Instruct/original/tokenizer.model"
+    )
+    assert config["output_dir"] == config["checkpointer"]["output_dir"] == "/shared/runs/r"
+    assert not set(config) & set(recipes.LAUNCHER_KEYS)
+
+
+def test_a_stock_torchtune_config_is_a_recipe_unchanged():
+    import torchtune
+
+    folder = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+    tried = 0
+    for path in sorted(folder.glob("llama3*/*_full*.yaml")) + sorted(
+        folder.glob("llama3*/*_lora*.yaml")
+    ):
+        if any(word in path.name for word in ("qat", "dpo", "ppo", "KD_", "distillation")):
+            continue
+        recipe = recipes.load(str(path), resources={"nodes": 2, "gpus_per_node": 8})
+        assert recipe.resources.world_size == 16
+        assert recipe.train_config(Path("/shared"), "/runs/r")["output_dir"] == "/runs/r"
+        tried += 1
+    assert tried >= 15
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("llama70b_lroa", "did you mean llama70b_lora?"),
+        ("../../etc/passwd", "may hold only letters"),
+        ("-rf", "may hold only letters"),
+        ("a\nb", "may hold only letters"),
+        ("$(id)", "may hold only letters"),
+        ('x"y', "may hold only letters"),
+        ("x" * 10_000, "may hold only letters"),
+        ("nowhere/mine.yaml", "there is no recipe file"),
+    ],
+)
+def test_a_wrong_name_is_one_fault(name, told):
+    (fault,) = faults_of(name)
+    assert told in fault
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optimzer.lr=1", "did you mean optimizer?"),
+        ("optimizer.lrr=1", "did you mean lr?"),
+        ("resources.node=2", "did you mean nodes?"),
+        ("optimizer.lr=fast", "must be a number"),
+        ("dataset.packed=7", "must be true or false"),
+        ("resources.nodes=two", "must be a number"),
+        ("resources.nodes=0", "a whole number, 1 or more"),
+        ("resources.time=soon", "a limit such as"),
+        ("resources.mem=lots", "a size such as"),
+        ("resources.partition=a b", "a partition's name"),
+        ("+resources.account=$(id)", "letters, digits"),
+        ("resources.account=x\n#SBATCH --uid=0", "more than one line"),
+        ("resources.constraint=--uid=0", "node features"),
+        ("model=llama", "a mapping"),
+        ("justakey", "cannot read the override"),
+        ("=5", "cannot read the override"),
+        ("~optimizer.lr=5", "cannot read the override"),
+        ("optimizer.lr=[1,", "broken YAML"),
+        ("entry=os.system", "is not known"),
+        ("batch_size=1.5", "a whole number, 1 or more"),
+        ("tokenizer.path=${nowhere.path}", "leads nowhere"),
+        ("tokenizer.path=${tokenizer.path}", "refers to itself"),
+    ],
+)
+def test_a_wrong_override_is_one_fault(override, told):
+    (fault,) = faults_of("llama1b_lora", [override])
+    assert told in fault
+
+
+def test_all_faults_come_at_once(tmp_path):
+    mine = written(
+        tmp_path, {"bathc_size": 4, "epochs": "many", "resources": {"nodes": -1, "gpu": 8}}, "loss"
+    )
+    told = "\n".join(faults_of(mine, ["optimizer.lrr=1"]))
+    for part in (
+        "bathc_size",
+        "did you mean batch_size",
+        "epochs must be",
+        "resources.nodes must be",
+        "resources.gpu'",
+        "lacks loss",
+        "optimizer.lrr",
+    ):
+        assert part in told
+
+
+def test_a_recipe_of_ones_own_may_not_carry_a_hostile_file_name(tmp_path):
+    path = tmp_path / "$(id).yaml"
+    path.write_text("a: 1")
+    (fault,) = faults_of(str(path))
+    assert "rename it" in fault
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("10:30", 630),
+        ("04:00:00", 14400),
+        ("2-00", 172800),
+        ("1-12:30", 131400),
+        ("0-0:0:5", 5),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
+    assert recipes.time_limit_s(text) == seconds
