@@ -1,0 +1,113 @@
+"""Fixtures that every test may use: a real Slurm cluster on this host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLUSTER_SH = Path(__file__).parents[1] / "slurm" / "dev-cluster" / "cluster.sh"
+SLURM_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
+
+
+@pytest.fixture(scope="session")
+def plain_env() -> dict[str, str]:
+    """The tests' own environment less whatever another Slurm put there."""
+    return _plain_env()
+
+
+def _plain_env() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(SLURM_VARIABLES)}
+
+
+@dataclass(frozen=True)
+class SlurmCluster:
+    """A running cluster: `env` selects it, `state` holds its configuration and log/."""
+
+    name: str
+    root: Path
+    env: dict[str, str]
+
+    @property
+    def state(self) -> Path:
+        return self.root / self.name
+
+    def run(self, argv: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
+        """subprocess.run on this cluster, text captured; raises TimeoutExpired after 60 s."""
+        options = {"env": self.env, "timeout": 60, "capture_output": True, "text": True} | options
+        return subprocess.run(argv, **options)
+
+
+@contextmanager
+def _state_root() -> Iterator[Path]:
+    """A temporary folder for clusters' state: short, and open to munged's clients."""
+    # pytest's own folders are closed to other users, which munged refuses, and long.
+    root = Path(tempfile.mkdtemp(prefix="slurm-test-", dir="/tmp"))
+    root.chmod(0o711)
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root)
+
+
+@contextmanager
+def _cluster(root: Path, name: str, *options: str) -> Iterator[SlurmCluster]:
+    """A cluster for as long as the block lasts, and no longer even if this process is killed."""
+    place = ["--name", name, "--state", str(root)]
+    # The keeper takes the cluster down when its input ends, which it does however we end.
+    keeper = subprocess.Popen(
+        ["bash", "-c", 'cat >/dev/null; exec "$@"', "keeper", CLUSTER_SH, "down", *place],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        yield _start(root, name, place, options)
+    finally:
+        _, message = keeper.communicate()
+        assert keeper.returncode == 0, message
+
+
+def _start(root: Path, name: str, place: list[str], options: Sequence[str]) -> SlurmCluster:
+    env = _plain_env()
+    up = subprocess.run(
+        [CLUSTER_SH, "up", *place, *options], env=env, capture_output=True, text=True, timeout=90
+    )
+    if up.returncode:
+        pytest.fail(f"no Slurm cluster: {up.stderr}`bash setup.sh --test` installs Slurm", False)
+    line = subprocess.check_output([CLUSTER_SH, "env", *place], env=env, text=True)
+    env["SLURM_CONF"] = line.strip().removeprefix("export SLURM_CONF=")
+    return SlurmCluster(name=name, root=root, env=env)
+
+
+@pytest.fixture
+def cluster_root() -> Iterator[Path]:
+    """A temporary folder that cluster.sh takes as --state."""
+    with _state_root() as root:
+        yield root
+
+
+@pytest.fixture
+def new_cluster(
+    cluster_root: Path,
+) -> Callable[..., AbstractContextManager[SlurmCluster]]:
+    """`with new_cluster(name, *options_of_up) as cluster`: one more cluster, under cluster_root."""
+    return partial(_cluster, cluster_root)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmCluster]:
+    """A private cluster of 2 nodes with 8 GPUs each, shared by the whole test session."""
+    with _state_root() as root, _cluster(root, "tests", "--requeue-delay", "5") as cluster:
+        yield cluster

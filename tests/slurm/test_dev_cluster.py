@@ -1,0 +1,386 @@
+"""The one-host cluster: real jobs, stand-in GPUs, clusters side by side, nothing left over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+CLUSTER_SH = Path(__file__).parents[2] / "slurm" / "dev-cluster" / "cluster.sh"
+JOB_SCRIPT = """#!/bin/bash
+echo "batch $SLURM_CONF home=$HOME secret=${SECRET:-none}"
+srun --ntasks-per-node=1 bash -c 'echo "step $SLURMD_NODENAME $SLURM_CONF"'
+"""
+# Holds its GPUs until the other job has named its own too.
+GPU_JOB = """echo "$CUDA_VISIBLE_DEVICES" >gpus.$SLURM_JOB_ID
+for _ in $(seq 200); do [ "$(ls gpus.* | wc -l)" = 2 ] && exit 0; sleep 0.1; done; exit 1"""
+
+
+def cluster_sh(
+    *arguments: str | Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [CLUSTER_SH, *arguments], env=env, capture_output=True, text=True, timeout=90
+    )
+
+
+def processes_of(state: Path) -> dict[int, str]:
+    """Live processes that have the state folder in arguments, environment or working folder."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            place = os.readlink(process / "cwd")
+        except OSError:
+            continue
+        if int(process.name) != os.getpid() and f"{state}/" in f"{text.decode('latin1')}\n{place}/":
+            found[int(process.name)] = text.split(b"\0")[0].decode("latin1")
+    return found
+
+
+def wait_for(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def test_a_batch_job_with_few_variables_runs_steps_on_both_nodes(slurm, tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(JOB_SCRIPT)
+    submitted = slurm.run(
+        ["sbatch", "--wait", "--nodes=2", "--export=HOME,PATH,USER", "--output=out", "job.sh"],
+        cwd=tmp_path,
+        env=slurm.env | {"SECRET": "leaked"},
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    conf = slurm.state / "slurm.conf"
+    batch, *steps = (tmp_path / "out").read_text().splitlines()
+    assert batch == f"batch {conf} home={os.environ['HOME']} secret=none"
+    assert sorted(steps) == [f"step n1 {conf}", f"step n2 {conf}"]
+
+
+def test_a_requeued_job_starts_again_soon(slurm, tmp_path: Path) -> None:
+    # With Slurm's own setting it would wait two minutes.
+    job = 'echo "${SLURM_RESTART_COUNT:-0}" >>attempts; '
+    job += '[ -n "$SLURM_RESTART_COUNT" ] || { scontrol requeue "$SLURM_JOB_ID"; sleep 60; }'
+    submit = ["sbatch", "--requeue", "--output=/dev/null", f"--wrap={job}"]
+    assert slurm.run(submit, cwd=tmp_path).returncode == 0
+    attempts = tmp_path / "attempts"
+    wait_for(lambda: attempts.exists() and attempts.read_text() == "0\n1\n", timeout_s=30)
+
+
+def test_two_jobs_on_a_node_get_distinct_gpus(slurm, tmp_path: Path) -> None:
+    options = ["--nodelist=n1", "--nodes=1", "--gpus-per-node=h100:4", "--output=/dev/null"]
+    jobs = [
+        subprocess.Popen(
+            ["sbatch", "--wait", *options, f"--wrap={GPU_JOB}"],
+            cwd=tmp_path,
+            env=slurm.env,
+            stdout=subprocess.DEVNULL,
+        )
+        for _ in range(2)
+    ]
+    assert [job.wait(timeout=60) for job in jobs] == [0, 0]
+    gpus = [set(file.read_text().strip().split(",")) for file in tmp_path.glob("gpus.*")]
+    assert sorted(map(len, gpus)) == [4, 4]
+    assert gpus[0] | gpus[1] == set("01234567")
+
+
+@pytest.mark.parametrize(
+    ("options", "accepted"),
+    [
+        (["--nodes=2", "--gpus-per-node=8", "--cpus-per-task=128", "--mem=1500G"], True),
+        (["--nodes=2", "--gres=gpu:h100:8", "--time=6-00:00:00"], True),
+        (["--nodes=1", "--gpus-per-node=9"], False),
+        (["--nodes=1", "--gres=gpu:a100:1"], False),
+        (["--nodes=1", "--partition=absent"], False),
+    ],
+)
+def test_test_only_judges_as_a_gpu_cluster_would(slurm, options: list[str], accepted: bool) -> None:
+    answer = slurm.run(["sbatch", "--test-only", *options, "--wrap=true"])
+    assert (answer.returncode == 0) is accepted, answer.stderr
+
+
+def test_down_of_one_cluster_leaves_the_other_and_foreign_processes(
+    slurm, cluster_root: Path, new_cluster
+) -> None:
+    before = processes_of(slurm.state)
+    with new_cluster("other", "--nodes", "1", "--gpus", "2") as other:
+        # Neither its arguments nor its SLURM_CONF make a process the cluster's own.
+        bystander = subprocess.Popen(["sleep", "600"], env=other.env)
+        named = subprocess.Popen(
+            ["tail", "-f", other.state / "slurm.conf"], stdout=subprocess.DEVNULL
+        )
+        try:
+            assert other.run(["srun", "hostname"]).returncode == 0
+            down = cluster_sh("down", "--name", "other", "--state", cluster_root)
+            assert (down.returncode, down.stderr) == (0, "cluster 'other' is down\n")
+            assert bystander.poll() is None
+            assert named.poll() is None
+        finally:
+            for process in (bystander, named):
+                process.kill()
+                process.wait()
+    assert processes_of(slurm.state) == before
+    nodes = slurm.run(["srun", "--nodes=2", "printenv", "SLURMD_NODENAME"])
+    assert sorted(nodes.stdout.split()) == ["n1", "n2"], nodes.stderr
+
+
+def test_up_twice_is_once(slurm) -> None:
+    place = ["--name", slurm.name, "--state", slurm.root]
+    before = processes_of(slurm.state)
+    again = cluster_sh("up", *place, "--requeue-delay", "5")
+    assert (again.returncode, again.stdout) == (0, "")
+    assert again.stderr == "cluster 'tests' is already up: 2 nodes, 8 h100 GPUs each\n"
+    other_shape = cluster_sh("up", *place, "--nodes", "3")
+    assert other_shape.returncode == 1
+    assert f"first: {CLUSTER_SH} down --name tests --state {slurm.root}" in other_shape.stderr
+    assert processes_of(slurm.state) == before
+
+
+def test_two_ups_at_once_start_one_cluster(cluster_root: Path, new_cluster) -> None:
+    with new_cluster("race", "--nodes", "1", "--gpus", "0"):
+        place = ["--name", "race", "--state", str(cluster_root)]
+        assert cluster_sh("down", *place).returncode == 0
+        up = [CLUSTER_SH, "up", *place, "--nodes", "1", "--gpus", "0"]
+        both = [subprocess.Popen(up, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        messages = sorted(process.communicate(timeout=60)[1].splitlines()[0] for process in both)
+        assert messages[0].startswith("cluster 'race' is already up")
+        assert messages[1].startswith("cluster 'race' is up after")
+
+
+def test_an_interrupted_up_leaves_no_process(cluster_root: Path) -> None:
+    up = subprocess.Popen(
+        [CLUSTER_SH, "up", "--state", cluster_root], stderr=subprocess.PIPE, text=True
+    )
+    wait_for((cluster_root / "default" / "munge.socket").exists)
+    up.send_signal(signal.SIGTERM)
+    _, message = up.communicate(timeout=60)
+    assert (up.returncode, "interrupted" in message) == (1, True), message
+    assert processes_of(cluster_root) == {}
+
+
+def test_a_stray_environment_does_not_matter(slurm, cluster_root: Path) -> None:
+    stray = slurm.env | {"SLURM_CLUSTERS": "elsewhere", "SBATCH_PARTITION": "absent"}
+    stray["SLURM_JOB_ID"] = "1"
+    place = ["--name", "stray", "--state", cluster_root]
+    up = cluster_sh("up", *place, "--nodes", "1", env=stray)
+    try:
+        assert up.returncode == 0, up.stderr
+        assert cluster_sh("env", *place, env=stray).stdout == (
+            f"export SLURM_CONF={cluster_root}/stray/slurm.conf\n"
+        )
+    finally:
+        assert cluster_sh("down", *place, env=stray).returncode == 0
+    assert slurm.run(["srun", "true"]).returncode == 0
+
+
+def test_down_ends_jobs_and_leaves_nothing(cluster_root: Path, tmp_path: Path, new_cluster) -> None:
+    stubborn = 'trap "" TERM; setsid sleep 600 & env -i setsid sleep 600 & touch started; sleep 600'
+    with new_cluster("full") as cluster:
+        options = ["--nodes=2", "--exclusive", "--output=/dev/null"]
+        for _ in range(2):
+            slurm_job = cluster.run(["sbatch", *options, f"--wrap={stubborn}"], cwd=tmp_path)
+            assert slurm_job.returncode == 0, slurm_job.stderr
+        waiting = subprocess.Popen(
+            ["srun", "--nodes=2", "true"], env=cluster.env, stderr=subprocess.DEVNULL
+        )
+        wait_for((tmp_path / "started").exists)
+        jobs = [pid for pid, program in processes_of(cluster.state).items() if program == "sleep"]
+        assert len(jobs) == 2  # the one without an environment is known by its place alone
+        down = cluster_sh("down", "--name", "full", "--state", cluster_root)
+        assert down.returncode == 0, down.stderr
+        assert waiting.wait(timeout=20) != 0
+    wait_for(lambda: not processes_of(cluster_root), timeout_s=1)
+    assert [entry.name for entry in cluster_root.iterdir()] == [".lock"]
+    again = cluster_sh("down", "--name", "full", "--state", cluster_root)
+    assert again.returncode == 0
+    assert "is not up" in again.stderr
+
+
+def test_up_starts_a_dead_daemon_again(cluster_root: Path, new_cluster) -> None:
+    with new_cluster("torn") as cluster:
+        place = ["--name", "torn", "--state", cluster_root]
+        daemons = {
+            pid
+            for pid in processes_of(cluster.state)
+            if (Path("/proc") / str(pid) / "comm").read_text() in ("slurmd\n", "slurmctld\n")
+        }
+        assert len(daemons) == 3
+        for pid in daemons:
+            os.kill(pid, signal.SIGKILL)
+        status = cluster_sh("status", *place)
+        assert status.returncode == 1
+        assert status.stdout.count(" dead\n") == 3
+        assert cluster_sh("up", *place).returncode == 0
+        assert cluster.run(["srun", "--nodes=2", "true"]).returncode == 0
+        status = cluster_sh("status", *place)
+        assert (status.returncode, status.stdout.count("gpu:h100:8")) == (0, 2), status.stderr
+
+
+def test_a_failed_start_shows_the_log_and_stops_what_it_started(
+    cluster_root: Path, new_cluster
+) -> None:
+    up = cluster_sh("up", "--state", cluster_root, "--set", "SelectType=select/absent")
+    assert up.returncode == 1
+    assert "end of slurmctld.log:" in up.stderr
+    assert "fatal: " in up.stderr
+    assert "select/absent" in up.stderr
+    assert processes_of(cluster_root) == {}
+    with new_cluster("default", "--nodes", "1"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "cluster.sh: which command: up, down, status or env? (see cluster.sh --help)"),
+        (["start"], "cluster.sh: unknown command 'start' (see cluster.sh --help)"),
+        (["up", "--nodes"], "cluster.sh: --nodes needs a value (see cluster.sh up --help)"),
+        (
+            ["up", "--nodes", "0"],
+            "cluster.sh: --nodes takes a whole number from 1 to 64, got '0' "
+            "(see cluster.sh up --help)",
+        ),
+        (
+            ["up", "--gpus", "8; id"],
+            "cluster.sh: --gpus takes a whole number from 0 to 64, got '8; id' "
+            "(see cluster.sh up --help)",
+        ),
+        (
+            ["down", "--name", "../x"],
+            "cluster.sh: --name takes lower-case letters, digits and '-', got '../x' "
+            "(see cluster.sh down --help)",
+        ),
+        (
+            ["env", "--nodes", "2"],
+            "cluster.sh: --nodes belongs to 'up', not to 'env' (see cluster.sh env --help)",
+        ),
+        (
+            ["down", "--state", ""],
+            "cluster.sh: --state needs a folder (see cluster.sh down --help)",
+        ),
+        (
+            ["status", "--state", "/a b"],
+            "cluster.sh: --state takes a path of letters, digits and '/._@+-', got '/a b' "
+            "(see cluster.sh status --help)",
+        ),
+        (
+            ["up", "--set", "KillWait=2\nInclude=x"],
+            "cluster.sh: --set takes KEY=VALUE as slurm.conf has it, got 'KillWait=2\nInclude=x' "
+            "(see cluster.sh up --help)",
+        ),
+    ],
+)
+def test_wrong_usage_exits_2_and_names_the_fault(arguments: list[str], message: str) -> None:
+    answer = cluster_sh(*arguments)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"{message}\n")
+
+
+@pytest.mark.parametrize("command", [[], ["up"], ["down"], ["status"], ["env"]])
+def test_help_goes_to_stdout(command: list[str]) -> None:
+    answer = cluster_sh(*command, "--help")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith(" ".join(["usage: cluster.sh", *command]))
+
+
+def test_a_state_folder_that_munge_would_refuse_is_named(cluster_root: Path) -> None:
+    closed = cluster_root / "closed"
+    closed.mkdir(mode=0o700)
+    shared = cluster_root / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    for folder, fault in (
+        (closed / "state", f"{closed} is closed to others (chmod o+x)"),
+        (shared, f"{shared} can be changed by others (chmod go-w)"),
+        (cluster_root / ("x" * 60), "is too long for unix sockets"),
+    ):
+        up = cluster_sh("up", "--state", folder)
+        assert up.returncode == 1
+        assert fault in up.stderr
+        assert len(up.stderr.splitlines()) == 1
+
+
+def test_a_state_folder_of_somebody_else_is_refused(cluster_root: Path) -> None:
+    if os.geteuid() == 0:
+        foreign = cluster_root / "foreign"
+        foreign.mkdir(mode=0o711)
+        os.chown(foreign, 65534, 65534)
+        message = "belongs to nobody, not to you"
+    else:
+        foreign, message = Path("/usr"), "belongs to root, not to you"
+    up = cluster_sh("up", "--state", foreign)
+    assert up.returncode == 1
+    assert message in up.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_a_folder_that_is_no_cluster_is_not_touched(cluster_root: Path, command: str) -> None:
+    work = cluster_root / "work" / "thesis.tex"
+    work.parent.mkdir()
+    work.write_text("dear")
+    answer = cluster_sh(command, "--name", "work", "--state", cluster_root)
+    assert answer.returncode == 1
+    assert "is no cluster's state folder" in answer.stderr
+    assert work.read_text() == "dear"
+
+
+def test_env_and_status_of_no_cluster_tell_how_to_start_one(cluster_root: Path) -> None:
+    remedy = f"to start it: {CLUSTER_SH} up --name default --state {cluster_root}\n"
+    for command in ("env", "status"):
+        answer = cluster_sh(command, "--state", cluster_root)
+        assert (answer.returncode, answer.stdout) == (1, "")
+        assert answer.stderr.endswith(remedy)
+
+
+def test_missing_slurm_names_the_packages(cluster_root: Path, tmp_path: Path, plain_env) -> None:
+    for tool in ("bash", "realpath"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    env = plain_env | {"PATH": str(tmp_path)}
+    up = cluster_sh("up", "--state", cluster_root, env=env)
+    assert up.returncode == 1
+    assert "sbatch" in up.stderr
+    assert up.stderr.endswith("as root: apt-get install slurm-wlm munge\n")
+
+
+def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env) -> None:
+    # A checkout may be closed to other users; the script needs nothing but itself.
+    script = Path(shutil.copy(CLUSTER_SH, cluster_root / "cluster.sh"))
+    state = cluster_root / "user"
+    state.mkdir(mode=0o711)
+    as_user: list[str] = []
+    if os.geteuid() == 0:
+        os.chown(state, 65534, 65534)
+        as_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    env = plain_env | {"HOME": str(state), "PATH": "/usr/local/bin:/usr/bin:/bin"}
+
+    def user_runs(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*as_user, *argv], env=env, cwd=cluster_root, capture_output=True, text=True, timeout=90
+        )
+
+    up = user_runs(script, "up", "--state", state)
+    try:
+        assert up.returncode == 0, up.stderr
+        (conf,) = state.glob("default/slurm.conf")
+        env["SLURM_CONF"] = str(conf)
+        job = state / "job.sh"
+        job.write_text(JOB_SCRIPT)
+        sbatch = ["sbatch", "--wait", "--nodes=2", "--gpus-per-node=8", f"--chdir={state}"]
+        submitted = user_runs(*sbatch, "--export=HOME,PATH,USER", "--output=out", job)
+        assert submitted.returncode == 0, submitted.stderr
+        batch, *steps = (state / "out").read_text().splitlines()
+        assert batch == f"batch {conf} home={state} secret=none"
+        assert sorted(steps) == [f"step n1 {conf}", f"step n2 {conf}"]
+        owners = {os.stat(f"/proc/{pid}").st_uid for pid in processes_of(state)}
+        assert owners == {state.stat().st_uid}
+    finally:
+        del env["SLURM_CONF"]
+        down = user_runs(script, "down", "--state", state)
+    assert down.returncode == 0, down.stderr
+    assert processes_of(state) == {}
