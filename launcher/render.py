@@ -19,7 +19,7 @@ from launcher.recipe import Recipe, Resources
 # quarter of its time.
 _LEAD_SHARE = 4
 
-_DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:;=@+/&|*()\[\]-]+\Z")
+_DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:=@+/&|*()\[\]-]+\Z")
 
 
 def _directive(value: Any) -> str:

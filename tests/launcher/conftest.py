@@ -1,0 +1,37 @@
+"""Users of the cookbook command: on the session's one-host Slurm, and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.kit import FAKE_TOKEN, Kit
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Path:
+    """The session's shared folder: the demo model is made in it once."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="session")
+def kit(slurm, shared) -> Iterator[Kit]:
+    """A user on the one-host Slurm, with a hub token that must never get out."""
+    env = {key: value for key, value in slurm.env.items() if not key.startswith("COOKBOOK_")}
+    yield Kit({**env, "COOKBOOK_ROOT": str(shared), "HF_TOKEN": FAKE_TOKEN}, shared)
+
+
+@pytest.fixture
+def user(plain_env, tmp_path) -> Kit:
+    """A user with an empty shared folder and no Slurm configured."""
+    env = {key: value for key, value in plain_env.items() if not key.startswith("COOKBOOK_")}
+    return Kit({**env, "COOKBOOK_ROOT": str(tmp_path / "shared")}, tmp_path / "shared")
+
+
+@pytest.fixture
+def slurm_user(slurm, tmp_path) -> Kit:
+    """A user with an empty shared folder on the one-host Slurm."""
+    env = {key: value for key, value in slurm.env.items() if not key.startswith("COOKBOOK_")}
+    return Kit({**env, "COOKBOOK_ROOT": str(tmp_path / "shared")}, tmp_path / "shared")

@@ -1,0 +1,96 @@
+"""The cookbook command as a user types it, and looks at what its runs left and started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Looks like a token, so that a leak of it can be searched for.
+FAKE_TOKEN = "hf_" + "Fake0Token1For2The3Tests4Only"
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A user of the kit: an environment and a shared folder of their own."""
+
+    env: dict[str, str]
+    root: Path
+
+    def cookbook(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Run the command to its end, as a shell would."""
+        return subprocess.run(
+            [sys.executable, "-m", "launcher", *arguments],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def submit(self, *arguments: str) -> tuple[str, Path]:
+        """Submit and return the job's id and the run's folder."""
+        done = self.cookbook("submit", "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        return told["job_id"], Path(told["path"])
+
+    def status(self, run: Path) -> dict[str, Any]:
+        done = self.cookbook("status", run.name, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def wait(self, run: Path, *states: str, timeout: float = 180) -> dict[str, Any]:
+        """Return the run's status once it is in one of the states."""
+        return until(lambda: self._in(run, states), timeout, lambda: report(run))
+
+    def _in(self, run: Path, states: tuple[str, ...]) -> dict[str, Any] | None:
+        told = self.status(run)
+        return told if told["state"] in states else None
+
+    def runs(self) -> list[Path]:
+        """Every entry of the runs folder, half-made ones too."""
+        folder = self.root / "runs"
+        return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def until(look: Callable[[], Any], timeout: float, explain: Callable[[], str] = lambda: "") -> Any:
+    """Return what look finds in the end; fail with an explanation after timeout seconds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.3)
+    pytest.fail(f"not within {timeout} s\n{explain()}")
+
+
+def report(run: Path) -> str:
+    """A run's own words, for a failed test."""
+    files = [*run.glob("*.json*"), *run.glob("logs/*.log"), *run.glob("logs/*/node_*.log")]
+    return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
+
+
+def ranks_of(run: Path) -> dict[int, int]:
+    """The process ids of a run's ranks, by rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = dict(
+                pair.partition("=")[::2]
+                for pair in (process / "environ").read_text(errors="replace").split("\0")
+            )
+            command = (process / "cmdline").read_text(errors="replace")
+        except OSError:
+            continue
+        is_rank = "trainer.sft" in command and "bash" not in command.split("\0")[0]
+        if is_rank and environ.get("RUN_DIR") == str(run) and "RANK" in environ:
+            found[int(environ["RANK"])] = int(process.name)
+    return found

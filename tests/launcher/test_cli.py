@@ -1,0 +1,226 @@
+"""What a user may type wrong: one clear line each, the right exit status, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import paths
+from tests.launcher.kit import Kit
+
+
+def refused(kit: Kit, *arguments: str, status: int, told: str) -> None:
+    done = kit.cookbook(*arguments)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert told in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    faults = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
+    assert len(faults) == 1, done.stderr
+    assert kit.runs() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["submitt"], 2, "did you mean submit?"),
+        (["submit"], 2, "Missing option '--recipe'"),
+        (["submit", "--recipe", "demo", "--node", "2"], 2, "No such option"),
+        (["submit", "--recipe", "dmeo"], 2, "did you mean demo?"),
+        (["submit", "--recipe", "../demo"], 2, "may hold only letters"),
+        (["submit", "--recipe", "demo", "--nodes", "0"], 2, "0 is not in the range x>=1"),
+        (["submit", "--recipe", "demo", "--nodes", "two"], 2, "'two' is not a valid integer"),
+        (["submit", "--recipe", "demo", "--time", "soon"], 2, "a limit such as"),
+        (["submit", "--recipe", "demo", "--time", "1:00\n#SBATCH --uid=0"], 2, "a limit such as"),
+        (["submit", "--recipe", "demo", "--partition=-x"], 2, "a partition's name"),
+        (["submit", "--recipe", "demo", "--account", "a$(id)"], 2, "resources.account must be"),
+        (["submit", "--recipe", "demo", "--qos", "it's"], 2, "resources.qos must be"),
+        (["submit", "--recipe", "demo", "--name", "a\nb"], 2, "choose another --name"),
+        (["submit", "--recipe", "demo", "--name", "../../evil"], 2, "choose another --name"),
+        (["submit", "--recipe", "demo", "--name", "-rf"], 2, "choose another --name"),
+        (["submit", "--recipe", "demo", "--name", "%x"], 2, "choose another --name"),
+        (["submit", "--recipe", "demo", "optimizer.lrr=1"], 2, "did you mean lr?"),
+        (["submit", "--recipe", "demo", "batch_size=many"], 2, "must be a number"),
+        (["submit", "--recipe", "demo", "--cluster", "nowhere"], 2, "there is no cluster file"),
+        (
+            ["submit", "--recipe", "demo", "--local", "tensor_parallel_dim=3"],
+            1,
+            "does not divide 2 x 2",
+        ),
+        (
+            ["submit", "--recipe", "demo", "--local", "dataset.data_files=/no/such.jsonl"],
+            1,
+            "does not exist",
+        ),
+        (
+            ["submit", "--recipe", "demo", "--local", "+tokenizer.key=hf_" + "a" * 30],
+            1,
+            "holds a Hugging Face token",
+        ),
+        (["status", "nothing"], 2, "list them with: cookbook status"),
+        (["logs", "last"], 2, "there is no run"),
+        (["cancel", "17"], 2, "answers to '17'"),
+        (["watch", "../.."], 2, "answers to '../..'"),
+        (["tensorboard"], 2, "there is no run"),
+        (["recipes", "llama9b"], 2, "there is no recipe"),
+    ],
+)
+def test_a_fault_is_one_line(user: Kit, arguments, status, told):
+    refused(user, *arguments, status=status, told=told)
+
+
+def test_a_model_folder_that_cannot_be_read_is_named_with_all_else(user: Kit):
+    done = user.cookbook(
+        "submit", "--recipe", "llama8b_lora", "--local", "+dataset.source=/no/data"
+    )
+    assert done.returncode == 1
+    assert [line.partition(" ")[2].split()[0] for line in done.stderr.splitlines()] == [
+        "checkpointer.checkpoint_dir",
+        "tokenizer.path",
+        "dataset.source",
+    ]
+    assert user.runs() == []
+
+
+def test_a_half_downloaded_model_is_named(user: Kit, tmp_path):
+    folder = tmp_path / "model"
+    (folder / "original").mkdir(parents=True)
+    (folder / "original" / "tokenizer.model").touch()
+    (folder / "model-00001-of-00004.safetensors").touch()
+    told = "lacks 3 of the recipe's checkpoint_files, first model-00002-of-00004.safetensors"
+    refused(
+        user,
+        "submit",
+        "--recipe",
+        "llama8b_lora",
+        "--local",
+        f"checkpointer.checkpoint_dir={folder}",
+        status=1,
+        told=told,
+    )
+
+
+def test_broken_yaml_names_line_and_column(user: Kit, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("model:\n  rank: [1, 2\nseed: 3\n")
+    refused(user, "submit", "--recipe", str(mine), status=2, told=f"{mine}, line 3, column")
+
+
+def test_no_slurm_at_all_and_no_cluster_configured(user: Kit, tmp_path):
+    told = "run this on a login node, or start the job here with --local"
+    refused(user, "submit", "--recipe", "demo", status=1, told=told)
+    bare = Kit({**user.env, "PATH": str(tmp_path)}, user.root)
+    refused(bare, "submit", "--recipe", "demo", status=1, told="there is no sinfo on this machine")
+
+
+def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path):
+    kit = Kit({**slurm_user.env, "COOKBOOK_ROOT": str(shared)}, slurm_user.root)
+    before = sorted(shared.glob("runs/*"))
+    refused(
+        slurm_user,
+        "submit",
+        "--recipe",
+        "demo",
+        "--partition",
+        "gpus",
+        status=1,
+        told="there is no partition 'gpus' on this cluster (did you mean gpu?)",
+    )
+    done = kit.cookbook("submit", "--recipe", "demo", "--gpus-per-node", "9")
+    assert done.returncode == 1 and "Requested node configuration is not available" in done.stderr
+    assert sorted(shared.glob("runs/*")) == before
+
+
+def test_an_unusable_shared_folder_is_one_line(user: Kit, tmp_path):
+    blank = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path / "a b")}, user.root)
+    refused(blank, "status", status=2, told="which a job script cannot carry safely")
+    (tmp_path / "file").touch()
+    taken = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path / "file")}, user.root)
+    done = taken.cookbook("submit", "--recipe", "demo", "--local")
+    assert done.returncode == 1 and done.stderr.count("error:") == 1, done.stderr
+
+
+def test_dry_run_prints_the_script_and_writes_nothing(user: Kit):
+    done = user.cookbook("submit", "--recipe", "llama70b_lora", "--nodes", "2", "--dry-run")
+    assert done.returncode == 0
+    assert done.stdout.startswith("#!/bin/bash\n") and "#SBATCH --nodes=2\n" in done.stdout
+    assert "submit would refuse this" in done.stderr
+    assert not user.root.exists()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in paths.RECIPES.glob("*.yaml")))
+def test_the_scheduler_accepts_every_recipes_script(slurm, slurm_user: Kit, tmp_path, name):
+    done = slurm_user.cookbook("submit", "--recipe", name, "--nodes", "2", "--dry-run")
+    script = tmp_path / "job.sbatch"
+    script.write_text(done.stdout)
+    answer = slurm.run(["sbatch", "--test-only", str(script)])
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_recipes_lists_and_shows(user: Kit):
+    listed = user.cookbook("recipes").stdout
+    assert "llama70b_lora" in listed and "2 x 8" in listed
+    assert {row["name"] for row in json.loads(user.cookbook("recipes", "--json").stdout)} >= {
+        "demo"
+    }
+    shown = user.cookbook("recipes", "llama70b_full").stdout
+    assert "tensor_parallel_dim: 8" in shown and "${" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (["--help"], {"click"}),
+        (
+            ["submit", "--recipe", "llama70b_lora", "--dry-run"],
+            {"click", "jinja2", "markupsafe", "yaml"},
+        ),
+        (["status"], {"click", "jinja2", "markupsafe", "yaml"}),
+    ],
+)
+def test_the_command_imports_little(user: Kit, arguments, allowed):
+    program = (
+        "import sys\nbefore = set(sys.modules)\nfrom launcher.cli import main\n"
+        "sys.argv = ['cookbook', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "outside = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
+        "print(sorted(outside - set(sys.stdlib_module_names)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=user.env,
+        capture_output=True,
+        text=True,
+        cwd=paths.REPO_ROOT,
+    )
+    imported = set(json.loads(done.stderr.splitlines()[-1].replace("'", '"')))
+    compiled = {name for name in imported if "cython" in name or name == "_yaml"}  # of PyYAML
+    assert imported - compiled <= {*allowed, "launcher"}
+
+
+def test_the_options_of_submit_are_these():
+    from launcher.cli.submit import submit
+
+    assert sorted(option for parameter in submit.params for option in parameter.opts) == sorted(
+        [
+            "--recipe",
+            "--nodes",
+            "--gpus-per-node",
+            "--time",
+            "--partition",
+            "--account",
+            "--qos",
+            "--profile",
+            "--name",
+            "--dry-run",
+            "--watch",
+            "--local",
+            "--json",
+            "--cluster",
+            "overrides",
+        ]
+    )

@@ -1,0 +1,159 @@
+"""The rendered job script: whole texts, hostile values, shellcheck."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher import paths, recipe, render
+from launcher.cluster import Cluster
+from launcher.errors import RecipeFault
+
+GOLDEN = Path(__file__).parent / "golden"
+RUN = Path("/shared/runs/20260102-030405-RECIPE-0a1b")
+
+
+@pytest.fixture
+def fixed(monkeypatch):
+    """The same places on every machine."""
+    monkeypatch.setattr(paths, "REPO_ROOT", Path("/shared/cookbook"))
+    monkeypatch.setenv("COOKBOOK_VENV", "/shared/cookbook/.venv")
+    monkeypatch.setenv("COOKBOOK_ROOT", "/shared")
+
+
+def script(name: str, cluster: Cluster, *overrides: str) -> str:
+    run = RUN.with_name(RUN.name.replace("RECIPE", name))
+    return render.job_script(recipe.load(name, overrides), cluster, run, name)
+
+
+SITE = Cluster(
+    name="site",
+    gpu_request="gres",
+    network_interface="ib0",
+    signal="USR2",
+    signal_lead_s=120,
+    job_setup=("module load cuda/12.8",),
+    environment={"NCCL_IB_HCA": "mlx5", "GREETING": 'it\'s $(id) "here"'},
+    resources={
+        "partition": "gpu,long",
+        "account": "team",
+        "qos": "high",
+        "constraint": "h100&ib",
+        "mem": 0,
+        "gpu_type": "h100",
+        "exclude": "n[3-4]",
+        "reservation": "course",
+        "time": "10:00:00",
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("golden", "name", "cluster", "overrides"),
+    [
+        ("llama70b_lora.sbatch", "llama70b_lora", Cluster(), []),
+        ("demo_on_a_site.sbatch", "demo", SITE, ["~resources.time", "resources.exclusive=true"]),
+    ],
+)
+def test_the_whole_text(fixed, golden, name, cluster, overrides):
+    wanted = GOLDEN / golden
+    rendered = script(name, cluster, *overrides)
+    assert wanted.is_file(), f"no {wanted}: write it from what is rendered, and read it\n{rendered}"
+    assert rendered == wanted.read_text()
+
+
+@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("cluster", [Cluster(), SITE], ids=["plain", "site"])
+def test_shellcheck_finds_nothing(name, cluster, tmp_path):
+    path = tmp_path / "job.sbatch"
+    path.write_text(script(name, cluster))
+    done = subprocess.run(
+        ["shellcheck", "--external-sources", str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_sites_values_yield_to_the_recipes(fixed):
+    rendered = script("llama70b_lora", SITE, "resources.partition=mine")
+    assert "#SBATCH --partition=mine\n" in rendered
+    assert "#SBATCH --time=24:00:00\n" in rendered
+    assert "#SBATCH --account=team\n" in rendered
+    assert "#SBATCH --signal=B:USR2@120\n" in rendered
+
+
+@pytest.mark.parametrize(("limit", "lead"), [("00:04:00", 60), ("24:00:00", 300), ("1", 15)])
+def test_the_warning_leaves_a_short_job_most_of_its_time(fixed, limit, lead):
+    rendered = script("demo", Cluster(), f"resources.time='{limit}'")
+    assert f"#SBATCH --signal=B:USR1@{lead}\n" in rendered
+
+
+def test_what_a_site_wants_left_out_is_left_out(fixed):
+    rendered = script(
+        "demo", Cluster(gpu_request="none"), "~resources.cpus_per_gpu", "~resources.time"
+    )
+    for option in (
+        "gpus",
+        "gres",
+        "cpus-per-task",
+        "mem",
+        "time",
+        "partition",
+        "account",
+        "qos",
+        "exclusive",
+    ):
+        assert f"#SBATCH --{option}" not in rendered
+
+
+@pytest.mark.parametrize("value", ["a b", "x\n#SBATCH --uid=0", "$(id)", "a;b", "'", '"', "é", ""])
+def test_no_directive_takes_a_hostile_value(fixed, value):
+    loaded = recipe.load("demo")
+    hostile = replace(loaded, resources=replace(loaded.resources, account=value or "\t"))
+    with pytest.raises(RecipeFault, match="cannot stand in an #SBATCH line"):
+        render.job_script(hostile, Cluster(), RUN, "demo")
+
+
+def test_values_in_the_body_are_quoted(fixed, tmp_path):
+    body = script("demo", SITE).partition("module load")[0]
+    (tmp_path / "body.sh").write_text(body + 'printf "%s" "$GREETING"\n')
+    said = subprocess.run(["bash", str(tmp_path / "body.sh")], capture_output=True, text=True)
+    assert said.stdout == SITE.environment["GREETING"]
+
+
+def test_a_stock_torchtune_recipe_is_started_as_such(fixed, monkeypatch):
+    monkeypatch.delenv("COOKBOOK_VENV")
+    rendered = script("demo", Cluster(), "entry=torchtune:full_finetune_distributed")
+    assert (
+        'site-packages/recipes/full_finetune_distributed.py --config "$RUN_DIR/train.yaml"'
+        in rendered
+    )
+    with pytest.raises(RecipeFault, match="did you mean full_finetune_distributed"):
+        script("demo", Cluster(), "entry=torchtune:full_finetune_distribute")
+
+
+def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, monkeypatch):
+    from launcher import cluster
+
+    assert cluster.load("example").gpu_request == "gpus-per-node"
+    monkeypatch.setattr(paths, "CLUSTERS", tmp_path)
+    (tmp_path / "bad.yaml").write_text(
+        "gpu_request: gpus\nresources: {node: 2, mem: lots}\nenvironment: {HF_TOKEN: x, 'a b': 1}\n"
+        'job_setup: ["a\\nb"]\nnetwork_interfaces: ib0\n'
+    )
+    with pytest.raises(RecipeFault) as fault:
+        cluster.load("bad")
+    told = "\n".join(fault.value.faults)
+    for part in (
+        "gpu_request must be one of",
+        "resources.node'",
+        "resources.mem",
+        "keep secrets out",
+        "no variable's name",
+        "job_setup holds",
+        "did you mean network_interface",
+    ):
+        assert part in told
+    assert len(fault.value.faults) == 7
