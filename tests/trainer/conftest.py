@@ -1,0 +1,35 @@
+"""The model and the data of the trainer's tests, made once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer import demo
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """44 questions and answers of uneven length: no batch size of the tests divides them."""
+    path = tmp_path_factory.mktemp("data") / "qa.jsonl"
+    topics = ("node", "queue", "partition", "checkpoint", "rank", "GPU", "log", "script")
+    rows = [
+        {
+            "question": f"What is {topic} number {index}?",
+            "answer": f"The {topic} {index} is " + "very " * (index * 7 % 11) + f"{topic}-like.",
+        }
+        for index in range(44)
+        for topic in [topics[index % len(topics)]]
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model of seed 0, its tokenizer trained on the demo's dataset."""
+    folder = tmp_path_factory.mktemp("model") / "demo-llama"
+    demo.make(folder, ROOT / "configs/datasets/slurm_qa.jsonl", seed=0)
+    return folder

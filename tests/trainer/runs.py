@@ -1,0 +1,171 @@
+"""Real training runs for the tests: configs, starts under torchrun, and what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_S = 120
+
+
+def write_config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> Path:
+    """A small full fine-tune of the demo model in `folder`; returns its train.yaml."""
+    config: dict[str, Any] = {
+        "output_dir": str(folder),
+        "seed": 3,
+        "shuffle": True,
+        "device": "cpu",
+        "dtype": "fp32",
+        "model": {
+            "_component_": "torchtune.models.llama3.llama3",
+            "vocab_size": 1024,
+            "num_layers": 3,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "embed_dim": 128,
+            "intermediate_dim": 512,
+            "max_seq_len": 512,
+            "rope_base": 10000,
+        },
+        "tokenizer": {
+            "_component_": "trainer.tokenizers.hugging_face_tokenizer",
+            "path": str(model_folder),
+        },
+        "checkpointer": {"checkpoint_dir": str(model_folder), "model_type": "LLAMA3"},
+        "dataset": {
+            "_component_": "torchtune.datasets.instruct_dataset",
+            "source": "json",
+            "data_files": str(dataset),
+            "split": "train",
+            "column_map": {"input": "question", "output": "answer"},
+        },
+        "batch_size": 8,
+        "max_steps": 6,
+        "epochs": 20,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3},
+        "clip_grad_norm": 1.0,
+    }
+    for key, value in changes.items():
+        if value is None:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+def lora_model(**changes: Any) -> dict[str, Any]:
+    """The model block of `write_config` with LoRA on every kind of layer."""
+    return {
+        "_component_": "torchtune.models.llama3.lora_llama3",
+        "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+        "apply_lora_to_mlp": True,
+        "apply_lora_to_output": False,
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "vocab_size": 1024,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "embed_dim": 128,
+        "intermediate_dim": 512,
+        "max_seq_len": 512,
+        "rope_base": 10000,
+    } | changes
+
+
+def start(
+    *configs: Path, ranks: int = 1, attempt: int = 0, module: str = "trainer.sft"
+) -> subprocess.Popen:
+    """Start `module` on the configs; more than one rank go through torchrun."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["--max-restarts=0", "--monitor-interval=0.2", "-m", module]
+    else:
+        command += ["-m", module]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COOKBOOK_ATTEMPT": str(attempt),
+    }
+    return subprocess.Popen(
+        [*command, *map(str, configs)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, status: int | None = 0) -> str:
+    """Wait for a start, check its exit status where one is given, return its output."""
+    output, _ = process.communicate(timeout=START_LIMIT_S)
+    if status is not None:
+        assert process.returncode == status, output
+    return output
+
+
+def train(*configs: Path, ranks: int = 1, attempt: int = 0, status: int | None = 0) -> str:
+    """One start from beginning to end. Several configs share the processes of one start."""
+    module = "trainer.sft" if len(configs) == 1 else "tests.trainer.many"
+    return finish(start(*configs, ranks=ranks, attempt=attempt, module=module), status)
+
+
+def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:
+    """Return as soon as metrics.jsonl shows `step`."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        if any(line["step"] >= step for line in metrics(config.parent)):
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached in {START_LIMIT_S} s")
+
+
+def rank_processes(process: subprocess.Popen) -> list[psutil.Process]:
+    """The ranks of a start by rank; the process itself where there is no torchrun."""
+    children = psutil.Process(process.pid).children()
+    ranks = [c for c in children if "RANK" in c.environ()]
+    return sorted(ranks, key=lambda c: int(c.environ()["RANK"])) or [psutil.Process(process.pid)]
+
+
+def kill_rank(process: subprocess.Popen, rank: int) -> None:
+    """kill -9 one rank."""
+    rank_processes(process)[rank].send_signal(signal.SIGKILL)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a line that is being written is left out."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def curve(folder: Path) -> list[tuple]:
+    """What must be the same in any two runs that are the same, step by step."""
+    keys = ("step", "epoch", "loss", "lr", "grad_norm", "tokens")
+    return [tuple(line[key] for key in keys) for line in metrics(folder)]
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """The content of progress.json."""
+    return json.loads((folder / "progress.json").read_text())
+
+
+def error_record(folder: Path, rank: int = 0, attempt: int = 0) -> dict[str, Any]:
+    """What a rank left when it failed."""
+    return json.loads((folder / "logs" / str(attempt) / f"error_rank_{rank}.json").read_text())

@@ -1,0 +1,251 @@
+"""What a config may hold, and one clear line for everything that is wrong with it."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.trainer.runs import error_record, lora_model, train, write_config
+from trainer import config as configs
+from trainer import sft
+from trainer.errors import ConfigError
+
+RECIPES = Path(find_spec("recipes").origin).parent / "configs"
+STOCK = sorted(
+    path
+    for family in ("llama3", "llama3_1", "llama3_2", "llama3_3")
+    for path in (RECIPES / family).glob("*.yaml")
+    if any(method in path.name for method in ("full", "lora", "dora"))
+    and not any(other in path.name for other in ("dpo", "KD", "qat"))
+)
+OPEN = ("model: QLoRA", "model.use_dora", "fsdp_cpu_offload", "dataset.packed")
+
+
+@pytest.mark.parametrize("path", STOCK, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_stock_config_is_read(path: Path) -> None:
+    assert configs.unknown_key_faults(yaml.safe_load(path.read_text())) == []
+    try:
+        configs.load(path)
+    except ConfigError as error:
+        # What is not supported is said so by the name of its key.
+        assert all(fault.startswith(OPEN) for fault in error.faults), error
+
+
+def test_the_stock_configs_are_all_there() -> None:
+    assert len(STOCK) >= 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (
+            {"bach_size": 2},
+            "bach_size: the sft trainer knows no such key; did you mean batch_size?",
+        ),
+        ({"optimizer": None}, "optimizer: is missing"),
+        ({"batch_size": 0}, "batch_size: must be a whole number from 1 on, found 0"),
+        ({"batch_size": "two"}, "batch_size: must be a whole number from 1 on, found 'two'"),
+        ({"shuffle": 1}, "shuffle: must be True or False, found 1"),
+        ({"clip_grad_norm": -1}, "clip_grad_norm: must be a number above 0, found -1"),
+        ({"dtype": "fp16"}, "dtype: must be one of bf16, fp32, found 'fp16'"),
+        ({"device": "tpu"}, "device: must be one of auto, cuda, cpu, found 'tpu'"),
+        (
+            {"optimizer": {"_component_": "os.system"}},
+            "optimizer._component_: 'os.system' is not allowed; it must begin with one of",
+        ),
+        ({"model": {"vocab_size": 3}}, "model: must be a block with a _component_"),
+        ({"tensor_parallel_dim": 8}, "tensor_parallel_dim: only 1 is supported"),
+        ({"profiler": {"enable": True}}, "profiler.enable: no such key"),
+        ({"generate": {"prompts": "one"}}, "generate.prompts: must be a list of questions"),
+        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: is not supported"),
+        ({"collate_fn": "torch.stack"}, "collate_fn: only"),
+        ({"model": lora_model(use_dora=True)}, "model.use_dora: DoRA is not supported"),
+        ({"enable_activation_offloading": True}, "enable_activation_offloading: needs"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_values_are_named(
+    changes: dict[str, Any], fault: str, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    path = write_config(tmp_path, model_folder, dataset, **changes)
+    with pytest.raises(ConfigError) as caught:
+        configs.load(path)
+    assert len(caught.value.faults) == 1
+    assert caught.value.faults[0].startswith(fault)
+
+
+def test_all_faults_are_reported_at_once(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    path = write_config(tmp_path, model_folder, dataset, batch_size=0, epochs=0, device="x", oops=1)
+    with pytest.raises(ConfigError) as caught:
+        configs.load(path)
+    assert len(caught.value.faults) == 4
+
+
+def test_broken_yaml_is_named_by_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("a: 1\nb: [1, 2\nc: 3\n")
+    with pytest.raises(ConfigError, match=r"train\.yaml, line 3, column 2: "):
+        configs.load(path)
+    with pytest.raises(ConfigError, match="no such file"):
+        configs.load(tmp_path / "none.yaml")
+    path.write_text("a: ${b}\n")
+    with pytest.raises(ConfigError, match="'b' not found"):
+        configs.load(path)
+
+
+def stale_weights(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:1000].clone()
+    tensors["model.layers.9.mlp.up_proj.weight"] = tensors["lm_head.weight"][:1].clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def other_rope(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"rope_theta": 500000.0}))
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("harm", "faults"),
+    [
+        (
+            stale_weights,
+            (
+                "tensor model.norm.weight is missing",
+                "tensor model.layers.9.mlp.up_proj.weight belongs to no part of the model",
+                "tensor lm_head.weight has shape [1000, 128], the model wants [1024, 128]",
+            ),
+        ),
+        (other_rope, ("the builder has rope_theta 10000, the model's config.json has 500000.0",)),
+        (cut_short, ("model.safetensors is damaged",)),
+        (lambda folder: (folder / "config.json").unlink(), ("config.json is missing or no JSON",)),
+        (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json is missing",)),
+        (lambda folder: shutil.rmtree(folder), ("tokenizer.json is missing",)),
+    ],
+    ids=["tensors", "rope", "damaged", "config.json", "tokenizer", "folder"],
+)
+def test_a_model_folder_that_does_not_fit(
+    harm: Any,
+    faults: tuple[str, ...],
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    harm(folder)
+    assert_refused(write_config(tmp_path / "run", folder, dataset), faults, capfd)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"optimizer": {"_component_": "torch.optim.AdanW"}}, "torch.optim has no AdanW; did you"),
+        ({"optimizer": {"_component_": "torch.optim.AdamW", "rate": 1}}, "refused its arguments"),
+        ({"optimizer": {"_component_": "bitsandbytes.optim.Adam8bit"}}, "cannot be imported"),
+        ({"custom_sharded_layers": ["head"]}, "custom_sharded_layers: the model has no layer head"),
+        ({"model": {"_component_": "torch.nn.Identity"}}, "builds a Identity, not a text decoder"),
+        ({"loss": {"_component_": "torch.nn.MSELoss"}}, "loss: MSELoss is not supported"),
+        ({"checkpointer": {"checkpoint_dir": "/nowhere"}}, "/nowhere does not exist"),
+        (
+            {"dataset": {"data_files": "/nowhere.jsonl"}},
+            "dataset: torchtune.datasets.instruct_dataset refused its arguments: Unable to find",
+        ),
+        ({"dataset": {"column_map": {"input": "q", "output": "a"}}}, "there is no column 'q'"),
+        ({"tokenizer": {"max_seq_len": 4}}, "dataset: the first batch holds no token"),
+        ({"model": {"max_seq_len": 8}}, "tokens, the model takes 8; set tokenizer.max_seq_len=8"),
+    ],
+    ids=[
+        "name",
+        "argument",
+        "package",
+        "layer",
+        "decoder",
+        "loss",
+        "model",
+        "file",
+        "column",
+        "cut",
+        "long",
+    ],
+)
+def test_components_that_do_not_work(
+    changes: dict[str, Any],
+    fault: str,
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = write_config(tmp_path, model_folder, dataset)
+    content = yaml.safe_load(path.read_text())
+    for key, block in changes.items():
+        whole = isinstance(block, list) or "_component_" in block
+        content[key] = block if whole else content.get(key, {}) | block
+    path.write_text(yaml.safe_dump(content))
+    assert_refused(path, (fault,), capfd)
+
+
+def assert_refused(path: Path, faults: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    """The real entry ends with 1, one line a fault, no traceback, and a permanent record."""
+    from trainer import distributed
+
+    try:
+        assert sft.main([str(path)]) == 1
+    finally:
+        distributed.stop()
+    text = capfd.readouterr().err
+    assert text.startswith("[rank 0] error: ")
+    assert "Traceback" not in text
+    assert all(fault in text for fault in faults), text
+    assert len(text.strip().splitlines()) == len(faults), text
+    record = error_record(path.parent)
+    assert record["permanent"] is True and record["type"] == "ConfigError"
+    assert not (path.parent / "checkpoints").exists()
+
+
+def test_a_rank_that_fails_records_its_fault(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    path = write_config(tmp_path, model_folder, dataset, batch_size=0)
+    output = train(path, ranks=2, attempt=7, status=1)
+    # torchrun ends the other rank as soon as one has failed.
+    records = list((tmp_path / "logs/7").glob("error_rank_*.json"))
+    assert records
+    for record in records:
+        rank = json.loads(record.read_text())["rank"]
+        assert record.name == f"error_rank_{rank}.json"
+        assert f"[rank {rank}] error: batch_size: must be" in output
+
+
+def test_loss_that_is_not_finite_stops_without_a_checkpoint(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    optimizer = {"_component_": "torch.optim.SGD", "lr": 1e30}
+    path = write_config(
+        tmp_path,
+        model_folder,
+        dataset,
+        optimizer=optimizer,
+        clip_grad_norm=None,
+        log_every_n_steps=100,
+        save_every_n_steps=3,
+    )
+    output = train(path, status=1)
+    assert "step 3: the loss is nan" in output
+    record = error_record(tmp_path)
+    assert record["permanent"] is True and record["type"] == "NonFiniteLossError"
+    assert not (tmp_path / "checkpoints").exists()

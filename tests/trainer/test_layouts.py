@@ -1,0 +1,162 @@
+"""The same training on 1, 2 and 4 ranks, with and without accumulation, is the same training."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.runs import curve, lora_model, metrics, train, write_config
+
+# fp32 on the CPU: only the order of summation differs. Adam divides by the root of tiny second
+# moments in its first steps, which enlarges that difference in single weights.
+LOSS_TOLERANCE = 2e-5
+WEIGHT_TOLERANCE = 5e-4
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: int
+    batch_size: int
+    accumulation: int
+    lora: bool = False
+
+    @property
+    def name(self) -> str:
+        method = "lora" if self.lora else "full"
+        return f"{method}-{self.ranks}x{self.batch_size}x{self.accumulation}"
+
+
+LAYOUTS = [
+    Layout(1, 8, 1),
+    Layout(1, 4, 2),
+    Layout(2, 4, 1),
+    Layout(2, 1, 4),
+    Layout(4, 2, 1),
+    Layout(1, 8, 1, lora=True),
+    Layout(2, 4, 1, lora=True),
+    Layout(4, 1, 2, lora=True),
+]
+REFERENCES = {False: LAYOUTS[0], True: LAYOUTS[5]}
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path
+) -> dict[str, Path]:
+    """Every layout trained, three starts in all; and on 4 ranks one that changes nothing."""
+    root = tmp_path_factory.mktemp("layouts")
+    configs: dict[int, list[Path]] = {1: [], 2: [], 4: []}
+    for layout in LAYOUTS:
+        configs[layout.ranks].append(
+            write_config(
+                root / layout.name,
+                model_folder,
+                dataset,
+                batch_size=layout.batch_size,
+                gradient_accumulation_steps=layout.accumulation,
+                # The sixth step takes the 4 samples that are left of the 44.
+                max_steps=7,
+                **({"model": lora_model()} if layout.lora else {}),
+            )
+        )
+    configs[4].append(
+        write_config(
+            root / "unchanged",
+            model_folder,
+            dataset,
+            batch_size=2,
+            max_steps=1,
+            optimizer={"_component_": "torch.optim.AdamW", "lr": 0.0, "fused": True},
+            enable_activation_checkpointing=True,
+            custom_sharded_layers=["tok_embeddings", "output"],
+            loss={"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        )
+    )
+    configs[2].append(
+        write_config(
+            root / "lora-bf16",
+            model_folder,
+            dataset,
+            batch_size=4,
+            max_steps=7,
+            dtype="bf16",
+            enable_activation_checkpointing=True,
+            model=lora_model(),
+        )
+    )
+    for ranks, paths in configs.items():
+        train(*paths, ranks=ranks)
+    return {path.parent.name: path.parent for paths in configs.values() for path in paths}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_curve_and_weights_equal_the_single_process(
+    layout: Layout, folders: dict[str, Path]
+) -> None:
+    reference, own = folders[REFERENCES[layout.lora].name], folders[layout.name]
+    wanted, found = curve(reference), curve(own)
+    assert len(found) == 7
+    for (*_, loss, lr, norm, tokens), (*_, own_loss, own_lr, own_norm, own_tokens) in zip(
+        wanted, found, strict=True
+    ):
+        assert own_loss == pytest.approx(loss, abs=LOSS_TOLERANCE)
+        assert own_norm == pytest.approx(norm, rel=1e-3)
+        assert (own_lr, own_tokens) == (lr, tokens)
+    assert found[-1][2] < found[0][2], "the loss must fall"
+    weights, own_weights = (
+        load_file(folder / "export/model.safetensors") for folder in (reference, own)
+    )
+    assert weights.keys() == own_weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(own_weights[name], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+def test_an_epoch_holds_every_sample_once(folders: dict[str, Path]) -> None:
+    lines = metrics(folders["full-4x2x1"])
+    assert [line["epoch"] for line in lines] == [1, 1, 1, 1, 1, 1, 2]
+
+
+def test_export_round_trip_is_exact(folders: dict[str, Path], model_folder: Path) -> None:
+    before = load_file(model_folder / "model.safetensors")
+    after = load_file(folders["unchanged"] / "export/model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_chunked_loss_and_checkpointing_change_nothing(folders: dict[str, Path]) -> None:
+    plain, changed = metrics(folders["full-4x2x1"])[0], metrics(folders["unchanged"])[0]
+    assert changed["loss"] == pytest.approx(plain["loss"], abs=1e-6)
+    assert changed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+
+
+def test_bf16_follows_fp32_and_is_exported_as_bf16(folders: dict[str, Path]) -> None:
+    plain, short = metrics(folders["lora-2x4x1"]), metrics(folders["lora-bf16"])
+    assert [line["loss"] for line in short] == pytest.approx(
+        [line["loss"] for line in plain], abs=0.05
+    )
+    export = folders["lora-bf16"] / "export"
+    assert {t.dtype for t in load_file(export / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((export / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_adapter_in_peft_gives_the_merged_models_logits(
+    folders: dict[str, Path], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import PeftModel
+    from peft.tuners.lora import torchao as peft_torchao
+    from transformers import AutoModelForCausalLM
+
+    # PEFT refuses to work beside torchao 0.15, which torchtune needs; no torchao tensor is here.
+    monkeypatch.setattr(peft_torchao, "is_torchao_available", lambda: False)
+    export = folders["lora-2x4x1"] / "export"
+    tokens = torch.arange(40).reshape(2, 20) * 13 % 1024
+    with torch.inference_mode():
+        base = AutoModelForCausalLM.from_pretrained(model_folder)
+        plain = base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, export / "adapter").eval()(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(export)(tokens).logits
+    torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5)
+    assert (adapted - plain).abs().max() > 1e-3, "the adapter must have learned something"

@@ -1,0 +1,220 @@
+"""Against what others wrote: transformers' logits, torchtune's stock recipe, TensorBoard."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.trainer.runs import ROOT, lora_model, metrics, train, write_config
+from trainer import distributed, models
+from trainer import export as exports
+from trainer.config import load
+
+LLAMA3 = {
+    "_component_": "torchtune.models.llama3.llama3",
+    "vocab_size": 300,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "intermediate_dim": 96,
+    "max_seq_len": 256,
+    "rope_base": 500_000,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 500_000.0}
+# name: torchtune's builder, the checkpointer's model type, config.json's differences
+ARCHITECTURES = {
+    "llama3": (LLAMA3, "LLAMA3", {"rope_parameters": PLAIN}),
+    "llama3_2": (
+        LLAMA3 | {"_component_": "torchtune.models.llama3_2.llama3_2", "scale_factor": 32},
+        "LLAMA3_2",
+        {"rope_parameters": SCALED, "tie_word_embeddings": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[distributed.World]:
+    yield distributed.start("cpu")
+    distributed.stop()
+
+
+def hugging_face_model(folder: Path, changes: dict) -> AutoModelForCausalLM:
+    """A random model as transformers makes and saves it, in several files with an index."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        **changes,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder, max_shard_size="80KB")
+    return model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_equal_transformers_and_export_is_exact(
+    name: str,
+    tmp_path: Path,
+    dataset: Path,
+    world: distributed.World,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    builder, model_type, changes = ARCHITECTURES[name]
+    source = tmp_path / "source"
+    reference = hugging_face_model(source, changes)
+    path = write_config(
+        tmp_path / "run",
+        source,
+        dataset,
+        model=builder,
+        checkpointer={"checkpoint_dir": str(source), "model_type": model_type},
+    )
+    config = load(path)
+    model = models.build(config, world)
+    tokens = torch.arange(120).reshape(2, 60) * 7 % 300
+    with torch.inference_mode():
+        expected, found = reference(tokens).logits, model.module(tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+    # Small files, so that the export has several and an index too.
+    monkeypatch.setattr(exports, "MAX_SHARD_BYTES", 100_000)
+    folder = exports.export(model, config, world)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert tensors(folder).keys() == tensors(source).keys()
+    for key, tensor in tensors(source).items():
+        assert torch.equal(tensors(folder)[key], tensor), key
+    with torch.inference_mode():
+        again = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    assert torch.equal(again, expected)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_loss_curve_equals_torchtunes_stock_recipe(
+    method: str, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    """One epoch of 11 steps of 2 x 2 samples.
+
+    One, as the stock LoRA recipe's save on a CPU merges the adapter into the model it goes on with.
+    """
+    path = write_config(
+        tmp_path / "ours",
+        model_folder,
+        dataset,
+        batch_size=2,
+        gradient_accumulation_steps=2,
+        epochs=1,
+        max_steps=None,
+        shuffle=False,
+        loss={"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        lr_scheduler={
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 1,
+        },
+        **({"model": lora_model()} if method == "lora" else {}),
+    )
+    train(path)
+    ours = [line["loss"] for line in metrics(tmp_path / "ours")]
+    stock = stock_losses(path, tmp_path / "stock", method)
+    assert len(ours) == len(stock) == 11
+    assert ours == pytest.approx(stock, abs=1e-5)
+    assert ours[-1] < ours[0]
+
+
+def stock_losses(ours: Path, folder: Path, method: str) -> list[float]:
+    """The losses that the stock recipe logs for the same config."""
+    config = yaml.safe_load(ours.read_text())
+    config |= {
+        "output_dir": str(folder),
+        "resume_from_checkpoint": False,
+        "save_adapter_weights_only": False,
+        "optimizer_in_bwd": False,
+        "max_steps_per_epoch": None,
+        "compile": False,
+        "log_every_n_steps": 1,
+        "enable_activation_checkpointing": False,
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": str(folder),
+            "filename": "losses.txt",
+        },
+    }
+    config["checkpointer"] |= {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_files": ["model.safetensors"],
+        "output_dir": str(folder),
+    }
+    folder.mkdir()
+    path = folder / "stock.yaml"
+    path.write_text(yaml.safe_dump(config))
+    subprocess.run(
+        [sys.executable, "-m", "tests.trainer.stock", path, method],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+    )
+    text = (folder / "losses.txt").read_text()
+    return [float(value) for value in re.findall(r"loss:(\S+)", text)]
+
+
+def test_profiler_traces_are_found_by_tensorboard(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    from torch_tb_profiler.consts import WORKER_PATTERN
+
+    settings = {"wait_steps": 1, "warmup_steps": 1, "active_steps": 2, "num_cycles": 1}
+    path = write_config(
+        tmp_path, model_folder, dataset, max_steps=5, profiler={"enabled": True, **settings}
+    )
+    train(path)
+    traces = list((tmp_path / "profile").iterdir())
+    assert [WORKER_PATTERN.match(trace.name)[1] for trace in traces] == ["rank_0"]
+    names = {event.get("name") for event in json.loads(traces[0].read_text())["traceEvents"]}
+    assert {"ProfilerStep#2", "ProfilerStep#3", "aten::mm"} <= names
+    assert "ProfilerStep#4" not in names
+
+
+def test_tensorboard_shows_what_metrics_jsonl_holds(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(write_config(tmp_path, model_folder, dataset, max_steps=3, log_every_n_steps=2))
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    for name in ("loss", "lr", "grad_norm", "tokens_per_second_per_gpu", "memory_rss_gb"):
+        shown = [(event.step, event.value) for event in board.Scalars(name)]
+        assert shown == [(line["step"], pytest.approx(line[name])) for line in lines]

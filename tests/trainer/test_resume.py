@@ -1,0 +1,184 @@
+"""A run that was killed, stopped or damaged goes on as if nothing had happened, or refuses."""
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.trainer.runs import (
+    curve,
+    error_record,
+    finish,
+    kill_rank,
+    lora_model,
+    metrics,
+    progress,
+    rank_processes,
+    start,
+    train,
+    wait_for_step,
+    write_config,
+)
+
+STEPS = 30
+
+
+def config(folder: Path, model_folder: Path, dataset: Path, ranks: int, lora: bool = False) -> Path:
+    """30 steps over 5 epochs with dropout, so that the ranks' random state matters."""
+    dropout = {"model": lora_model(lora_dropout=0.1)} if lora else {}
+    return write_config(
+        folder,
+        model_folder,
+        dataset,
+        batch_size=8 // ranks,
+        max_steps=STEPS,
+        save_every_n_steps=4,
+        lr_scheduler={
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 5,
+        },
+        **dropout,
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+    """The folder of an uninterrupted full run on 2 ranks."""
+    folder = tmp_path_factory.mktemp("whole") / "two"
+    train(config(folder, model_folder, dataset, ranks=2), ranks=2)
+    return folder
+
+
+def test_kill_then_stop_file_then_sigterm(
+    two_ranks: Path, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    """One run, interrupted three times in three ways on 2 ranks, ends like the whole one."""
+    folder = tmp_path / "run"
+    path = config(folder, model_folder, dataset, ranks=2)
+
+    first = start(path, ranks=2, attempt=0)
+    wait_for_step(path, 6, first)
+    kill_rank(first, 1)
+    assert finish(first, status=None) and first.returncode != 0
+    assert progress(folder)["state"] == "running"
+
+    second = start(path, ranks=2, attempt=1)
+    wait_for_step(path, 14, second)
+    (folder / ".stop").touch()
+    assert "resuming from checkpoints/step_" in finish(second)
+    stopped = progress(folder)
+    assert stopped["state"] == "stopped" and stopped["attempt"] == 1
+    assert stopped["checkpoint_step"] == stopped["step"] == metrics(folder)[-1]["step"] < STEPS
+    assert not (folder / ".stop").exists()
+
+    third = start(path, ranks=2, attempt=2)
+    wait_for_step(path, stopped["step"] + 3, third)
+    rank_processes(third)[1].send_signal(signal.SIGTERM)
+    finish(third)
+    assert progress(folder)["state"] == "stopped"
+
+    train(path, ranks=2, attempt=3)
+    final = progress(folder)
+    assert final["state"] == "finished" and final["step"] == final["total_steps"] == STEPS
+    assert curve(folder) == curve(two_ranks)
+    assert (folder / "export/model.safetensors").read_bytes() == (
+        two_ranks / "export/model.safetensors"
+    ).read_bytes()
+    kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert kept == ["step_28", "step_30"]
+    assert "already finished" in train(path, ranks=1, attempt=4)
+
+
+def test_lora_with_dropout_killed_on_one_rank(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(config(whole, model_folder, dataset, ranks=1, lora=True))
+    path = config(killed, model_folder, dataset, ranks=1, lora=True)
+    first = start(path)
+    wait_for_step(path, 10, first)
+    kill_rank(first, 0)
+    finish(first, status=-signal.SIGKILL)
+    # A killed writer may leave half a line and half a checkpoint.
+    with open(killed / "metrics.jsonl", "a") as file:
+        file.write('{"step": 11, "lo')
+    (killed / "checkpoints/.tmp_step_12.0").mkdir()
+    train(path, attempt=1)
+    assert curve(killed) == curve(whole)
+    names = {p.name for p in (killed / "checkpoints").iterdir()}
+    assert names == {"step_28", "step_30"}
+    shard = next((killed / "checkpoints/step_30").glob("__0_*"))
+    assert shard.stat().st_size < 1_000_000, "LoRA's checkpoints must not hold the base model"
+
+
+def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(
+    two_ranks: Path, model_folder: Path
+) -> None:
+    before = curve(two_ranks)
+    newest = two_ranks / "checkpoints/step_30"
+    shard = next(newest.glob("__1_*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    reopen(two_ranks)
+    output = train(two_ranks / "train.yaml", ranks=2, attempt=1)
+    assert "checkpoints/step_30 is damaged and set aside" in output
+    assert "resuming from checkpoints/step_28" in output
+    assert curve(two_ranks) == before
+    assert (two_ranks / "checkpoints/damaged_step_30").is_dir()
+
+    (two_ranks / "checkpoints/step_30/COMPLETE").unlink()
+    (two_ranks / "checkpoints/step_28/manifest.json").write_text("{}")
+    reopen(two_ranks)
+    output = train(two_ranks / "train.yaml", ranks=2, attempt=2, status=1)
+    assert "every checkpoint of this run is damaged" in output
+    assert error_record(two_ranks, rank=1, attempt=2)["permanent"] is True
+    assert curve(two_ranks) == before, "a refused start must leave the metrics alone"
+
+
+def test_another_config_does_not_resume(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    path = write_config(tmp_path, model_folder, dataset, max_steps=2)
+    train(path)
+    reopen(tmp_path)
+    write_config(tmp_path, model_folder, dataset, max_steps=4, seed=4, batch_size=4)
+    output = train(path, attempt=1, status=1)
+    assert "made with seed=3, the config says 4" in output
+    assert "made with samples_per_step=8, the config says 4" in output
+    assert "Traceback" not in output
+
+
+def test_a_full_disk_fails_the_save_and_keeps_what_is_there(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    path = write_config(tmp_path, model_folder, dataset, max_steps=2)
+    train(path)
+    reopen(tmp_path)
+    write_config(tmp_path, model_folder, dataset, max_steps=4)
+    process = start(path, attempt=1)
+    # A limit on the size of a file stops the writer in the middle of a shard, as a full disk does.
+    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (6_000_000, 6_000_000))
+    output = finish(process, status=1)
+    assert "checkpoint on rank 0 failed, look at the disk's space" in output
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    assert progress(tmp_path)["checkpoint_step"] == 2
+    assert "resuming from checkpoints/step_2" in train(path, attempt=2)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_an_older_start_does_not_commit(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    path = write_config(tmp_path, model_folder, dataset, max_steps=400, save_every_n_steps=400)
+    old = start(path)
+    wait_for_step(path, 2, old)
+    record = progress(tmp_path)
+    (tmp_path / "progress.json").write_text(json.dumps(record | {"attempt": 1}))
+    (tmp_path / ".stop").touch()
+    output = finish(old, status=1)
+    assert "start 1 has taken over" in output
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def reopen(folder: Path) -> None:
+    """Make a finished run one that was cut off before it said so."""
+    (folder / "progress.json").write_text(json.dumps(progress(folder) | {"state": "running"}))

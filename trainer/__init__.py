@@ -1,0 +1,1 @@
+"""Fine-tuning that torchrun starts: own loops over torchtune's components."""

@@ -1,0 +1,148 @@
+"""The ranks of one run: who they are, how they agree, and when they are asked to stop."""
+
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import ConfigError, PeerError, is_permanent
+
+T = TypeVar("T")
+# Long enough for one rank to read or write a large model while the others wait.
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all ranks.
+
+    `cpu_group` carries small agreements over gloo, so that they never wait for the GPU.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    cpu_group: dist.ProcessGroup
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes what exists once."""
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over all ranks, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.cpu_group)
+        return total.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.cpu_group)
+        return values
+
+    def agree(self, task: Callable[[], T]) -> T:
+        """Run `task` on every rank; where it fails on any of them, raise on all of them.
+
+        Without this the ranks that did not fail would wait for the one that did.
+        """
+        fault: Exception | None = None
+        result = None
+        try:
+            result = task()
+        except Exception as error:
+            fault = error
+        faults = self.gather(None if fault is None else (_one_line(fault), is_permanent(fault)))
+        if fault is not None:
+            raise fault
+        failed = {rank: found for rank, found in enumerate(faults) if found}
+        if failed:
+            texts = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failed.items())
+            raise PeerError(f"another rank failed: {texts}", any(p for _, p in failed.values()))
+        return result  # type: ignore[return-value]
+
+    def on_main(self, task: Callable[[], T]) -> T | None:
+        """Run `task` on rank 0 only; its fault is raised on every rank."""
+        return self.agree(lambda: task() if self.is_main else None)
+
+
+def _one_line(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+
+
+def start(device: str) -> World:
+    """Join the process group that torchrun describes, or a world of one without torchrun.
+
+    Args:
+        device: auto, cuda or cpu. cuda talks over NCCL, and over gloo for what is on the CPU.
+
+    Raises:
+        ConfigError: cuda is asked for and not there, or fewer GPUs than local ranks.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        _check_gpu(local_rank)
+        torch.cuda.set_device(local_rank)
+        where = torch.device("cuda", local_rank)
+        backend = "cuda:nccl,cpu:gloo"
+    else:
+        where = torch.device("cpu")
+        backend = "gloo"
+        if "OMP_NUM_THREADS" not in os.environ:
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+    return World(rank, size, local_rank, where, dist.new_group(backend="gloo", timeout=TIMEOUT))
+
+
+def _check_gpu(local_rank: int) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("device: cuda is asked for, but this host shows no GPU; set device=auto")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device: local rank {local_rank} needs GPU {local_rank}, but this host shows "
+            f"{torch.cuda.device_count()}; lower resources.gpus_per_node"
+        )
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class StopRequest:
+    """Asks to stop: the file `.stop` in the run directory, or SIGTERM at any rank."""
+
+    def __init__(self, world: World, run_dir: Path) -> None:
+        self._file = run_dir / ".stop" if world.is_main else None
+        self._signalled = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._signalled = True
+
+    def seen_here(self) -> bool:
+        """True where this rank was asked; the ranks must then agree on it."""
+        return self._signalled or (self._file is not None and self._file.exists())
+
+    def clear(self) -> None:
+        """Take the request away once it is honoured, so that the next start goes on."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)

@@ -1,0 +1,86 @@
+"""What can go wrong in a rank, and the record that a rank leaves of it.
+
+TrainerError             a fault that the trainer understands
+├── ConfigError          the user's to mend: config, paths, data, model folder
+├── NonFiniteLossError   the loss or the gradient became NaN or infinite
+├── CheckpointError      every checkpoint in the run directory is damaged
+└── PeerError            another rank failed; its own record says why
+"""
+
+import errno
+import socket
+import time
+import traceback
+from pathlib import Path
+
+from trainer.files import write_json
+
+
+class TrainerError(Exception):
+    """A fault that the trainer understands; `permanent` where a retry cannot help."""
+
+    permanent = True
+
+
+class ConfigError(TrainerError):
+    """One or more faults in what the user gave; all of them, one a line."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+        super().__init__("\n".join(faults))
+
+
+class NonFiniteLossError(TrainerError):
+    """The loss or the gradient is NaN or infinite; going on would spoil the weights."""
+
+
+class CheckpointError(TrainerError):
+    """No checkpoint can be trusted, and starting again at step 0 must be a person's choice."""
+
+
+class PeerError(TrainerError):
+    """Another rank failed while all ranks had to agree; as permanent as that rank's fault."""
+
+    def __init__(self, message: str, permanent: bool) -> None:
+        self.permanent = permanent
+        super().__init__(message)
+
+
+def is_permanent(error: BaseException) -> bool:
+    """True where the same start would fail again: user faults, memory, a full disk."""
+    if isinstance(error, TrainerError):
+        return error.permanent
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return True
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+        return True
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def describe(error: BaseException) -> str:
+    """One clear sentence first, then the details where there are any."""
+    text = str(error).strip() or type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError":
+        return (
+            "GPU out of memory: lower batch_size, or set enable_activation_checkpointing=True, "
+            f"or use more GPUs.\n{text}"
+        )
+    return text if isinstance(error, TrainerError) else f"{type(error).__name__}: {text}"
+
+
+def write_error_record(folder: Path, rank: int, error: BaseException) -> Path:
+    """Write `error_rank_<rank>.json` for whoever decides on a retry; return its path."""
+    path = folder / f"error_rank_{rank}.json"
+    write_json(
+        path,
+        {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "type": type(error).__name__,
+            "message": describe(error),
+            "permanent": is_permanent(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        },
+    )
+    return path

@@ -1,0 +1,92 @@
+"""Ask a Hugging Face model folder: python -m trainer.generate <folder> "question" ..."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import ConfigError
+from trainer.files import write_text
+
+
+def answers(
+    folder: Path, prompts: list[str], max_new_tokens: int, device: torch.device
+) -> Iterator[tuple[str, str]]:
+    """(prompt, answer) one by one, greedily, through the model's own chat template.
+
+    Raises:
+        ConfigError: the folder holds no model or no tokenizer with a chat template.
+    """
+    # A model folder is all that is asked for; nothing is looked up on the network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    # transformers imports torchao where it finds it, and no kernel of torchao is used here.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: holds no model (config.json is missing)")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    for prompt in prompts:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        ).to(device)
+        with torch.inference_mode():
+            output = model.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            )
+        new_tokens = output[0, inputs["input_ids"].shape[1] :]
+        yield prompt, tokenizer.decode(new_tokens, skip_special_tokens=True).strip()
+
+
+def write_samples(path: Path, folder: Path, settings: dict[str, Any], device: torch.device) -> None:
+    """Answer a config's `generate` prompts by the model in `folder`; print and write them.
+
+    Args:
+        path: gets one JSON line {"prompt", "answer"} a prompt.
+        settings: prompts, and max_new_tokens (128 where it is not given).
+    """
+    lines = []
+    limit = settings.get("max_new_tokens", 128)
+    for prompt, answer in answers(folder, settings["prompts"], limit, device):
+        print(f"\nquestion  {prompt}\nanswer    {answer}", flush=True)
+        lines.append(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) + "\n")
+    write_text(path, "".join(lines))
+    print(flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Print an answer for each question; exit status 0 or 1."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.generate", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a Hugging Face model folder, such as export/")
+    parser.add_argument("question", nargs="+")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        for _, answer in answers(options.folder, options.question, options.max_new_tokens, device):
+            print(answer, flush=True)
+    except (ConfigError, OSError, ValueError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,31 @@
+"""progress.json: how far a run is, for whoever watches it and decides on its next start."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainer.files import read_json, write_json
+
+FILE = "progress.json"
+
+
+@dataclass
+class Progress:
+    """state: running, stopped or finished; steps count from 1; losses are None before step 1."""
+
+    total_steps: int
+    attempt: int
+    state: str = "running"
+    step: int = 0
+    checkpoint_step: int = 0
+    loss_first: float | None = None
+    loss_last: float | None = None
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the run's progress.json."""
+        write_json(run_dir / FILE, {**asdict(self), "updated": time.time()})
+
+
+def recorded(run_dir: Path) -> dict:
+    """The run's progress.json as it stands; empty where there is none."""
+    return read_json(run_dir / FILE) or {}

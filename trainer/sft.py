@@ -1,0 +1,351 @@
+"""Supervised fine-tuning, full or LoRA: torchrun ... -m trainer.sft <run>/train.yaml"""
+
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import config as configs
+from trainer import data, distributed, models, parallel
+from trainer import progress as progresses
+from trainer.checkpoint import Checkpoints, TrainerState
+from trainer.config import TrainConfig, instantiate
+from trainer.distributed import StopRequest, World
+from trainer.errors import (
+    ConfigError,
+    NonFiniteLossError,
+    TrainerError,
+    describe,
+    write_error_record,
+)
+from trainer.export import export
+from trainer.generate import write_samples
+from trainer.loss import TokenLoss
+from trainer.metrics import Clock, Metrics, memory, progress_line, say
+from trainer.models import Model
+from trainer.profiling import profiler
+from trainer.progress import Progress
+
+NO_TRAINED_TOKENS = (
+    "dataset: the first batch holds no token to train on; "
+    "check the answers' column and tokenizer.max_seq_len"
+)
+
+
+class Trainer:
+    """One run: everything that the training loop needs, set up in the order that can fail.
+
+    Args:
+        attempt: which start of the run this is, counted from 0.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, attempt: int) -> None:
+        started = time.monotonic()
+        self.config, self.world = config, world
+        self.say = say(world.is_main)
+        for note in config.notes:
+            self.say(f"note: {note}")
+        self.stop = StopRequest(world, config.output_dir)
+        torch.manual_seed(config.seed * 1_000_003 + world.rank)
+        if config.cudnn_deterministic_mode is not None:
+            torch.set_deterministic_debug_mode(config.cudnn_deterministic_mode)
+
+        self.batches, _ = data.build(config, world)
+        self.loss = world.agree(lambda: TokenLoss(config))
+        self.model: Model = models.build(config, world, self.loss.output_chunks)
+        self.optimizer = world.agree(
+            lambda: instantiate("optimizer", config.optimizer, self.model.trainable)
+        )
+        self.scheduler = world.agree(self._scheduler)
+        self.offload = models.activation_offloading(self.model, config)
+        self.checkpoints = Checkpoints(
+            config.output_dir, world, attempt, config.keep_last_n_checkpoints
+        )
+        self.state = self._resume()
+        self.progress = Progress(self.batches.total_steps, attempt)
+        self.metrics = world.on_main(lambda: Metrics(config.output_dir, self.state.step))
+        self._tell(time.monotonic() - started)
+        self._report("running")
+
+    def train(self) -> bool:
+        """Train to the last step; False where a stop was asked for and honoured before it."""
+        config, batches, state = self.config, self.batches, self.state
+        last = batches.total_steps
+        clock = Clock(state.step)
+        with profiler(config, self.world) as profile:
+            for micro_batches in batches.from_step(state.step):
+                targets, tokens, stop = self.world.sum(
+                    [
+                        sum(b.target_count for b in micro_batches),
+                        sum(b.token_count for b in micro_batches),
+                        self.stop.seen_here(),
+                    ]
+                )
+                if stop:
+                    self._honour_stop()
+                    return False
+                if state.step == 0 and targets == 0:
+                    raise ConfigError(NO_TRAINED_TOKENS)
+                loss_sum = self._backward(micro_batches, max(targets, 1))
+                step = state.step + 1
+                logging = step in (1, last) or step % config.log_every_n_steps == 0
+                saving = step == last or (
+                    config.save_every_n_steps and step % config.save_every_n_steps == 0
+                )
+                norm = self._update(wanted=logging or saving)
+                state.step, state.tokens = step, state.tokens + int(tokens)
+                clock.add(tokens)
+                if logging or saving:
+                    figures = self._figures(loss_sum, targets, norm)
+                if logging:
+                    self._log(figures, clock)
+                if saving:
+                    with clock.paused():
+                        self._save()
+                profile.step()
+        return True
+
+    def finish(self) -> None:
+        """Write the export and the samples, then mark the run finished."""
+        config = self.config
+        self.optimizer.zero_grad(set_to_none=True)
+        self.say("exporting the model ...")
+        folder = export(self.model, config, self.world)
+        self.say(f"exported to {folder}")
+        # The other ranks are done; the model's memory is needed for the one that answers.
+        del self.model, self.optimizer, self.scheduler
+        device = self.world.device
+        distributed.stop()
+        if self.metrics is not None:
+            self.metrics.close()
+            if config.generate:
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                write_samples(config.output_dir / "samples.jsonl", folder, config.generate, device)
+        # Too late to stop: everything is done.
+        self.stop.clear()
+        self._report("finished")
+        self.say(f"finished: {self.state.step} steps, loss {_span(self.progress)}")
+
+    def _backward(self, micro_batches: list[data.MicroBatch], targets: float) -> torch.Tensor:
+        """Gradients of the mean loss over `targets` tokens; this rank's summed loss, detached."""
+        model, device = self.model.module, self.world.device
+        # FSDP divides the sum over ranks by their number; the true divisor is all tokens.
+        scale = self.world.size / targets
+        total = torch.zeros((), device=device)
+        for index, batch in enumerate(micro_batches):
+            data.check_batch(batch, self.model.vocab_size, model.max_seq_len)
+            parallel.set_gradient_sync(model, index == len(micro_batches) - 1)
+            with self.offload:
+                loss_sum = self.loss(model, batch, device)
+            (loss_sum * scale).backward()
+            total += loss_sum.detach()
+        return total
+
+    def _update(self, wanted: bool) -> torch.Tensor | None:
+        """Clip, step, schedule; the gradient norm where it is wanted or needed."""
+        norm = None
+        if wanted or self.config.clip_grad_norm is not None:
+            norm = parallel.clip_gradients(self.model.trainable, self.config.clip_grad_norm)
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return norm
+
+    def _figures(
+        self, loss_sum: torch.Tensor, targets: float, norm: torch.Tensor | None
+    ) -> dict[str, float]:
+        """Loss and gradient norm over all ranks; raises where one is not finite."""
+        loss = self.world.sum([loss_sum.item()])[0] / max(targets, 1)
+        figures = {"loss": loss, "grad_norm": float("nan") if norm is None else norm.item()}
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                raise NonFiniteLossError(
+                    f"step {self.state.step}: the {name.replace('_', ' ')} is {value}; the last "
+                    "checkpoint is from before; lower optimizer.lr or set clip_grad_norm=1.0"
+                )
+        if self.state.loss_first is None:
+            self.state.loss_first = loss
+        self.state.loss_last = loss
+        return figures
+
+    def _log(self, figures: dict[str, float], clock: Clock) -> None:
+        state, config = self.state, self.config
+        step_time, rate = clock.lap(state.step)
+        record = {
+            "step": state.step,
+            "epoch": self.batches.epoch_of(state.step - 1) + 1,
+            "loss": figures["loss"],
+            "lr": self.lr,
+            "grad_norm": figures["grad_norm"],
+            "tokens_per_second_per_gpu": round(rate / self.world.size, 1),
+            "step_time_s": round(step_time, 4),
+            **memory(self.world.device),
+            "tokens": state.tokens,
+            "time": round(time.time(), 3),
+        }
+        if self.metrics is not None:
+            self.metrics.write(record)
+            left = clock.left(state.step, self.batches.total_steps)
+            self.say(progress_line(record, self.batches.total_steps, config.epochs, left))
+
+    def _save(self) -> None:
+        if self.metrics is not None:
+            self.metrics.flush()
+        state = self.state
+        state.world_size = self.world.size
+        state.scheduler = {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+        state.run = self._identity()
+        self.checkpoints.save(self.model.module, self.optimizer, state)
+        self._report("running")
+        self.say(f"saved checkpoints/step_{state.step}")
+
+    def _honour_stop(self) -> None:
+        step = self.state.step
+        self.say(f"asked to stop: stopping after step {step}")
+        if step and step not in self.world.gather(self.checkpoints.steps())[0]:
+            self._save()
+        self._report("stopped")
+        if self.metrics is not None:
+            self.metrics.close()
+        self.stop.clear()
+
+    def _resume(self) -> TrainerState:
+        restored = self.checkpoints.load(self.model.module, self.optimizer, self._identity())
+        if restored is None:
+            return TrainerState()
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(restored.scheduler)
+        self.say(f"resuming from checkpoints/step_{restored.step}")
+        return restored
+
+    def _identity(self) -> dict[str, Any]:
+        """What must stay the same between a checkpoint and the start that resumes it."""
+        return {
+            "model": self.config.model,
+            "seed": self.config.seed,
+            "shuffle": self.config.shuffle,
+            "dataset_size": self.batches.size,
+            "samples_per_step": self.batches.samples_per_step,
+            "steps_per_epoch": self.batches.steps_per_epoch,
+        }
+
+    def _scheduler(self) -> Any:
+        block = self.config.lr_scheduler
+        if block is None:
+            return None
+        return instantiate(
+            "lr_scheduler", block, self.optimizer, num_training_steps=self.batches.total_steps
+        )
+
+    def _report(self, state: str) -> None:
+        """Bring progress.json up to date (rank 0)."""
+        now = self.progress
+        now.state, now.step = state, self.state.step
+        now.checkpoint_step = max(self.checkpoints.steps(), default=0)
+        now.loss_first, now.loss_last = self.state.loss_first, self.state.loss_last
+        if self.world.is_main:
+            now.write(self.config.output_dir)
+
+    def _tell(self, setup_s: float) -> None:
+        config, world, batches = self.config, self.world, self.batches
+        trainable, total = self.model.parameter_counts()
+        dataset = batches.size
+        per_step = batches.samples_per_step
+        self.say(
+            f"model      {config.model['_component_']}, {total:,} parameters\n"
+            f"method     {self.model.method}, {trainable:,} trainable "
+            f"({100 * trainable / total:.2f} %)\n"
+            f"ranks      {world.size} on {world.device.type}, {config.dtype}"
+            f"{', FSDP' if world.size > 1 else ''}\n"
+            f"data       {dataset:,} samples, {per_step} a step, "
+            f"{batches.steps_per_epoch} steps an epoch\n"
+            f"steps      {batches.total_steps} in {config.epochs} epochs, "
+            f"starting after step {self.state.step}; set up in {setup_s:.1f} s"
+        )
+
+
+def _plain(scheduler: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's state as JSON can hold it; its functions come from the config again."""
+    return {
+        key: value
+        for key, value in scheduler.items()
+        if isinstance(value, int | float | bool | list | str) and key != "lr_lambdas"
+    } | ({"lr_lambdas": [None] * len(scheduler["lr_lambdas"])} if "lr_lambdas" in scheduler else {})
+
+
+def _span(progress: Progress) -> str:
+    if progress.loss_first is None or progress.loss_last is None:
+        return "not measured"
+    return f"{progress.loss_first:.4f} -> {progress.loss_last:.4f}"
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """True where an earlier start of this run has done everything."""
+    recorded = progresses.recorded(config.output_dir)
+    return recorded.get("state") == "finished" and (config.output_dir / "export").is_dir()
+
+
+def run(config: TrainConfig, attempt: int) -> None:
+    """Do one start of a run, from where the last one got to."""
+    world = distributed.start(config.device)
+    if world.gather(is_finished(config))[0]:
+        say(world.is_main)(f"already finished: see {config.output_dir / 'export'}")
+        return
+    trainer = Trainer(config, world, attempt)
+    if trainer.train():
+        trainer.finish()
+
+
+def guarded(path: Path, task: Callable[[TrainConfig, int], None]) -> int:
+    """Load the config and run `task`; turn a fault into a record, a message and exit status 1."""
+    rank, attempt = int(os.environ.get("RANK", 0)), _attempt()
+    run_dir = path.absolute().parent
+    try:
+        config = configs.load(path)
+        run_dir = config.output_dir
+        task(config, attempt)
+    except Exception as error:
+        text = describe(error)
+        # One write a message, so that the lines of several ranks do not mix.
+        sys.stderr.write(f"[rank {rank}] error: {text}\n")
+        sys.stderr.flush()
+        if not isinstance(error, TrainerError):
+            traceback.print_exc()
+        try:
+            write_error_record(run_dir / "logs" / str(attempt), rank, error)
+        except OSError as fault:
+            print(f"[rank {rank}] the error record failed: {fault}", file=sys.stderr, flush=True)
+        return 1
+    distributed.stop()
+    return 0
+
+
+def _attempt() -> int:
+    text = os.environ.get("COOKBOOK_ATTEMPT", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def main(arguments: list[str]) -> int:
+    """Train by the given train.yaml; exit status 0, 1, or 2 for wrong usage."""
+    if len(arguments) != 1:
+        print("usage: python -m trainer.sft <run>/train.yaml", file=sys.stderr)
+        return 2
+    return guarded(Path(arguments[0]), run)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        # A rank that failed must not hang in the clean-up of a broken process group.
+        os._exit(status)
