@@ -98,13 +98,26 @@ terminated() {
     wait "$LAUNCHED"
   fi
   say "terminated (${state:-no word from Slurm})"
-  [ -z "${ATTEMPT:-}" ] || record end --attempt "$ATTEMPT" --exit-code 143 --job-state "${state:-UNKNOWN}" >/dev/null
+  if [ -n "${ATTEMPT:-}" ]; then
+    record end --attempt "$ATTEMPT" --exit-code 143 --job-state "${state:-UNKNOWN}" >/dev/null
+  fi
   exit 143
 }
 
 # Sets NEXT: finished, failed, run (again, here and now) or requeue.
 end_attempt() {
-  NEXT=$(record end --attempt "$ATTEMPT" --exit-code "$1" --max-retries "$MAX_RETRIES") || NEXT=failed
+  local ended=$ATTEMPT
+  ATTEMPT=
+  NEXT=$(record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES") || NEXT=failed
+  # A node that was lost a moment ago is still part of the allocation until Slurm takes note.
+  if [ "$NEXT" = run ] && under_slurm && ! nodes_answer; then
+    say "a node of this allocation does not answer"
+    NEXT=requeue
+  fi
+}
+
+nodes_answer() {
+  timeout 30 srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
 }
 
 finish() {

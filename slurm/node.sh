@@ -18,9 +18,9 @@ node_fault() {
 }
 
 # A file written on the login node a moment ago may need some seconds to show on a network filesystem.
-for _ in {1..60}; do
+for ((waited = 0; waited < ${FILES_WAIT_S:-30}; waited++)); do
   [ -r "$RUN_DIR/train.yaml" ] && [ -x "$VENV/bin/python" ] && break
-  sleep 0.5
+  sleep 1
 done
 [ -d "$LOGS" ] || { printf 'cookbook: node %s cannot see %s\n' "$NODE_NAME" "$LOGS"; exit 1; }
 [ -r "$RUN_DIR/train.yaml" ] ||

@@ -49,7 +49,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str) -> None:
         (
             ["submit", "--recipe", "demo", "--local", "tensor_parallel_dim=3"],
             1,
-            "does not divide 2 x 2",
+            "set tensor_parallel_dim=1",
         ),
         (
             ["submit", "--recipe", "demo", "--local", "dataset.data_files=/no/such.jsonl"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,9 +71,8 @@ def test_the_whole_text(fixed, golden, name, cluster, overrides):
 def test_shellcheck_finds_nothing(name, cluster, tmp_path):
     path = tmp_path / "job.sbatch"
     path.write_text(script(name, cluster))
-    done = subprocess.run(
-        ["shellcheck", "--external-sources", str(path)], capture_output=True, text=True
-    )
+    shellcheck = Path(sys.prefix) / "bin" / "shellcheck"
+    done = subprocess.run([shellcheck, "--external-sources", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -186,6 +186,26 @@ def test_tensorboard_shows_curves_and_traces_on_loopback_only(kit: Kit, demo) ->
     assert server.returncode == 0
 
 
+def processes_of_node(node: str, job: str, state: Path) -> list[int]:
+    """What dies with a node: its slurmd, the job's tasks on it and the slurmstepd above them."""
+    victims = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_text().replace("\0", " ")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if f"{state}/slurm.conf -N {node}" in command:
+            victims.add(int(process.name))
+        if {f"SLURMD_NODENAME={node}".encode(), f"SLURM_JOB_ID={job}".encode()} <= set(environ):
+            victims.add(int(process.name))
+            if "slurmstepd" in Path(f"/proc/{parent}/cmdline").read_text():
+                victims.add(parent)
+    assert len(victims) >= 4, "slurmd, slurmstepd, torchrun and a rank"
+    return sorted(victims)
+
+
 # Faults -------------------------------------------------------------------------------------
 
 
@@ -253,6 +273,27 @@ def test_without_slurm_the_same_script_runs_here(user: Kit, kit: Kit, undisturbe
     assert "cancelled" in user.cookbook("cancel", second.name).stdout
     assert user.status(second)["state"] == "CANCELLED"
     until(lambda: not ranks_of(second), 30)
+
+
+def test_a_lost_node_costs_no_result(kit: Kit, new_cluster, undisturbed: Path) -> None:
+    with new_cluster("loss", "--requeue-delay", "5", "--set", "SlurmdTimeout=6") as cluster:
+        user = Kit({**kit.env, **cluster.env}, kit.root)
+        job, run = user.submit(*SHORT)
+        until(lambda: checkpoints(run), 90, lambda: report(run))
+        for pid in processes_of_node("n2", job, cluster.state):
+            os.kill(pid, signal.SIGKILL)
+        # sinfo goes on saying "mixed*" for a while when it is asked often.
+        node = ["scontrol", "show", "node", "n2"]
+        until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
+        # The node comes back: up starts daemons that have died.
+        place = ["--name", cluster.name, "--state", str(cluster.root)]
+        shape = ["--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
+        back = cluster.run(["bash", "slurm/dev-cluster/cluster.sh", "up", *place, *shape])
+        assert back.returncode == 0, back.stderr
+        user.wait(run, "COMPLETED", "FAILED")
+        told = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+        assert told[-1]["cause"] == "finished" and len(told) > 1, report(run)
+        ends_like(run, undisturbed)
 
 
 # The queue ----------------------------------------------------------------------------------

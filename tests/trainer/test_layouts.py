@@ -143,14 +143,11 @@ def test_bf16_follows_fp32_and_is_exported_as_bf16(folders: dict[str, Path]) -> 
 
 
 def test_adapter_in_peft_gives_the_merged_models_logits(
-    folders: dict[str, Path], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], model_folder: Path
 ) -> None:
     from peft import PeftModel
-    from peft.tuners.lora import torchao as peft_torchao
     from transformers import AutoModelForCausalLM
 
-    # PEFT refuses to work beside torchao 0.15, which torchtune needs; no torchao tensor is here.
-    monkeypatch.setattr(peft_torchao, "is_torchao_available", lambda: False)
     export = folders["lora-2x4x1"] / "export"
     tokens = torch.arange(40).reshape(2, 20) * 13 % 1024
     with torch.inference_mode():

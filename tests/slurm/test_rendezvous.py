@@ -1,0 +1,117 @@
+"""The check before torchrun: nodes that meet, and each way in which one does not, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def node(rank: int, port: int, nodes: int = 3, **changes: str) -> subprocess.Popen[str]:
+    """What slurm/node.sh starts on one node."""
+    env = {
+        "PATH": os.environ["PATH"],
+        "NODE_NAME": f"n{rank + 1}",
+        "NODE_RANK": str(rank),
+        "NODES": str(nodes),
+        "RUN_DIR": "/runs/one",
+        "ATTEMPT": "0",
+        "HEAD_ADDR": "127.0.0.1",
+        "HEAD_PORT": str(port),
+        "ONE_HOST": "yes",
+        "RENDEZVOUS_WAIT_S": "2",
+        **changes,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", ROOT / "slurm" / "rendezvous.py"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=30)
+    return process.returncode, output.strip(), errors.strip()
+
+
+def test_nodes_meet_and_name_the_interface(port):
+    nodes = [node(rank, port, RENDEZVOUS_WAIT_S="20") for rank in (2, 1, 0)]
+    for process in nodes:
+        status, interface, words = said(process)
+        assert (status, interface) == (0, "lo"), words
+        assert "met the first node at 127.0.0.1" in words
+
+
+def test_the_first_node_names_the_one_that_is_missing(port):
+    first, second = node(0, port), node(1, port)
+    assert said(second)[0] == 0
+    status, _, words = said(first)
+    assert status == 1 and "no call from node number 2 within 2 s at the first node n1" in words
+
+
+def test_a_node_that_nobody_answers_names_itself(port):
+    status, _, words = said(node(1, port))
+    assert status == 1 and words.startswith("node n2 does not reach the first node at 127.0.0.1")
+
+
+def test_a_stranger_on_the_port_is_not_taken_for_the_first_node(port):
+    first = node(0, port, nodes=2)
+    status, _, words = said(node(1, port, nodes=2, RUN_DIR="/runs/another"))
+    assert status == 1 and "does not reach" in words
+    assert said(first)[0] == 1
+
+
+def test_an_address_that_does_not_resolve(port):
+    status, _, words = said(node(1, port, HEAD_ADDR="no-such-host.invalid"))
+    assert status == 1 and words.startswith("node n2 cannot resolve the first node's address")
+
+
+def test_a_loopback_is_refused_where_the_nodes_are_several_hosts(port):
+    status, _, words = said(node(1, port, ONE_HOST="no"))
+    assert status == 1 and "for a loopback (127.0.0.1)" in words
+
+
+def test_an_address_that_is_not_the_first_nodes_own(port):
+    status, _, words = said(node(0, port, HEAD_ADDR="192.0.2.1"))
+    assert status == 1 and "cannot listen on 192.0.2.1" in words
+
+
+@pytest.mark.parametrize("missing", ["train.yaml", "venv"])
+def test_a_node_that_cannot_see_the_files_leaves_a_permanent_fault(tmp_path, missing):
+    logs = tmp_path / "logs" / "0"
+    logs.mkdir(parents=True)
+    if missing != "train.yaml":
+        (tmp_path / "train.yaml").touch()
+    env = {
+        "PATH": os.environ["PATH"],
+        "RUN_DIR": str(tmp_path),
+        "LOGS": str(logs),
+        "VENV": sys.prefix if missing != "venv" else str(tmp_path / "nowhere"),
+        "COOKBOOK": str(ROOT),
+        "NODES": "1",
+        "RANKS_PER_NODE": "1",
+        "SLURMD_NODENAME": "n7",
+        "FILES_WAIT_S": "1",
+    }
+    script = f"source {ROOT}/slurm/node.sh; echo trained"
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "trained" not in done.stdout
+    fault = json.loads((logs / "error_node_0.json").read_text())
+    assert fault["permanent"] is True
+    assert fault["message"].startswith("node n7 cannot")
