@@ -284,8 +284,10 @@ def reap(pid: int) -> None:
 
 def _reason(job: slurm.QueuedJob, run: Run) -> str:
     if job.state == "PENDING":
+        # Slurm says None until its scheduler has looked at the job for the first time.
+        reason = "" if job.reason == "None" else f"waiting: {job.reason}"
         start = f", start expected {job.start}" if job.start not in ("", "N/A") else ""
-        return f"waiting: {job.reason}{start}"
+        return f"{reason}{start}".lstrip(", ")
     if job.state in slurm.HELD or job.reason.startswith("JobHeld"):
         return f"{job.reason}: release it with: scontrol release {job.job_id}"
     return str(run.status.get("message") or "") or job.nodes

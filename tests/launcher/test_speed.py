@@ -1,0 +1,20 @@
+"""The command stays quick: the committed benchmark, held to its targets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from launcher import paths
+
+
+def test_the_benchmark_meets_its_targets(kit):
+    done = subprocess.run(
+        [sys.executable, paths.REPO_ROOT / "benchmarks" / "launcher.py", "--check"],
+        env=kit.env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cookbook submit, beyond sbatch" in done.stdout, done.stderr
