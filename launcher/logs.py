@@ -74,7 +74,7 @@ def follow(run: Run, node: int | None, rank: int | None, attempt: int | None) ->
             state = states([run])[run.name]
             # One more look at the file, for what was written while the question was asked.
             ended = state.final or state.word == "UNKNOWN"
-            next_question = time.monotonic() + 10
+            next_question = time.monotonic() + 30
         if not ended:
             ended = run.status.get("state") in ("COMPLETED", "FAILED", "CANCELLED")
             time.sleep(0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def _dataset_files(config: dict[str, Any]) -> list[str]:
                 and "://" not in str(name)
                 and not re.search(r"[*?\[]", str(name))
             ):
-                why = _readable(Path(str(name)))
+                why = _readable(Path(str(name))) or _unfit(Path(str(name)), dataset)
                 if why:
                     found.append(
                         f"dataset.data_files {name} {why}: mend the path, or set "
@@ -163,6 +164,27 @@ def _dataset_files(config: dict[str, Any]) -> list[str]:
                     f"dataset.source {source} {why}: mend the path, or set dataset.source="
                 )
     return found
+
+
+def _unfit(path: Path, dataset: dict[str, Any]) -> str | None:
+    """Say why a file of JSON lines cannot hold the samples, judged by its first line."""
+    if path.suffix != ".jsonl":
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = next((line for line in file if line.strip()), None)
+    if first is None:
+        return "is empty"
+    try:
+        sample = json.loads(first)
+    except ValueError:
+        sample = None
+    if not isinstance(sample, dict):
+        return "cannot be used: its first line is no JSON object"
+    columns = dataset.get("column_map")
+    for column in columns.values() if isinstance(columns, dict) else ():
+        if column not in sample:
+            return f"has no column {column!r} of dataset.column_map, only {', '.join(sample)}"
+    return None
 
 
 def _scheduler(recipe: Recipe, cluster: Cluster) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,25 +13,34 @@ from launcher import logs, runs
 from launcher.errors import RunFault
 from launcher.runs import Run, State
 
+# How long an end that only the queue or the accounting tells of has to last to be believed.
+_DOUBT_S = 10.0
+
 
 def watch(run: Run, say: Callable[[str], None], poll_s: float = 1.0) -> State:
     """Say a run's states and its log lines until it has ended; return the last state."""
     tail = logs.Tail(run)
-    said, next_question = "", 0.0
+    said, next_question, pause_s = "", 0.0, 2.0
+    ended_at: float | None = None
     while True:
         now = time.monotonic()
         own = run.status.get("state")
         # The job's own file costs nothing to read; the controller is asked seldom.
         if now >= next_question or own in runs.FINAL:
             state = runs.states([run])[run.name]
-            next_question = now + (2 if state.word == "PENDING" else 15)
             words = f"{state.word}{f' ({state.detail})' if state.detail else ''}"
             if words != said and not state.final:
                 say(f"{run.name}: {words}")
-                said = words
+                said, pause_s = words, 2.0
+            # A cluster has many watchers: ask less and less often while nothing changes.
+            next_question = now + pause_s * random.uniform(0.8, 1.2)
+            pause_s = 2.0 if state.final else min(60.0, pause_s * 1.5)
         for line in tail.new_lines():
             say(line)
-        if state.final or state.word == "UNKNOWN":
+        # What the queue calls ended may be on its way back into it; the job's own word is final.
+        ended = state.final or state.word == "UNKNOWN"
+        ended_at = (ended_at or now) if ended else None
+        if ended_at and (state.source == "status.json" or now - ended_at > _DOUBT_S):
             for line in tail.new_lines():
                 say(line)
             return state

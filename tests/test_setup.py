@@ -1,0 +1,119 @@
+"""setup.sh: what it refuses, its lock, and a second run that changes nothing and names what is next.
+
+That it makes the environment from nothing is shown by every clean run of the tests: they run in it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def setup(*arguments: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", ROOT / "setup.sh", *arguments],
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture
+def installed() -> dict[str, str]:
+    """The environment that the tests run in, where setup.sh made it."""
+    stamp = Path(sys.prefix) / ".cookbook-setup"
+    assert stamp.is_file(), "run the tests through: bash setup.sh --test"
+    return {"COOKBOOK_VENV": sys.prefix}
+
+
+def test_help_names_every_option():
+    done = setup("--help")
+    assert done.returncode == 0
+    for word in (
+        "--demo",
+        "--test",
+        "--torch",
+        "--torch-index",
+        "COOKBOOK_VENV",
+        "COOKBOOK_PYTHON",
+    ):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--dmeo"], "unknown option '--dmeo'"),
+        (["--demo", "--test"], "not both"),
+        (["--torch"], "--torch takes a value"),
+        (["--torch", "1.13"], "runs on torch 2.11 to 2.13"),
+        (["--torch", "2.13.0; rm -rf x"], "runs on torch 2.11 to 2.13"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, told, tmp_path):
+    done = setup(*arguments, COOKBOOK_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 2 and told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_with_a_blank_is_refused(tmp_path):
+    done = setup(COOKBOOK_VENV=str(tmp_path / "my venv"))
+    assert done.returncode == 1 and "holds a blank" in done.stderr
+
+
+def test_a_python_that_does_not_fit_is_named(tmp_path):
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\necho 3.9\n")
+    old.chmod(0o755)
+    done = setup(COOKBOOK_VENV=str(tmp_path / "venv"), COOKBOOK_PYTHON=str(old))
+    assert done.returncode == 1
+    assert f"{old} is 3.9" in done.stderr and "COOKBOOK_PYTHON" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_an_unwritable_place_is_named():
+    done = setup(COOKBOOK_VENV="/proc/nowhere/venv")
+    assert done.returncode == 1 and "set COOKBOOK_VENV to a folder of yours" in done.stderr
+
+
+def test_a_second_run_changes_nothing_and_ends_with_the_next_command(installed):
+    stamp = (Path(sys.prefix) / ".cookbook-setup").read_text()
+    done = setup(**installed)
+    assert done.returncode == 0, done.stderr
+    assert "is up to date" in done.stderr
+    assert "cookbook submit --recipe demo --nodes 2 --watch" in done.stderr.splitlines()[-1]
+    assert (Path(sys.prefix) / ".cookbook-setup").read_text() == stamp
+
+
+def test_a_second_setup_waits_for_the_first(installed):
+    with open(f"{sys.prefix}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = subprocess.Popen(
+            ["bash", ROOT / "setup.sh"],
+            env={**os.environ, **installed},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        time.sleep(1.5)
+        assert second.poll() is None, "it did not wait"
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    _, words = second.communicate(timeout=60)
+    assert second.returncode == 0 and "another setup.sh is at work" in words
+
+
+def test_slurm_is_told_of(installed, slurm):
+    done = setup(**installed, SLURM_CONF=slurm.env["SLURM_CONF"])
+    assert "Slurm: slurm" in done.stderr and "answers; 1 host(s)" in done.stderr
+    assert done.stderr.splitlines()[-1].strip() == "cookbook submit --recipe demo --nodes 2 --watch"
