@@ -1,6 +1,6 @@
-"""setup.sh: what it refuses, its lock, and a second run that changes nothing and names what is next.
+"""setup.sh: what it refuses, its lock, and a second run that changes nothing.
 
-That it makes the environment from nothing is shown by every clean run of the tests: they run in it.
+That it makes the environment from nothing is shown by every clean run: the tests run in it.
 """
 
 from __future__ import annotations
