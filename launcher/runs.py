@@ -219,14 +219,17 @@ def states(wanted: list[Run]) -> dict[str, State]:
         word = accounted.get(run.job_id or "")
         if word:
             known[run.name] = State(word, "sacct", str(run.status.get("message") or ""))
-        elif run.status.get("state") in (*FINAL, "INTERRUPTED"):
-            known[run.name] = State(
-                run.status["state"], "status.json", str(run.status.get("message") or "")
-            )
+            continue
+        own = run.status
+        if own.get("state") in FINAL:
+            known[run.name] = State(own["state"], "status.json", str(own.get("message") or ""))
+            continue
+        resume = f"go on with: cookbook resume {run.name}"
+        if own.get("state") == "INTERRUPTED":
+            known[run.name] = State("INTERRUPTED", "status.json", f"{own.get('message')}; {resume}")
         else:
-            last = str(run.status.get("state") or "not started")
-            detail = f"its job is gone from the queue; last word: {last}"
-            detail += f"; go on with: cookbook resume {run.name}"
+            last = str(own.get("state") or "not started")
+            detail = f"its job is gone from the queue; last word: {last}; {resume}"
             known[run.name] = State("UNKNOWN", "nobody", detail)
     return known
 

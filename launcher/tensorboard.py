@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import getpass
 import os
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,11 +41,16 @@ def free_port(wanted: int | None) -> int:
 
 def tunnel(port: int) -> str:
     """Return the command that a user types on their own machine."""
-    return f"ssh -N -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.getfqdn()}"
+    name = socket.getfqdn()
+    host = socket.gethostname() if name.startswith("localhost") else name
+    return f"ssh -N -L {port}:127.0.0.1:{port} {getpass.getuser()}@{host}"
 
 
 def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
     """Serve the runs' curves and traces until interrupted; return TensorBoard's exit status."""
+    # A lost connection or a kill ends this too, and takes TensorBoard along.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     program = paths.venv_root() / "bin" / "tensorboard"
     if not program.is_file():
         raise PreflightFault(f"there is no {program}: set up the environment with: bash setup.sh")
@@ -61,7 +68,8 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
             f"--port={port}",
             "--load_fast=false",
         ]
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+        # The profiler's tab tells of every file that it opens, and warns of float64 tensors.
+        environment = {**os.environ, "TORCH_PROFILER_LOG_LEVEL": "ERROR"}
         say(f"on your own machine:  {tunnel(port)}")
         say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
         process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
