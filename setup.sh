@@ -168,9 +168,9 @@ check_slurm() {
     say "Slurm: no sbatch on this machine"
     return
   fi
-  version=$(sbatch --version 2>/dev/null) || version='of an unknown version'
+  version=$(sbatch --version 2>/dev/null) || version='installed here'
   if ! hosts=$(timeout 10 sinfo --noheader --Node --format=%o 2>/dev/null) || [ -z "$hosts" ]; then
-    say "Slurm: $version is installed, its controller does not answer"
+    say "Slurm: $version, but no controller answers"
     return
   fi
   hosts=$(sort -u <<<"$hosts" | wc -l)

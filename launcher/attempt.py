@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.paths import read_json, write_json
+from launcher.paths import read_json, read_json_lines, write_json
 
 # Below the range that the kernel hands out by itself, so that nobody takes the port by chance.
 _PORTS = range(20000, 32000)
@@ -154,18 +154,8 @@ def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
 
 
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the ended attempts of a run, oldest first; a torn last line is left out."""
-    attempts = []
-    try:
-        text = (run_dir / "attempts.jsonl").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    for line in text.splitlines():
-        try:
-            attempts.append(json.loads(line))
-        except ValueError:
-            continue
-    return attempts
+    """Return the ended attempts of a run, oldest first."""
+    return read_json_lines(run_dir / "attempts.jsonl")
 
 
 def latest_checkpoint(run_dir: Path) -> int:

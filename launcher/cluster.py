@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
-from launcher.recipe import NAME, NAME_RULE, RESOURCES, Kind, _faults_in
+from launcher.recipe import NAME, NAME_RULE, RESOURCES, Kind, faults_in
 
 # How a site wants GPUs to be asked for; none is for partitions that do not track them.
 GPU_REQUESTS = ("gpus-per-node", "gres", "none")
@@ -69,7 +69,7 @@ def load(name: str | None = None) -> Cluster:
             f"{paths.CLUSTERS / 'example.yaml'} to it"
         )
     config = yamlfile.load(path)
-    faults = _faults_in(config, _KEYS, "", str(path), "sft") + _own_faults(config, str(path))
+    faults = faults_in(config, _KEYS, "", str(path), "sft") + _own_faults(config, str(path))
     if faults:
         raise RecipeFault(faults)
     values = {key: value for key, value in config.items() if value is not None}
@@ -90,7 +90,7 @@ def _own_faults(config: dict[str, Any], origin: str) -> list[str]:
         )
     resources = config.get("resources")
     if isinstance(resources, dict):
-        faults += _faults_in(resources, RESOURCES, "resources.", origin, "sft")
+        faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")
     for line in config.get("job_setup") or []:
         if not isinstance(line, str) or not line.isprintable():
             faults.append(f"job_setup holds shell lines, one item each, got {line!r}, in {origin}")

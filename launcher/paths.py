@@ -72,6 +72,21 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """Return a value a line, [] where there is no file; a torn last line is left out."""
+    values = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    for line in text.splitlines():
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            continue
+    return values
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write an object as one readable JSON file, atomically."""
     write_atomic(path, json.dumps(value, indent=1, sort_keys=False) + "\n")

@@ -365,10 +365,10 @@ def _changed_type(old: Any, new: Any) -> str | None:
 
 
 def _faults(config: dict[str, Any], origin: str) -> list[str]:
-    faults = _faults_in(config, {**TRAINER_KEYS, **LAUNCHER_KEYS}, "", origin, entry_of(config))
+    faults = faults_in(config, {**TRAINER_KEYS, **LAUNCHER_KEYS}, "", origin, entry_of(config))
     resources = config.get("resources")
     if isinstance(resources, dict):
-        faults += _faults_in(resources, RESOURCES, "resources.", origin, "sft")
+        faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")
     entry = entry_of(config)
     if entry == "sft":
         missing = [
@@ -401,9 +401,10 @@ def entry_of(config: Mapping[str, Any]) -> str:
     return str(config.get("entry") or "sft")
 
 
-def _faults_in(
+def faults_in(
     values: dict[str, Any], known: dict[str, Kind], prefix: str, origin: str, entry: str
 ) -> list[str]:
+    """Return the faults of a block: unknown keys, and values that are not of their kind."""
     faults = []
     for key, value in values.items():
         if key not in known:

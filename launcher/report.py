@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher import logs, runs
-from launcher.errors import RunFault
+from launcher import logs, paths, runs
 from launcher.runs import Run, State
 
 # How long an end that only the queue or the accounting tells of has to last to be believed.
@@ -98,13 +96,5 @@ def _curve(metrics: list[dict[str, Any]]) -> str:
 
 def samples(run: Run) -> Iterator[list[tuple[str, str]]]:
     """Yield question and answer of each sample that the finished model was asked for."""
-    try:
-        text = (run.path / "samples.jsonl").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return
-    for line in text.splitlines():
-        try:
-            sample = json.loads(line)
-            yield [("question", str(sample["prompt"])), ("answer", str(sample["answer"]))]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunFault(f"cannot read {run.path / 'samples.jsonl'}: {error}") from error
+    for sample in paths.read_json_lines(run.path / "samples.jsonl"):
+        yield [("question", str(sample["prompt"])), ("answer", str(sample["answer"]))]

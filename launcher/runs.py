@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -93,18 +92,8 @@ class Run:
         return link.resolve() if link.exists() else None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The logged steps in order; a line that is being written is left out."""
-        try:
-            text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return []
-        rows = []
-        for line in text.splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue
-        return rows
+        """The logged steps in order."""
+        return paths.read_json_lines(self.path / "metrics.jsonl")
 
 
 def runs_root(root: Path) -> Path:

@@ -302,7 +302,9 @@ def test_a_lost_node_costs_no_result(kit: Kit, new_cluster, undisturbed: Path) -
 def test_a_held_job_says_why_and_is_cancelled_before_it_starts(kit: Kit, slurm) -> None:
     slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
     try:
-        _, run = kit.submit(*SHORT)
+        # Left over from another job, or set in a profile: sbatch would obey them.
+        stray = {"SBATCH_PARTITION": "nowhere", "SBATCH_TIMELIMIT": "x", "SLURM_JOB_ID": "7"}
+        _, run = Kit({**kit.env, **stray}, kit.root).submit(*SHORT)
         told = kit.wait(run, "PENDING")
         assert "PartitionDown" in told["detail"]
         assert run.name in kit.cookbook("status").stdout
