@@ -10,9 +10,11 @@ from typing import Any
 from launcher import slurm
 from launcher.cluster import Cluster
 from launcher.errors import SlurmFault, nearest
-from launcher.recipe import Recipe
+from launcher.recipe import Recipe, time_limit_s
 from launcher.render import with_site_defaults
 
+# What sinfo prints for a limit; "infinite" and "n/a" are none.
+_TIME = re.compile(r"(?:\d+-)?\d+(?::\d+){0,2}\Z")
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 
 
@@ -188,14 +190,35 @@ def _unfit(path: Path, dataset: dict[str, Any]) -> str | None:
 
 
 def _scheduler(recipe: Recipe, cluster: Cluster) -> list[str]:
+    """What Slurm would take and then let wait for ever, or refuse, whatever the nodes' states."""
+    resources = with_site_defaults(recipe.resources, cluster)
     try:
-        wanted = with_site_defaults(recipe.resources, cluster).partition
         known = slurm.partitions()
     except SlurmFault as fault:
         return fault.faults
-    return [
+    wanted = resources.partition.split(",") if resources.partition else []
+    found = [
         f"there is no partition {name!r} on this cluster{nearest(name, known)}: choose one of "
         f"{', '.join(known)} with --partition"
-        for name in (wanted.split(",") if wanted else [])
+        for name in wanted
         if name not in known
     ]
+    chosen = [known[name] for name in wanted if name in known]
+    chosen = chosen or [each for each in known.values() if each.default]
+    if chosen and all(resources.nodes > each.nodes for each in chosen):
+        found.append(
+            f"{resources.nodes} nodes are asked for, and {_each(chosen, 'nodes')}: the job would "
+            "wait for ever: lower --nodes, or choose another --partition"
+        )
+    limits = [time_limit_s(each.time_limit) for each in chosen if _TIME.match(each.time_limit)]
+    asked = resources.time_s
+    if asked and chosen and len(limits) == len(chosen) and asked > max(limits):
+        found.append(
+            f"a time limit of {resources.time} is asked for, and {_each(chosen, 'time_limit')}: "
+            "lower --time (the run goes on in a new job), or choose another --partition"
+        )
+    return found
+
+
+def _each(partitions: list[slurm.Partition], what: str) -> str:
+    return " and ".join(f"partition {each.name} has {getattr(each, what)}" for each in partitions)

@@ -80,6 +80,16 @@ class QueuedJob:
     comment: str = ""
 
 
+@dataclass(frozen=True)
+class Partition:
+    """A partition as sinfo tells of it: all its nodes, up or not, and its time limit as text."""
+
+    name: str
+    nodes: int
+    time_limit: str
+    default: bool = False
+
+
 def environment() -> dict[str, str]:
     """Return the environment that Slurm's commands, and through them jobs, are given."""
     return {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
@@ -233,10 +243,20 @@ def cancel(job_id: str) -> None:
     _run(["scancel", job_id])
 
 
-def partitions() -> list[str]:
-    """Return the names of the partitions that this user may see."""
-    text = _run(["sinfo", "--noheader", "--format=%R"], timeout_s=20)
-    return sorted({line.strip() for line in text.splitlines() if line.strip()})
+def partitions() -> dict[str, Partition]:
+    """Return the partitions that this user may see, by name."""
+    found: dict[str, Partition] = {}
+    text = _run(["sinfo", "--noheader", "--format=%R|%P|%D|%l"], timeout_s=20)
+    for line in text.splitlines():
+        fields = line.strip().split("|")
+        if len(fields) != 4:
+            continue
+        name, marked, nodes, limit = fields
+        # Nodes that differ come in several lines.
+        before = found[name].nodes if name in found else 0
+        count = before + (int(nodes) if nodes.isdigit() else 0)
+        found[name] = Partition(name, count, limit, default=marked.endswith("*"))
+    return found
 
 
 def version() -> str | None:

@@ -130,6 +130,12 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path)
         status=1,
         told="there is no partition 'gpus' on this cluster (did you mean gpu?)",
     )
+    for options, told in (
+        (["--nodes", "3"], "3 nodes are asked for, and partition gpu has 2"),
+        (["--nodes", "3", "--partition", "debug,gpu"], "debug has 2 and partition gpu has 2"),
+        (["--partition", "debug", "--time", "1:00:00"], "partition debug has 30:00: lower --time"),
+    ):
+        refused(slurm_user, "submit", "--recipe", "demo", *options, status=1, told=told)
     done = kit.cookbook("submit", "--recipe", "demo", "--gpus-per-node", "9")
     assert done.returncode == 1 and "Requested node configuration is not available" in done.stderr
     assert sorted(shared.glob("runs/*")) == before
