@@ -37,11 +37,6 @@ def _layout(recipe: Recipe, cluster: Cluster) -> list[str]:
     resources = with_site_defaults(recipe.resources, cluster)
     ranks = resources.world_size
     tensor_parallel = recipe.config.get("tensor_parallel_dim") or 1
-    if tensor_parallel > 1 and recipe.entry == "sft":
-        return [
-            f"tensor_parallel_dim {tensor_parallel}: trainer.sft does not split layers yet: set "
-            "tensor_parallel_dim=1, and FSDP shards the model over all GPUs"
-        ]
     if ranks % tensor_parallel:
         return [
             f"tensor_parallel_dim {tensor_parallel} does not divide {resources.nodes} x "

@@ -19,6 +19,7 @@ from torchtune.models.convert_weights import (  # noqa: E402
     tune_to_peft_adapter_weights,
 )
 from torchtune.modules import (  # noqa: E402
+    FeedForward,
     MultiHeadAttention,
     RMSNorm,
     TiedLinear,
@@ -26,7 +27,10 @@ from torchtune.modules import (  # noqa: E402
     TransformerSelfAttentionLayer,
 )
 from torchtune.modules.peft import LoRALinear, get_adapter_params  # noqa: E402
-from torchtune.training import get_act_offloading_ctx_manager  # noqa: E402
+from torchtune.training import (  # noqa: E402
+    get_act_offloading_ctx_manager,
+    prepare_mha_for_tp,
+)
 
 _TO_HF = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
 
@@ -37,6 +41,7 @@ def hf_name(name: str) -> str:
 
 
 __all__ = [
+    "FeedForward",
     "LoRALinear",
     "MultiHeadAttention",
     "RMSNorm",
@@ -48,6 +53,7 @@ __all__ = [
     "hf_name",
     "hf_to_tune",
     "padded_collate_sft",
+    "prepare_mha_for_tp",
     "tune_to_hf",
     "tune_to_peft_adapter_weights",
 ]

@@ -64,6 +64,7 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "keep_last_n_checkpoints": ("positive", 2),
     "save_adapter_weights_only": ("flag", False),
     "generate": ("block?", None),
+    "tensor_parallel_dim": ("positive?", None),
     "custom_sharded_layers": ("list?", None),
     "fsdp_reshard_after_forward": ("flag", True),
     "cudnn_deterministic_mode": ("count?", None),
@@ -85,7 +86,6 @@ OTHER_KEYS = (
     "metric_logger",
     "optimizer_in_bwd",
     "resume_from_checkpoint",
-    "tensor_parallel_dim",
     "tensor_parallel_plan",
 )
 TOP_LEVEL_KEYS = tuple(sorted((*USED_KEYS, *OTHER_KEYS)))
@@ -122,6 +122,7 @@ class TrainConfig:
     keep_last_n_checkpoints: int
     save_adapter_weights_only: bool
     generate: dict[str, Any] | None
+    tensor_parallel_dim: int
     custom_sharded_layers: list[str] | None
     fsdp_reshard_after_forward: bool
     cudnn_deterministic_mode: int | None
@@ -190,8 +191,9 @@ def parse(content: dict[str, Any]) -> TrainConfig:
             values[key] = _checked(key, kind, value)
         except ConfigError as error:
             faults.extend(error.faults)
-    if values.get("seed") is None:
-        values["seed"] = 0
+    for key, standard in (("seed", 0), ("tensor_parallel_dim", 1)):
+        if values.get(key) is None:
+            values[key] = standard
     faults += _block_faults(values) + _not_there_yet(content, values)
     if faults:
         raise ConfigError(*faults)
@@ -278,9 +280,13 @@ def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]
     offload = content.get("fsdp_cpu_offload") or _block(content, "fsdp").get("cpu_offload")
     refusals = (
         (
-            content.get("tensor_parallel_dim") not in (None, 1),
-            "tensor_parallel_dim: only 1 is supported; set tensor_parallel_dim=1, "
-            "and FSDP shards the model over all GPUs",
+            values["tensor_parallel_dim"] > 1 and values.get("compile"),
+            "compile: does not work with tensor_parallel_dim above 1; set compile=False",
+        ),
+        (
+            values["tensor_parallel_dim"] > 1 and values.get("enable_activation_offloading"),
+            "enable_activation_offloading: does not work with tensor_parallel_dim above 1; "
+            "set enable_activation_offloading=False",
         ),
         (
             content.get("data_parallel_replicate_dim") not in (None, 1),
@@ -328,6 +334,8 @@ def _notes(content: dict[str, Any]) -> list[str]:
         notes.append("optimizer_in_bwd: set aside; the optimizer steps after the backward pass")
     if content.get("enable_async_checkpointing"):
         notes.append("enable_async_checkpointing: set aside; checkpoints are written in step")
+    if content.get("tensor_parallel_plan"):
+        notes.append("tensor_parallel_plan: set aside; the trainer has a plan of its own")
     if content.get("memory_efficient_fsdp_wrap"):
         notes.append("memory_efficient_fsdp_wrap: set aside; each block is sharded by itself")
     logger = str(_block(content, "metric_logger").get("_component_", ""))

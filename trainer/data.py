@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.compat import padded_collate_sft
@@ -19,9 +20,10 @@ IGNORE_INDEX = -100
 class MicroBatch:
     """What one rank runs in one forward pass.
 
-    tokens, labels: int64 [batch, sequence], padded to the longest sample; labels are already
-    shifted (labels[b, s] is the target of position s) and hold `IGNORE_INDEX` where nothing is
-    trained. token_count: real input tokens. target_count: labels that are trained.
+    tokens, labels: int64 [batch, sequence], padded to the longest sample, and on to a length that
+    the tensor-parallel ranks divide; labels are already shifted (labels[b, s] is the target of
+    position s) and hold `IGNORE_INDEX` where nothing is trained. token_count: real input tokens.
+    target_count: labels that are trained.
     """
 
     tokens: torch.Tensor
@@ -55,7 +57,7 @@ class _Samples(Dataset):
 
 
 class Batches:
-    """Global batches in a fixed order, split over ranks.
+    """Global batches in a fixed order, split over the ranks that see different data.
 
     Each epoch is a permutation by (seed, epoch). Nothing is dropped: the last global batch of an
     epoch may be smaller, and a rank that has no sample left in it runs a masked one, which adds
@@ -66,7 +68,9 @@ class Batches:
         if len(samples) == 0:
             raise ConfigError("dataset: holds no sample")
         self.size = len(samples)
-        self.samples_per_step = config.batch_size * config.gradient_accumulation_steps * world.size
+        self.samples_per_step = (
+            config.batch_size * config.gradient_accumulation_steps * world.data_size
+        )
         self.steps_per_epoch = -(-self.size // self.samples_per_step)
         if config.max_steps_per_epoch:
             self.steps_per_epoch = min(self.steps_per_epoch, config.max_steps_per_epoch)
@@ -77,7 +81,7 @@ class Batches:
         self._seed, self._shuffle = config.seed, config.shuffle
         self._batch_size = config.batch_size
         self._micro_steps = config.gradient_accumulation_steps
-        self._world = world
+        self._world, self._multiple = world, world.tensor_parallel_dim
         self._pad_id = getattr(tokenizer, "pad_id", 0)
 
     def epoch_of(self, step: int) -> int:
@@ -99,14 +103,14 @@ class Batches:
             yield [next(micro_batches) for _ in range(self._micro_steps)]
 
     def _index_lists(self, first_step: int) -> Iterator[list[int]]:
-        epoch = -1
+        epoch, world = -1, self._world
         for step in range(first_step, self.total_steps):
             if self.epoch_of(step) != epoch:
                 epoch = self.epoch_of(step)
                 order = self._order(epoch)
             begin = (step % self.steps_per_epoch) * self.samples_per_step
             for micro in range(self._micro_steps):
-                offset = begin + (micro * self._world.size + self._world.rank) * self._batch_size
+                offset = begin + (micro * world.data_size + world.data_rank) * self._batch_size
                 yield order[offset : offset + self._batch_size] or [~order[0]]
 
     def _order(self, epoch: int) -> list[int]:
@@ -127,10 +131,13 @@ class Batches:
             for s in samples
         ]
         batch = padded_collate_sft(rows, padding_idx=self._pad_id, ignore_idx=IGNORE_INDEX)
-        labels = torch.full_like(batch["labels"], IGNORE_INDEX)
-        labels[:, :-1] = batch["labels"][:, 1:]
+        tokens = batch["tokens"]
+        # Attention is causal: what is added behind a sample reaches none of its tokens.
+        tokens = F.pad(tokens, (0, -tokens.shape[1] % self._multiple), value=self._pad_id)
+        labels = torch.full_like(tokens, IGNORE_INDEX)
+        labels[:, : batch["labels"].shape[1] - 1] = batch["labels"][:, 1:]
         return MicroBatch(
-            tokens=batch["tokens"],
+            tokens=tokens,
             labels=labels,
             token_count=sum(len(s["tokens"]) for s in counted),
             target_count=int((labels != IGNORE_INDEX).sum()),

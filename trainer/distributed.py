@@ -31,11 +31,27 @@ class World:
     local_rank: int
     device: torch.device
     cpu_group: dist.ProcessGroup
+    tensor_parallel_dim: int = 1
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that writes what exists once."""
         return self.rank == 0
+
+    @property
+    def data_size(self) -> int:
+        """Number of groups of ranks that see different data."""
+        return self.size // self.tensor_parallel_dim
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these groups this rank belongs to; neighbours in rank share one."""
+        return self.rank // self.tensor_parallel_dim
+
+    @property
+    def data_weight(self) -> int:
+        """1 on one rank of each group and 0 on the others, so that sums count data once."""
+        return int(self.rank % self.tensor_parallel_dim == 0)
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64."""
@@ -78,18 +94,25 @@ def _one_line(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 
-def start(device: str) -> World:
+def start(device: str, tensor_parallel_dim: int = 1) -> World:
     """Join the process group that torchrun describes, or a world of one without torchrun.
 
     Args:
         device: auto, cuda or cpu. cuda talks over NCCL, and over gloo for what is on the CPU.
+        tensor_parallel_dim: how many neighbouring ranks split each layer.
 
     Raises:
-        ConfigError: cuda is asked for and not there, or fewer GPUs than local ranks.
+        ConfigError: cuda is asked for and not there, fewer GPUs than local ranks, or a number of
+            ranks that tensor_parallel_dim does not divide.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if size % tensor_parallel_dim:
+        raise ConfigError(
+            f"tensor_parallel_dim: {tensor_parallel_dim} does not divide the {size} ranks of this "
+            "run; set tensor_parallel_dim to a number that does, or change the number of GPUs"
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -108,7 +131,8 @@ def start(device: str) -> World:
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
-    return World(rank, size, local_rank, where, dist.new_group(backend="gloo", timeout=TIMEOUT))
+    cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return World(rank, size, local_rank, where, cpu_group, tensor_parallel_dim)
 
 
 def _check_gpu(local_rank: int) -> None:

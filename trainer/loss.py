@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from trainer import parallel
 from trainer.config import TrainConfig, instantiate
 from trainer.data import IGNORE_INDEX, MicroBatch
 from trainer.errors import ConfigError
@@ -33,15 +34,19 @@ class TokenLoss:
         self.output_chunks = getattr(self._component, "num_output_chunks", 0)
 
     def __call__(self, model: nn.Module, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Summed loss, a scalar in fp32 with a graph behind it, also where nothing is trained."""
+        """Summed loss, a scalar in fp32 with a graph behind it, also where nothing is trained.
+
+        Logits that are split over the vocabulary need `vocabulary_split_loss` around this call
+        and around the backward pass.
+        """
         logits = model(batch.tokens.to(device, non_blocking=True))
         chunks = logits if isinstance(logits, list) else [logits]
         if batch.target_count == 0:
             # All ranks must run the same backward pass, and a mean over no token is NaN.
-            return sum(chunk.sum() for chunk in chunks) * 0.0
+            return parallel.whole(sum(chunk.sum() for chunk in chunks)) * 0.0
         labels = batch.labels.to(device, non_blocking=True)
         if isinstance(logits, list):
             mean = self._component(logits, labels)
         else:
             mean = self._component(logits.flatten(0, 1), labels.flatten())
-        return mean * batch.target_count
+        return parallel.whole(mean) * batch.target_count

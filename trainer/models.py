@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from trainer import parallel, weights
+from trainer import parallel, tensor_parallel, weights
 from trainer.compat import (
     LoRALinear,
     MultiHeadAttention,
@@ -74,6 +74,9 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
     adapter = get_adapter_params(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not adapter or name in adapter)
+    mesh = parallel.device_mesh(world)
+    if world.tensor_parallel_dim > 1:
+        tensor_parallel.split(module, mesh["tp"])
     if config.enable_activation_checkpointing:
         apply_activation_checkpointing(
             module,
@@ -85,13 +88,14 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
             layer.compile()
     if output_chunks:
         module.set_num_output_chunks(output_chunks)
-    parallel.shard(
-        module,
-        world,
-        dtype,
-        extra_layers=config.custom_sharded_layers or [],
-        reshard_after_forward=config.fsdp_reshard_after_forward,
-    )
+    if world.data_size > 1:
+        parallel.shard(
+            module,
+            mesh["dp_shard"],
+            dtype,
+            extra_layers=config.custom_sharded_layers or [],
+            reshard_after_forward=config.fsdp_reshard_after_forward,
+        )
     module.to_empty(device=world.device)
     _fill_rope_caches(module, world.device)
     world.agree(lambda: weights.load(module, source, hf_config))
@@ -120,6 +124,7 @@ def _checked_module(
         if name not in names and not hasattr(module, str(name))
     ]
     faults += _mismatches(module, hf_config)
+    faults += tensor_parallel.faults(module, config.tensor_parallel_dim)
     faults += weights.mismatches(module, source, config.model_folder)
     if faults:
         raise ConfigError(*faults)

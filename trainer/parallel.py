@@ -1,34 +1,55 @@
-"""How the model is laid out over the ranks: FSDP2, one shard group a transformer block."""
+"""How the model is laid out over the ranks: FSDP2 by transformer block, and tensor parallelism."""
+
+import logging
+import math
+import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.compat import TiedLinear, TransformerDecoder
 from trainer.distributed import World
 
+# Parameters that are split by both dimensions are gathered in two steps; torch warns of each.
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+    lambda record: "sequential all_gather" not in record.getMessage()
+)
+# A split embedding gives a view of what was communicated, and nothing changes it in place.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\)")
+
+
+def device_mesh(world: World) -> DeviceMesh | None:
+    """The ranks as a mesh (dp_shard, tp) without dimensions of size 1; None for one rank.
+
+    Ranks of one tensor-parallel group are neighbours, so that they share a node.
+    """
+    sizes = {"dp_shard": world.data_size, "tp": world.tensor_parallel_dim}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    if not sizes:
+        return None
+    return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
 
 def shard(
     model: TransformerDecoder,
-    world: World,
+    mesh: DeviceMesh,
     dtype: torch.dtype,
     *,
     extra_layers: list[str],
     reshard_after_forward: bool,
 ) -> None:
-    """Shard `model` over all ranks in place; one rank keeps it whole.
+    """Shard `model` over the one-dimensional `mesh` in place.
 
     Gradients are summed over ranks in fp32, whatever `dtype` the weights have.
 
     Args:
-        model: on the meta device, before its weights are loaded.
+        model: on the meta device, before its weights are loaded; tensor parallelism comes first.
         extra_layers: names of modules to shard by themselves (large embeddings).
     """
-    if world.size == 1:
-        return
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp_shard",))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
     for name in extra_layers:
@@ -58,10 +79,15 @@ def local_part(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """The part of `full` (the whole tensor, any rank) that this rank keeps of `parameter`."""
     if not isinstance(parameter, DTensor):
         return full
-    # Every rank has read the whole tensor, so none needs to send it.
-    return distribute_tensor(
-        full, parameter.device_mesh, parameter.placements, src_data_rank=None
-    ).to_local()
+    mesh = parameter.device_mesh
+    # FSDP, the first dimension, has cut what tensor parallelism, the last one, had left.
+    for dimension in reversed(range(mesh.ndim)):
+        placement = parameter.placements[dimension]
+        if not placement.is_replicate():
+            parts = full.chunk(mesh.size(dimension), placement.dim)
+            index = mesh.get_local_rank(dimension)
+            full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
+    return full
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,9 +96,35 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Total gradient norm over all ranks (a scalar); clips to `max_norm` where it is given."""
+    """Total gradient norm over all ranks (a scalar, fp32); clips to `max_norm` where it is given.
+
+    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norms = torch._foreach_norm(local, dtype=torch.float32)
+    # A part that several ranks hold alike counts once.
+    holders = torch.tensor([_holders(g) for g in gradients], device=norms[0].device)
+    total = (torch.stack(norms).square() / holders).sum()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    norm = total.sqrt()
     if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return whole(norm)
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def sum_shares(parameters: list[nn.Parameter]) -> None:
+    """Sum gradients of which each tensor-parallel rank holds a share; FSDP has summed its own."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many ranks hold the same part of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    replicated = [i for i, p in enumerate(tensor.placements) if p.is_replicate()]
+    return math.prod(tensor.device_mesh.size(i) for i in replicated)

@@ -31,6 +31,7 @@ from trainer.metrics import Clock, Metrics, memory, progress_line, say
 from trainer.models import Model
 from trainer.profiling import profiler
 from trainer.progress import Progress
+from trainer.tensor_parallel import vocabulary_split_loss
 
 NO_TRAINED_TOKENS = (
     "dataset: the first batch holds no token to train on; "
@@ -76,14 +77,14 @@ class Trainer:
     def train(self) -> bool:
         """Train to the last step; False where a stop was asked for and honoured before it."""
         config, batches, state = self.config, self.batches, self.state
-        last = batches.total_steps
+        last, weight = batches.total_steps, self.world.data_weight
         clock = Clock(state.step)
         with profiler(config, self.world) as profile:
             for micro_batches in batches.from_step(state.step):
                 targets, tokens, stop = self.world.sum(
                     [
-                        sum(b.target_count for b in micro_batches),
-                        sum(b.token_count for b in micro_batches),
+                        weight * sum(b.target_count for b in micro_batches),
+                        weight * sum(b.token_count for b in micro_batches),
                         self.stop.seen_here(),
                     ]
                 )
@@ -137,20 +138,22 @@ class Trainer:
         """Gradients of the mean loss over `targets` tokens; this rank's summed loss, detached."""
         model, device = self.model.module, self.world.device
         # FSDP divides the sum over ranks by their number; the true divisor is all tokens.
-        scale = self.world.size / targets
+        scale = self.world.data_size / targets
         total = torch.zeros((), device=device)
         for index, batch in enumerate(micro_batches):
             data.check_batch(batch, self.model.vocab_size, model.max_seq_len)
             parallel.set_gradient_sync(model, index == len(micro_batches) - 1)
-            with self.offload:
-                loss_sum = self.loss(model, batch, device)
-            (loss_sum * scale).backward()
+            with vocabulary_split_loss(self.world.tensor_parallel_dim):
+                with self.offload:
+                    loss_sum = self.loss(model, batch, device)
+                (loss_sum * scale).backward()
             total += loss_sum.detach()
         return total
 
     def _update(self, wanted: bool) -> torch.Tensor | None:
         """Clip, step, schedule; the gradient norm where it is wanted or needed."""
         norm = None
+        parallel.sum_shares(self.model.trainable)
         if wanted or self.config.clip_grad_norm is not None:
             norm = parallel.clip_gradients(self.model.trainable, self.config.clip_grad_norm)
         self.lr = self.optimizer.param_groups[0]["lr"]
@@ -164,7 +167,8 @@ class Trainer:
         self, loss_sum: torch.Tensor, targets: float, norm: torch.Tensor | None
     ) -> dict[str, float]:
         """Loss and gradient norm over all ranks; raises where one is not finite."""
-        loss = self.world.sum([loss_sum.item()])[0] / max(targets, 1)
+        own = self.world.data_weight * loss_sum.item()
+        loss = self.world.sum([own])[0] / max(targets, 1)
         figures = {"loss": loss, "grad_norm": float("nan") if norm is None else norm.item()}
         for name, value in figures.items():
             if not math.isfinite(value):
@@ -258,14 +262,15 @@ class Trainer:
     def _tell(self, setup_s: float) -> None:
         config, world, batches = self.config, self.world, self.batches
         trainable, total = self.model.parameter_counts()
-        dataset = batches.size
+        dataset, tensor_parallel = batches.size, world.tensor_parallel_dim
         per_step = batches.samples_per_step
         self.say(
             f"model      {config.model['_component_']}, {total:,} parameters\n"
             f"method     {self.model.method}, {trainable:,} trainable "
             f"({100 * trainable / total:.2f} %)\n"
             f"ranks      {world.size} on {world.device.type}, {config.dtype}"
-            f"{', FSDP' if world.size > 1 else ''}\n"
+            f"{f', FSDP over {world.data_size}' if world.data_size > 1 else ''}"
+            f"{f', tensor parallel over {tensor_parallel}' if tensor_parallel > 1 else ''}\n"
             f"data       {dataset:,} samples, {per_step} a step, "
             f"{batches.steps_per_epoch} steps an epoch\n"
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
@@ -296,7 +301,7 @@ def is_finished(config: TrainConfig) -> bool:
 
 def run(config: TrainConfig, attempt: int) -> None:
     """Do one start of a run, from where the last one got to."""
-    world = distributed.start(config.device)
+    world = distributed.start(config.device, config.tensor_parallel_dim)
     if world.gather(is_finished(config))[0]:
         say(world.is_main)(f"already finished: see {config.output_dir / 'export'}")
         return

@@ -49,7 +49,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str) -> None:
         (
             ["submit", "--recipe", "demo", "--local", "tensor_parallel_dim=3"],
             1,
-            "set tensor_parallel_dim=1",
+            "tensor_parallel_dim 3 does not divide 2 x 2 = 4 ranks",
         ),
         (
             ["submit", "--recipe", "demo", "--local", "dataset.data_files=/no/such.jsonl"],

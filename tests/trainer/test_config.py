@@ -58,7 +58,11 @@ def test_the_stock_configs_are_all_there() -> None:
             "optimizer._component_: 'os.system' is not allowed; it must begin with one of",
         ),
         ({"model": {"vocab_size": 3}}, "model: must be a block with a _component_"),
-        ({"tensor_parallel_dim": 8}, "tensor_parallel_dim: only 1 is supported"),
+        ({"tensor_parallel_dim": 0}, "tensor_parallel_dim: must be a whole number from 1 on"),
+        (
+            {"tensor_parallel_dim": 2, "compile": True},
+            "compile: does not work with tensor_parallel_dim above 1; set compile=False",
+        ),
         ({"profiler": {"enable": True}}, "profiler.enable: no such key"),
         ({"generate": {"prompts": "one"}}, "generate.prompts: must be a list of questions"),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: is not supported"),

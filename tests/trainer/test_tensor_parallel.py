@@ -1,0 +1,231 @@
+"""Layers split over ranks, alone and with FSDP, train exactly as on one process."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.trainer.runs import (
+    curve,
+    error_record,
+    finish,
+    kill_rank,
+    lora_model,
+    metrics,
+    start,
+    train,
+    wait_for_step,
+    write_config,
+)
+from trainer import distributed, tensor_parallel
+from trainer.config import instantiate
+from trainer.errors import ConfigError
+
+# fp32 on the CPU: only the order of summation differs.
+LOSS_TOLERANCE = 2e-5
+NORM_TOLERANCE = 2e-5
+WEIGHT_TOLERANCE = 1e-4
+ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
+CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+LORA = lora_model(apply_lora_to_output=True)
+TIED = {
+    "_component_": "torchtune.models.llama3_2.llama3_2",
+    "vocab_size": 1024,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 128,
+    "intermediate_dim": 512,
+    "max_seq_len": 512,
+    "rope_base": 10000,
+}
+# Runs by name: ranks, the run that it must equal, changes to the config.
+RUNS: dict[str, tuple[int, str | None, dict]] = {
+    "full": (1, None, {}),
+    "lora": (1, None, {"model": LORA}),
+    "tied": (1, None, {"model": TIED}),
+    "full-tp2": (2, "full", {"optimizer": ADAMW | {"fused": True}}),
+    "lora-tp2": (2, "lora", {"model": LORA, "enable_activation_checkpointing": True}),
+    "bf16-tp2": (
+        2,
+        None,
+        {"model": LORA, "dtype": "bf16", "enable_activation_checkpointing": True},
+    ),
+    "full-tp2-dp2": (
+        4,
+        "full",
+        {
+            "batch_size": 4,
+            "optimizer": ADAMW | {"fused": True},
+            "loss": CHUNKED,
+            "custom_sharded_layers": ["tok_embeddings", "output"],
+            "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+        },
+    ),
+    "lora-tp2-dp2": (
+        4,
+        "lora",
+        {
+            "model": LORA,
+            "batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "enable_activation_checkpointing": True,
+            "save_every_n_steps": 2,
+        },
+    ),
+    "tied-tp2-dp2": (4, "tied", {"model": TIED, "batch_size": 4, "loss": CHUNKED}),
+}
+PAIRS = [(name, reference) for name, (_, reference, _) in RUNS.items() if reference]
+
+
+@pytest.fixture(scope="module")
+def tied_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """The demo model with its embedding as its output, as Llama 3.2 has it."""
+    folder = tmp_path_factory.mktemp("model") / "tied"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, tied_folder: Path, dataset: Path
+) -> tuple[dict[str, Path], dict[int, str]]:
+    """Every run trained in three starts; and what each start said, by its number of ranks."""
+    root = tmp_path_factory.mktemp("tensor_parallel")
+    configs: dict[int, list[Path]] = {}
+    for name, (ranks, _, changes) in RUNS.items():
+        path = write_config(
+            root / name,
+            tied_folder if name.startswith("tied") else model_folder,
+            dataset,
+            # The sixth step takes the 4 samples that are left of the 44, none for the second half.
+            **({"max_steps": 6, "tensor_parallel_dim": min(ranks, 2)} | changes),
+        )
+        configs.setdefault(ranks, []).append(path)
+    said = {ranks: train(*paths, ranks=ranks) for ranks, paths in configs.items()}
+    return {name: root / name for name in RUNS}, said
+
+
+@pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
+def test_curve_norm_and_weights_equal_the_single_process(
+    name: str, reference: str, folders: tuple[dict[str, Path], dict[int, str]]
+) -> None:
+    wanted, own = folders[0][reference], folders[0][name]
+    assert len(curve(own)) == 6
+    for line, own_line in zip(metrics(wanted), metrics(own), strict=True):
+        assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
+        assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=NORM_TOLERANCE)
+        assert own_line["tokens"] == line["tokens"]
+    assert metrics(own)[-1]["loss"] < metrics(own)[0]["loss"], "the loss must fall"
+    files = ["model.safetensors"]
+    if reference == "lora":
+        files.append("adapter/adapter_model.safetensors")
+    for file in files:
+        tensors, own_tensors = (load_file(folder / "export" / file) for folder in (wanted, own))
+        assert tensors.keys() == own_tensors.keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+def test_tokens_per_second_are_shared_by_all_gpus(
+    folders: tuple[dict[str, Path], dict[int, str]],
+) -> None:
+    """Two ranks that split the layers see the same tokens, and count them once."""
+    lines = metrics(folders[0]["full-tp2"])
+    for before, line in zip([{"tokens": 0}, *lines], lines, strict=False):
+        tokens = line["tokens"] - before["tokens"]
+        rate = tokens / line["step_time_s"] / 2
+        assert line["tokens_per_second_per_gpu"] == pytest.approx(rate, rel=0.05)
+
+
+def test_bf16_follows_fp32(folders: tuple[dict[str, Path], dict[int, str]]) -> None:
+    plain, short = metrics(folders[0]["lora"]), metrics(folders[0]["bf16-tp2"])
+    for key, tolerance in (("loss", {"abs": 0.05}), ("grad_norm", {"rel": 0.05})):
+        assert [line[key] for line in short] == pytest.approx(
+            [line[key] for line in plain], **tolerance
+        )
+
+
+def test_the_layout_is_told_and_nothing_warns(
+    folders: tuple[dict[str, Path], dict[int, str]],
+) -> None:
+    said = folders[1]
+    assert "tensor parallel over 2" in said[2] and "FSDP" not in said[2]
+    assert "FSDP over 2, tensor parallel over 2" in said[4]
+    assert "note: tensor_parallel_plan: set aside" in said[4]
+    assert [line for text in said.values() for line in text.splitlines() if "arning" in line] == []
+    assert "sequential all_gather" not in said[4]
+
+
+def test_a_killed_run_resumes_the_same_and_in_another_layout(
+    folders: tuple[dict[str, Path], dict[int, str]],
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+) -> None:
+    whole = folders[0]["lora-tp2-dp2"]
+    killed, single = tmp_path / "killed", tmp_path / "single"
+    changes = {"max_steps": 6, "tensor_parallel_dim": 2} | RUNS["lora-tp2-dp2"][2]
+    path = write_config(killed, model_folder, dataset, **changes)
+    process = start(path, ranks=4)
+    wait_for_step(path, 3, process)
+    kill_rank(process, 3)
+    finish(process, status=None)
+    shutil.copytree(killed, single)
+
+    assert "resuming from checkpoints/step_" in train(path, ranks=4, attempt=1)
+    assert curve(killed) == curve(whole)
+    export = "export/model.safetensors"
+    assert (killed / export).read_bytes() == (whole / export).read_bytes()
+
+    changes |= {"tensor_parallel_dim": 1, "batch_size": 8, "gradient_accumulation_steps": 1}
+    path = write_config(single, model_folder, dataset, **changes)
+    assert "resuming from checkpoints/step_" in train(path, ranks=1, attempt=1)
+    for line, own_line in zip(metrics(whole), metrics(single), strict=True):
+        assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
+    tensors, own_tensors = load_file(whole / export), load_file(single / export)
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+def test_a_model_that_cannot_be_split_is_refused_on_every_rank(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    path = write_config(
+        tmp_path,
+        model_folder,
+        dataset,
+        tensor_parallel_dim=4,
+        model=lora_model(lora_dropout=0.1),
+    )
+    train(path, ranks=4, status=1)
+    for rank in range(4):
+        record = error_record(tmp_path, rank)
+        assert (record["type"], record["permanent"]) == ("ConfigError", True)
+        heads, dropout = record["message"].splitlines()
+        assert heads.startswith("tensor_parallel_dim: 4 does not divide the model's num_kv_heads 2")
+        assert dropout.startswith("model.lora_dropout: must be 0 under tensor parallelism")
+
+
+def test_every_size_that_does_not_divide_is_named() -> None:
+    with torch.device("meta"):
+        model = instantiate("model", TIED | {"vocab_size": 1001, "intermediate_dim": 500})
+    found = tensor_parallel.faults(model, 3)
+    for name in ("num_heads 4", "num_kv_heads 2", "intermediate_dim 500", "vocab_size 1001"):
+        assert any(f"3 does not divide the model's {name}; set" in fault for fault in found)
+    assert tensor_parallel.faults(model, 1) == []
+
+
+def test_ranks_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="3 does not divide the 4 ranks of this run; set"):
+        distributed.start("cpu", 3)
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,190 @@
+"""Tensor parallelism with sequence-parallel norms: the matrices of each layer over the ranks.
+
+Between the blocks every rank holds its part of the sequence. A norm gathers the whole sequence,
+column-split layers compute their part of the features, and the row-split layer after them sums
+the ranks' shares and hands each rank its part of the sequence again (Korthikanti et al. 2022,
+arXiv 2205.05198). Inside a module the arithmetic is on plain local tensors; DTensor describes
+the parameters, and does the communication and its gradients.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from trainer.compat import (
+    FeedForward,
+    LoRALinear,
+    MultiHeadAttention,
+    RMSNorm,
+    TiedLinear,
+    TransformerDecoder,
+    prepare_mha_for_tp,
+)
+
+SEQUENCE = Shard(1)
+
+
+class LocalStyle(ParallelStyle):
+    """Splits a module's parameters and replaces its forward by one over local tensors.
+
+    Args:
+        forward: (module, mesh, x) -> output.
+        placements: by parameter name; a parameter that is not named is replicated.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[nn.Module, DeviceMesh, torch.Tensor], torch.Tensor],
+        placements: dict[str, Placement],
+    ) -> None:
+        super().__init__()
+        self._forward, self._placements = forward, placements
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters()):
+            placement = self._placements.get(name, Replicate())
+            # Every rank fills its own part later, so none needs to send it.
+            split = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner.register_parameter(
+                name.rpartition(".")[2], nn.Parameter(split, parameter.requires_grad)
+            )
+        module.forward = partial(self._forward, module, device_mesh)
+        return module
+
+
+def _norm(norm: RMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """Normalise this rank's [batch, sequence / ranks, dim]; return [batch, sequence, dim]."""
+    # Each rank has seen its part of the sequence only, so the scale's gradient is a share.
+    scale = norm.scale.to_local(grad_placements=[Partial()])
+    part = F.rms_norm(x.float(), norm.normalized_shape, scale.float(), norm.eps).to(x.dtype)
+    gathered = DTensor.from_local(part, mesh, [SEQUENCE], run_check=False).redistribute(
+        placements=[Replicate()]
+    )
+    # What comes back from column-split layers is each rank's share of the gradient.
+    return gathered.to_local(grad_placements=[Partial()])
+
+
+def _column(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
+    out = F.linear(x, layer.weight.to_local())
+    if isinstance(layer, LoRALinear):
+        # A sees the whole input, but only this rank's rows of B send a gradient back to it.
+        a = layer.lora_a.weight.to_local(grad_placements=[Partial()])
+        b = layer.lora_b.weight.to_local()
+        out = out + layer.alpha / layer.rank * F.linear(F.linear(x, a), b)
+    return out
+
+
+def _row(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """This rank's [batch, sequence, in / ranks] to its [batch, sequence / ranks, out]."""
+    out = F.linear(x, layer.weight.to_local())
+    if isinstance(layer, LoRALinear):
+        # B is linear: the ranks' shares of A's output need no sum of their own before it.
+        a = layer.lora_a.weight.to_local()
+        b = layer.lora_b.weight.to_local(grad_placements=[Partial()])
+        out = out + layer.alpha / layer.rank * F.linear(F.linear(x, a), b)
+    share = DTensor.from_local(out, mesh, [Partial()], run_check=False)
+    return share.redistribute(placements=[SEQUENCE]).to_local()
+
+
+def _output(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
+    """[batch, sequence, dim] to logits that stay split over the vocabulary."""
+    return DTensor.from_local(_column(layer, mesh, x), mesh, [Shard(-1)], run_check=False)
+
+
+def _tied_output(mesh: DeviceMesh, x: torch.Tensor, weight: DTensor) -> DTensor:
+    """As `_output`, by the rows of the embedding that this rank holds."""
+    logits = F.linear(x, weight.to_local())
+    return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False)
+
+
+def _plan() -> dict[str, ParallelStyle]:
+    """The style of each module of torchtune's decoder (plain Llama layout)."""
+    norm = LocalStyle(_norm, {})
+    column_placements = {"weight": Shard(0), "lora_b.weight": Shard(0)}
+    column = LocalStyle(_column, column_placements)
+    row = LocalStyle(_row, {"weight": Shard(1), "lora_a.weight": Shard(1)})
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+        "layers.*.sa_norm": norm,
+        "layers.*.attn.q_proj": column,
+        "layers.*.attn.k_proj": column,
+        "layers.*.attn.v_proj": column,
+        "layers.*.attn.output_proj": row,
+        "layers.*.mlp_norm": norm,
+        "layers.*.mlp.w1": column,
+        "layers.*.mlp.w3": column,
+        "layers.*.mlp.w2": row,
+        "norm": norm,
+        "output": LocalStyle(_output, column_placements),
+    }
+
+
+def split(model: TransformerDecoder, mesh: DeviceMesh) -> None:
+    """Split `model` in place over the one-dimensional `mesh`.
+
+    Every parameter becomes a DTensor on `mesh`. The model still takes whole sequences, of a
+    length that the ranks divide; its logits are DTensors split over the vocabulary.
+
+    Args:
+        model: on the meta device, before activation checkpointing; `faults` found none in it.
+    """
+    prepare_mha_for_tp(model, mesh)
+    plan = _plan()
+    if isinstance(model.output, TiedLinear):
+        # It is no module with a weight of its own: it asks the embedding for it at each call.
+        del plan["output"]
+        model.output.linear.forward = partial(_tied_output, mesh)
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+
+
+def faults(model: TransformerDecoder, ranks: int) -> list[str]:
+    """Why `model` cannot be split over `ranks`, one line a reason; [] where it can."""
+    if ranks == 1:
+        return []
+    attention = next(m for m in model.modules() if isinstance(m, MultiHeadAttention))
+    mlp = next(m for m in model.modules() if isinstance(m, FeedForward))
+    sizes = {
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "intermediate_dim": mlp.w1.weight.shape[0],
+        "vocab_size": model.tok_embeddings.num_embeddings,
+        "max_seq_len": model.max_seq_len,
+    }
+    found = [
+        f"tensor_parallel_dim: {ranks} does not divide the model's {name} {size}; "
+        "set tensor_parallel_dim to a number that does"
+        for name, size in sizes.items()
+        if size % ranks
+    ]
+    if any(isinstance(m, LoRALinear) and getattr(m.dropout, "p", 0) for m in model.modules()):
+        found.append(
+            "model.lora_dropout: must be 0 under tensor parallelism; "
+            "set model.lora_dropout=0.0 or tensor_parallel_dim=1"
+        )
+    return found
+
+
+def vocabulary_split_loss(ranks: int) -> AbstractContextManager:
+    """Within it cross-entropy and its backward take logits split over the vocabulary."""
+    return loss_parallel() if ranks > 1 else nullcontext()
