@@ -203,15 +203,15 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(
         tmp_path,
         model_folder,
         dataset,
-        tensor_parallel_dim=4,
-        model=lora_model(lora_dropout=0.1),
+        tensor_parallel_dim=2,
+        model=lora_model(lora_dropout=0.1, max_seq_len=511),
     )
-    train(path, ranks=4, status=1)
-    for rank in range(4):
+    train(path, ranks=2, status=1)
+    for rank in range(2):
         record = error_record(tmp_path, rank)
         assert (record["type"], record["permanent"]) == ("ConfigError", True)
-        heads, dropout = record["message"].splitlines()
-        assert heads.startswith("tensor_parallel_dim: 4 does not divide the model's num_kv_heads 2")
+        length, dropout = record["message"].splitlines()
+        assert length.startswith("tensor_parallel_dim: 2 does not divide the model's max_seq_len")
         assert dropout.startswith("model.lora_dropout: must be 0 under tensor parallelism")
 
 
