@@ -313,7 +313,8 @@ def _override_one(config: dict[str, Any], text: str) -> None:
     leaf = parts[-1]
     if removes:
         if leaf not in parent:
-            _unknown(key, parent, parts[:-1], text)
+            hint = nearest(leaf, parent)
+            raise UsageFault(f"the recipe has no key {key!r}{hint} to remove: leave out {text!r}")
         del parent[leaf]
         return
     if leaf not in parent and not adds and not _known_key(parts):

@@ -134,6 +134,8 @@ def test_a_wrong_name_is_one_fault(name, told):
     [
         ("optimzer.lr=1", "did you mean optimizer?"),
         ("optimizer.lrr=1", "did you mean lr?"),
+        ("~optimizer.lrr", "no key 'optimizer.lrr' (did you mean lr?) to remove"),
+        ("~max_steps", "no key 'max_steps'"),
         ("resources.node=2", "did you mean nodes?"),
         ("optimizer.lr=fast", "must be a number"),
         ("dataset.packed=7", "must be true or false"),
