@@ -62,13 +62,11 @@ def plan(recipe: Recipe, cluster: Cluster, label: str | None = None) -> Plan:
 def submit(planned: Plan, local: bool, say: Say) -> Run:
     """Check, record and start a run: afterwards it is queued, or there is no trace of it."""
     recipe, cluster = planned.recipe, planned.cluster
-    faults = preflight.faults(recipe, cluster, local, prepared=False)
-    if faults:
-        raise PreflightFault(faults)
-    if prepare(recipe, cluster, say):
-        faults = preflight.faults(recipe, cluster, local)
-        if faults:
-            raise PreflightFault(faults)
+    missing = preparation(recipe, cluster)
+    _refuse(preflight.faults(recipe, cluster, local, prepared=missing is None))
+    if missing is not None:
+        prepare(missing, say)
+        _refuse(preflight.faults(recipe, cluster, local))
     run = runs.create(planned.path.parent, planned.path.name, planned.files)
     try:
         made = provenance.of(recipe, cluster, planned.files)
@@ -86,6 +84,11 @@ def submit(planned: Plan, local: bool, say: Say) -> Run:
         discard(run)
         raise
     return run
+
+
+def _refuse(faults: list[str]) -> None:
+    if faults:
+        raise PreflightFault(faults)
 
 
 def _record(run: Run, submission: dict[str, Any]) -> None:
@@ -123,22 +126,35 @@ def discard(run: Run) -> None:
     shutil.rmtree(run.path, ignore_errors=True)
 
 
-def prepare(recipe: Recipe, cluster: Cluster, say: Say) -> bool:
-    """Run the recipe's prepare module on this machine where what it creates is missing."""
+@dataclass(frozen=True)
+class Preparation:
+    """A module of the trainer that makes what a recipe needs, and a file that it then has made."""
+
+    module: str
+    arguments: list[str]
+    creates: Path
+
+
+def preparation(recipe: Recipe, cluster: Cluster) -> Preparation | None:
+    """Return what has to be made on this machine before the recipe can run, None for nothing."""
     block = recipe.resolved(cluster.root, "run").get("prepare")
     if not block:
-        return True
+        return None
     module, creates = str(block.get("module", "")), Path(str(block.get("creates", "")))
     if not re.fullmatch(r"trainer(\.[a-z_]+)+", module):
         raise RecipeFault(f"prepare.module {module!r} in {recipe.path} must be a module of trainer")
-    if creates.exists():
-        return True
     arguments = [str(argument) for argument in block.get("args") or []]
+    return None if creates.exists() else Preparation(module, arguments, creates)
+
+
+def prepare(missing: Preparation, say: Say) -> None:
+    """Run the module that makes what is missing."""
+    module, creates = missing.module, missing.creates
     say(f"preparing {creates.parent} (python -m {module}); this is done once")
     try:
         creates.parent.parent.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
-            [str(paths.venv_root() / "bin" / "python"), "-m", module, *arguments],
+            [str(paths.venv_root() / "bin" / "python"), "-m", module, *missing.arguments],
             cwd=paths.REPO_ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -153,7 +169,6 @@ def prepare(recipe: Recipe, cluster: Cluster, say: Say) -> bool:
         raise PreflightFault(
             f"python -m {module} failed with status {done.returncode}: {words[-1]}"
         )
-    return True
 
 
 # After submission ---------------------------------------------------------------------------

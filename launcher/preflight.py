@@ -21,11 +21,11 @@ _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 def faults(recipe: Recipe, cluster: Cluster, local: bool, prepared: bool = True) -> list[str]:
     """Return all faults, one line each; [] where the run may be queued.
 
-    prepared says that what the recipe's prepare block makes should be there already.
+    prepared says that the model's files should be there, not made first by the recipe's prepare.
     """
     config = recipe.resolved(cluster.root, "run")
     found = _layout(recipe, cluster) + _secrets(config, "")
-    if prepared or not recipe.config.get("prepare"):
+    if prepared:
         found += _model_files(config)
     found += _dataset_files(config)
     if not local:

@@ -131,15 +131,13 @@ def _run(argv: Sequence[str], timeout_s: float = 30) -> str:
     return output
 
 
-def submit(script: Path, token: str, dependency: str | None = None) -> str:
+def submit(script: Path, token: str) -> str:
     """Submit a script and return its job id; exactly one job exists afterwards, or none.
 
     A controller that hangs may have taken the job all the same, so after a time-out the queue
     is searched for the run's token (the job's comment) before sbatch is tried again.
     """
     argv = ["sbatch", "--parsable", f"--comment={token}"]
-    if dependency:
-        argv.append(f"--dependency={dependency}")
     for _ in range(3):
         try:
             answer = _run([*argv, str(script)], timeout_s=60)
@@ -179,21 +177,6 @@ def _wait_for_token(token: str) -> str | None:
         "the controller does not answer and may hold a job of this run; once it does, look with: "
         f"squeue --me --states=all --format='%i %k' | grep {token}"
     )
-
-
-def test_only(script: Path) -> str:
-    """Ask the scheduler about a script without submitting it; return its words."""
-    done = subprocess.run(
-        ["sbatch", "--test-only", str(script)],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=60,
-    )
-    words = done.stderr.decode(errors="replace").strip()
-    if done.returncode != 0:
-        raise SlurmFault(words or f"sbatch --test-only: exit status {done.returncode}")
-    return words
 
 
 def queue(all_states: bool = False) -> list[QueuedJob]:

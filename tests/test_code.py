@@ -83,14 +83,6 @@ def test_the_launcher_imports_downwards_and_never_the_trainer_or_torch():
                 assert level[used] <= level[own], f"{path} imports launcher.{used}"
 
 
-def test_the_trainer_never_imports_the_launcher_and_one_file_imports_torchtune():
-    for path in tracked("trainer/*.py"):
-        for name in imports(path):
-            assert not name.startswith("launcher"), path
-            if path.name != "compat.py":
-                assert not name.startswith(("torchtune", "torchao")), path
-
-
 def test_every_pin_is_exact():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line]
     pins = [line for line in lines if not line.startswith("#")]

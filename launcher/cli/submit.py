@@ -65,7 +65,8 @@ def submit(
     planned = jobs.plan(recipe_file.load(recipe_name, overrides, resources), site, name)
     if dry_run:
         click.echo(planned.script, nl=False)
-        for fault in preflight.faults(planned.recipe, site, local):
+        prepared = jobs.preparation(planned.recipe, site) is None
+        for fault in preflight.faults(planned.recipe, site, local, prepared):
             note(f"warning: submit would refuse this: {fault}")
         return
     run = jobs.submit(planned, local, note)

@@ -15,6 +15,18 @@ import yaml
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120
 
+# Those of trainer/demo.py's model.
+MODEL_SIZES = {
+    "vocab_size": 1024,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 128,
+    "intermediate_dim": 512,
+    "max_seq_len": 512,
+    "rope_base": 10000,
+}
+
 
 def write_config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> Path:
     """A small full fine-tune of the demo model in `folder`; returns its train.yaml."""
@@ -24,17 +36,7 @@ def write_config(folder: Path, model_folder: Path, dataset: Path, **changes: Any
         "shuffle": True,
         "device": "cpu",
         "dtype": "fp32",
-        "model": {
-            "_component_": "torchtune.models.llama3.llama3",
-            "vocab_size": 1024,
-            "num_layers": 3,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "embed_dim": 128,
-            "intermediate_dim": 512,
-            "max_seq_len": 512,
-            "rope_base": 10000,
-        },
+        "model": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES},
         "tokenizer": {
             "_component_": "trainer.tokenizers.hugging_face_tokenizer",
             "path": str(model_folder),
@@ -73,14 +75,7 @@ def lora_model(**changes: Any) -> dict[str, Any]:
         "apply_lora_to_output": False,
         "lora_rank": 4,
         "lora_alpha": 8,
-        "vocab_size": 1024,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "embed_dim": 128,
-        "intermediate_dim": 512,
-        "max_seq_len": 512,
-        "rope_base": 10000,
+        **MODEL_SIZES,
     } | changes
 
 

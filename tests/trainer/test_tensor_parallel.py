@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import (
+    MODEL_SIZES,
     curve,
     error_record,
     finish,
@@ -31,17 +32,7 @@ WEIGHT_TOLERANCE = 1e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
 CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 LORA = lora_model(apply_lora_to_output=True)
-TIED = {
-    "_component_": "torchtune.models.llama3_2.llama3_2",
-    "vocab_size": 1024,
-    "num_layers": 3,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 128,
-    "intermediate_dim": 512,
-    "max_seq_len": 512,
-    "rope_base": 10000,
-}
+TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES}
 # Runs by name: ranks, the run that it must equal, changes to the config.
 RUNS: dict[str, tuple[int, str | None, dict]] = {
     "full": (1, None, {}),
