@@ -6,13 +6,14 @@ VENV=${COOKBOOK_VENV:-$REPO/.venv}
 
 usage() {
   cat <<'END'
-Usage: bash setup.sh [--demo | --test] [--torch VERSION] [--torch-index URL]
+Usage: bash setup.sh [--demo | --test | --test-all] [--torch VERSION] [--torch-index URL]
 
 Makes the virtual environment that login and compute nodes share, with every package at the version
 in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
 
   --demo              all set-up, then a two-node fine-tune through Slurm, to the finished model
-  --test              all set-up, then the whole test suite
+  --test              all set-up, then the quick tests (about ten minutes on two cores)
+  --test-all          all set-up, then every test, the long ones too
   --torch VERSION     another torch, 2.11 to 2.13 (default: the one in constraints.txt)
   --torch-index URL   where that build lies: the --index-url that PyTorch's own install page shows
                       for your CUDA, or a folder of wheels
@@ -21,7 +22,7 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
   COOKBOOK_VENV       folder of the environment (default: .venv in the checkout)
   COOKBOOK_PYTHON     the Python to make it with (default: the newest of python3.12, 3.11, 3.10 found)
 
-Where Slurm is missing and the machine is Debian or Ubuntu with root or sudo, --demo and --test
+Where Slurm is missing and the machine is Debian or Ubuntu with root or sudo, the demo and the tests
 install slurm-wlm and munge and start a real one-host Slurm. Elsewhere --demo runs without Slurm.
 END
 }
@@ -35,8 +36,8 @@ die() {
 WANT=env TORCH='' TORCH_INDEX=''
 while [ $# -gt 0 ]; do
   case $1 in
-    --demo | --test)
-      [ "$WANT" = env ] || die "give --demo or --test, not both: bash setup.sh --help" 2
+    --demo | --test | --test-all)
+      [ "$WANT" = env ] || die "give one of --demo, --test and --test-all: bash setup.sh --help" 2
       WANT=${1#--}
       ;;
     --torch | --torch-index)
@@ -216,7 +217,7 @@ if ! flock --nonblock 9; then
 fi
 check_disk
 make_venv
-if [ "$WANT" = test ]; then install_packages '[dev]'; else install_packages ''; fi
+if [[ $WANT = test* ]]; then install_packages '[dev]'; else install_packages ''; fi
 # What is started from here on must not hold the lock.
 exec 9>&-
 check_slurm
@@ -248,12 +249,13 @@ case $WANT in
       say "  stop it   bash $REPO/slurm/dev-cluster/cluster.sh down --name demo"
     fi
     ;;
-  test)
+  test | test-all)
     if ! command -v slurmctld >/dev/null && ! [ -x /usr/sbin/slurmctld ]; then
       can_install || die "the tests need a real Slurm, and this machine cannot install one: install slurm-wlm and munge"
       apt_install slurm-wlm munge
     fi
     cd "$REPO"
-    exec "$VENV/bin/python" -m pytest
+    if [ "$WANT" = test ]; then exec "$VENV/bin/python" -m pytest; fi
+    exec "$VENV/bin/python" -m pytest -m "long or not long"
     ;;
 esac

@@ -42,6 +42,7 @@ def test_help_names_every_option():
     for word in (
         "--demo",
         "--test",
+        "--test-all",
         "--torch",
         "--torch-index",
         "COOKBOOK_VENV",
@@ -54,7 +55,7 @@ def test_help_names_every_option():
     ("arguments", "told"),
     [
         (["--dmeo"], "unknown option '--dmeo'"),
-        (["--demo", "--test"], "not both"),
+        (["--demo", "--test"], "give one of"),
         (["--torch"], "--torch takes a value"),
         (["--torch", "1.13"], "runs on torch 2.11 to 2.13"),
         (["--torch", "2.13.0; rm -rf x"], "runs on torch 2.11 to 2.13"),
