@@ -76,6 +76,7 @@ TRAINER_KEYS: dict[str, Kind] = {
     "max_steps_per_epoch": "positive",
     "gradient_accumulation_steps": "positive",
     "clip_grad_norm": "number",
+    "max_non_finite_steps": "positive",
     "optimizer": "mapping",
     "optimizer_in_bwd": "bool",
     "lr_scheduler": "mapping",

@@ -32,6 +32,9 @@ PROFILER_KEYS = {
     "warmup_steps": 3,
     "active_steps": 2,
     "num_cycles": 1,
+    "ranks": None,
+    "steps": None,
+    "memory_snapshot": False,
 }
 REQUIRED = object()
 
@@ -52,6 +55,7 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "max_steps": ("positive?", None),
     "gradient_accumulation_steps": ("positive", 1),
     "clip_grad_norm": ("number?", None),
+    "max_non_finite_steps": ("positive", 3),
     "optimizer": ("component", REQUIRED),
     "lr_scheduler": ("component?", None),
     "loss": ("component", {"_component_": "torch.nn.CrossEntropyLoss"}),
@@ -110,6 +114,7 @@ class TrainConfig:
     max_steps: int | None
     gradient_accumulation_steps: int
     clip_grad_norm: float | None
+    max_non_finite_steps: int
     optimizer: dict[str, Any]
     lr_scheduler: dict[str, Any] | None
     loss: dict[str, Any]
@@ -250,9 +255,7 @@ def _block_faults(values: dict[str, Any]) -> list[str]:
     folder = (values.get("checkpointer") or {}).get("checkpoint_dir")
     if "checkpointer" in values and not isinstance(folder, str):
         faults.append("checkpointer.checkpoint_dir: must name the model's folder")
-    for key in values.get("profiler") or {}:
-        if key not in PROFILER_KEYS:
-            faults.append(f"profiler.{key}: no such key; known: {', '.join(PROFILER_KEYS)}")
+    faults += _profiler_faults(values.get("profiler") or {})
     generate = values.get("generate")
     if generate is not None:
         prompts = generate.get("prompts")
@@ -265,6 +268,31 @@ def _block_faults(values: dict[str, Any]) -> list[str]:
             faults.append(f"generate.{key}: no such key; known: prompts, max_new_tokens")
         if values.get("save_adapter_weights_only"):
             faults.append("generate: needs the merged model; set save_adapter_weights_only=False")
+    return faults
+
+
+def _profiler_faults(block: dict[str, Any]) -> list[str]:
+    def counts(value: Any, lowest: int) -> bool:
+        return isinstance(value, list) and all(type(v) is int and v >= lowest for v in value)
+
+    faults = []
+    for key, value in block.items():
+        if key not in PROFILER_KEYS:
+            faults.append(f"profiler.{key}: no such key; known: {', '.join(PROFILER_KEYS)}")
+        elif key == "ranks" and value not in (None, "all") and not (value and counts(value, 0)):
+            faults.append(
+                f"profiler.ranks: must be all or a list of ranks such as [0, 8], found {value!r}"
+            )
+        elif key == "steps" and value is not None:
+            if not (counts(value, 1) and len(value) == 2 and value[0] <= value[1]):
+                faults.append(
+                    "profiler.steps: must be the first and the last step, counted from 1, such as "
+                    f"[10, 12], found {value!r}"
+                )
+        elif isinstance(PROFILER_KEYS[key], bool) and not isinstance(value, bool):
+            faults.append(f"profiler.{key}: must be True or False, found {value!r}")
+        elif type(PROFILER_KEYS[key]) is int and not counts([value], int(key == "active_steps")):
+            faults.append(f"profiler.{key}: must be a whole number, found {value!r}")
     return faults
 
 

@@ -23,13 +23,15 @@ class MicroBatch:
     tokens, labels: int64 [batch, sequence], padded to the longest sample, and on to a length that
     the tensor-parallel ranks divide; labels are already shifted (labels[b, s] is the target of
     position s) and hold `IGNORE_INDEX` where nothing is trained. token_count: real input tokens.
-    target_count: labels that are trained.
+    target_count: labels that are trained. attention_pairs: query-key pairs of real tokens, n(n+1)/2
+    for a document of n.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     token_count: int
     target_count: int
+    attention_pairs: int
 
     def pin_memory(self) -> "MicroBatch":
         """The same batch where a GPU can fetch it without waiting; the loader calls this."""
@@ -141,6 +143,7 @@ class Batches:
             labels=labels,
             token_count=sum(len(s["tokens"]) for s in counted),
             target_count=int((labels != IGNORE_INDEX).sum()),
+            attention_pairs=sum(n * (n + 1) // 2 for n in (len(s["tokens"]) for s in counted)),
         )
 
 
@@ -164,6 +167,8 @@ def _open_dataset(config: TrainConfig, tokenizer: Any) -> Any:
     disable_progress_bars()
     try:
         return instantiate("dataset", config.dataset, tokenizer)
+    except StopIteration:
+        raise ConfigError("dataset: holds no sample") from None
     except DatasetGenerationError as error:
         reason = error.__cause__ or error
         raise ConfigError(f"dataset: cannot be read: {str(reason).splitlines()[0]}") from None

@@ -11,7 +11,11 @@ FILE = "progress.json"
 
 @dataclass
 class Progress:
-    """state: running, stopped or finished; steps count from 1; losses are None before step 1."""
+    """state: running, stopped or finished; steps count from 1; losses are None before step 1.
+
+    The figures from tokens_per_second_per_gpu on are of this start alone, all its steps, and None
+    until it has trained or where nothing is known (MFU and memory on a CPU).
+    """
 
     total_steps: int
     attempt: int
@@ -20,6 +24,14 @@ class Progress:
     checkpoint_step: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
+    skipped_steps: int = 0
+    tokens_per_second_per_gpu: float | None = None
+    tflops_per_second_per_gpu: float | None = None
+    mfu: float | None = None
+    peak_memory_allocated_gb: float | None = None
+    peak_memory_reserved_gb: float | None = None
+    train_s: float | None = None
+    checkpoint_blocked_s: float | None = None
 
     def write(self, run_dir: Path) -> None:
         """Replace the run's progress.json."""
