@@ -9,6 +9,7 @@ checkpoint before where one is damaged.
 import os
 import re
 import shutil
+import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -58,6 +59,8 @@ class Checkpoints:
     Args:
         attempt: the number of this start; an older start never overwrites a newer one's work.
         keep: how many of the newest are kept.
+
+    `blocked_s` are the seconds for which saving has held the training up.
     """
 
     def __init__(self, run_dir: Path, world: World, attempt: int, keep: int) -> None:
@@ -65,6 +68,7 @@ class Checkpoints:
         self._world = world
         self._attempt = attempt
         self._keep = keep
+        self.blocked_s = 0.0
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, ascending."""
@@ -80,7 +84,7 @@ class Checkpoints:
             TrainerError: the disk is too full, or a newer start of the run has taken over.
             OSError: the disk refused; earlier checkpoints are untouched.
         """
-        world = self._world
+        world, began = self._world, time.perf_counter()
         temporary = self._folder / f".tmp_step_{state.step}.{self._attempt}"
         world.on_main(lambda: self._prepare(temporary))
         try:
@@ -93,6 +97,7 @@ class Checkpoints:
             own = world.agree(lambda: _hashes(temporary, f"__{world.rank}_*"))
             shards = {name: entry for part in world.gather(own) for name, entry in part.items()}
             world.on_main(lambda: self._commit(temporary, state, shards))
+            self.blocked_s += time.perf_counter() - began
         except Exception:
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)

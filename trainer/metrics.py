@@ -118,7 +118,7 @@ class Work:
 
 
 class Clock:
-    """Time and work of steps, without the time in which checkpoints held the training up.
+    """Time and work of steps, without the time in which checkpoints were written.
 
     Args:
         step: the last step that was done before the clock starts.
@@ -130,7 +130,6 @@ class Clock:
         self._paused_s = 0.0
         self._lap = Work()
         self.total = Work()
-        self.blocked_s = 0.0
 
     def waiting(self, batches: Iterator[T]) -> Iterator[T]:
         """The same batches; the time until each is there is counted."""
@@ -151,7 +150,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is a checkpoint's time, not the time of a step."""
+        """What happens inside is not the time of a step."""
         began = time.perf_counter()
         yield
         self._paused_s += time.perf_counter() - began
@@ -161,7 +160,6 @@ class Clock:
         now = time.perf_counter()
         lap, total = self._lap, self.total
         lap.seconds = max(now - self._lap_began - self._paused_s, 1e-9)
-        self.blocked_s += self._paused_s
         for field in fields(Work):
             setattr(total, field.name, getattr(total, field.name) + getattr(lap, field.name))
         self._lap, self._lap_began, self._paused_s = Work(), now, 0.0

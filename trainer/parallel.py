@@ -113,7 +113,7 @@ def clip_gradients(
     # A part that several ranks hold alike counts once.
     torch._foreach_mul_(squares, [1 / _holders(g) for g in gradients])
     total = torch.stack(squares).sum()
-    total = total + 0 * loss.to(total.device, non_blocking=True)
+    total = total + 0 * loss.to(total.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     norm = total.sqrt()

@@ -14,7 +14,8 @@ class Progress:
     """state: running, stopped or finished; steps count from 1; losses are None before step 1.
 
     The figures from tokens_per_second_per_gpu on are of this start alone, all its steps, and None
-    until it has trained or where nothing is known (MFU and memory on a CPU).
+    until it has trained or where nothing is known (MFU and memory on a CPU). train_s are the
+    seconds in steps, checkpoint_blocked_s those in which checkpoints held the training up.
     """
 
     total_steps: int
@@ -31,7 +32,7 @@ class Progress:
     peak_memory_allocated_gb: float | None = None
     peak_memory_reserved_gb: float | None = None
     train_s: float | None = None
-    checkpoint_blocked_s: float | None = None
+    checkpoint_blocked_s: float = 0.0
 
     def write(self, run_dir: Path) -> None:
         """Replace the run's progress.json."""

@@ -231,6 +231,7 @@ class Trainer:
             self.metrics.flush()
         state = self.state
         state.world_size = self.world.size
+        state.skipped_steps, _ = self.guard.counts()
         state.scheduler = {} if self.scheduler is None else _plain(self.scheduler.state_dict())
         state.run = self._identity()
         self.checkpoints.save(self.model.module, self.optimizer, state)
@@ -286,8 +287,8 @@ class Trainer:
         if total.steps:
             for name, value in total.rates(self.world.size, self.peak_tflops).items():
                 setattr(now, name, value)
-            now.train_s = round(total.seconds, 2)
-            now.checkpoint_blocked_s = round(self.clock.blocked_s, 2)
+            now.train_s = round(total.seconds, 3)
+        now.checkpoint_blocked_s = round(self.checkpoints.blocked_s, 3)
         if self.world.is_main:
             now.write(self.config.output_dir)
 

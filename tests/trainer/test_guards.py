@@ -84,7 +84,9 @@ def assert_skipped(root: Path) -> None:
     assert progress(root / "with")["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("optimizer", [FUSED, FOREACH], ids=["fused", "foreach"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(FUSED, marks=pytest.mark.long), FOREACH], ids=["fused", "foreach"]
+)
 def test_a_step_that_is_not_finite_changes_nothing(
     optimizer: dict, tmp_path: Path, poisoned: dict[str, Path]
 ) -> None:
