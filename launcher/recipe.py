@@ -246,7 +246,7 @@ def load(
     key) or '~key.path' (removes one). resources are those given by options such as --nodes.
     """
     path = find(name)
-    config = yamlfile.load(path)
+    config = _whole(path, ())
     overrides = tuple(overrides)
     faults = _override(config, overrides)
     for key, value in (resources or {}).items():
@@ -270,6 +270,53 @@ def _mapping(config: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         value = config[key] = {}
     return value
+
+
+# What recipes share --------------------------------------------------------------------------
+
+
+def _whole(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
+    """Return a file's keys over those of the files that its `extends` names, the last one first."""
+    config = yamlfile.load(path)
+    bases = config.pop("extends", None) or []
+    whole: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        file = _base(base, path)
+        if file in (*trail, path):
+            raise RecipeFault(f"extends: {base} in {path} leads back to itself: leave it out")
+        whole = _laid_over(whole, _whole(file, (*trail, path)))
+    return _laid_over(whole, config)
+
+
+def _base(name: Any, path: Path) -> Path:
+    """Return the file that an `extends` names: a path beside the recipe, a base or a recipe."""
+    if isinstance(name, str) and name.endswith((".yaml", ".yml")):
+        choices = [path.parent / Path(name).expanduser()]
+    elif isinstance(name, str) and all(NAME.match(part) for part in name.split("/")):
+        choices = [folder / f"{name}.yaml" for folder in (paths.BASES, paths.RECIPES)]
+    else:
+        choices = []
+    found = next((choice for choice in choices if choice.is_file()), None)
+    if found is None:
+        bases = [str(each.relative_to(paths.BASES))[:-5] for each in paths.BASES.rglob("*.yaml")]
+        raise RecipeFault(
+            f"extends: there is no {name!r}{nearest(str(name), [*bases, *names()])} for {path}: "
+            "name a file of configs/base, a recipe, or the path of a file that ends in .yaml"
+        )
+    return found.resolve()
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return blocks merged key by key; a block for another component replaces the whole block."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            components = {old.get("_component_"), value.get("_component_")} - {None}
+            merged[key] = value if len(components) == 2 else _laid_over(old, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 # Overrides ----------------------------------------------------------------------------------

@@ -111,6 +111,42 @@ def test_a_stock_torchtune_config_is_a_recipe_unchanged():
     assert tried >= 15
 
 
+def test_a_recipe_extends_others_block_by_block(tmp_path):
+    (tmp_path / "shared.yaml").write_text(
+        "extends: llama1b_lora\nepochs: 7\noptimizer: {lr: 1e-3}\nresources: {nodes: 4}\n"
+    )
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "extends: shared.yaml\nresources: {gpus_per_node: 2}\nlr_scheduler: null\n"
+        "loss: {_component_: torchtune.modules.loss.ForwardKLLoss}\n"
+    )
+    shipped = recipes.load("llama1b_lora").config
+    recipe = recipes.load(str(mine), ["optimizer.weight_decay=0.5"])
+    assert recipe.config["model"] == shipped["model"]
+    assert recipe.config["optimizer"] == shipped["optimizer"] | {"lr": 1e-3, "weight_decay": 0.5}
+    assert recipe.config["epochs"] == 7 and recipe.config["lr_scheduler"] is None
+    assert (recipe.resources.nodes, recipe.resources.gpus_per_node) == (4, 2)
+    assert recipe.config["loss"] == {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
+    assert "extends" not in recipe.config
+
+
+@pytest.mark.parametrize(
+    ("extends", "told"),
+    [
+        ("llama1b_lroa", "did you mean llama1b_lora?"),
+        ("mine.yaml", "leads back to itself"),
+        ("../nowhere.yaml", "there is no '../nowhere.yaml'"),
+        ("../../etc/passwd", "there is no"),
+        ("[7]", "there is no 7"),
+    ],
+)
+def test_a_wrong_extends_is_one_fault(tmp_path, extends, told):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: {extends}\nepochs: 1\n")
+    (fault,) = faults_of(str(mine))
+    assert told in fault
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
