@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import fields, replace
@@ -61,10 +62,17 @@ def with_site_defaults(resources: Resources, cluster: Cluster) -> Resources:
     return replace(resources, **missing)
 
 
-def command(recipe: Recipe) -> str:
-    """Return what torchrun starts as each rank, as shell text for the node script."""
+def command(recipe: Recipe, config: dict[str, Any]) -> str:
+    """Return what torchrun starts as each rank, as shell text for the node script.
+
+    config is the recipe resolved for its run.
+    """
     if recipe.entry == "sft":
         return 'python -m trainer.sft "$RUN_DIR/train.yaml"'
+    if recipe.script and recipe.code_root:
+        # It runs in the copy of its folder.
+        words = [os.path.relpath(recipe.script, recipe.code_root), *(config.get("args") or [])]
+        return f"python {shlex.join(map(str, words))}"
     stock = stock_recipes()
     name = recipe.entry.removeprefix("torchtune:")
     if name not in stock:
@@ -97,6 +105,7 @@ def job_script(recipe: Recipe, cluster: Cluster, run_dir: Path, job_name: str) -
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
     root = cluster.root
+    config = recipe.resolved(root, str(run_dir))
     return _template("job.sbatch.j2").render(
         recipe=recipe.name,
         run=run_dir.name,
@@ -121,7 +130,11 @@ def job_script(recipe: Recipe, cluster: Cluster, run_dir: Path, job_name: str) -
         network_interface=cluster.network_interface,
         environment=cluster.environment,
         job_setup=cluster.job_setup,
-        command=command(recipe),
+        own_environment=config.get("env") or {},
+        secrets=recipe.secrets,
+        timeout_s=recipe.timeout_s,
+        is_script=recipe.script is not None,
+        command=command(recipe, config),
     )
 
 
