@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from launcher import slurm, snapshot
+from launcher import paths, slurm, snapshot, stock
 from launcher.cluster import Cluster
 from launcher.errors import SlurmFault, nearest
 from launcher.recipe import Recipe, time_limit_s
@@ -25,10 +25,11 @@ def faults(recipe: Recipe, cluster: Cluster, local: bool, prepared: bool = True)
     """
     config = recipe.resolved(cluster.root, "run")
     found = _layout(recipe, cluster) + _secrets(config, "") + _secret_files(recipe)
-    if recipe.script:
-        found += _script(recipe)
+    if recipe.entry != "sft":
+        found += _script(recipe) if recipe.script else []
+        found += _imports(recipe)
     if prepared:
-        found += _model_files(config)
+        found += _model_files(config, safetensors_only=recipe.entry == "sft")
     found += _dataset_files(config)
     if not local:
         found += _scheduler(recipe, cluster)
@@ -96,6 +97,17 @@ def _script(recipe: Recipe) -> list[str]:
     return [why] if why else []
 
 
+def _imports(recipe: Recipe) -> list[str]:
+    known = stock.recipes().get(recipe.entry.removeprefix("torchtune:"))
+    script = recipe.script or (known.path if known else None)
+    missing = stock.missing_imports(script, recipe.code_root) if script else []
+    return [
+        f"{script.name if script else ''} imports {name}, which the environment lacks: "
+        f"{paths.venv_root() / 'bin' / 'python'} -m pip install {name}"
+        for name in missing
+    ]
+
+
 def _readable(path: Path) -> str | None:
     """Say why a file or folder cannot be read, None where it can."""
     try:
@@ -111,7 +123,7 @@ def _readable(path: Path) -> str | None:
     return None
 
 
-def _model_files(config: dict[str, Any]) -> list[str]:
+def _model_files(config: dict[str, Any], safetensors_only: bool) -> list[str]:
     found = []
     checkpointer = config.get("checkpointer")
     checkpointer = checkpointer if isinstance(checkpointer, dict) else {}
@@ -125,6 +137,16 @@ def _model_files(config: dict[str, Any]) -> list[str]:
                 "how), or set checkpointer.checkpoint_dir="
             )
         else:
+            pickled = [
+                name
+                for name in checkpoint_files(checkpointer)
+                if safetensors_only and not name.endswith(".safetensors")
+            ]
+            if pickled:
+                found.append(
+                    f"checkpointer.checkpoint_files names {pickled[0]}, a pickle, which can run "
+                    "code when it is opened: download the model's *.safetensors and give those"
+                )
             missing = [
                 name for name in checkpoint_files(checkpointer) if _readable(Path(folder) / name)
             ]

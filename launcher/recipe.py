@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, yamlfile
+from launcher import paths, stock, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
@@ -212,10 +212,10 @@ class Recipe:
     def max_retries(self) -> int:
         """How many failed attempts in a row, none of them with a newer checkpoint, are retried.
 
-        A script of the user's own, which may not resume, is retried only where it is asked for.
+        Scripts that are not the kit's, which may not resume, are retried only where asked for.
         """
         given = self.config.get("max_retries")
-        return int(given) if given is not None else 0 if self.script else 3
+        return int(given) if given is not None else 3 if self.entry == "sft" else 0
 
     @property
     def method(self) -> str:
@@ -314,6 +314,10 @@ def load(
     for key, value in (resources or {}).items():
         if value is not None:
             _mapping(config, "resources")[key] = value
+    if not config.get("entry"):
+        model = config.get("model")
+        builder = str(model.get("_component_")) if isinstance(model, dict) else ""
+        config["entry"] = stock.entry_of(path, builder) or "sft"
     faults += _faults(config, str(path))
     if faults:
         raise RecipeFault(faults)
@@ -500,7 +504,7 @@ def _faults(config: dict[str, Any], origin: str) -> list[str]:
         for argument in arguments if isinstance(arguments, list) else []:
             if isinstance(argument, (dict, list)) or not str(argument).isprintable():
                 faults.append(f"args holds {argument!r}, which is no line of text, in {origin}")
-    elif not re.fullmatch(r"torchtune:[a-z0-9_]+", entry):
+    elif not re.fullmatch(r"torchtune:[a-z0-9_/]+", entry):
         faults.append(
             f"entry {entry!r} in {origin} is not known: write sft, torchtune: with a name that "
             "'tune ls' prints, or script: with the path of a script of your own"

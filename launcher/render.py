@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from launcher import paths, slurm
+from launcher import paths, slurm, stock
 from launcher.cluster import Cluster
 from launcher.errors import RecipeFault, nearest
 from launcher.recipe import Recipe, Resources
@@ -73,26 +73,18 @@ def command(recipe: Recipe, config: dict[str, Any]) -> str:
         # It runs in the copy of its folder.
         words = [os.path.relpath(recipe.script, recipe.code_root), *(config.get("args") or [])]
         return f"python {shlex.join(map(str, words))}"
-    stock = stock_recipes()
-    name = recipe.entry.removeprefix("torchtune:")
-    if name not in stock:
+    name, known = recipe.entry.removeprefix("torchtune:"), stock.recipes()
+    if name not in known:
         raise RecipeFault(
-            f"torchtune has no recipe {name!r}{nearest(name, stock)}; it has "
-            f"{', '.join(stock) or 'none'} "
-            f"in {paths.venv_root()}"
+            f"torchtune has no recipe {name!r}{nearest(name, known)}; it has "
+            f"{', '.join(known) or 'none'} in {paths.venv_root()}"
         )
-    return f'python {shlex.quote(str(stock[name]))} --config "$RUN_DIR/train.yaml"'
-
-
-def stock_recipes() -> dict[str, Path]:
-    """Return torchtune's own training scripts by name; its package of them cannot be imported."""
-    folders = paths.venv_root().glob("lib/python*/site-packages/recipes")
-    return {
-        path.stem: path
-        for folder in folders
-        for path in sorted(folder.glob("*.py"))
-        if not path.stem.startswith("_")
-    }
+    if not known[name].distributed and recipe.resources.world_size > 1:
+        raise RecipeFault(
+            f"torchtune's {name} runs on one GPU, and {recipe.resources.nodes} x "
+            f"{recipe.resources.gpus_per_node} are asked for: --nodes 1 --gpus-per-node 1"
+        )
+    return f'python {shlex.quote(str(known[name].path))} --config "$RUN_DIR/train.yaml"'
 
 
 def job_script(recipe: Recipe, cluster: Cluster, run_dir: Path, job_name: str) -> str:

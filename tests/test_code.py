@@ -15,6 +15,7 @@ BIN = Path(sys.prefix) / "bin"
 # What stands lower may not import what stands higher.
 LAYERS = [
     {"errors", "yamlfile", "paths"},
+    {"stock"},
     {"recipe", "slurm", "attempt", "snapshot"},
     {"cluster", "render", "runs", "logs"},
     {"preflight", "provenance", "jobs", "report", "tensorboard"},
