@@ -142,7 +142,7 @@ def linear_cross_entropy(
 
     Args:
         pairs: (input [tokens, k], weight [vocabulary, k]); only what requires a gradient gets a
-            buffer for one. Weight gradients are accumulated in the weight's dtype.
+            buffer for one. Weight gradients are summed over the chunks in fp32.
         targets: int64 [tokens], numbers of the whole vocabulary.
         chunks: see LinearCrossEntropy.
         group: the ranks that the vocabulary is split over.
@@ -178,9 +178,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         exact = torch.promote_types(tensors[0].dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=targets.device)
+        # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
         gradients = [
-            torch.zeros_like(tensor) if want else None
-            for tensor, want in zip(tensors, wanted, strict=True)
+            torch.zeros_like(tensor, dtype=exact if index % 2 else None) if wanted[index] else None
+            for index, tensor in enumerate(tensors)
         ]
         columns = _own_columns(targets, tensors[1].shape[0], group)
         for begin in range(0, targets.numel(), size):
@@ -196,8 +197,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if wanted[index]:
                     torch.mm(slope, weight, out=gradients[index][part])
                 if wanted[index + 1]:
-                    gradients[index + 1].addmm_(slope.t(), inputs[part])
-        ctx.gradients = gradients
+                    _add_product(gradients[index + 1], slope.t(), inputs[part])
+        ctx.gradients = [
+            None if gradient is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(gradients, tensors, strict=True)
+        ]
         return total
 
     @staticmethod
@@ -207,6 +211,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         scaled = (None if g is None else g.mul_(upstream) for g in gradients)
         return None, None, None, None, None, *scaled
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _own_columns(
