@@ -453,12 +453,12 @@ class CappedTiedLinear(TiedLinear):
     Source: Gemma 2 (arXiv 2408.00118), section 2.
     """
 
-    def __init__(self, tied_module: nn.Module, cap: float) -> None:
+    def __init__(self, tied_module: nn.Module, softcap: float) -> None:
         super().__init__(tied_module)
-        self.cap = cap
+        self.softcap = softcap
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(super().__call__(x).float() / self.cap) * self.cap
+        return torch.tanh(super().__call__(x).float() / self.softcap) * self.softcap
 
 
 def _cap_logits(module: TransformerDecoder) -> None:

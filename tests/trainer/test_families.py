@@ -273,7 +273,7 @@ STOCK = {
         {"model_type": "gemma2", "hidden_size": 2304, "num_hidden_layers": 26}
         | {"num_attention_heads": 8, "attn_logit_softcapping": 50.0}
         | {"final_logit_softcapping": 30.0},
-        lambda module: (module.layers[0].attn.softcapping, module.output.cap),
+        lambda module: (module.layers[0].attn.softcapping, module.output.softcap),
         (50.0, 30.0),
     ),
 }
@@ -343,39 +343,56 @@ def test_a_checkpointer_of_another_family_is_refused(
         models.build(load(path), world)
 
 
+# Ranks and changes; the batches of all are the same.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "tp": (2, {"tensor_parallel_dim": 2}),
+    "fsdp": (2, {"batch_size": 4, "enable_activation_checkpointing": True}),
+}
+# Under FSDP families differ only by how a tensor is filled and gathered.
+BY_FSDP = ("qwen2-tied", "gemma2", "phi3")
+
+
 @pytest.mark.long
-def test_split_over_two_ranks_they_train_as_on_one(
+def test_every_layout_trains_as_the_single_process(
     tmp_path: Path, sources: dict[str, Path], model_folder: Path, dataset: Path
 ) -> None:
     """Full and LoRA, every family: loss, gradient norm and weights after four steps."""
-    configs: dict[int, list[Path]] = {1: [], 2: []}
-    runs = [(name, method) for name in CASES for method in ("full", "lora")]
-    for ranks, paths in configs.items():
-        for name, method in runs:
-            path = config_of(
-                name,
-                tmp_path / f"{name}-{method}-{ranks}",
-                sources[name],
-                dataset,
-                model=builder(name, LORA if method == "lora" else None),
-                tokenizer={
-                    "_component_": "trainer.tokenizers.hugging_face_tokenizer",
-                    "path": str(model_folder),
-                },
-                tensor_parallel_dim=ranks,
-                max_steps=4,
-                optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
-            )
-            paths.append(path)
+    configs: dict[int, list[Path]] = {}
+    runs = [
+        (layout, name, method)
+        for layout in LAYOUTS
+        for name in (BY_FSDP if layout == "fsdp" else CASES)
+        for method in ("full", "lora")
+    ]
+    tokenizer = {
+        "_component_": "trainer.tokenizers.hugging_face_tokenizer",
+        "path": str(model_folder),
+    }
+    for layout, name, method in runs:
+        ranks, changes = LAYOUTS[layout]
+        path = config_of(
+            name,
+            tmp_path / layout / f"{name}-{method}",
+            sources[name],
+            dataset,
+            model=builder(name, LORA if method == "lora" else None),
+            tokenizer=tokenizer,
+            max_steps=4,
+            optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
+            **changes,
+        )
+        configs.setdefault(ranks, []).append(path)
     for ranks, paths in configs.items():
         train(*paths, ranks=ranks)
-    for name, method in runs:
-        one, two = (tmp_path / f"{name}-{method}-{ranks}" for ranks in (1, 2))
-        assert len(metrics(one)) == 4
-        for line, own in zip(metrics(one), metrics(two), strict=True):
-            assert own["loss"] == pytest.approx(line["loss"], abs=2e-5), (name, method)
-            assert own["grad_norm"] == pytest.approx(line["grad_norm"], rel=5e-5), (name, method)
+    for layout, name, method in runs:
+        one, own = (tmp_path / of / f"{name}-{method}" for of in ("single", layout))
+        assert len(metrics(own)) == 4
+        for line, own_line in zip(metrics(one), metrics(own), strict=True):
+            place = f"{layout} {name} {method} step {line['step']}"
+            assert own_line["loss"] == pytest.approx(line["loss"], abs=2e-5), place
+            assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=5e-5), place
         file = "model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
-        after = load_file(two / "export" / file)
+        after = load_file(own / "export" / file)
         for key, tensor in load_file(one / "export" / file).items():
-            torch.testing.assert_close(after[key], tensor, rtol=0, atol=2e-5, msg=f"{name} {key}")
+            torch.testing.assert_close(after[key], tensor, rtol=0, atol=2e-5)
