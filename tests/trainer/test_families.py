@@ -141,8 +141,12 @@ TOKENS = torch.arange(120).reshape(2, 60) * 7 % 1024
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[distributed.World]:
+    threads = torch.get_num_threads()
+    # Models so small are slower on several threads, and much slower on a busy machine.
+    torch.set_num_threads(1)
     yield distributed.start("cpu")
     distributed.stop()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
