@@ -41,7 +41,8 @@ class Context:
 
     def here(self, path: Path) -> bool:
         """Whether a path is to be found on this machine."""
-        return not any(path.is_relative_to(each) for each in self.elsewhere)
+        on_nodes = (*self.elsewhere, *self.cluster.node_paths)
+        return not any(path.is_relative_to(each) for each in on_nodes)
 
 
 # Answers: a list of faults, or, where there is none, one line that says what was found.
