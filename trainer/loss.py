@@ -16,6 +16,7 @@ from trainer.compat import LoRALinear, TiedLinear, TransformerDecoder
 from trainer.config import TrainConfig, instantiate
 from trainer.data import IGNORE_INDEX, MicroBatch
 from trainer.errors import ConfigError
+from trainer.families import CappedTiedLinear
 
 SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
 # torchtune's configs name it so after its last release, which has no such class yet.
@@ -74,20 +75,14 @@ class LinearCrossEntropy:
         targets = _to_device(labels.flatten()[trained], hidden.device)
         rows = hidden.flatten(0, 1).index_select(0, _to_device(trained, hidden.device))
         pairs, group = _factors(model.output, rows)
-        return linear_cross_entropy(
-            pairs, targets, chunks=self._chunks, group=group, cap=_logit_cap(model)
-        )
+        cap = model.output.softcap if isinstance(model.output, CappedTiedLinear) else None
+        return linear_cross_entropy(pairs, targets, chunks=self._chunks, group=group, cap=cap)
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
-
-
-def _logit_cap(model: TransformerDecoder) -> float | None:
-    """Gemma 2's final soft cap: logits become cap * tanh(logits / cap)."""
-    return getattr(model.output, "softcap", None)
 
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
 from trainer.config import instantiate, load
 from trainer.data import IGNORE_INDEX, MicroBatch
+from trainer.families import CappedTiedLinear
 from trainer.loss import TokenLoss, linear_cross_entropy
 
 LINEAR = {"_component_": "trainer.loss.LinearCrossEntropy"}
@@ -42,9 +43,11 @@ def token_loss(folder: Path, model_folder: Path, dataset: Path, block: dict) -> 
     return TokenLoss(load(write_config(folder, model_folder, dataset, loss=block)))
 
 
-def random_model(block: dict) -> torch.nn.Module:
+def random_model(block: dict, cap: float | None = None) -> torch.nn.Module:
     torch.manual_seed(0)
     model = instantiate("model", block)
+    if cap is not None:
+        model.output = CappedTiedLinear(model.tok_embeddings, cap)
     adapter = any("lora" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -67,12 +70,13 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "capped"])
 @pytest.mark.parametrize("chunks", [None, 7])
 def test_it_equals_the_plain_cross_entropy(
     name: str, chunks: int | None, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    model = random_model(MODELS[name])
+    capped = name == "capped"
+    model = random_model(MODELS["tied" if capped else name], cap=0.5 if capped else None)
     plain = token_loss(tmp_path / "plain", model_folder, dataset, PLAIN)
     linear = token_loss(
         tmp_path / "linear", model_folder, dataset, LINEAR | {"num_output_chunks": chunks}
@@ -169,5 +173,5 @@ def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() 
         own = weight.clone().requires_grad_()
         linear_cross_entropy([(hidden, own)], targets, chunks=chunks).backward()
         error = (own.grad.double() - exact.grad).norm() / exact.grad.norm()
-        # bf16 rounds by up to 1/256, by 0.0017 in the mean square.
-        assert error < 0.0025
+        # A sum kept in bf16 is wrong by 0.008.
+        assert error < 0.0035
