@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -70,8 +71,9 @@ class LinearCrossEntropy:
         self, model: TransformerDecoder, labels: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
         hidden = model.norm(hidden)
-        # Found on the CPU, so that nobody waits for the GPU to learn how many there are.
-        trained = (labels.flatten() != self.ignore_index).nonzero().squeeze(1)
+        # Found on the CPU, so that nobody waits for the GPU to learn how many there are; by numpy,
+        # as a trace on fake tensors needs their number too.
+        trained = torch.from_numpy(np.flatnonzero(labels.numpy() != self.ignore_index))
         targets = _to_device(labels.flatten()[trained], hidden.device)
         rows = hidden.flatten(0, 1).index_select(0, _to_device(trained, hidden.device))
         pairs, group = _factors(model.output, rows)

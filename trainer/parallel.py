@@ -96,7 +96,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clip_gradients(
-    parameters: list[nn.Parameter], max_norm: float | None, loss: torch.Tensor
+    parameters: list[nn.Parameter], max_norm: float | None, loss: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Total gradient norm over all ranks (a scalar, fp32); clips to `max_norm` where it is given.
 
@@ -113,7 +113,8 @@ def clip_gradients(
     # A part that several ranks hold alike counts once.
     torch._foreach_mul_(squares, [1 / _holders(g) for g in gradients])
     total = torch.stack(squares).sum()
-    total = total + 0 * loss.to(total.device)
+    if loss is not None:
+        total = total + 0 * loss.to(total.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     norm = total.sqrt()
