@@ -25,7 +25,14 @@ from tests.trainer.runs import (
 STEPS = 30
 
 
-def config(folder: Path, model_folder: Path, dataset: Path, ranks: int, lora: bool = False) -> Path:
+def config(
+    folder: Path,
+    model_folder: Path,
+    dataset: Path,
+    ranks: int,
+    lora: bool = False,
+    asynchronous: bool = False,
+) -> Path:
     """30 steps over 5 epochs with dropout, so that the ranks' random state matters."""
     dropout = {"model": lora_model(lora_dropout=0.1)} if lora else {}
     return write_config(
@@ -35,6 +42,7 @@ def config(folder: Path, model_folder: Path, dataset: Path, ranks: int, lora: bo
         batch_size=8 // ranks,
         max_steps=STEPS,
         save_every_n_steps=4,
+        enable_async_checkpointing=asynchronous,
         lr_scheduler={
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "num_warmup_steps": 5,
@@ -54,9 +62,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, data
 def test_kill_then_stop_file_then_sigterm(
     two_ranks: Path, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    """One run, interrupted three times in three ways on 2 ranks, ends like the whole one."""
+    """One run, interrupted three times in three ways on 2 ranks, ends like the whole one.
+
+    It saves beside its training, the whole one does not.
+    """
     folder = tmp_path / "run"
-    path = config(folder, model_folder, dataset, ranks=2)
+    path = config(folder, model_folder, dataset, ranks=2, asynchronous=True)
 
     first = start(path, ranks=2, attempt=0)
     wait_for_step(path, 6, first)
@@ -96,7 +107,7 @@ def test_lora_with_dropout_killed_on_one_rank(
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(config(whole, model_folder, dataset, ranks=1, lora=True))
-    path = config(killed, model_folder, dataset, ranks=1, lora=True)
+    path = config(killed, model_folder, dataset, ranks=1, lora=True, asynchronous=True)
     first = start(path)
     wait_for_step(path, 10, first)
     kill_rank(first, 0)
