@@ -10,7 +10,14 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
-from launcher.recipe import NAME, NAME_RULE, RESOURCES, Kind, faults_in
+from launcher.recipe import (
+    NAME,
+    NAME_RULE,
+    RESOURCES,
+    Kind,
+    environment_faults,
+    faults_in,
+)
 
 # How a site wants GPUs to be asked for; none is for partitions that do not track them.
 GPU_REQUESTS = ("gpus-per-node", "gres", "none")
@@ -26,9 +33,6 @@ _KEYS: dict[str, Kind] = {
     "environment": "mapping",
     "resources": "mapping",
 }
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-# A job script is a file that others may read and Slurm keeps: no secret goes into it.
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -94,16 +98,5 @@ def _own_faults(config: dict[str, Any], origin: str) -> list[str]:
     for line in config.get("job_setup") or []:
         if not isinstance(line, str) or not line.isprintable():
             faults.append(f"job_setup holds shell lines, one item each, got {line!r}, in {origin}")
-    environment = config.get("environment")
-    for key, value in environment.items() if isinstance(environment, dict) else ():
-        if not _VARIABLE.match(str(key)):
-            faults.append(f"environment holds {key!r}, which is no variable's name, in {origin}")
-        elif _SECRET.search(str(key)):
-            faults.append(
-                f"environment sets {key} in {origin}: a job script is readable, keep secrets out "
-                "of it; "
-                "the hub's token is read from HF_TOKEN_PATH or its own login"
-            )
-        elif isinstance(value, (dict, list)) or not str(value).isprintable():
-            faults.append(f"environment.{key} must be one line of text, in {origin}")
+    faults += environment_faults(config.get("environment"), "environment", origin)
     return faults

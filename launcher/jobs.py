@@ -51,9 +51,13 @@ def plan(recipe: Recipe, cluster: Cluster, label: str | None = None) -> Plan:
         raise UsageFault(f"the name {label!r} may hold only {NAME_RULE}: choose another --name")
     path = runs.runs_root(cluster.root) / runs.new_name(label)
     config = recipe.resolved(cluster.root, str(path))
+    if recipe.script:
+        given = {"parameters.yaml": recipe.parameters(cluster.root, str(path))}
+    else:
+        given = {"train.yaml": recipe.train_config(cluster.root, str(path))}
     files = {
+        **{name: yamlfile.dump(content) for name, content in given.items()},
         "recipe.yaml": yamlfile.dump(config),
-        "train.yaml": yamlfile.dump(recipe.train_config(cluster.root, str(path))),
         "job.sbatch": render.job_script(recipe, cluster, path, label),
     }
     return Plan(recipe, cluster, path, files)
@@ -67,7 +71,7 @@ def submit(planned: Plan, local: bool, say: Say) -> Run:
     if missing is not None:
         prepare(missing, say)
         _refuse(preflight.faults(recipe, cluster, local))
-    run = runs.create(planned.path.parent, planned.path.name, planned.files)
+    run = runs.create(planned.path.parent, planned.path.name, planned.files, recipe.code_root)
     try:
         made = provenance.of(recipe, cluster, planned.files)
         paths.write_json(run.path / "provenance.json", made)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from launcher import slurm
+from launcher import paths, slurm, snapshot, stock
 from launcher.cluster import Cluster
 from launcher.errors import SlurmFault, nearest
 from launcher.recipe import Recipe, time_limit_s
@@ -24,9 +24,12 @@ def faults(recipe: Recipe, cluster: Cluster, local: bool, prepared: bool = True)
     prepared says that the model's files should be there, not made first by the recipe's prepare.
     """
     config = recipe.resolved(cluster.root, "run")
-    found = _layout(recipe, cluster) + _secrets(config, "")
+    found = _layout(recipe, cluster) + _secrets(config, "") + _secret_files(recipe)
+    if recipe.entry != "sft":
+        found += _script(recipe) if recipe.script else []
+        found += _imports(recipe)
     if prepared:
-        found += _model_files(config)
+        found += _model_files(config, safetensors_only=recipe.entry == "sft")
     found += _dataset_files(config)
     if not local:
         found += _scheduler(recipe, cluster)
@@ -62,6 +65,49 @@ def _secrets(value: Any, where: str) -> list[str]:
     return []
 
 
+def _secret_files(recipe: Recipe) -> list[str]:
+    """A secret must be there and nobody else's to read; its value is never looked at."""
+    found = []
+    for name, path in recipe.secrets.items():
+        why = _readable(path)
+        if why:
+            found.append(
+                f"secrets.{name}: {path} {why}: write the value there with: "
+                f"(umask 077; mkdir -p {path.parent}; cat > {path})"
+            )
+        elif path.stat().st_mode & 0o077:
+            found.append(f"secrets.{name}: others may read {path}: chmod 600 {path}")
+    return found
+
+
+def _script(recipe: Recipe) -> list[str]:
+    script, folder = recipe.script, recipe.code_root
+    if script is None or folder is None:
+        return []
+    if not folder.is_dir():
+        return [f"code_root {folder} is no folder: give the one that holds your code"]
+    if not script.is_file():
+        return [f"entry: there is no script {script}: its path counts from the recipe's file"]
+    if not script.is_relative_to(folder):
+        return [f"entry: {script} does not lie in code_root {folder}: only that folder is copied"]
+    relative = script.relative_to(folder)
+    if relative not in snapshot.files(folder):
+        return [f"entry: git ignores {script}, so it would not be copied: git add -f {relative}"]
+    why = snapshot.fault(folder)
+    return [why] if why else []
+
+
+def _imports(recipe: Recipe) -> list[str]:
+    known = stock.recipes().get(recipe.entry.removeprefix("torchtune:"))
+    script = recipe.script or (known.path if known else None)
+    missing = stock.missing_imports(script, recipe.code_root) if script else []
+    return [
+        f"{script.name if script else ''} imports {name}, which the environment lacks: "
+        f"{paths.venv_root() / 'bin' / 'python'} -m pip install {name}"
+        for name in missing
+    ]
+
+
 def _readable(path: Path) -> str | None:
     """Say why a file or folder cannot be read, None where it can."""
     try:
@@ -77,7 +123,7 @@ def _readable(path: Path) -> str | None:
     return None
 
 
-def _model_files(config: dict[str, Any]) -> list[str]:
+def _model_files(config: dict[str, Any], safetensors_only: bool) -> list[str]:
     found = []
     checkpointer = config.get("checkpointer")
     checkpointer = checkpointer if isinstance(checkpointer, dict) else {}
@@ -91,6 +137,16 @@ def _model_files(config: dict[str, Any]) -> list[str]:
                 "how), or set checkpointer.checkpoint_dir="
             )
         else:
+            pickled = [
+                name
+                for name in checkpoint_files(checkpointer)
+                if safetensors_only and not name.endswith(".safetensors")
+            ]
+            if pickled:
+                found.append(
+                    f"checkpointer.checkpoint_files names {pickled[0]}, a pickle, which can run "
+                    "code when it is opened: download the model's *.safetensors and give those"
+                )
             missing = [
                 name for name in checkpoint_files(checkpointer) if _readable(Path(folder) / name)
             ]

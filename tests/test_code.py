@@ -15,7 +15,8 @@ BIN = Path(sys.prefix) / "bin"
 # What stands lower may not import what stands higher.
 LAYERS = [
     {"errors", "yamlfile", "paths"},
-    {"recipe", "slurm", "attempt"},
+    {"stock"},
+    {"recipe", "slurm", "attempt", "snapshot"},
     {"cluster", "render", "runs", "logs"},
     {"preflight", "provenance", "jobs", "report", "tensorboard"},
     {"cli", "__main__"},
