@@ -50,6 +50,11 @@ TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True)
 MEMORY_RESERVE = 1.1
 # How long a start that failed waits for the checkpoint that it was writing.
 SETTLE_S = 600
+# What a key that is in no config means.
+HINTS = {
+    "samples_per_step": " (batch_size x gradient_accumulation_steps x ranks with their own data)",
+    "base_weights": " (checkpointer.checkpoint_dir holds other weights than the adapter's base)",
+}
 # torch tells everyone to pass a process group or a device where we have passed one.
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
@@ -402,10 +407,7 @@ def _differences(name: str, made_with: Any, now: Any) -> list[str]:
         ]
     if made_with == now:
         return []
-    hint = ""
-    if name == "samples_per_step":
-        hint = " (batch_size x gradient_accumulation_steps x ranks with data of their own)"
-    return [f"made with {name}={made_with!r}, the config says {now!r}{hint}"]
+    return [f"made with {name}={made_with!r}, the config says {now!r}{HINTS.get(name, '')}"]
 
 
 def _set_weights(model: torch.nn.Module, tensors: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from trainer.models import Model
 from trainer.profiling import profiler
 from trainer.progress import Progress
 from trainer.tensor_parallel import vocabulary_split_loss
+from trainer.weights import SafetensorsSource
 
 NO_TRAINED_TOKENS = (
     "dataset: the first batch holds no token to train on; "
@@ -65,6 +66,7 @@ class Trainer:
         )
         self.scheduler = world.agree(self._scheduler)
         self.offload = models.activation_offloading(self.model, config)
+        self.base_weights = self._base_weights()
         self.checkpoints = Checkpoints(
             config.output_dir,
             world,
@@ -280,11 +282,21 @@ class Trainer:
         self.say(f"resuming from checkpoints/step_{restored.step}")
         return restored
 
+    def _base_weights(self) -> str | None:
+        """Which base model an adapter belongs to, for its checkpoints do not hold that."""
+        if self.model.method == "full":
+            return None
+        found = self.world.on_main(
+            lambda: SafetensorsSource.open(self.config.checkpointer).fingerprint()
+        )
+        return self.world.gather(found)[0]
+
     def _identity(self) -> dict[str, Any]:
         """What must stay the same between a checkpoint and the start that resumes it."""
         return {
             "method": self.model.method,
             "model": self.config.model,
+            "base_weights": self.base_weights,
             "optimizer": self.config.optimizer["_component_"],
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -170,6 +170,44 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_later_start(
     assert not model.module.weight.any(), "nothing of a damaged checkpoint may be loaded"
     model.save(later, 7, val_loss=0.2, val_step=7)
     assert later.best() == (7, 0.2) and names(tmp_path) == ["step_7"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "change", "told"),
+    [
+        ("__0_0.distcp", lambda content: content[:-100], "missing or cut short"),
+        ("__0_0.distcp", lambda content: content[:-1] + b"?", "has changed on the disk"),
+        ("__0_0.distcp", None, "missing or cut short"),
+        (".metadata", lambda content: b"?" + content[1:], "has changed on the disk"),
+        ("trainer_state.json", lambda content: content[:-1] + b" ", "has changed on the disk"),
+        ("manifest.json", None, "manifest is missing"),
+        ("manifest.json", lambda content: content + b" ", "manifest is missing or changed"),
+        ("COMPLETE", None, "COMPLETE is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
+    pattern: str,
+    change: Callable[[bytes], bytes] | None,
+    told: str,
+    tmp_path: Path,
+    world: World,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    model = Model()
+    checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2)
+    model.save(checkpoints, 1)
+    expected = model.module.weight.detach().clone()
+    model.step()
+    model.save(checkpoints, 2)
+    path = tmp_path / "checkpoints/step_2" / pattern
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
+    state = checkpoints.load(model.module, model.optimizer, {})
+    assert state is not None and state.step == 1
+    assert torch.equal(model.module.weight, expected)
+    assert names(tmp_path) == ["damaged_step_2", "step_1"] and told in capsys.readouterr().out
 
 
 def test_a_fault_beside_the_training_is_told_and_leaves_the_older_checkpoint(
