@@ -63,7 +63,7 @@ warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 class TrainerState:
     """What a resume needs beside tensors. `run` tells whether config and checkpoint agree.
 
-    `val_loss` was measured after step `val_step`, on the weights of that step.
+    `val_loss` was measured on the weights of this very step; None where it was not.
     """
 
     step: int = 0
@@ -71,7 +71,6 @@ class TrainerState:
     loss_first: float | None = None
     loss_last: float | None = None
     val_loss: float | None = None
-    val_step: int = 0
     world_size: int = 1
     tensor_parallel_dim: int = 1
     scheduler: dict[str, Any] = field(default_factory=dict)
@@ -111,15 +110,12 @@ class Checkpoints:
         return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
 
     def best(self) -> tuple[int, float] | None:
-        """(step, val_loss) of the checkpoint with the lowest val_loss; None where none has one.
-
-        Only a val_loss that was measured on a checkpoint's own weights counts.
-        """
+        """(step, val_loss) of the checkpoint with the lowest val_loss; None where none has one."""
         found = []
         for step in self.steps():
             state = read_json(self._folder / f"step_{step}" / STATE) or {}
             loss = state.get("val_loss")
-            if loss is not None and state.get("val_step") == step and math.isfinite(loss):
+            if loss is not None and math.isfinite(loss):
                 found.append((loss, step))
         return min(found)[::-1] if found else None
 

@@ -115,6 +115,8 @@ class Trainer:
                 )
                 norm = self._update(wanted=logging or saving)
                 state.step, state.tokens = step, state.tokens + int(tokens)
+                # The last one was measured on other weights, and this checkpoint may have none.
+                state.val_loss = None
                 clock.add(tokens)
                 if logging or saving:
                     figures = self._figures(loss_sum, targets, norm)
