@@ -62,7 +62,10 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "log_every_n_steps": ("positive", 1),
     "profiler": ("block?", None),
     "save_every_n_steps": ("count?", None),
+    "save_every_minutes": ("number?", None),
     "keep_last_n_checkpoints": ("positive", 2),
+    "enable_async_checkpointing": ("flag", False),
+    "export_checkpoint": ("text?", None),
     "save_adapter_weights_only": ("flag", False),
     "generate": ("block?", None),
     "tensor_parallel_dim": ("positive?", None),
@@ -78,7 +81,6 @@ OTHER_KEYS = (
     "collate_fn",
     "data_parallel_replicate_dim",
     "data_parallel_shard_dim",
-    "enable_async_checkpointing",
     "fsdp",
     "fsdp_cpu_offload",
     "log_peak_memory_stats",
@@ -120,7 +122,10 @@ class TrainConfig:
     log_every_n_steps: int
     profiler: dict[str, Any] | None
     save_every_n_steps: int | None
+    save_every_minutes: float | None
     keep_last_n_checkpoints: int
+    enable_async_checkpointing: bool
+    export_checkpoint: str | None
     save_adapter_weights_only: bool
     generate: dict[str, Any] | None
     tensor_parallel_dim: int
@@ -248,6 +253,9 @@ def _block_faults(values: dict[str, Any]) -> list[str]:
     for key, choices in (("device", ("auto", "cuda", "cpu")), ("dtype", ("bf16", "fp32"))):
         if key in values and values[key] not in choices:
             faults.append(f"{key}: must be one of {', '.join(choices)}, found {values[key]!r}")
+    if values.get("export_checkpoint") not in (None, "best", "last"):
+        found = values["export_checkpoint"]
+        faults.append(f"export_checkpoint: must be one of best, last, found {found!r}")
     folder = (values.get("checkpointer") or {}).get("checkpoint_dir")
     if "checkpointer" in values and not isinstance(folder, str):
         faults.append("checkpointer.checkpoint_dir: must name the model's folder")
@@ -333,8 +341,6 @@ def _notes(content: dict[str, Any]) -> list[str]:
     notes = []
     if content.get("optimizer_in_bwd"):
         notes.append("optimizer_in_bwd: set aside; the optimizer steps after the backward pass")
-    if content.get("enable_async_checkpointing"):
-        notes.append("enable_async_checkpointing: set aside; checkpoints are written in step")
     if content.get("tensor_parallel_plan"):
         notes.append("tensor_parallel_plan: set aside; the trainer has a plan of its own")
     if content.get("memory_efficient_fsdp_wrap"):

@@ -1,5 +1,6 @@
 """The finished model as a Hugging Face folder, and LoRA's adapter as PEFT reads it."""
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +39,8 @@ COPIED = (
 def export(model: Model, config: TrainConfig, world: World) -> Path:
     """Write <output_dir>/export and return it; all ranks call this together.
 
-    Tensors are gathered one at a time, and rank 0 writes them in files of at most 4 GiB (or one
-    tensor). LoRA is merged, and the adapter by itself lies in `adapter/`; with
+    Tensors are gathered and written one at a time; rank 0 writes, in files of at most 4 GiB (or
+    one tensor). LoRA is merged, and the adapter by itself lies in `adapter/`; with
     `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / FOLDER
@@ -79,8 +80,11 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         names = ["model.safetensors"]
     stream = _hf_tensors(model, world.is_main)
     for name, keys in zip(names, shards, strict=True):
-        tensors = dict(next(stream) for _ in keys)
-        world.on_main(lambda n=name, t=tensors: save_file(t, folder / n, metadata={"format": "pt"}))
+        file = world.on_main(lambda n=name, k=keys: weights.SafetensorsWriter(folder / n, k))
+        for key, tensor in itertools.islice(stream, len(keys)):
+            if file is not None:
+                file.add(key, tensor)
+        world.on_main(lambda f=file: f.close())
     if len(shards) > 1:
         total = sum(_bytes(parts) for parts in _base_parameters(model).values())
         index = {
