@@ -27,10 +27,7 @@ from torchtune.modules import (  # noqa: E402
     TransformerSelfAttentionLayer,
 )
 from torchtune.modules.peft import LoRALinear, get_adapter_params  # noqa: E402
-from torchtune.training import (  # noqa: E402
-    get_act_offloading_ctx_manager,
-    prepare_mha_for_tp,
-)
+from torchtune.training import prepare_mha_for_tp  # noqa: E402
 
 _TO_HF = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
 
@@ -48,7 +45,6 @@ __all__ = [
     "TiedLinear",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",
-    "get_act_offloading_ctx_manager",
     "get_adapter_params",
     "hf_name",
     "hf_to_tune",

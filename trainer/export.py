@@ -78,7 +78,7 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         tensors = dict(next(stream) for _ in keys)
         world.on_main(lambda n=name, t=tensors: save_file(t, folder / n, metadata={"format": "pt"}))
     if len(shards) > 1:
-        total = sum(p.numel() * p.element_size() for _, p in _base_parameters(model))
+        total = sum(p.numel() * model.dtype.itemsize for _, p in _base_parameters(model))
         index = {
             "metadata": {"total_size": total},
             "weight_map": {k: n for n, keys in zip(names, shards, strict=True) for k in keys},
@@ -97,7 +97,7 @@ def _plan(model: Model) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     room = MAX_SHARD_BYTES
     for name, parameter in _base_parameters(model):
-        size = parameter.numel() * parameter.element_size()
+        size = parameter.numel() * model.dtype.itemsize
         if size > room and shards[-1]:
             shards.append([])
             room = MAX_SHARD_BYTES
@@ -116,9 +116,9 @@ def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
         if layer is not None:
             a, b = whole(layer.lora_a.weight.detach()), whole(layer.lora_b.weight.detach())
             update = b.float() @ a.float() * (layer.alpha / layer.rank)
-            tensor = (tensor.float() + update).to(tensor.dtype)
+            tensor = tensor.float() + update
         if keep:
-            converted = weights.to_hf(name, tensor.cpu(), model.hf_config)
+            converted = weights.to_hf(name, tensor.to(model.dtype).cpu(), model.hf_config)
             yield hf_name(name), converted.contiguous().clone()
         else:
             yield hf_name(name), torch.empty(0)
@@ -127,7 +127,7 @@ def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
 @torch.no_grad()
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     parameters = [p for p in weights.named_parameters(model.module) if weights.is_adapter(p[0])]
-    tensors = {name: whole(p.detach()).cpu() for name, p in parameters}
+    tensors = {name: whole(p.detach()).to(model.dtype).cpu() for name, p in parameters}
     world.on_main(lambda: _save_adapter(model, config, folder, tensors))
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from trainer import config as configs
-from trainer import data, distributed, models, parallel
+from trainer import data, distributed, models, optimizers, parallel
 from trainer import progress as progresses
 from trainer.checkpoint import Checkpoints, TrainerState
-from trainer.config import TrainConfig, instantiate
+from trainer.config import TrainConfig
 from trainer.distributed import StopRequest, World
 from trainer.errors import (
     ConfigError,
@@ -61,10 +61,13 @@ class Trainer:
         self.loss = world.agree(lambda: TokenLoss(config))
         self.model: Model = models.build(config, world, self.loss.output_chunks)
         self.optimizer = world.agree(
-            lambda: instantiate("optimizer", config.optimizer, self.model.trainable)
+            lambda: optimizers.build(config.optimizer, self.model.trainable)
         )
-        self.scheduler = world.agree(self._scheduler)
-        self.offload = models.activation_offloading(self.model, config)
+        self.scheduler = world.agree(
+            lambda: optimizers.schedule(
+                config.lr_scheduler, self.optimizer, self.batches.total_steps
+            )
+        )
         self.checkpoints = Checkpoints(
             config.output_dir, world, attempt, config.keep_last_n_checkpoints
         )
@@ -142,10 +145,10 @@ class Trainer:
         total = torch.zeros((), device=device)
         for index, batch in enumerate(micro_batches):
             data.check_batch(batch, self.model.vocab_size, model.max_seq_len)
-            parallel.set_gradient_sync(model, index == len(micro_batches) - 1)
+            last = index == len(micro_batches) - 1
+            parallel.set_gradient_sync(model, last=last, each=self.config.sync_each_micro_batch)
             with vocabulary_split_loss(self.world.tensor_parallel_dim):
-                with self.offload:
-                    loss_sum = self.loss(model, batch, device)
+                loss_sum = self.loss(model, batch, device)
                 (loss_sum * scale).backward()
             total += loss_sum.detach()
         return total
@@ -156,7 +159,7 @@ class Trainer:
         parallel.sum_shares(self.model.trainable)
         if wanted or self.config.clip_grad_norm is not None:
             norm = parallel.clip_gradients(self.model.trainable, self.config.clip_grad_norm)
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -242,14 +245,6 @@ class Trainer:
             "steps_per_epoch": self.batches.steps_per_epoch,
         }
 
-    def _scheduler(self) -> Any:
-        block = self.config.lr_scheduler
-        if block is None:
-            return None
-        return instantiate(
-            "lr_scheduler", block, self.optimizer, num_training_steps=self.batches.total_steps
-        )
-
     def _report(self, state: str) -> None:
         """Bring progress.json up to date (rank 0)."""
         now = self.progress
@@ -301,7 +296,12 @@ def is_finished(config: TrainConfig) -> bool:
 
 def run(config: TrainConfig, attempt: int) -> None:
     """Do one start of a run, from where the last one got to."""
-    world = distributed.start(config.device, config.tensor_parallel_dim)
+    world = distributed.start(
+        config.device,
+        config.tensor_parallel_dim,
+        config.data_parallel_replicate_dim,
+        config.data_parallel_shard_dim,
+    )
     if world.gather(is_finished(config))[0]:
         say(world.is_main)(f"already finished: see {config.output_dir / 'export'}")
         return
