@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainer.compat import TransformerDecoder
+from trainer.config import TrainConfig
 
 # By name, as not every torch has every one.
 SAVED_OPERATIONS = (
@@ -33,20 +34,36 @@ SAVED_OPERATIONS = (
 )
 
 
-def recompute(model: TransformerDecoder, mode: int | str, *, offload: bool) -> None:
-    """Drop layers' activations after the forward pass and compute them again in the backward.
+def prepare(model: TransformerDecoder, config: TrainConfig) -> None:
+    """Compile and recompute the layers of `model` as `config` says, in place.
 
-    Args:
-        mode: n keeps the input of every n-th layer only (1: of each, full checkpointing); "op"
-            keeps the results of matrix products, of attention and of communication in every layer.
-        offload: also move the inputs of recomputed layers to the CPU (not with "op").
+    Each layer is compiled by itself: all layers share one compiled code. The first batch of
+    another length makes it general in the length, after which no length compiles again; packed
+    batches are all of one length and keep the faster code.
+
+    A recomputed layer keeps its input only. With "op" it also keeps the results of matrix
+    products, of attention and of communication.
     """
-    step = 1 if mode == "op" else int(mode)
-    settings: dict[str, Any] = {}
+    mode = config.activation_checkpointing
+    # By operation the compiler must see what is kept; else it need not know of the recomputation.
+    if config.compile and mode != "op":
+        _compile(model)
     if mode == "op":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy())
-    if offload:
-        settings["checkpoint_fn"] = InputOffloading()
+        _recompute(model, 1, context_fn=partial(create_selective_checkpoint_contexts, _policy()))
+    elif mode is not None:
+        offload = config.enable_activation_offloading
+        _recompute(model, mode, **({"checkpoint_fn": InputOffloading()} if offload else {}))
+    if config.compile and mode == "op":
+        _compile(model)
+
+
+def _compile(model: TransformerDecoder) -> None:
+    for layer in model.layers:
+        # Not the call: FSDP's hooks and the checkpoint's stand around it.
+        layer.forward = torch.compile(layer.forward)
+
+
+def _recompute(model: TransformerDecoder, step: int, **settings: Any) -> None:
     for index in range(step - 1, len(model.layers), step):
         model.layers[index] = checkpoint_wrapper(model.layers[index], **settings)
 

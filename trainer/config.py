@@ -337,10 +337,6 @@ def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]
     model = values.get("model") or {}
     refusals = (
         (
-            values["tensor_parallel_dim"] > 1 and values.get("compile"),
-            "compile: does not work with tensor_parallel_dim above 1; set compile=False",
-        ),
-        (
             (values.get("dataset") or {}).get("packed"),
             "dataset.packed: packing is not supported; set dataset.packed=False",
         ),

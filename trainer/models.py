@@ -77,9 +77,7 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
     mesh = parallel.device_mesh(world, fsdp)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
-    mode = config.activation_checkpointing
-    if mode is not None:
-        activations.recompute(module, mode, offload=config.enable_activation_offloading)
+    activations.prepare(module, config)
     if output_chunks:
         module.set_num_output_chunks(output_chunks)
     if fsdp:

@@ -8,14 +8,14 @@ from torch.distributed.tensor import DTensor
 from trainer.config import instantiate
 from trainer.errors import ConfigError
 
-# Those of torch that have a fused form on the CPU and on the GPU. It takes sharded parameters too.
-FUSED = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
+# Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
+FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 
 
 def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer that a config's `optimizer` block names.
 
-    torch's Adam, AdamW and SGD are fused unless the block gives `fused` or `foreach`.
+    torch's Adam and AdamW are fused unless the block gives `fused` or `foreach`.
 
     Raises:
         ConfigError: it does not exist, or cannot work on parameters that are laid out like these.
@@ -26,9 +26,34 @@ def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> torch.
     if name.startswith("bitsandbytes."):
         _refuse_bitsandbytes(name, parameters)
     optimizer = instantiate("optimizer", block, parameters)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer: LBFGS evaluates the loss several times a step; use AdamW")
+    _try_a_step(block, parameters)
     return optimizer
+
+
+@torch.no_grad()
+def _try_a_step(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+    """Step on copies of a small matrix and a small vector, to fail before the model is trained."""
+    copies = []
+    for dimensions in {p.ndim for p in parameters}:
+        smallest = min((p for p in parameters if p.ndim == dimensions), key=torch.numel)
+        copies.append(torch.nn.Parameter(torch.zeros_like(smallest)))
+        copies[-1].grad = torch.zeros_like(smallest)
+    try:
+        instantiate("optimizer", block, copies).step()
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+        raise ConfigError(
+            f"optimizer: {block['_component_']} cannot update parameters in this layout "
+            f"({_layout(copies[0])}): {reason}; use torch.optim.AdamW or torchao.optim.AdamW8bit"
+        ) from error
+
+
+def _layout(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return f"whole, on {parameter.device.type}"
+    mesh = parameter.device_mesh
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+    return f"sharded, {', '.join(f'{name} {size}' for name, size in sizes)}"
 
 
 def _refuse_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None:
@@ -52,3 +77,18 @@ def schedule(
     # torchao's optimizers keep the rate in a tensor, which a checkpoint's JSON cannot hold.
     scheduler.base_lrs = [float(rate) for rate in scheduler.base_lrs]
     return scheduler
+
+
+def schedule_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict[str, Any]:
+    """A schedule's state as JSON can hold it; its functions come from the config again."""
+    if scheduler is None:
+        return {}
+    state: dict[str, Any] = {}
+    for key, value in scheduler.state_dict().items():
+        if key == "lr_lambdas":
+            state[key] = [None] * len(value)
+        elif isinstance(value, list):
+            state[key] = [float(v) if isinstance(v, torch.Tensor) else v for v in value]
+        elif isinstance(value, int | float | bool | str):
+            state[key] = value
+    return state

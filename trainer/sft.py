@@ -209,7 +209,7 @@ class Trainer:
             self.metrics.flush()
         state = self.state
         state.world_size = self.world.size
-        state.scheduler = {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+        state.scheduler = optimizers.schedule_state(self.scheduler)
         state.run = self._identity()
         self.checkpoints.save(self.model.module, self.optimizer, state)
         self._report("running")
@@ -271,15 +271,6 @@ class Trainer:
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self.state.step}; set up in {setup_s:.1f} s"
         )
-
-
-def _plain(scheduler: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state as JSON can hold it; its functions come from the config again."""
-    return {
-        key: value
-        for key, value in scheduler.items()
-        if isinstance(value, int | float | bool | list | str) and key != "lr_lambdas"
-    } | ({"lr_lambdas": [None] * len(scheduler["lr_lambdas"])} if "lr_lambdas" in scheduler else {})
 
 
 def _span(progress: Progress) -> str:
