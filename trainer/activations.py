@@ -58,6 +58,8 @@ def prepare(model: TransformerDecoder, config: TrainConfig) -> None:
 
 
 def _compile(model: TransformerDecoder) -> None:
+    # One code for each of: lengths, a short last batch, the first layer, validation.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for layer in model.layers:
         # Not the call: FSDP's hooks and the checkpoint's stand around it.
         layer.forward = torch.compile(layer.forward)

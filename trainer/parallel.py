@@ -36,6 +36,21 @@ def needs_fsdp(config: TrainConfig, world: World) -> bool:
     return world.data_size > 1 or config.fsdp_cpu_offload or config.master_weights is not None
 
 
+def described(config: TrainConfig, world: World) -> str:
+    """The layout in words, for the log."""
+    masters = f" with {config.master_weights} master weights" if config.master_weights else ""
+    parts = [config.dtype + masters]
+    if world.shard_dim > 1:
+        parts.append(f"FSDP over {world.shard_dim}")
+    if world.replicate_dim > 1:
+        parts.append(f"{world.replicate_dim} copies")
+    if world.tensor_parallel_dim > 1:
+        parts.append(f"tensor parallel over {world.tensor_parallel_dim}")
+    if config.fsdp_cpu_offload:
+        parts.append("parameters and optimizer on the CPU")
+    return ", ".join(parts)
+
+
 def device_mesh(world: World, fsdp: bool) -> DeviceMesh | None:
     """The ranks as a mesh (dp_replicate, dp_shard, tp); None for one rank without FSDP.
 

@@ -257,15 +257,12 @@ class Trainer:
     def _tell(self, setup_s: float) -> None:
         config, world, batches = self.config, self.world, self.batches
         trainable, total = self.model.parameter_counts()
-        dataset, tensor_parallel = batches.size, world.tensor_parallel_dim
-        per_step = batches.samples_per_step
+        dataset, per_step = batches.size, batches.samples_per_step
         self.say(
             f"model      {config.model['_component_']}, {total:,} parameters\n"
             f"method     {self.model.method}, {trainable:,} trainable "
             f"({100 * trainable / total:.2f} %)\n"
-            f"ranks      {world.size} on {world.device.type}, {config.dtype}"
-            f"{f', FSDP over {world.data_size}' if world.data_size > 1 else ''}"
-            f"{f', tensor parallel over {tensor_parallel}' if tensor_parallel > 1 else ''}\n"
+            f"ranks      {world.size} on {world.device.type}, {parallel.described(config, world)}\n"
             f"data       {dataset:,} samples, {per_step} a step, "
             f"{batches.steps_per_epoch} steps an epoch\n"
             f"steps      {batches.total_steps} in {config.epochs} epochs, "

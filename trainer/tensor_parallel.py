@@ -9,7 +9,8 @@ the parameters, and does the communication and its gradients.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,6 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
-    RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -68,8 +68,40 @@ class LocalStyle(ParallelStyle):
             owner.register_parameter(
                 name.rpartition(".")[2], nn.Parameter(split, parameter.requires_grad)
             )
-        module.forward = partial(self._forward, module, device_mesh)
+        module.tensor_parallel_mesh = device_mesh
+        module.__class__ = _with_forward(type(module), self._forward)
         return module
+
+
+@cache
+def _with_forward(
+    kind: type[nn.Module], local_forward: Callable[[nn.Module, DeviceMesh, torch.Tensor], Any]
+) -> type[nn.Module]:
+    """A subclass of `kind` with another forward.
+
+    Not a forward of each module's own: the compiler could not share one layer's code with others.
+    """
+
+    def forward(self: nn.Module, x: torch.Tensor) -> Any:
+        return local_forward(self, self.tensor_parallel_mesh, x)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _embedding(layer: nn.Embedding, mesh: DeviceMesh, tokens: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence] to this rank's [batch, sequence / ranks, dim], from its rows."""
+    rows = layer.weight.to_local()
+    index = tokens - mesh.get_local_rank() * rows.shape[0]
+    elsewhere = (index < 0) | (index >= rows.shape[0])
+    found = F.embedding(index.masked_fill(elsewhere, 0), rows)
+    share = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return _summed_parts(share, mesh)
+
+
+def _summed_parts(share: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks' shares, [batch, sequence, dim], summed; each gets its part of the sequence."""
+    whole = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+    return whole.redistribute(placements=[SEQUENCE]).to_local()
 
 
 def _norm(norm: RMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
@@ -103,8 +135,7 @@ def _row(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
         a = layer.lora_a.weight.to_local()
         b = layer.lora_b.weight.to_local(grad_placements=[Partial()])
         out = out + layer.alpha / layer.rank * F.linear(F.linear(x, a), b)
-    share = DTensor.from_local(out, mesh, [Partial()], run_check=False)
-    return share.redistribute(placements=[SEQUENCE]).to_local()
+    return _summed_parts(out, mesh)
 
 
 def _output(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
@@ -125,7 +156,7 @@ def _plan() -> dict[str, ParallelStyle]:
     column = LocalStyle(_column, column_placements)
     row = LocalStyle(_row, {"weight": Shard(1), "lora_a.weight": Shard(1)})
     return {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+        "tok_embeddings": LocalStyle(_embedding, {"weight": Shard(0)}),
         "layers.*.sa_norm": norm,
         "layers.*.attn.q_proj": column,
         "layers.*.attn.k_proj": column,
