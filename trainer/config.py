@@ -68,7 +68,7 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "keep_last_n_checkpoints": ("positive", 2),
     "save_adapter_weights_only": ("flag", False),
     "generate": ("block?", None),
-    "sync_each_micro_batch": ("flag", False),
+    "sync_each_micro_batch": ("flag?", None),
     "tensor_parallel_dim": ("positive?", None),
     "data_parallel_replicate_dim": ("positive?", None),
     "data_parallel_shard_dim": ("dimension?", None),
@@ -222,6 +222,9 @@ def parse(content: dict[str, Any]) -> TrainConfig:
             values[key] = standard
     if _block(content, "fsdp").get("cpu_offload"):
         values["fsdp_cpu_offload"] = True
+    # Without it each GPU keeps a whole copy's gradients, which is what offloading is to save.
+    if values.get("sync_each_micro_batch") is None:
+        values["sync_each_micro_batch"] = values.get("fsdp_cpu_offload", False)
     faults += _block_faults(values) + _memory_faults(values) + _not_there_yet(content, values)
     if faults:
         raise ConfigError(*faults)

@@ -108,7 +108,7 @@ def _stays_with_root(model: TransformerDecoder, name: str) -> bool:
 def set_gradient_sync(model: nn.Module, *, last: bool, each: bool) -> None:
     """Say before a backward pass whether it sums gradients over ranks.
 
-    Between micro-steps nothing is sent, and every rank keeps the gradients of a whole copy.
+    Between micro-steps nothing is sent, and every rank keeps a whole copy's gradients in fp32.
 
     Args:
         last: this is the last micro-step.
