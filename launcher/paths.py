@@ -14,6 +14,7 @@ from launcher.errors import RunFault, UsageFault
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 RECIPES = REPO_ROOT / "configs" / "recipes"
+BASES = REPO_ROOT / "configs" / "base"
 CLUSTERS = REPO_ROOT / "configs" / "clusters"
 TEMPLATES = REPO_ROOT / "templates"
 
