@@ -1,5 +1,6 @@
 """The optimizer and its schedule: any component by name, the fastest form of it where allowed."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> torch.
     if name in FUSED and not block.keys() & {"fused", "foreach"}:
         block = block | {"fused": True}
     if name.startswith("bitsandbytes."):
-        _refuse_bitsandbytes(name, parameters)
+        _check_bitsandbytes(name, parameters)
     optimizer = instantiate("optimizer", block, parameters)
     _try_a_step(block, parameters)
     return optimizer
@@ -56,15 +57,21 @@ def _layout(parameter: torch.Tensor) -> str:
     return f"sharded, {', '.join(f'{name} {size}' for name, size in sizes)}"
 
 
-def _refuse_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None:
-    eight_bit = f"torchao.optim.{'AdamW' if 'AdamW' in name else 'Adam'}8bit"
+def _check_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None:
+    """Its kernels read the memory of whole tensors on a GPU, whatever they are given."""
     if any(isinstance(p, DTensor) for p in parameters):
-        raise ConfigError(
-            f"optimizer: {name} cannot update sharded parameters; it works in a single process "
-            f"without fsdp_cpu_offload and master_weights; use {eight_bit}"
+        fault = (
+            "cannot update sharded parameters; it works in a single process without "
+            "fsdp_cpu_offload and master_weights"
         )
-    if not parameters[0].is_cuda:
-        raise ConfigError(f"optimizer: {name} needs a GPU; use {eight_bit}")
+    elif not parameters[0].is_cuda:
+        fault = "needs a GPU"
+    elif find_spec("bitsandbytes") is None:
+        fault = "needs bitsandbytes, which is not installed"
+    else:
+        return
+    eight_bit = f"torchao.optim.{'AdamW' if 'AdamW' in name else 'Adam'}8bit"
+    raise ConfigError(f"optimizer: {name} {fault}; use {eight_bit}")
 
 
 def schedule(

@@ -108,7 +108,11 @@ def finish(
     process: subprocess.Popen, status: int | None = 0, limit_s: float = START_LIMIT_S
 ) -> str:
     """Wait for a start, check its exit status where one is given, return its output."""
-    output, _ = process.communicate(timeout=limit_s)
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise AssertionError(f"not done in {limit_s} s:\n{process.communicate()[0]}") from None
     if status is not None:
         assert process.returncode == status, output
     return output

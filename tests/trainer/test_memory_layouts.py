@@ -29,6 +29,8 @@ from trainer.activations import InputOffloading
 from trainer.config import load
 from trainer.errors import ConfigError
 
+# For several runs in one start, and for the compiler.
+LIMIT_S = 1200
 # fp32 on the CPU: only the order of summation differs.
 LOSS_TOLERANCE = 2e-5
 NORM_TOLERANCE = 2e-5
@@ -97,7 +99,7 @@ def run_all(
             batch_size = 8 // groups // micro_steps
             settings = {"batch_size": batch_size, "save_every_n_steps": 0} | changes
             paths.append(write_config(root / name, model_folder, dataset, **settings))
-        (root / f"said_{ranks}.txt").write_text(train(*paths, ranks=ranks))
+        (root / f"said_{ranks}.txt").write_text(train(*paths, ranks=ranks, limit_s=LIMIT_S))
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +319,7 @@ def test_optimizers_by_name(tmp_path: Path, model_folder: Path, dataset: Path) -
         )
         for name, settings in optimizers.items()
     ]
-    train(*paths, ranks=2)
+    train(*paths, ranks=2, limit_s=LIMIT_S)
     falls = {path.parent.name: [line["loss"] for line in metrics(path.parent)] for path in paths}
     for name, losses in falls.items():
         assert losses[-1] < losses[0] - 0.5, name
@@ -355,7 +357,7 @@ def test_compiled_layers_compute_the_same(
         write_config(tmp_path / name, model_folder, dataset, **changes)
         for name, changes in runs.items()
     ]
-    output = train(*paths, ranks=2, limit_s=1200)
+    output = train(*paths, ranks=2, limit_s=LIMIT_S)
     assert "recompile_limit" not in output
     for name in runs:
         assert_same(tmp_path / name, root / name.partition("-")[0], weight_tolerance=5e-4)
