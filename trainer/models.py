@@ -82,7 +82,7 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
         module.set_num_output_chunks(output_chunks)
     if fsdp:
         parallel.shard(module, mesh, dtype, config)
-    module.to_empty(device="cpu" if config.fsdp_cpu_offload else world.device)
+    _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     _fill_rope_caches(module, world.device)
     world.agree(lambda: weights.load(module, source, hf_config))
     weights.initialise_adapter(module, config.seed)
@@ -153,6 +153,15 @@ def _default_dtype(dtype: torch.dtype):
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _allocate(module: nn.Module, device: torch.device, *, parameters_on_cpu: bool) -> None:
+    """Bring `module` from the meta device to memory that is not filled yet."""
+    module.to_empty(device="cpu" if parameters_on_cpu else device)
+    if parameters_on_cpu:
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, name, torch.empty_like(buffer, device=device))
 
 
 def _fill_rope_caches(module: nn.Module, device: torch.device) -> None:
