@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from trainer import config as configs
-from trainer import data, distributed, models, parallel
+from trainer import data, distributed, models, optimizers, parallel
 from trainer import progress as progresses
 from trainer.checkpoint import Checkpoints, TrainerState
-from trainer.config import TrainConfig, instantiate
+from trainer.config import TrainConfig
 from trainer.distributed import StopRequest, World
 from trainer.errors import (
     ConfigError,
@@ -62,10 +62,13 @@ class Trainer:
         self.loss = world.agree(lambda: TokenLoss(config))
         self.model: Model = models.build(config, world, self.loss.output_chunks)
         self.optimizer = world.agree(
-            lambda: instantiate("optimizer", config.optimizer, self.model.trainable)
+            lambda: optimizers.build(config.optimizer, self.model.trainable)
         )
-        self.scheduler = world.agree(self._scheduler)
-        self.offload = models.activation_offloading(self.model, config)
+        self.scheduler = world.agree(
+            lambda: optimizers.schedule(
+                config.lr_scheduler, self.optimizer, self.batches.total_steps
+            )
+        )
         self.base_weights = self._base_weights()
         self.checkpoints = Checkpoints(
             config.output_dir,
@@ -159,10 +162,10 @@ class Trainer:
         total = torch.zeros((), device=device)
         for index, batch in enumerate(micro_batches):
             data.check_batch(batch, self.model.vocab_size, model.max_seq_len)
-            parallel.set_gradient_sync(model, index == len(micro_batches) - 1)
+            last = index == len(micro_batches) - 1
+            parallel.set_gradient_sync(model, last=last, each=self.config.sync_each_micro_batch)
             with vocabulary_split_loss(self.world.tensor_parallel_dim):
-                with self.offload:
-                    loss_sum = self.loss(model, batch, device)
+                loss_sum = self.loss(model, batch, device)
                 (loss_sum * scale).backward()
             total += loss_sum.detach()
         return total
@@ -173,7 +176,7 @@ class Trainer:
         parallel.sum_shares(self.model.trainable)
         if wanted or self.config.clip_grad_norm is not None:
             norm = parallel.clip_gradients(self.model.trainable, self.config.clip_grad_norm)
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -229,7 +232,7 @@ class Trainer:
         state = self.state
         state.world_size = self.world.size
         state.tensor_parallel_dim = self.world.tensor_parallel_dim
-        state.scheduler = {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+        state.scheduler = optimizers.schedule_state(self.scheduler)
         state.run = self._identity()
         self.checkpoints.save(self.model.module, self.optimizer, state, wait)
         self.saved_at = time.monotonic()
@@ -307,14 +310,6 @@ class Trainer:
             "steps_per_epoch": self.batches.steps_per_epoch,
         }
 
-    def _scheduler(self) -> Any:
-        block = self.config.lr_scheduler
-        if block is None:
-            return None
-        return instantiate(
-            "lr_scheduler", block, self.optimizer, num_training_steps=self.batches.total_steps
-        )
-
     def _report(self, state: str) -> None:
         """Bring progress.json up to date (rank 0)."""
         now = self.progress
@@ -329,29 +324,17 @@ class Trainer:
     def _tell(self, setup_s: float) -> None:
         config, world, batches = self.config, self.world, self.batches
         trainable, total = self.model.parameter_counts()
-        dataset, tensor_parallel = batches.size, world.tensor_parallel_dim
-        per_step = batches.samples_per_step
+        dataset, per_step = batches.size, batches.samples_per_step
         self.say(
             f"model      {config.model['_component_']}, {total:,} parameters\n"
             f"method     {self.model.method}, {trainable:,} trainable "
             f"({100 * trainable / total:.2f} %)\n"
-            f"ranks      {world.size} on {world.device.type}, {config.dtype}"
-            f"{f', FSDP over {world.data_size}' if world.data_size > 1 else ''}"
-            f"{f', tensor parallel over {tensor_parallel}' if tensor_parallel > 1 else ''}\n"
+            f"ranks      {world.size} on {world.device.type}, {parallel.described(config, world)}\n"
             f"data       {dataset:,} samples, {per_step} a step, "
             f"{batches.steps_per_epoch} steps an epoch\n"
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self.state.step}; set up in {setup_s:.1f} s"
         )
-
-
-def _plain(scheduler: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state as JSON can hold it; its functions come from the config again."""
-    return {
-        key: value
-        for key, value in scheduler.items()
-        if isinstance(value, int | float | bool | list | str) and key != "lr_lambdas"
-    } | ({"lr_lambdas": [None] * len(scheduler["lr_lambdas"])} if "lr_lambdas" in scheduler else {})
 
 
 def _span(progress: Progress) -> str:
@@ -368,7 +351,12 @@ def is_finished(config: TrainConfig) -> bool:
 
 def run(config: TrainConfig, attempt: int) -> None:
     """Do one start of a run, from where the last one got to."""
-    world = distributed.start(config.device, config.tensor_parallel_dim)
+    world = distributed.start(
+        config.device,
+        config.tensor_parallel_dim,
+        config.data_parallel_replicate_dim,
+        config.data_parallel_shard_dim,
+    )
     if world.gather(is_finished(config))[0]:
         say(world.is_main)(f"already finished: see {config.output_dir / 'export'}")
         return
