@@ -10,7 +10,6 @@ logging.getLogger("torchao").addFilter(
     lambda record: "Skipping import of cpp extensions" not in record.getMessage()
 )
 
-from torchtune.data import padded_collate_sft  # noqa: E402
 from torchtune.models.convert_weights import (  # noqa: E402
     _FROM_HF,
     get_mapped_key,
@@ -18,6 +17,7 @@ from torchtune.models.convert_weights import (  # noqa: E402
     tune_to_hf,
     tune_to_peft_adapter_weights,
 )
+from torchtune.models.gemma2._attention import Gemma2Attention  # noqa: E402
 from torchtune.modules import (  # noqa: E402
     FeedForward,
     MultiHeadAttention,
@@ -42,6 +42,7 @@ def hf_name(name: str) -> str:
 
 __all__ = [
     "FeedForward",
+    "Gemma2Attention",
     "LoRALinear",
     "MultiHeadAttention",
     "RMSNorm",
@@ -52,7 +53,6 @@ __all__ = [
     "get_adapter_params",
     "hf_name",
     "hf_to_tune",
-    "padded_collate_sft",
     "prepare_mha_for_tp",
     "tune_to_hf",
     "tune_to_peft_adapter_weights",
