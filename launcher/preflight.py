@@ -129,41 +129,51 @@ _FILE_SOURCES = {"json", "csv", "parquet", "text", "arrow"}
 
 
 def _dataset_files(config: dict[str, Any]) -> list[str]:
+    datasets, validation = config.get("dataset"), config.get("dataset_val")
+    blocks = [
+        ("dataset", block) for block in (datasets if isinstance(datasets, list) else [datasets])
+    ]
+    # What dataset_val leaves out is dataset's, and told there.
+    if isinstance(validation, dict) and {"source", "data_files"} & validation.keys():
+        inherited = datasets if isinstance(datasets, dict) else {}
+        blocks.append(("dataset_val", {**inherited, **validation}))
+    return [
+        fault
+        for key, block in blocks
+        if isinstance(block, dict)
+        for fault in _unreadable(key, block)
+    ]
+
+
+def _unreadable(key: str, dataset: dict[str, Any]) -> list[str]:
     found = []
-    datasets = config.get("dataset")
-    for dataset in datasets if isinstance(datasets, list) else [datasets]:
-        if not isinstance(dataset, dict):
-            continue
-        source, files = dataset.get("source"), dataset.get("data_files")
-        if isinstance(files, dict):
-            files = [
-                name
-                for value in files.values()
-                for name in (value if isinstance(value, list) else [value])
-            ]
-        for name in [files] if isinstance(files, str) else files or []:
-            # Wildcards and addresses are the datasets library's to open.
-            if (
-                source in _FILE_SOURCES
-                and "://" not in str(name)
-                and not re.search(r"[*?\[]", str(name))
-            ):
-                why = _readable(Path(str(name))) or _unfit(Path(str(name)), dataset)
-                if why:
-                    found.append(
-                        f"dataset.data_files {name} {why}: mend the path, or set "
-                        "dataset.data_files="
-                    )
-        if isinstance(source, str) and source.startswith(("/", "./", "../", "~")):
-            why = _readable(Path(source).expanduser())
+    source, files = dataset.get("source"), dataset.get("data_files")
+    if isinstance(files, dict):
+        files = [
+            name
+            for value in files.values()
+            for name in (value if isinstance(value, list) else [value])
+        ]
+    for name in [files] if isinstance(files, str) else files or []:
+        # Wildcards and addresses are the datasets library's to open.
+        if (
+            source in _FILE_SOURCES
+            and "://" not in str(name)
+            and not re.search(r"[*?\[]", str(name))
+        ):
+            why = _readable(Path(str(name))) or _unfit(key, Path(str(name)), dataset)
             if why:
                 found.append(
-                    f"dataset.source {source} {why}: mend the path, or set dataset.source="
+                    f"{key}.data_files {name} {why}: mend the path, or set {key}.data_files="
                 )
+    if isinstance(source, str) and source.startswith(("/", "./", "../", "~")):
+        why = _readable(Path(source).expanduser())
+        if why:
+            found.append(f"{key}.source {source} {why}: mend the path, or set {key}.source=")
     return found
 
 
-def _unfit(path: Path, dataset: dict[str, Any]) -> str | None:
+def _unfit(key: str, path: Path, dataset: dict[str, Any]) -> str | None:
     """Say why a file of JSON lines cannot hold the samples, judged by its first line."""
     if path.suffix != ".jsonl":
         return None
@@ -180,7 +190,7 @@ def _unfit(path: Path, dataset: dict[str, Any]) -> str | None:
     columns = dataset.get("column_map")
     for column in columns.values() if isinstance(columns, dict) else ():
         if column not in sample:
-            return f"has no column {column!r} of dataset.column_map, only {', '.join(sample)}"
+            return f"has no column {column!r} of {key}.column_map, only {', '.join(sample)}"
     return None
 
 

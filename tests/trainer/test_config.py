@@ -67,6 +67,12 @@ def test_the_stock_configs_are_all_there() -> None:
         ({"generate": {"prompts": "one"}}, "generate.prompts: must be a list of questions"),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: is not supported"),
         ({"collate_fn": "torch.stack"}, "collate_fn: only"),
+        (
+            {"row_length": 0},
+            "dataset.packed: set tokenizer.max_seq_len, the length of a packed row",
+        ),
+        ({"dataset_val": {"_component_": "os.system"}}, "dataset_val._component_: 'os.system' is"),
+        ({"run_val_every_n_steps": 2}, "run_val_every_n_steps: needs dataset_val, such as"),
         ({"model": lora_model(use_dora=True)}, "model.use_dora: DoRA is not supported"),
         ({"enable_activation_offloading": True}, "enable_activation_offloading: needs"),
     ],

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,66 @@ def test_attention_compiles_without_a_break(build: Any) -> None:
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(model(batch.tokens, **inputs), expected, rtol=0, atol=1e-5)
+
+
+def by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor,
+    key_begins: torch.Tensor,
+    longest: int,
+    key_longest: int,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What torch documents of its variable-length attention, one document after the other."""
+    assert begins.dtype == torch.int32 and torch.equal(begins, key_begins)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    parts = []
+    for begin, end in pairwise(begins.tolist()):
+        assert end - begin <= longest == key_longest
+        q, k, v = (t[begin:end].transpose(0, 1) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_variable_length_kernel_gives_what_the_mask_gives(grouped: bool, build: Any) -> None:
+    """The GPU's path, with a kernel of the same arguments that runs anywhere."""
+    rows = build(**packed()).training.rows
+    batch = rows.collate([rows[0], rows[1]])
+    model = instantiate("model", LLAMA).to(torch.bfloat16)
+    kernel = partial(attention._varlen, by_document, grouped)
+    outputs = []
+    for varlen in (None, kernel):
+        for layer in model.layers:
+            layer.attn.forward = partial(attention._forward, layer.attn, varlen)
+        with torch.inference_mode():
+            outputs.append(model(batch.tokens, mask=batch.documents, input_pos=batch.positions))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_gpus_kernel_gives_what_the_mask_gives(build: Any) -> None:
+    device = torch.device("cuda")
+    rows = build(**packed()).training.rows
+    batch = rows.collate([rows[0], rows[1]]).to(device)
+    with device:
+        layer = instantiate("model", LLAMA).to(torch.bfloat16).layers[0].attn
+        x = torch.randn(2, ROW, MODEL_SIZES["embed_dim"], dtype=torch.bfloat16)
+    outputs, gradients = [], []
+    for varlen in (None, attention._varlen_attention(device)):
+        inputs = x.clone().requires_grad_()
+        out = attention._forward(
+            layer, varlen, inputs, inputs, mask=batch.documents, input_pos=batch.positions
+        )
+        out.float().square().sum().backward()
+        outputs.append(out)
+        gradients.append(inputs.grad)
+    assert varlen is not None
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0.05, atol=0.05)
 
 
 # The order of batches

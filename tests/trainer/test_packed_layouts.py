@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 
 from tests.trainer.runs import ROOT, curve, lora_model, metrics, train, write_config
 
-# fp32 on the CPU: only the order of summation differs.
+# fp32 on the CPU: only the order of summation differs, which Adam enlarges from step to step.
 LOSS_TOLERANCE = 2e-5
-NORM_TOLERANCE = 2e-5
+FIRST_NORM_TOLERANCE = 5e-6
+NORM_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 5e-4
 # Odd, so that tensor parallelism must lengthen the rows.
 ROW = 95
@@ -81,7 +82,8 @@ def test_curve_and_validation_equal_the_single_process(
     assert len(own) == 7
     for line, own_line in zip(wanted, own, strict=True):
         assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
-        assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=NORM_TOLERANCE)
+        tolerance = FIRST_NORM_TOLERANCE if line["step"] == 1 else NORM_TOLERANCE
+        assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=tolerance)
         assert own_line["tokens"] == line["tokens"]
         assert ("val_loss" in own_line) == (line["step"] in (2, 4, 6, 7))
         if "val_loss" in own_line:
