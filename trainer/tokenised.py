@@ -14,6 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class TokenisedDataset:
         packed = mask[first_byte : first_byte + -(-length // 8)]
         return tokens[first : first + length], np.unpackbits(packed, count=length).astype(bool)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """A hash of every sample, the same wherever the data lies."""
         return hashlib.sha256(self.fingerprints.tobytes()).hexdigest()[:16]
@@ -147,7 +148,7 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "code": [files.sha256(Path(module.__file__)) for module in (tokenizers,)],
+        "code": files.sha256(Path(tokenizers.__file__)),
         "dataset": block,
         "tokenizer": tokenizer_block,
         "data": [files.sha256(path) for path in _data_files(block)],
