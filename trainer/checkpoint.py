@@ -46,6 +46,7 @@ class TrainerState:
     tokens: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
+    val_loss: float | None = None
     world_size: int = 1
     scheduler: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)

@@ -10,7 +10,6 @@ logging.getLogger("torchao").addFilter(
     lambda record: "Skipping import of cpp extensions" not in record.getMessage()
 )
 
-from torchtune.data import padded_collate_sft  # noqa: E402
 from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings  # noqa: E402
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm  # noqa: E402
 from torchtune.models.gemma2._attention import Gemma2Attention  # noqa: E402
@@ -54,5 +53,4 @@ __all__ = [
     "TransformerSelfAttentionLayer",
     "get_act_offloading_ctx_manager",
     "get_adapter_params",
-    "padded_collate_sft",
 ]

@@ -34,6 +34,8 @@ PROFILER_KEYS = {
     "active_steps": 2,
     "num_cycles": 1,
 }
+# The trainer collates by itself, with the results that these are meant to have.
+COLLATE_FNS = ("torchtune.data.padded_collate_sft", "torchtune.data.padded_collate_packed")
 REQUIRED = object()
 
 # key: (kind, default). A kind ending in "?" may be null.
@@ -47,7 +49,11 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "tokenizer": ("component", REQUIRED),
     "checkpointer": ("block", REQUIRED),
     "dataset": ("component", REQUIRED),
+    "dataset_val": ("block?", None),
+    "data_cache_dir": ("text?", None),
+    "num_workers": ("count?", None),
     "batch_size": ("positive", REQUIRED),
+    "batch_size_val": ("positive?", None),
     "epochs": ("positive", 1),
     "max_steps_per_epoch": ("positive?", None),
     "max_steps": ("positive?", None),
@@ -61,6 +67,7 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "compile": ("flag", False),
     "log_every_n_steps": ("positive", 1),
     "profiler": ("block?", None),
+    "run_val_every_n_steps": ("positive?", None),
     "save_every_n_steps": ("count?", None),
     "keep_last_n_checkpoints": ("positive", 2),
     "save_adapter_weights_only": ("flag", False),
@@ -105,7 +112,11 @@ class TrainConfig:
     tokenizer: dict[str, Any]
     checkpointer: dict[str, Any]
     dataset: dict[str, Any]
+    dataset_val: dict[str, Any] | None
+    data_cache_dir: str | None
+    num_workers: int | None
     batch_size: int
+    batch_size_val: int
     epochs: int
     max_steps_per_epoch: int | None
     max_steps: int | None
@@ -119,6 +130,7 @@ class TrainConfig:
     compile: bool
     log_every_n_steps: int
     profiler: dict[str, Any] | None
+    run_val_every_n_steps: int | None
     save_every_n_steps: int | None
     keep_last_n_checkpoints: int
     save_adapter_weights_only: bool
@@ -133,6 +145,13 @@ class TrainConfig:
     def model_folder(self) -> Path:
         """The Hugging Face folder that the weights come from."""
         return Path(self.checkpointer["checkpoint_dir"])
+
+    @property
+    def data_cache(self) -> Path:
+        """The folder of tokenised datasets; beside the run directories where none is named."""
+        if self.data_cache_dir is None:
+            return self.output_dir.parent / ".data_cache"
+        return Path(self.data_cache_dir).expanduser().absolute()
 
 
 def load(path: Path) -> TrainConfig:
@@ -195,7 +214,10 @@ def parse(content: dict[str, Any]) -> TrainConfig:
     for key, standard in (("seed", 0), ("tensor_parallel_dim", 1)):
         if values.get(key) is None:
             values[key] = standard
-    faults += _block_faults(values) + _not_there_yet(content, values)
+    values["dataset_val"] = _inherited(values.get("dataset"), values.get("dataset_val"))
+    if values.get("batch_size_val") is None:
+        values["batch_size_val"] = values.get("batch_size")
+    faults += _data_faults(values) + _block_faults(values) + _not_there_yet(content, values)
     if faults:
         raise ConfigError(*faults)
     values["output_dir"] = Path(values["output_dir"]).absolute()
@@ -241,6 +263,37 @@ def _checked_component(key: str, value: Any) -> dict[str, Any]:
             f"it must begin with one of {', '.join(COMPONENT_PREFIXES)}"
         )
     return value
+
+
+def _inherited(
+    dataset: dict[str, Any] | None, validation: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """dataset_val with the keys that it leaves out; another component has keys of its own."""
+    if validation is None or dataset is None:
+        return validation
+    if validation.get("_component_", dataset["_component_"]) != dataset["_component_"]:
+        return validation
+    return {**dataset, **validation}
+
+
+def _data_faults(values: dict[str, Any]) -> list[str]:
+    faults = []
+    validation = values.get("dataset_val")
+    if validation is not None:
+        try:
+            _checked_component("dataset_val", validation)
+        except ConfigError as error:
+            faults.extend(error.faults)
+    elif values.get("run_val_every_n_steps"):
+        faults.append(
+            "run_val_every_n_steps: needs dataset_val, such as dataset_val.split=train[95%:]"
+        )
+    length = (values.get("tokenizer") or {}).get("max_seq_len")
+    for key in ("dataset", "dataset_val"):
+        packed = (values.get(key) or {}).get("packed")
+        if packed and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+            faults.append(f"{key}.packed: set tokenizer.max_seq_len, the length of a packed row")
+    return faults
 
 
 def _block_faults(values: dict[str, Any]) -> list[str]:
@@ -304,12 +357,8 @@ def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]
             "remove ac_mode and use enable_activation_checkpointing=True",
         ),
         (
-            (values.get("dataset") or {}).get("packed"),
-            "dataset.packed: packing is not supported; set dataset.packed=False",
-        ),
-        (
-            content.get("collate_fn") not in (None, "torchtune.data.padded_collate_sft"),
-            "collate_fn: only torchtune.data.padded_collate_sft is supported",
+            content.get("collate_fn") not in (None, *COLLATE_FNS),
+            f"collate_fn: only {' and '.join(COLLATE_FNS)} are supported",
         ),
         (
             model.get("quantize_base") or "qlora" in str(model.get("_component_")),
@@ -335,6 +384,10 @@ def _notes(content: dict[str, Any]) -> list[str]:
         notes.append("optimizer_in_bwd: set aside; the optimizer steps after the backward pass")
     if content.get("enable_async_checkpointing"):
         notes.append("enable_async_checkpointing: set aside; checkpoints are written in step")
+    if _block(content, "dataset").get("packed") and _block(content, "dataset").get(
+        "split_across_pack"
+    ):
+        notes.append("dataset.split_across_pack: set aside; samples are packed whole")
     if content.get("tensor_parallel_plan"):
         notes.append("tensor_parallel_plan: set aside; the trainer has a plan of its own")
     if content.get("memory_efficient_fsdp_wrap"):

@@ -1,6 +1,7 @@
 """The model: built on the meta device, laid out over the ranks, filled from safetensors."""
 
 import json
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from trainer import families, parallel, tensor_parallel, weights
+from trainer import attention, families, parallel, tensor_parallel, weights
 from trainer.compat import (
     LoRALinear,
     TransformerDecoder,
@@ -53,18 +54,24 @@ class Model:
         )
 
 
-def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
+def build(
+    config: TrainConfig,
+    world: World,
+    output_chunks: int = 0,
+    data_faults: Callable[[int, int], list[str]] | None = None,
+) -> Model:
     """Build, shard and fill the model that `config` names.
 
     Every rank holds only its own part of the weights.
 
     Args:
         output_chunks: in how many parts the model gives its logits (0: whole).
+        data_faults: by (tokens, positions) that the model knows, why the data does not fit it.
 
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    source, hf_config, module = world.agree(lambda: _checked_module(config, world))
+    source, hf_config, module = world.agree(lambda: _checked_module(config, world, data_faults))
     dtype = DTYPES[config.dtype]
     adapter = get_adapter_params(module)
     for name, parameter in module.named_parameters():
@@ -72,6 +79,7 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
     mesh = parallel.device_mesh(world)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
+    attention.use_documents(module, world.device)
     if config.enable_activation_checkpointing:
         apply_activation_checkpointing(
             module,
@@ -100,7 +108,9 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
 
 
 def _checked_module(
-    config: TrainConfig, world: World
+    config: TrainConfig,
+    world: World,
+    data_faults: Callable[[int, int], list[str]] | None,
 ) -> tuple[weights.SafetensorsSource, dict[str, Any], TransformerDecoder]:
     """The files, their config.json and an empty model on the meta device that fits them."""
     source = weights.SafetensorsSource.open(config.checkpointer)
@@ -121,6 +131,8 @@ def _checked_module(
     ]
     faults += families.fit(module, hf_config, arguments_of("model", config.model))
     faults += tensor_parallel.faults(module, config.tensor_parallel_dim)
+    if data_faults is not None:
+        faults += data_faults(module.tok_embeddings.num_embeddings, module.max_seq_len)
     faults += weights.mismatches(module, source, config.model_folder, hf_config)
     if faults:
         raise ConfigError(*faults)
