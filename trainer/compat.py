@@ -26,7 +26,7 @@ from torchtune.modules import (  # noqa: E402
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
-from torchtune.modules.peft import LoRALinear, get_adapter_params  # noqa: E402
+from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params  # noqa: E402
 from torchtune.training import (  # noqa: E402
     get_act_offloading_ctx_manager,
     prepare_mha_for_tp,
@@ -41,6 +41,7 @@ def hf_name(name: str) -> str:
 
 
 __all__ = [
+    "DoRALinear",
     "FeedForward",
     "LoRALinear",
     "MultiHeadAttention",

@@ -276,7 +276,6 @@ def _block(content: dict[str, Any], key: str) -> dict[str, Any]:
 def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]:
     """A fault for each value that asks for what this trainer does not do."""
     faults = []
-    model = values.get("model") or {}
     offload = content.get("fsdp_cpu_offload") or _block(content, "fsdp").get("cpu_offload")
     refusals = (
         (
@@ -310,11 +309,6 @@ def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]
             content.get("collate_fn") not in (None, "torchtune.data.padded_collate_sft"),
             "collate_fn: only torchtune.data.padded_collate_sft is supported",
         ),
-        (
-            model.get("quantize_base") or "qlora" in str(model.get("_component_")),
-            "model: QLoRA (quantize_base) is not supported; use the LoRA builder",
-        ),
-        (model.get("use_dora"), "model.use_dora: DoRA is not supported; set model.use_dora=False"),
         (
             values.get("enable_activation_offloading")
             and not values.get("enable_activation_checkpointing"),
@@ -351,9 +345,20 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
         ConfigError: the component does not exist, or does not take these arguments.
     """
     dotted = _checked_component(key, block)["_component_"]
+    factory = component(key, dotted)
+    arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
+    try:
+        return factory(*args, **arguments)
+    except (TypeError, ValueError, FileNotFoundError, AssertionError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error
+
+
+def component(key: str, dotted: str) -> Any:
+    """What the dotted path of a `_component_` names; raises ConfigError where there is none."""
     module_name, _, name = dotted.rpartition(".")
     try:
-        component = getattr(importlib.import_module(module_name), name)
+        return getattr(importlib.import_module(module_name), name)
     except ImportError as error:
         raise ConfigError(f"{key}._component_: {dotted} cannot be imported: {error}") from None
     except AttributeError:
@@ -361,9 +366,3 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{key}._component_: {module_name} has no {name}{hint}") from None
-    arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
-    try:
-        return component(*args, **arguments)
-    except (TypeError, ValueError, FileNotFoundError, AssertionError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error

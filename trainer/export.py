@@ -1,4 +1,4 @@
-"""The finished model as a Hugging Face folder, and LoRA's adapter as PEFT reads it."""
+"""The finished model as a Hugging Face folder, and its adapter as PEFT reads it."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trainer import weights
-from trainer.compat import hf_name, tune_to_peft_adapter_weights
+from trainer import lora, nf4, weights
+from trainer.compat import DoRALinear, hf_name, tune_to_peft_adapter_weights
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.files import fsync_path, read_json, write_json
-from trainer.models import Model, lora_modules
+from trainer.models import Model
 from trainer.parallel import whole
 
 FOLDER, ADAPTER = "export", "adapter"
@@ -35,8 +35,8 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     """Write <output_dir>/export and return it; all ranks call this together.
 
     Tensors are gathered one at a time, and rank 0 writes them in files of at most 4 GiB (or one
-    tensor). LoRA is merged, and the adapter by itself lies in `adapter/`; with
-    `save_adapter_weights_only` the merged weights are left out.
+    tensor). LoRA and DoRA are merged (see `lora.merged` for a quantised base), and the adapter by
+    itself lies in `adapter/`; with `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / FOLDER
     temporary = config.output_dir / f".tmp_{FOLDER}"
@@ -78,7 +78,7 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         tensors = dict(next(stream) for _ in keys)
         world.on_main(lambda n=name, t=tensors: save_file(t, folder / n, metadata={"format": "pt"}))
     if len(shards) > 1:
-        total = sum(p.numel() * p.element_size() for _, p in _base_parameters(model))
+        total = sum(_bytes(model, p) for _, p in _base_parameters(model))
         index = {
             "metadata": {"total_size": total},
             "weight_map": {k: n for n, keys in zip(names, shards, strict=True) for k in keys},
@@ -92,12 +92,18 @@ def _base_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield name, parameter
 
 
+def _bytes(model: Model, parameter: torch.nn.Parameter) -> int:
+    """The size of a parameter in the export, where nothing is quantised."""
+    dtype = model.dtype if nf4.is_packed(parameter) else parameter.dtype
+    return nf4.dense_numel(parameter) * dtype.itemsize
+
+
 def _plan(model: Model) -> list[list[str]]:
     """Hugging Face names by file, in the order in which the tensors are gathered."""
     shards: list[list[str]] = [[]]
     room = MAX_SHARD_BYTES
     for name, parameter in _base_parameters(model):
-        size = parameter.numel() * parameter.element_size()
+        size = _bytes(model, parameter)
         if size > room and shards[-1]:
             shards.append([])
             room = MAX_SHARD_BYTES
@@ -109,14 +115,13 @@ def _plan(model: Model) -> list[list[str]]:
 @torch.no_grad()
 def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, whole merged tensor on the CPU; an empty one where `keep` is False)."""
-    lora = lora_modules(model.module)
+    layers = {weights.plain_name(name): m for name, m in model.module.named_modules()}
     for name, parameter in _base_parameters(model):
-        tensor = whole(parameter.detach())
-        layer = lora.get(name.removesuffix(".weight"))
-        if layer is not None:
-            a, b = whole(layer.lora_a.weight.detach()), whole(layer.lora_b.weight.detach())
-            update = b.float() @ a.float() * (layer.alpha / layer.rank)
-            tensor = (tensor.float() + update).to(tensor.dtype)
+        layer = layers.get(name.removesuffix(".weight"))
+        if isinstance(layer, lora.ADAPTED) or nf4.is_packed(parameter):
+            tensor = lora.merged(layer, model.dtype)
+        else:
+            tensor = whole(parameter.detach())
         if keep:
             converted = weights.to_hf(name, tensor.cpu(), model.hf_config)
             yield hf_name(name), converted.contiguous().clone()
@@ -135,16 +140,38 @@ def _save_adapter(
     model: Model, config: TrainConfig, folder: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     folder.mkdir()
-    converted = tune_to_peft_adapter_weights(tensors, **weights.shape_of_heads(model.hf_config))
     save_file(
-        {name: tensor.contiguous() for name, tensor in converted.items()},
+        {
+            key: tensor.contiguous()
+            for name, own in tensors.items()
+            for key, tensor in [_peft_tensor(name, own, model.hf_config)]
+        },
         folder / "adapter_model.safetensors",
         metadata={"format": "pt"},
     )
-    layers = lora_modules(model.module)
+    layers = {
+        weights.plain_name(name): layer
+        for name, layer in model.module.named_modules()
+        if isinstance(layer, lora.ADAPTED)
+    }
     first = next(iter(layers.values()))
     targets = {hf_name(f"{name}.weight").split(".")[-2] for name in layers}
     write_json(folder / "adapter_config.json", _peft_config(first, sorted(targets), config))
+
+
+def _peft_tensor(
+    name: str, tensor: torch.Tensor, hf_config: dict[str, Any]
+) -> tuple[str, torch.Tensor]:
+    """An adapter's tensor by PEFT's name; the rows of q and k in Hugging Face's order."""
+    if not name.endswith(".magnitude"):
+        converted = tune_to_peft_adapter_weights(
+            {name: tensor}, **weights.shape_of_heads(hf_config)
+        )
+        return next(iter(converted.items()))
+    # A magnitude has the rows of B, and torchtune would leave those of q and k in its own order.
+    as_b = name.removesuffix("magnitude") + "lora_b.weight"
+    key, column = _peft_tensor(as_b, tensor[:, None], hf_config)
+    return key.replace("lora_B.weight", "lora_magnitude_vector"), column[:, 0]
 
 
 def _peft_config(layer: Any, targets: list[str], config: TrainConfig) -> dict[str, Any]:
@@ -152,8 +179,9 @@ def _peft_config(layer: Any, targets: list[str], config: TrainConfig) -> dict[st
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(config.model_folder),
-        "r": layer.rank,
-        "lora_alpha": layer.alpha,
+        "r": lora.rank(layer),
+        "lora_alpha": lora.scaling(layer) * lora.rank(layer),
+        "use_dora": isinstance(layer, DoRALinear),
         "lora_dropout": getattr(layer.dropout, "p", 0.0),
         "target_modules": targets,
         "bias": "none",

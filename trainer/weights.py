@@ -12,13 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from trainer.compat import hf_name, hf_to_tune, tune_to_hf
+from trainer import lora, nf4
+from trainer.compat import DoRALinear, hf_name, hf_to_tune, tune_to_hf
 from trainer.errors import ConfigError
 from trainer.parallel import local_part
 
 # torchtune's model types whose weights are the plain Llama layout.
 MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL")
-ADAPTER_PARTS = (".lora_a.weight", ".lora_b.weight")
+ADAPTER_PARTS = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 
 
 def plain_name(name: str) -> str:
@@ -33,7 +34,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def is_adapter(name: str) -> bool:
-    """True for a parameter that LoRA adds to the base model."""
+    """True for a parameter that LoRA or DoRA adds to the base model."""
     return name.endswith(ADAPTER_PARTS)
 
 
@@ -137,7 +138,7 @@ def to_hf(name: str, tensor: torch.Tensor, hf_config: dict[str, Any]) -> torch.T
 def mismatches(module: nn.Module, source: SafetensorsSource, folder: Path) -> list[str]:
     """Every tensor that is missing, too many, or of another shape than the model's."""
     wanted = {
-        hf_name(name): tuple(parameter.shape)
+        hf_name(name): nf4.dense_shape(parameter)
         for name, parameter in named_parameters(module)
         if not is_adapter(name)
     }
@@ -167,25 +168,32 @@ def _is_redundant(key: str, wanted: dict[str, Any]) -> bool:
 def load(module: nn.Module, source: SafetensorsSource, hf_config: dict[str, Any]) -> None:
     """Fill the base weights of `module`; each rank copies its own part of each tensor.
 
-    At most one whole tensor is in memory at a time.
+    At most one whole tensor is in memory at a time. What is NF4 in the model is quantised here,
+    and DoRA's magnitudes, which are the norms of the base weights' rows at first, are filled too.
     """
     targets = {hf_name(n): p for n, p in named_parameters(module) if not is_adapter(n)}
+    magnitudes = {
+        hf_name(f"{plain_name(name)}.weight"): layer.magnitude
+        for name, layer in module.named_modules()
+        if isinstance(layer, DoRALinear)
+    }
     for key, tensor in source.read():
         if key in targets:
-            parameter = targets[key]
-            full = to_tune(key, tensor, hf_config).to(parameter.dtype)
-            _fill(parameter, full)
+            full = to_tune(key, tensor, hf_config)
+            _fill(targets[key], full)
+            if key in magnitudes:
+                _fill_magnitude(magnitudes[key], full, nf4.is_packed(targets[key]))
 
 
 @torch.no_grad()
 def initialise_adapter(module: nn.Module, seed: int) -> None:
-    """Fill LoRA's A by Kaiming uniform and B by zeros, the same on any number of ranks.
+    """Fill A by Kaiming uniform and B by zeros, the same on any number of ranks.
 
     Source: Hu et al. 2021 (arXiv 2106.09685); each A has a generator of its own, seeded by
     `seed` and its name.
     """
     for name, parameter in named_parameters(module):
-        if not is_adapter(name):
+        if not name.endswith(ADAPTER_PARTS[:2]):
             continue
         full = torch.zeros(parameter.shape, dtype=torch.float32)
         if name.endswith(ADAPTER_PARTS[0]):
@@ -193,10 +201,21 @@ def initialise_adapter(module: nn.Module, seed: int) -> None:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             bound = 1 / math.sqrt(parameter.shape[1])
             full.uniform_(-bound, bound, generator=generator)
-        _fill(parameter, full.to(parameter.dtype))
+        _fill(parameter, full)
 
 
 def _fill(parameter: nn.Parameter, full: torch.Tensor) -> None:
-    part = local_part(parameter, full)
     target = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    target.copy_(part)
+    if nf4.is_packed(parameter):
+        # A part is cut between blocks, so that each rank quantises no more than its own.
+        part = local_part(parameter, full.unflatten(1, (-1, nf4.BLOCK)))
+        target.copy_(nf4.quantise(part.flatten(1).to(target.device)))
+    else:
+        target.copy_(local_part(parameter, full))
+
+
+def _fill_magnitude(magnitude: nn.Parameter, full: torch.Tensor, quantised: bool) -> None:
+    target = magnitude.to_local() if hasattr(magnitude, "to_local") else magnitude
+    # Whole rows, also where the weight's columns are split.
+    rows = local_part(magnitude, full)
+    target.copy_(lora.row_norms(rows.to(target.device), quantised))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.trainer.runs import error_record, lora_model, train, write_config
+from tests.trainer.runs import error_record, train, write_config
 from trainer import config as configs
 from trainer import sft
 from trainer.errors import ConfigError
@@ -22,7 +22,7 @@ STOCK = sorted(
     if any(method in path.name for method in ("full", "lora", "dora"))
     and not any(other in path.name for other in ("dpo", "KD", "qat"))
 )
-OPEN = ("model: QLoRA", "model.use_dora", "fsdp_cpu_offload", "dataset.packed")
+OPEN = ("fsdp_cpu_offload", "dataset.packed")
 
 
 @pytest.mark.parametrize("path", STOCK, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -67,7 +67,6 @@ def test_the_stock_configs_are_all_there() -> None:
         ({"generate": {"prompts": "one"}}, "generate.prompts: must be a list of questions"),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: is not supported"),
         ({"collate_fn": "torch.stack"}, "collate_fn: only"),
-        ({"model": lora_model(use_dora=True)}, "model.use_dora: DoRA is not supported"),
         ({"enable_activation_offloading": True}, "enable_activation_offloading: needs"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
