@@ -34,7 +34,7 @@ LOSS_TOLERANCE = 2e-5
 NORM_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 2e-4
 METHODS = {
-    "dora": {"use_dora": True},
+    "dora": {"use_dora": True, "apply_lora_to_output": True},
     "qlora": {"quantize_base": True},
     "qdora": {"use_dora": True, "quantize_base": True},
 }
