@@ -224,15 +224,15 @@ class Recipe:
 
     @property
     def method(self) -> str:
-        """full, lora, dora or qlora, as the model's builder says; script for the user's own."""
+        """full, lora, dora, qlora or qdora, as the model block says; script for the user's own."""
         if self.script:
             return "script"
-        builder = str(self.config.get("model", {}).get("_component_", "")).rpartition(".")[2]
-        if builder.startswith("qlora"):
-            return "qlora"
-        if builder.startswith("lora"):
-            return "dora" if self.config["model"].get("use_dora") else "lora"
-        return "full"
+        model = self.config.get("model", {})
+        builder = str(model.get("_component_", "")).rpartition(".")[2]
+        if not builder.startswith(("lora", "qlora")):
+            return "full"
+        quantised = model.get("quantize_base", builder.startswith("qlora"))
+        return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
 
     def resolved(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return the whole recipe with every ${...} filled in for a run in run_dir."""

@@ -330,7 +330,6 @@ def _block(content: dict[str, Any], key: str) -> dict[str, Any]:
 def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]:
     """A fault for each value that asks for what this trainer does not do."""
     faults = []
-    model = values.get("model") or {}
     offload = content.get("fsdp_cpu_offload") or _block(content, "fsdp").get("cpu_offload")
     refusals = (
         (
@@ -360,11 +359,6 @@ def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]
             content.get("collate_fn") not in (None, *COLLATE_FNS),
             f"collate_fn: only {' and '.join(COLLATE_FNS)} are supported",
         ),
-        (
-            model.get("quantize_base") or "qlora" in str(model.get("_component_")),
-            "model: QLoRA (quantize_base) is not supported; use the LoRA builder",
-        ),
-        (model.get("use_dora"), "model.use_dora: DoRA is not supported; set model.use_dora=False"),
         (
             values.get("enable_activation_offloading")
             and not values.get("enable_activation_checkpointing"),
@@ -404,10 +398,11 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
     Raises:
         ConfigError: the component does not exist, or does not take these arguments.
     """
-    dotted, component = block.get("_component_"), _component(key, block)
+    dotted = _checked_component(key, block)["_component_"]
+    factory = component(key, dotted)
     arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
     try:
-        return component(*args, **arguments)
+        return factory(*args, **arguments)
     except (TypeError, ValueError, FileNotFoundError, AssertionError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error
@@ -415,11 +410,11 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
 
 def arguments_of(key: str, block: dict[str, Any]) -> set[str]:
     """The names of what the component that a block names can be told."""
-    return set(inspect.signature(_component(key, block)).parameters)
+    return set(inspect.signature(component(key, block["_component_"])).parameters)
 
 
-def _component(key: str, block: dict[str, Any]) -> Any:
-    dotted = _checked_component(key, block)["_component_"]
+def component(key: str, dotted: str) -> Any:
+    """What the dotted path of a `_component_` names; raises ConfigError where there is none."""
     module_name, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), name)

@@ -1,5 +1,6 @@
 """The model: built on the meta device, laid out over the ranks, filled from safetensors."""
 
+import inspect
 import json
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,15 +14,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from trainer import attention, families, parallel, tensor_parallel, weights
+from trainer import attention, families, lora, nf4, parallel, tensor_parallel, weights
 from trainer.compat import (
-    LoRALinear,
     TransformerDecoder,
     TransformerSelfAttentionLayer,
     get_act_offloading_ctx_manager,
     get_adapter_params,
 )
-from trainer.config import TrainConfig, arguments_of, instantiate
+from trainer.config import TrainConfig, arguments_of, component, instantiate
 from trainer.distributed import World
 from trainer.errors import ConfigError
 
@@ -48,9 +48,12 @@ class Model:
         return self.module.tok_embeddings.num_embeddings
 
     def parameter_counts(self) -> tuple[int, int]:
-        """(trainable, all) parameters of the whole model, not of this rank's part."""
+        """(trainable, all) parameters of the whole model, not of this rank's part.
+
+        A quantised weight counts as many as it stands for.
+        """
         return sum(p.numel() for p in self.trainable), sum(
-            p.numel() for p in self.module.parameters()
+            nf4.dense_numel(p) for p in self.module.parameters()
         )
 
 
@@ -101,10 +104,11 @@ def build(
         )
     module.to_empty(device=world.device)
     _fill_rope_caches(module, world.device)
+    nf4.fill_tables(module)
     world.agree(lambda: weights.load(module, source, hf_config))
     weights.initialise_adapter(module, config.seed)
     module.train()
-    return Model(module, hf_config, "LoRA" if adapter else "full", dtype)
+    return Model(module, hf_config, lora.method(module), dtype)
 
 
 def _checked_module(
@@ -120,9 +124,7 @@ def _checked_module(
     if bf16 and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
     with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
-        module = instantiate("model", config.model)
-    if not isinstance(module, TransformerDecoder):
-        raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
+        module = empty_module(config.model)
     names = dict(module.named_modules())
     faults += [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -139,13 +141,40 @@ def _checked_module(
     return source, hf_config, module
 
 
-def lora_modules(module: nn.Module) -> dict[str, LoRALinear]:
-    """The LoRA layers by their plain names."""
-    return {
-        weights.plain_name(name): child
-        for name, child in module.named_modules()
-        if isinstance(child, LoRALinear)
-    }
+def empty_module(block: dict[str, Any]) -> TransformerDecoder:
+    """The model that a `model` block names, its weights NF4 where it asks for `quantize_base`.
+
+    torchtune's own quantised weights cannot be split over two dimensions; ours are put into what
+    a builder makes without them, which also serves the builders that know no `quantize_base`.
+    Call it on the meta device.
+
+    Raises:
+        ConfigError: no text decoder, or one that cannot be quantised.
+    """
+    builder = component("model", block["_component_"])
+    # A qlora_* builder is the lora_* one with this keyword set.
+    preset = getattr(builder, "keywords", {}).get("quantize_base", False)
+    quantised = block.get("quantize_base", preset)
+    plain = {key: value for key, value in block.items() if key != "quantize_base"}
+    if "quantize_base" in inspect.signature(builder).parameters:
+        plain["quantize_base"] = False
+    module = instantiate("model", plain)
+    if not isinstance(module, TransformerDecoder):
+        raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
+    if quantised:
+        _check_quantisable(module)
+    lora.prepare(module, quantised)
+    return module
+
+
+def _check_quantisable(module: TransformerDecoder) -> None:
+    if not get_adapter_params(module):
+        raise ConfigError(
+            "model.quantize_base: only adapters can be trained over a quantised base; "
+            "use a lora_* builder, or set model.quantize_base=False"
+        )
+    if faults := nf4.faults(lora.base_layers(module), module):
+        raise ConfigError(*faults)
 
 
 def activation_offloading(model: Model, config: TrainConfig) -> Any:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, full or LoRA: torchrun ... -m trainer.sft <run>/train.yaml"""
+"""Supervised fine-tuning, full or by an adapter: torchrun ... -m trainer.sft <run>/train.yaml"""
 
 import math
 import os

@@ -238,13 +238,22 @@ def test_logits_equal_transformers_and_export_is_exact(
     assert torch.equal(logits(folder), expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "use_dora"), [(name, False) for name in CASES] + [("phi3", True), ("gemma2", True)]
+)
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
-    name: str, tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
+    name: str,
+    use_dora: bool,
+    tmp_path: Path,
+    sources: dict[str, Path],
+    dataset: Path,
+    world: distributed.World,
 ) -> None:
+    """With q and v alone adapted, so that a fused matrix has rows with and without an adapter."""
     from peft import PeftModel
 
-    path = config_of(name, tmp_path, sources[name], dataset, model=builder(name, LORA))
+    lora = LORA | {"use_dora": use_dora}
+    path = config_of(name, tmp_path, sources[name], dataset, model=builder(name, lora))
     config = load(path)
     model = models.build(config, world)
     torch.manual_seed(2)
@@ -252,6 +261,8 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
         for key, parameter in weights.named_parameters(model.module):
             if key.endswith("lora_b.weight"):
                 parameter.normal_(std=0.05)
+            if key.endswith("magnitude"):
+                parameter *= 1 + 0.1 * torch.randn_like(parameter)
         trained = model.module(TOKENS)
     folder = exports.export(model, config, world)
     base = AutoModelForCausalLM.from_pretrained(sources[name], attn_implementation="eager")
