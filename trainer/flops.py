@@ -19,6 +19,7 @@ import torch
 import yaml
 from torch import nn
 
+from trainer import nf4
 from trainer.compat import TiedLinear, TransformerDecoder
 
 GPUS = Path(__file__).parents[1] / "configs/gpus.yaml"
@@ -78,9 +79,9 @@ def _trained(module: nn.Module) -> bool:
 def _products(module: nn.Module, flows: bool) -> float:
     """FLOPs a token of a linear layer with or without LoRA; 0 for a norm."""
     weight = getattr(module, "weight", None)
-    if weight is None or weight.ndim != 2:
+    if weight is None or weight.ndim < 2:
         return 0.0
-    total = 2 * weight.numel() * (1 + flows + weight.requires_grad)
+    total = 2 * nf4.dense_numel(weight) * (1 + flows + weight.requires_grad)
     if hasattr(module, "lora_a"):
         a, b = module.lora_a.weight, module.lora_b.weight
         total += 2 * a.numel() * (1 + flows + a.requires_grad)

@@ -301,19 +301,19 @@ class TokenLoss:
         """
         if isinstance(self._component, LinearCrossEntropy):
             with self._component.in_place_of_logits(model, batch.labels):
-                return _forward(model, batch, device)
-        logits = _forward(model, batch, device)
+                return _forward(model, batch.to(device))
+        batch = batch.to(device)
+        logits = _forward(model, batch)
         chunks = logits if isinstance(logits, list) else [logits]
         if batch.target_count == 0:
             # All ranks must run the same backward pass, and a mean over no token is NaN.
             return parallel.whole(sum(chunk.sum() for chunk in chunks)) * 0.0
-        labels = batch.labels.to(device, non_blocking=True)
         if isinstance(logits, list):
-            mean = self._component(logits, labels)
+            mean = self._component(logits, batch.labels)
         else:
-            mean = self._component(logits.flatten(0, 1), labels.flatten())
+            mean = self._component(logits.flatten(0, 1), batch.labels.flatten())
         return parallel.whole(mean) * batch.target_count
 
 
-def _forward(model: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
-    return model(batch.tokens.to(device, non_blocking=True))
+def _forward(model: nn.Module, batch: MicroBatch) -> Any:
+    return model(batch.tokens, mask=batch.documents, input_pos=batch.positions)

@@ -176,11 +176,12 @@ def progress_line(record: dict[str, Any], total_steps: int, epochs: int, left_s:
     gpu = record["peak_memory_reserved_gb"]
     memory_gb = record["memory_rss_gb"] if gpu is None else gpu
     mfu = "" if record["mfu"] is None else f"MFU {100 * record['mfu']:4.1f} %  "
+    validation = f"val loss {_number(record['val_loss'], 8, 4)}  " if "val_loss" in record else ""
     return (
         f"step {record['step']:>{width}}/{total_steps}  "
         f"epoch {record['epoch']:>{len(str(epochs))}}/{epochs}  "
-        f"loss {_number(record['loss'], '8.4f')}  lr {record['lr']:.2e}  "
-        f"grad norm {_number(record['grad_norm'], '8.3f')}  "
+        f"loss {_number(record['loss'], 8, 4)}  {validation}lr {record['lr']:.2e}  "
+        f"grad norm {_number(record['grad_norm'], 8, 3)}  "
         f"{record['tokens_per_second_per_gpu']:>8,.0f} tok/s/GPU  {mfu}"
         f"mem {memory_gb:5.1f} GiB  left {duration(left_s)}"
     )
@@ -200,8 +201,9 @@ def totals_line(totals: dict[str, Any]) -> str:
     )
 
 
-def _number(value: float | None, form: str) -> str:
-    return "skipped " if value is None else format(value, form)
+def _number(value: float | None, width: int, digits: int) -> str:
+    """A figure of a fixed width; None is one that was not finite."""
+    return "nan".rjust(width) if value is None else f"{value:{width}.{digits}f}"
 
 
 def duration(seconds: float) -> str:

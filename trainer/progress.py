@@ -13,9 +13,10 @@ FILE = "progress.json"
 class Progress:
     """state: running, stopped or finished; steps count from 1; losses are None before step 1.
 
-    The figures from tokens_per_second_per_gpu on are of this start alone, all its steps, and None
-    until it has trained or where nothing is known (MFU and memory on a CPU). train_s are the
-    seconds in steps, checkpoint_blocked_s those in which checkpoints held the training up.
+    best_step is the checkpoint with the lowest val_loss; checkpoint_blocked_s are the seconds for
+    which this start's training has waited for checkpoints, train_s those in its steps. The rates
+    and peaks are of this start alone, and None until it has trained or where nothing is known
+    (MFU and memory on a CPU).
     """
 
     total_steps: int
@@ -32,6 +33,8 @@ class Progress:
     peak_memory_allocated_gb: float | None = None
     peak_memory_reserved_gb: float | None = None
     train_s: float | None = None
+    best_step: int | None = None
+    best_val_loss: float | None = None
     checkpoint_blocked_s: float = 0.0
 
     def write(self, run_dir: Path) -> None:

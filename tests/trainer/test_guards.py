@@ -109,7 +109,7 @@ def test_all_ranks_skip_what_one_has_seen_and_chosen_ranks_are_profiled(
     paths = pair(tmp_path, poisoned, optimizer=FUSED, batch_size=4)
     said = train(*paths, profiled, ranks=2)
     assert_skipped(tmp_path)
-    assert "loss skipped" in said and "1 updates skipped" in said
+    assert "loss      nan" in said and "1 updates skipped" in said
     assert said.count("note: profiler.memory_snapshot: set aside; it needs a GPU") == 1
     assert_profiled(tmp_path / "profiled/profile", rank=1, steps={2, 3})
 
@@ -220,6 +220,6 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None
     world = distributed.start("cpu")
     try:
         with pytest.raises(ConfigError, match="dataset: holds no sample"):
-            build(load(write_config(tmp_path, model_folder, empty)), world)
+            build(load(write_config(tmp_path, model_folder, empty)), world, print)
     finally:
         distributed.stop()
