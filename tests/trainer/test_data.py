@@ -457,6 +457,8 @@ def test_a_failed_start_leaves_nothing_behind(build: Any, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"^dataset: sample 2: "):
         build(dataset={"data_files": str(path)}, data_cache_dir=str(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
+    with pytest.raises(ConfigError, match=r"data_cache_dir: .*rows\.jsonl cannot be written to"):
+        build(data_cache_dir=str(path))
 
 
 # Faults
