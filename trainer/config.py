@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import inspect
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,8 +345,7 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
     Raises:
         ConfigError: the component does not exist, or does not take these arguments.
     """
-    dotted = _checked_component(key, block)["_component_"]
-    factory = component(key, dotted)
+    dotted, factory = block.get("_component_"), component(key, block)
     arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
     try:
         return factory(*args, **arguments)
@@ -354,8 +354,14 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
         raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error
 
 
-def component(key: str, dotted: str) -> Any:
-    """What the dotted path of a `_component_` names; raises ConfigError where there is none."""
+def arguments_of(key: str, block: dict[str, Any]) -> set[str]:
+    """The names of what the component that a block names can be told."""
+    return set(inspect.signature(component(key, block)).parameters)
+
+
+def component(key: str, block: dict[str, Any]) -> Any:
+    """What a block's `_component_` names; raises ConfigError where there is none."""
+    dotted = _checked_component(key, block)["_component_"]
     module_name, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), name)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trainer import lora, nf4, weights
-from trainer.compat import DoRALinear, hf_name, tune_to_peft_adapter_weights
+from trainer import families, lora, nf4, weights
+from trainer.compat import DoRALinear
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.files import fsync_path, read_json, write_json
@@ -28,6 +28,10 @@ COPIED = (
     "chat_template*",
     "vocab.json",
     "merges.txt",
+    # What an `auto_map` in config.json or tokenizer_config.json names.
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
 )
 
 
@@ -78,7 +82,7 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         tensors = dict(next(stream) for _ in keys)
         world.on_main(lambda n=name, t=tensors: save_file(t, folder / n, metadata={"format": "pt"}))
     if len(shards) > 1:
-        total = sum(_bytes(model, p) for _, p in _base_parameters(model))
+        total = sum(_bytes(model, parts) for parts in _base_parameters(model).values())
         index = {
             "metadata": {"total_size": total},
             "weight_map": {k: n for n, keys in zip(names, shards, strict=True) for k in keys},
@@ -86,28 +90,33 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         world.on_main(lambda: write_json(folder / "model.safetensors.index.json", index))
 
 
-def _base_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _base_parameters(model: Model) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
+    """By Hugging Face name, the (name, parameter) pairs that make one tensor, in its order."""
+    family, found = families.of(model.hf_config), {}
     for name, parameter in weights.named_parameters(model.module):
         if not weights.is_adapter(name):
-            yield name, parameter
+            found.setdefault(family.hf_name(name), []).append((name, parameter))
+    return found
 
 
-def _bytes(model: Model, parameter: torch.nn.Parameter) -> int:
-    """The size of a parameter in the export, where nothing is quantised."""
-    dtype = model.dtype if nf4.is_packed(parameter) else parameter.dtype
-    return nf4.dense_numel(parameter) * dtype.itemsize
+def _bytes(model: Model, parts: list[tuple[str, torch.nn.Parameter]]) -> int:
+    """The size of a tensor in the export, where nothing is quantised."""
+    return sum(
+        nf4.dense_numel(p) * (model.dtype if nf4.is_packed(p) else p.dtype).itemsize
+        for _, p in parts
+    )
 
 
 def _plan(model: Model) -> list[list[str]]:
     """Hugging Face names by file, in the order in which the tensors are gathered."""
     shards: list[list[str]] = [[]]
     room = MAX_SHARD_BYTES
-    for name, parameter in _base_parameters(model):
-        size = _bytes(model, parameter)
+    for key, parts in _base_parameters(model).items():
+        size = _bytes(model, parts)
         if size > room and shards[-1]:
             shards.append([])
             room = MAX_SHARD_BYTES
-        shards[-1].append(hf_name(name))
+        shards[-1].append(key)
         room -= size
     return shards
 
@@ -115,75 +124,103 @@ def _plan(model: Model) -> list[list[str]]:
 @torch.no_grad()
 def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, whole merged tensor on the CPU; an empty one where `keep` is False)."""
-    layers = {weights.plain_name(name): m for name, m in model.module.named_modules()}
-    for name, parameter in _base_parameters(model):
-        layer = layers.get(name.removesuffix(".weight"))
-        if isinstance(layer, lora.ADAPTED) or nf4.is_packed(parameter):
-            tensor = lora.merged(layer, model.dtype)
-        else:
-            tensor = whole(parameter.detach())
-        if keep:
-            converted = weights.to_hf(name, tensor.cpu(), model.hf_config)
-            yield hf_name(name), converted.contiguous().clone()
-        else:
-            yield hf_name(name), torch.empty(0)
+    family, layers = families.of(model.hf_config), _layers(model)
+    for key, parts in _base_parameters(model).items():
+        rows = []
+        for name, parameter in parts:
+            layer = layers.get(name.removesuffix(".weight"))
+            if isinstance(layer, lora.ADAPTED) or nf4.is_packed(parameter):
+                tensor = lora.merged(layer, model.dtype)
+            else:
+                tensor = whole(parameter.detach())
+            if keep:
+                rows.append(family.to_hf(name, tensor.cpu(), model.hf_config))
+        yield key, torch.cat(rows) if keep else torch.empty(0)
+
+
+def _layers(model: Model) -> dict[str, torch.nn.Module]:
+    """The modules by their plain names."""
+    return {weights.plain_name(name): m for name, m in model.module.named_modules()}
 
 
 @torch.no_grad()
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
-    parameters = [p for p in weights.named_parameters(model.module) if weights.is_adapter(p[0])]
-    tensors = {name: whole(p.detach()).cpu() for name, p in parameters}
-    world.on_main(lambda: _save_adapter(model, config, folder, tensors))
+    tensors, ranks = _peft_tensors(model)
+    world.on_main(lambda: _save_adapter(model, config, folder, tensors, ranks))
+
+
+def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """PEFT's tensors by name, and the rank of each kind of module that has one.
+
+    Where one Hugging Face matrix holds the rows of several layers, their adapters become one:
+    the A's stand one below the other, and the B's are the blocks of a block-diagonal B. Rows
+    without an adapter have zeros in it, and DoRA's magnitudes there are those rows' norms.
+    """
+    family, named = families.of(model.hf_config), _layers(model)
+    tensors, ranks = {}, {}
+    for key, parts in _base_parameters(model).items():
+        layers = [(name, named.get(name.removesuffix(".weight"))) for name, _ in parts]
+        adapted = [layer for _, layer in layers if isinstance(layer, lora.ADAPTED)]
+        if not adapted:
+            continue
+        b = torch.zeros(sum(p.shape[0] for _, p in parts), sum(map(lora.rank, adapted)))
+        magnitudes = []
+        row = column = 0
+        for (name, layer), (_, parameter) in zip(layers, parts, strict=True):
+            if isinstance(layer, lora.ADAPTED):
+                own = family.to_hf(name, whole(layer.lora_b.weight).cpu(), model.hf_config)
+                b = b.to(own.dtype)
+                b[row : row + own.shape[0], column : column + own.shape[1]] = own
+                column += own.shape[1]
+            if isinstance(adapted[0], DoRALinear):
+                own = lora.magnitude(layer, b.dtype).cpu()
+                magnitudes.append(family.to_hf(name, own, model.hf_config))
+            row += parameter.shape[0]
+        place = "base_model.model." + key.removesuffix(".weight")
+        tensors[f"{place}.lora_A.weight"] = torch.cat(
+            [whole(layer.lora_a.weight).cpu() for layer in adapted]
+        )
+        tensors[f"{place}.lora_B.weight"] = b
+        if magnitudes:
+            tensors[f"{place}.lora_magnitude_vector"] = torch.cat(magnitudes)
+        ranks[place.rpartition(".")[2]] = b.shape[1]
+    return tensors, ranks
 
 
 def _save_adapter(
-    model: Model, config: TrainConfig, folder: Path, tensors: dict[str, torch.Tensor]
+    model: Model,
+    config: TrainConfig,
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    ranks: dict[str, int],
 ) -> None:
     folder.mkdir()
     save_file(
-        {
-            key: tensor.contiguous()
-            for name, own in tensors.items()
-            for key, tensor in [_peft_tensor(name, own, model.hf_config)]
-        },
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
         folder / "adapter_model.safetensors",
         metadata={"format": "pt"},
     )
-    layers = {
-        weights.plain_name(name): layer
-        for name, layer in model.module.named_modules()
-        if isinstance(layer, lora.ADAPTED)
-    }
-    first = next(iter(layers.values()))
-    targets = {hf_name(f"{name}.weight").split(".")[-2] for name in layers}
-    write_json(folder / "adapter_config.json", _peft_config(first, sorted(targets), config))
+    first = next(m for m in model.module.modules() if isinstance(m, lora.ADAPTED))
+    write_json(folder / "adapter_config.json", _peft_config(first, ranks, config))
 
 
-def _peft_tensor(
-    name: str, tensor: torch.Tensor, hf_config: dict[str, Any]
-) -> tuple[str, torch.Tensor]:
-    """An adapter's tensor by PEFT's name; the rows of q and k in Hugging Face's order."""
-    if not name.endswith(".magnitude"):
-        converted = tune_to_peft_adapter_weights(
-            {name: tensor}, **weights.shape_of_heads(hf_config)
-        )
-        return next(iter(converted.items()))
-    # A magnitude has the rows of B, and torchtune would leave those of q and k in its own order.
-    as_b = name.removesuffix("magnitude") + "lora_b.weight"
-    key, column = _peft_tensor(as_b, tensor[:, None], hf_config)
-    return key.replace("lora_B.weight", "lora_magnitude_vector"), column[:, 0]
-
-
-def _peft_config(layer: Any, targets: list[str], config: TrainConfig) -> dict[str, Any]:
+def _peft_config(
+    layer: torch.nn.Module, ranks: dict[str, int], config: TrainConfig
+) -> dict[str, Any]:
+    # A fused adapter's rank is higher, and PEFT scales by alpha / rank.
+    own, scaling = lora.rank(layer), lora.scaling(layer)
+    fused = {name: rank for name, rank in ranks.items() if rank != own}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(config.model_folder),
-        "r": lora.rank(layer),
-        "lora_alpha": lora.scaling(layer) * lora.rank(layer),
+        "r": own,
+        "lora_alpha": scaling * own,
+        "rank_pattern": fused,
+        "alpha_pattern": {name: scaling * rank for name, rank in fused.items()},
         "use_dora": isinstance(layer, DoRALinear),
         "lora_dropout": getattr(layer.dropout, "p", 0.0),
-        "target_modules": targets,
+        "target_modules": sorted(ranks),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
