@@ -136,6 +136,7 @@ LORA = {
     "lora_rank": 4,
     "lora_alpha": 8,
 }
+ADAPTERS = {"lora": LORA, "dora": LORA | {"use_dora": True}}
 TOKENS = torch.arange(120).reshape(2, 60) * 7 % 1024
 
 
@@ -229,13 +230,19 @@ def test_logits_equal_transformers_and_export_is_exact(
     assert torch.equal(logits(folder), expected)
 
 
+@pytest.mark.parametrize("method", ADAPTERS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
-    name: str, tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
+    name: str,
+    method: str,
+    tmp_path: Path,
+    sources: dict[str, Path],
+    dataset: Path,
+    world: distributed.World,
 ) -> None:
     from peft import PeftModel
 
-    path = config_of(name, tmp_path, sources[name], dataset, model=builder(name, LORA))
+    path = config_of(name, tmp_path, sources[name], dataset, model=builder(name, ADAPTERS[method]))
     config = load(path)
     model = models.build(config, world)
     torch.manual_seed(2)
@@ -243,6 +250,8 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
         for key, parameter in weights.named_parameters(model.module):
             if key.endswith("lora_b.weight"):
                 parameter.normal_(std=0.05)
+            elif key.endswith("magnitude"):
+                parameter += parameter * torch.randn_like(parameter) * 0.2
         trained = model.module(TOKENS)
     folder = exports.export(model, config, world)
     base = AutoModelForCausalLM.from_pretrained(sources[name], attn_implementation="eager")
@@ -404,13 +413,13 @@ BY_FSDP = ("qwen2-tied", "gemma2", "phi3")
 def test_every_layout_trains_as_the_single_process(
     tmp_path: Path, sources: dict[str, Path], model_folder: Path, dataset: Path
 ) -> None:
-    """Full and LoRA, every family: loss, gradient norm and weights after four steps."""
+    """Full, LoRA and DoRA, every family: loss, gradient norm and weights after four steps."""
     configs: dict[tuple[int, str], list[Path]] = {}
     runs = [
         (layout, name, method)
         for layout in LAYOUTS
         for name in (BY_FSDP if layout == "fsdp" else CASES)
-        for method in ("full", "lora")
+        for method in ("full", *ADAPTERS)
     ]
     tokenizer = {
         "_component_": "trainer.tokenizers.hugging_face_tokenizer",
@@ -423,7 +432,7 @@ def test_every_layout_trains_as_the_single_process(
             tmp_path / layout / f"{name}-{method}",
             sources[name],
             dataset,
-            model=builder(name, LORA if method == "lora" else None),
+            model=builder(name, ADAPTERS.get(method)),
             tokenizer=tokenizer,
             max_steps=4,
             optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
