@@ -70,7 +70,25 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
     source, hf_config, module = world.agree(lambda: _checked_module(config, world))
-    dtype = DTYPES[config.dtype]
+    adapter = lay_out(module, config, world, output_chunks)
+    module.to_empty(device=world.device)
+    fill_rope_caches(module, world.device)
+    world.agree(lambda: weights.load(module, source, hf_config))
+    weights.initialise_adapter(module, config.seed)
+    module.train()
+    method = "LoRA" if adapter else "full"
+    return Model(module, hf_config, method, DTYPES[config.dtype])
+
+
+def lay_out(
+    module: TransformerDecoder, config: TrainConfig, world: World, output_chunks: int = 0
+) -> bool:
+    """Freeze, split, checkpoint and shard `module` in place as `config` says; True for LoRA.
+
+    Args:
+        module: on the meta device, from `empty`.
+        output_chunks: in how many parts the model gives its logits (0: whole).
+    """
     adapter = get_adapter_params(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not adapter or name in adapter)
@@ -92,16 +110,20 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
         parallel.shard(
             module,
             mesh["dp_shard"],
-            dtype,
+            DTYPES[config.dtype],
             extra_layers=config.custom_sharded_layers or [],
             reshard_after_forward=config.fsdp_reshard_after_forward,
         )
-    module.to_empty(device=world.device)
-    _fill_rope_caches(module, world.device)
-    world.agree(lambda: weights.load(module, source, hf_config))
-    weights.initialise_adapter(module, config.seed)
-    module.train()
-    return Model(module, hf_config, "LoRA" if adapter else "full", dtype)
+    return bool(adapter)
+
+
+def empty(config: TrainConfig) -> TransformerDecoder:
+    """The model that `config` names, without weights, on the meta device."""
+    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
+        module = instantiate("model", config.model)
+    if not isinstance(module, TransformerDecoder):
+        raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
+    return module
 
 
 def _checked_module(
@@ -113,10 +135,7 @@ def _checked_module(
     bf16 = config.dtype == "bf16"
     if bf16 and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
-    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
-        module = instantiate("model", config.model)
-    if not isinstance(module, TransformerDecoder):
-        raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
+    module = empty(config)
     names = dict(module.named_modules())
     faults = [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -166,7 +185,7 @@ def _default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def _fill_rope_caches(module: nn.Module, device: torch.device) -> None:
+def fill_rope_caches(module: nn.Module, device: torch.device) -> None:
     """Compute each distinct rotary table once; layers that are alike share it."""
     tables: dict[str, nn.Module] = {}
     for rope in [m for m in module.modules() if hasattr(m, "rope_init")]:
