@@ -45,12 +45,14 @@ def decide(
     can_requeue: bool,
     fruitless: int,
     max_retries: int,
+    timed_out_s: float | None = None,
 ) -> Verdict:
     """Judge one attempt.
 
     progress is the trainer's progress.json ({} where the entry writes none), errors are what ranks
     and nodes left behind, fruitless counts this and the failed attempts right
-    before it that brought no newer checkpoint.
+    before it that brought no newer checkpoint, timed_out_s is the recipe's timeout where the
+    attempt reached it.
     """
     trained = progress.get("state")
     if exit_code == 0 and trained in (None, "finished"):
@@ -62,6 +64,9 @@ def decide(
         return Verdict(
             "INTERRUPTED", "failed", job_state.lower(), f"Slurm ended the job: {job_state}"
         )
+    if timed_out_s is not None:
+        message = f"ended by the recipe's timeout of {timed_out_s:.0f} s"
+        return Verdict("FAILED", "failed", "timeout", message)
     first = first_error(errors)
     if first and first.get("permanent"):
         return Verdict("FAILED", "failed", "error", describe(first))
@@ -122,6 +127,8 @@ def read_errors(logs: Path) -> list[dict[str, Any]]:
             errors.append(error)
     for path in logs.glob("node_*.log"):
         errors += _killed_ranks(path)
+    if not errors:
+        errors = [error for path in logs.glob("rank_*.log") for error in _last_words(path)]
     return errors
 
 
@@ -133,13 +140,6 @@ _KILLED = re.compile(
 
 
 def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
-    try:
-        with node_log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 65536))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return []
     return [
         {
             "rank": int(rank),
@@ -149,7 +149,44 @@ def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
             "message": f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""),
             "permanent": False,
         }
-        for when, host, rank, name in _KILLED.findall(text)
+        for when, host, rank, name in _KILLED.findall(_tail(node_log))
+    ]
+
+
+def _tail(log: Path) -> str:
+    """Return the end of a log, "" where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 65536))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# The last line of a Python traceback, at the beginning of a line.
+_EXCEPTION = re.compile(
+    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): ?(.*)", re.MULTILINE
+)
+
+
+def _last_words(rank_log: Path) -> list[dict[str, Any]]:
+    """Return the last exception in the log of a rank that leaves no record: a script's."""
+    found = _EXCEPTION.findall(_tail(rank_log))
+    number = rank_log.stem.removeprefix("rank_")
+    if not found or not number.isdigit():
+        return []
+    name, message = found[-1]
+    # A rank that lost its peers writes last; the one that failed by itself wrote before it.
+    return [
+        {
+            "rank": int(number),
+            "host": socket.gethostname(),
+            "time": rank_log.stat().st_mtime,
+            "type": name,
+            "message": message,
+            "permanent": False,
+        }
     ]
 
 
@@ -216,7 +253,12 @@ def begin(run_dir: Path, hosts: list[str], head: str) -> str:
 
 
 def end(
-    run_dir: Path, attempt: int, exit_code: int, max_retries: int, job_state: str | None
+    run_dir: Path,
+    attempt: int,
+    exit_code: int,
+    max_retries: int,
+    job_state: str | None,
+    timeout_s: float = 0,
 ) -> str:
     status = read_json(run_dir / "status.json") or {}
     checkpoint = latest_checkpoint(run_dir)
@@ -241,6 +283,7 @@ def end(
         can_requeue="SLURM_JOB_ID" in os.environ,
         fruitless=fruitless,
         max_retries=max_retries,
+        timed_out_s=timeout_s if _timed_out(status, exit_code, timeout_s) else None,
     )
     _append_attempt(run_dir, status, exit_code, verdict.cause, verdict.message)
     ended = {
@@ -256,6 +299,11 @@ def end(
     if verdict.message:
         print(f"cookbook: attempt {attempt}: {verdict.message}", file=sys.stderr)
     return verdict.next
+
+
+def _timed_out(status: dict[str, Any], exit_code: int, timeout_s: float) -> bool:
+    spent_s = time.time() - float(status.get("started", time.time()))
+    return exit_code != 0 and 0 < timeout_s <= spent_s
 
 
 def failed(run_dir: Path, cause: str) -> None:
@@ -351,6 +399,7 @@ def main() -> None:
     ends.add_argument("--exit-code", type=int, required=True)
     ends.add_argument("--max-retries", type=int, default=0)
     ends.add_argument("--job-state")
+    ends.add_argument("--timeout-s", type=float, default=0)
     fails = calls.add_parser("failed")
     fails.add_argument("--cause", required=True)
     given = parser.parse_args()
@@ -358,7 +407,16 @@ def main() -> None:
     if given.call == "begin":
         print(begin(run_dir, given.hosts.split(","), given.head))
     elif given.call == "end":
-        print(end(run_dir, given.attempt, given.exit_code, given.max_retries, given.job_state))
+        print(
+            end(
+                run_dir,
+                given.attempt,
+                given.exit_code,
+                given.max_retries,
+                given.job_state,
+                given.timeout_s,
+            )
+        )
     else:
         failed(run_dir, given.cause)
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
-from launcher.recipe import NAME, NAME_RULE, RESOURCES, Kind, faults_in
+from launcher.recipe import (
+    NAME,
+    NAME_RULE,
+    RESOURCES,
+    Kind,
+    environment_faults,
+    faults_in,
+)
 
 # How a site wants GPUs to be asked for; none is for partitions that do not track them.
 GPU_REQUESTS = ("gpus-per-node", "gres", "none")
@@ -22,13 +29,11 @@ _KEYS: dict[str, Kind] = {
     "network_interface": re.compile(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}\Z"),
     "signal": re.compile(r"(?:USR1|USR2|HUP|INT|CONT)\Z"),
     "signal_lead_s": "positive",
+    "node_paths": "list",
     "job_setup": "list",
     "environment": "mapping",
     "resources": "mapping",
 }
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-# A job script is a file that others may read and Slurm keeps: no secret goes into it.
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Cluster:
     network_interface: str | None = None
     signal: str = "USR1"
     signal_lead_s: int = 300
+    node_paths: tuple[str, ...] = ()
     job_setup: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +80,8 @@ def load(name: str | None = None) -> Cluster:
         raise RecipeFault(faults)
     values = {key: value for key, value in config.items() if value is not None}
     values.pop("description", None)
-    values["job_setup"] = tuple(values.get("job_setup", ()))
+    for key in ("job_setup", "node_paths"):
+        values[key] = tuple(values.get(key, ()))
     values["environment"] = {
         key: str(value) for key, value in values.get("environment", {}).items()
     }
@@ -91,19 +98,11 @@ def _own_faults(config: dict[str, Any], origin: str) -> list[str]:
     resources = config.get("resources")
     if isinstance(resources, dict):
         faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")
+    for path in config.get("node_paths") or []:
+        if not isinstance(path, str) or not path.startswith("/"):
+            faults.append(f"node_paths holds whole paths, which begin with /, got {path!r}")
     for line in config.get("job_setup") or []:
         if not isinstance(line, str) or not line.isprintable():
             faults.append(f"job_setup holds shell lines, one item each, got {line!r}, in {origin}")
-    environment = config.get("environment")
-    for key, value in environment.items() if isinstance(environment, dict) else ():
-        if not _VARIABLE.match(str(key)):
-            faults.append(f"environment holds {key!r}, which is no variable's name, in {origin}")
-        elif _SECRET.search(str(key)):
-            faults.append(
-                f"environment sets {key} in {origin}: a job script is readable, keep secrets out "
-                "of it; "
-                "the hub's token is read from HF_TOKEN_PATH or its own login"
-            )
-        elif isinstance(value, (dict, list)) or not str(value).isprintable():
-            faults.append(f"environment.{key} must be one line of text, in {origin}")
+    faults += environment_faults(config.get("environment"), "environment", origin)
     return faults

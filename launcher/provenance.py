@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, slurm
+from launcher import paths, slurm, yamlfile
 from launcher.cluster import Cluster
 from launcher.recipe import Recipe
 
@@ -21,14 +21,19 @@ def of(recipe: Recipe, cluster: Cluster, files: Mapping[str, str]) -> dict[str, 
         "created": time.time(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "overrides": list(recipe.overrides),
-        "config_sha256": hashlib.sha256(files["train.yaml"].encode()).hexdigest(),
-        "script_sha256": hashlib.sha256(files["job.sbatch"].encode()).hexdigest(),
+        # Without the run's own folder: equal for equal configurations.
+        "config_sha256": _sha256(yamlfile.dump(recipe.resolved(cluster.root, "run"))),
+        "script_sha256": _sha256(files["job.sbatch"]),
         "kit": _git_state(paths.REPO_ROOT),
         "model": _model_revision(recipe, cluster),
         "python": sys.version.split()[0],
         "packages": _packages(),
         "slurm": slurm.version(),
     }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _git_state(folder: Path) -> dict[str, Any]:

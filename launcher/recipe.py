@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, yamlfile
+from launcher import paths, stock, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
@@ -42,6 +42,7 @@ RESOURCES: dict[str, Kind] = {
 
 _EXAMPLES = {
     "mem": "a size such as 900G, or 0 for all of a node's memory",
+    "timeout": "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
     "time": "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
     "constraint": "node features such as h100 or h100&ib",
     "exclude": "node names such as gpu-07 or gpu-[07-09]",
@@ -55,7 +56,24 @@ LAUNCHER_KEYS: dict[str, Kind] = {
     "resources": "mapping",
     "prepare": "mapping",
     "max_retries": "count",
+    "timeout": _TIME,
+    "env": "mapping",
+    "secrets": "any",
 }
+
+# What an entry of the user's own, script:, takes beside those.
+SCRIPT_KEYS: dict[str, Kind] = {
+    "code_root": "text",
+    "args": "list",
+    "parameters": "mapping",
+    "output_dir": "text",
+}
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+# A job script is a file that others may read and Slurm keeps: no secret goes into it.
+_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+# Where a secret lies that a recipe names without saying where.
+SECRETS = Path("~/.config/slurm-cookbook/secrets")
 
 # What trainer.sft reads: torchtune's keys where torchtune has one. A test holds this list and the
 # trainer's own together.
@@ -157,13 +175,53 @@ class Recipe:
         return str(self.config.get("entry", "sft"))
 
     @property
+    def script(self) -> Path | None:
+        """The user's own training script; None for another entry."""
+        if not self.entry.startswith("script:"):
+            return None
+        script = Path(self.entry.removeprefix("script:")).expanduser()
+        return (self.path.parent / script).resolve()
+
+    @property
+    def code_root(self) -> Path | None:
+        """The folder that a run of the user's own script takes a copy of."""
+        if self.script is None:
+            return None
+        given = self.config.get("code_root")
+        if not given:
+            return self.script.parent
+        return (self.path.parent / Path(str(given)).expanduser()).resolve()
+
+    @property
+    def secrets(self) -> dict[str, Path]:
+        """Names of variables that a job reads from files, and the files."""
+        given = self.config.get("secrets") or {}
+        named = given if isinstance(given, dict) else dict.fromkeys(given)
+        return {
+            name: Path(str(path)).expanduser() if path else SECRETS.expanduser() / name
+            for name, path in named.items()
+        }
+
+    @property
+    def timeout_s(self) -> int | None:
+        """How long one attempt may take, None for as long as Slurm lets it."""
+        given = self.config.get("timeout")
+        return None if given is None else time_limit_s(str(given))
+
+    @property
     def max_retries(self) -> int:
-        """How many failed attempts in a row, none of them with a newer checkpoint, are retried."""
-        return int(self.config.get("max_retries", 3))
+        """How many failed attempts in a row, none of them with a newer checkpoint, are retried.
+
+        Scripts that are not the kit's, which may not resume, are retried only where asked for.
+        """
+        given = self.config.get("max_retries")
+        return int(given) if given is not None else 3 if self.entry == "sft" else 0
 
     @property
     def method(self) -> str:
-        """full, lora, dora or qlora, as the model's builder says."""
+        """full, lora, dora or qlora, as the model's builder says; script for the user's own."""
+        if self.script:
+            return "script"
         builder = str(self.config.get("model", {}).get("_component_", "")).rpartition(".")[2]
         if builder.startswith("qlora"):
             return "qlora"
@@ -180,6 +238,10 @@ class Recipe:
         """Return what the trainer reads: the resolved recipe less the kit's own keys."""
         config = self.resolved(root, run_dir)
         return {key: value for key, value in config.items() if key not in LAUNCHER_KEYS}
+
+    def parameters(self, root: Path, run_dir: str) -> dict[str, Any]:
+        """Return what the user's own script is handed over as a YAML file."""
+        return dict(self.resolved(root, run_dir).get("parameters") or {})
 
 
 def places(root: Path) -> dict[str, str]:
@@ -252,6 +314,10 @@ def load(
     for key, value in (resources or {}).items():
         if value is not None:
             _mapping(config, "resources")[key] = value
+    if not config.get("entry"):
+        model = config.get("model")
+        builder = str(model.get("_component_")) if isinstance(model, dict) else ""
+        config["entry"] = stock.entry_of(path, builder) or "sft"
     faults += _faults(config, str(path))
     if faults:
         raise RecipeFault(faults)
@@ -378,7 +444,7 @@ def _override_one(config: dict[str, Any], text: str) -> None:
 def _known_key(parts: list[str]) -> bool:
     """Whether the kit knows the key although this recipe does not hold it."""
     if len(parts) == 1:
-        return parts[0] in TRAINER_KEYS or parts[0] in LAUNCHER_KEYS
+        return parts[0] in TRAINER_KEYS or parts[0] in LAUNCHER_KEYS or parts[0] in SCRIPT_KEYS
     return parts[0] == "resources" and len(parts) == 2 and parts[1] in RESOURCES
 
 
@@ -413,11 +479,15 @@ def _changed_type(old: Any, new: Any) -> str | None:
 
 
 def _faults(config: dict[str, Any], origin: str) -> list[str]:
-    faults = faults_in(config, {**TRAINER_KEYS, **LAUNCHER_KEYS}, "", origin, entry_of(config))
+    entry = entry_of(config)
+    is_script = entry.startswith("script:")
+    own = SCRIPT_KEYS if is_script else TRAINER_KEYS
+    faults = faults_in(config, {**own, **LAUNCHER_KEYS}, "", origin, entry)
+    faults += environment_faults(config.get("env"), "env", origin)
+    faults += _secrets_faults(config.get("secrets"), origin)
     resources = config.get("resources")
     if isinstance(resources, dict):
         faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")
-    entry = entry_of(config)
     if entry == "sft":
         missing = [
             key
@@ -429,10 +499,15 @@ def _faults(config: dict[str, Any], origin: str) -> list[str]:
                 f"{origin} lacks {', '.join(missing)}: copy the block from "
                 "configs/recipes/llama1b_lora.yaml"
             )
-    elif not re.fullmatch(r"torchtune:[a-z0-9_]+", entry):
+    elif is_script:
+        arguments = config.get("args")
+        for argument in arguments if isinstance(arguments, list) else []:
+            if isinstance(argument, (dict, list)) or not str(argument).isprintable():
+                faults.append(f"args holds {argument!r}, which is no line of text, in {origin}")
+    elif not re.fullmatch(r"torchtune:[a-z0-9_/]+", entry):
         faults.append(
-            f"entry {entry!r} in {origin} is not known: write sft, or torchtune: with a name that "
-            "'tune ls' prints"
+            f"entry {entry!r} in {origin} is not known: write sft, torchtune: with a name that "
+            "'tune ls' prints, or script: with the path of a script of your own"
         )
     prepare = config.get("prepare")
     if isinstance(prepare, dict):
@@ -442,6 +517,38 @@ def _faults(config: dict[str, Any], origin: str) -> list[str]:
                     f"unknown key 'prepare.{key}' in {origin}: it takes module, args and creates"
                 )
     return faults
+
+
+def environment_faults(environment: Any, key: str, origin: str) -> list[str]:
+    """Return the faults of a block of variables that go into a job script."""
+    faults = []
+    for name, value in environment.items() if isinstance(environment, dict) else ():
+        if not _VARIABLE.match(str(name)):
+            faults.append(f"{key} holds {name!r}, which is no variable's name, in {origin}")
+        elif _SECRET.search(str(name)):
+            faults.append(
+                f"{key} sets {name} in {origin}: a job script is readable, keep secrets out of it; "
+                "name it under secrets: in a recipe; the hub's token is read from HF_TOKEN_PATH or "
+                "its own login"
+            )
+        elif isinstance(value, (dict, list)) or not str(value).isprintable():
+            faults.append(f"{key}.{name} must be one line of text, in {origin}")
+    return faults
+
+
+def _secrets_faults(secrets: Any, origin: str) -> list[str]:
+    if secrets is None:
+        return []
+    named = dict.fromkeys(map(str, secrets)) if isinstance(secrets, list) else secrets
+    if not isinstance(named, dict):
+        return [f"secrets must be a list of names, or names with the paths of files, in {origin}"]
+    return [
+        f"secrets holds {name!r}: {path!r}, which is no variable's name with the path of a file, "
+        f"in {origin}"
+        for name, path in named.items()
+        if not _VARIABLE.match(str(name))
+        or not (path is None or (isinstance(path, str) and path.isprintable()))
+    ]
 
 
 def entry_of(config: Mapping[str, Any]) -> str:
@@ -457,7 +564,7 @@ def faults_in(
     for key, value in values.items():
         if key not in known:
             # A stock torchtune recipe reads keys of its own; it checks them itself.
-            if entry == "sft":
+            if not entry.startswith("torchtune:"):
                 faults.append(f"unknown key '{prefix}{key}'{nearest(str(key), known)} in {origin}")
             continue
         expected = None if value is None else _expected(known[key], value, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import fields, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from launcher import paths, slurm
+from launcher import paths, slurm, stock
 from launcher.cluster import Cluster
 from launcher.errors import RecipeFault, nearest
 from launcher.recipe import Recipe, Resources
@@ -61,30 +62,29 @@ def with_site_defaults(resources: Resources, cluster: Cluster) -> Resources:
     return replace(resources, **missing)
 
 
-def command(recipe: Recipe) -> str:
-    """Return what torchrun starts as each rank, as shell text for the node script."""
+def command(recipe: Recipe, config: dict[str, Any]) -> str:
+    """Return what torchrun starts as each rank, as shell text for the node script.
+
+    config is the recipe resolved for its run.
+    """
     if recipe.entry == "sft":
         return 'python -m trainer.sft "$RUN_DIR/train.yaml"'
-    stock = stock_recipes()
-    name = recipe.entry.removeprefix("torchtune:")
-    if name not in stock:
+    if recipe.script and recipe.code_root:
+        # It runs in the copy of its folder.
+        words = [os.path.relpath(recipe.script, recipe.code_root), *(config.get("args") or [])]
+        return f"python {shlex.join(map(str, words))}"
+    name, known = recipe.entry.removeprefix("torchtune:"), stock.recipes()
+    if name not in known:
         raise RecipeFault(
-            f"torchtune has no recipe {name!r}{nearest(name, stock)}; it has "
-            f"{', '.join(stock) or 'none'} "
-            f"in {paths.venv_root()}"
+            f"torchtune has no recipe {name!r}{nearest(name, known)}; it has "
+            f"{', '.join(known) or 'none'} in {paths.venv_root()}"
         )
-    return f'python {shlex.quote(str(stock[name]))} --config "$RUN_DIR/train.yaml"'
-
-
-def stock_recipes() -> dict[str, Path]:
-    """Return torchtune's own training scripts by name; its package of them cannot be imported."""
-    folders = paths.venv_root().glob("lib/python*/site-packages/recipes")
-    return {
-        path.stem: path
-        for folder in folders
-        for path in sorted(folder.glob("*.py"))
-        if not path.stem.startswith("_")
-    }
+    if not known[name].distributed and recipe.resources.world_size > 1:
+        raise RecipeFault(
+            f"torchtune's {name} runs on one GPU, and {recipe.resources.nodes} x "
+            f"{recipe.resources.gpus_per_node} are asked for: --nodes 1 --gpus-per-node 1"
+        )
+    return f'python {shlex.quote(str(known[name].path))} --config "$RUN_DIR/train.yaml"'
 
 
 def job_script(recipe: Recipe, cluster: Cluster, run_dir: Path, job_name: str) -> str:
@@ -97,6 +97,7 @@ def job_script(recipe: Recipe, cluster: Cluster, run_dir: Path, job_name: str) -
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
     root = cluster.root
+    config = recipe.resolved(root, str(run_dir))
     return _template("job.sbatch.j2").render(
         recipe=recipe.name,
         run=run_dir.name,
@@ -121,7 +122,11 @@ def job_script(recipe: Recipe, cluster: Cluster, run_dir: Path, job_name: str) -
         network_interface=cluster.network_interface,
         environment=cluster.environment,
         job_setup=cluster.job_setup,
-        command=command(recipe),
+        own_environment=config.get("env") or {},
+        secrets=recipe.secrets,
+        timeout_s=recipe.timeout_s,
+        is_script=recipe.script is not None,
+        command=command(recipe, config),
     )
 
 

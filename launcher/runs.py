@@ -16,9 +16,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, slurm
+from launcher import paths, slurm, snapshot
 from launcher.attempt import read_attempts
-from launcher.errors import RunFault, SlurmFault, UnknownRun, nearest
+from launcher.errors import CookbookError, RunFault, SlurmFault, UnknownRun, nearest
 from launcher.render import token
 
 # A run's own words that end it; everything else may still change.
@@ -106,8 +106,11 @@ def new_name(label: str) -> str:
     return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{label}-{secrets.token_hex(2)}"
 
 
-def create(root: Path, name: str, files: dict[str, str]) -> Run:
-    """Make a run directory whole, or not at all: its files are written before it gets its name."""
+def create(root: Path, name: str, files: dict[str, str], code: Path | None = None) -> Run:
+    """Make a run directory whole, or not at all: its files are written before it gets its name.
+
+    code is a folder of which the run takes a copy.
+    """
     temporary = root / f".tmp-{name}"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,6 +118,8 @@ def create(root: Path, name: str, files: dict[str, str]) -> Run:
         (temporary / "logs").mkdir(mode=0o700)
         for relative, text in files.items():
             paths.write_atomic(temporary / relative, text)
+        if code is not None:
+            snapshot.copy(code, temporary / "code")
         os.rename(temporary, root / name)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -123,6 +128,9 @@ def create(root: Path, name: str, files: dict[str, str]) -> Run:
             "COOKBOOK_ROOT to a "
             "folder of yours with room, on the shared filesystem"
         ) from error
+    except CookbookError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return Run(root / name)
 
 
@@ -277,7 +285,7 @@ def reap(pid: int) -> None:
 def _reason(job: slurm.QueuedJob, run: Run) -> str:
     if job.state == "PENDING":
         # Slurm says None until its scheduler has looked at the job for the first time.
-        reason = "" if job.reason == "None" else f"waiting: {job.reason}"
+        reason = "" if job.reason == "None" else f"waiting: {slurm.why_pending(job.reason)}"
         start = f", start expected {job.start}" if job.start not in ("", "N/A") else ""
         return f"{reason}{start}".lstrip(", ")
     if job.state in slurm.HELD or job.reason.startswith("JobHeld"):

@@ -47,9 +47,12 @@ begin_attempt() {
 node_addresses() { scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'; }
 
 launch_nodes() {
+  # What a recipe allows one attempt; srun hands the signal on to the ranks.
+  local limit=()
+  if [ -n "${TIMEOUT_S:-}" ]; then limit=(timeout --kill-after=60 "$TIMEOUT_S"); fi
   if under_slurm; then
     # Since 22.05 srun does not read --cpus-per-task from the job; say it.
-    srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 \
+    "${limit[@]}" srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
       --kill-on-bad-exit=1 --wait=60 --export=ALL \
       --output="$LOGS/node_%t.log" --open-mode=append \
@@ -60,7 +63,7 @@ launch_nodes() {
   local node pid pids=() rc=0
   trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM
   for ((node = 0; node < NODES; node++)); do
-    NODE_RANK=$node bash -c "$1" >>"$LOGS/node_$node.log" 2>&1 </dev/null &
+    NODE_RANK=$node "${limit[@]}" bash -c "$1" >>"$LOGS/node_$node.log" 2>&1 </dev/null &
     pids+=($!)
   done
   while [ -n "$(jobs -pr)" ]; do
@@ -108,7 +111,8 @@ terminated() {
 end_attempt() {
   local ended=$ATTEMPT
   ATTEMPT=
-  NEXT=$(record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES") || NEXT=failed
+  NEXT=$(record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES" \
+    --timeout-s "${TIMEOUT_S:-0}") || NEXT=failed
   # A node that was lost a moment ago is still part of the allocation until Slurm takes note.
   if [ "$NEXT" = run ] && under_slurm && ! nodes_answer; then
     say "a node of this allocation does not answer"

@@ -17,14 +17,20 @@ node_fault() {
   exit 1
 }
 
+# Exports a variable from a file, so that its value stands in no script, argument or log.
+read_secret() {
+  [ -r "$2" ] || node_fault true "node $NODE_NAME cannot read $2, which holds the secret $1: put it on a filesystem that all nodes mount"
+  export "$1=$(<"$2")"
+}
+
 # A file written on the login node a moment ago may need some seconds to show on a network filesystem.
 for ((waited = 0; waited < ${FILES_WAIT_S:-30}; waited++)); do
-  [ -r "$RUN_DIR/train.yaml" ] && [ -x "$VENV/bin/python" ] && break
+  [ -r "$RUN_DIR/recipe.yaml" ] && [ -x "$VENV/bin/python" ] && break
   sleep 1
 done
 [ -d "$LOGS" ] || { printf 'cookbook: node %s cannot see %s\n' "$NODE_NAME" "$LOGS"; exit 1; }
-[ -r "$RUN_DIR/train.yaml" ] ||
-  node_fault true "node $NODE_NAME cannot read $RUN_DIR/train.yaml: keep runs on a filesystem that all nodes mount (COOKBOOK_ROOT)"
+[ -r "$RUN_DIR/recipe.yaml" ] ||
+  node_fault true "node $NODE_NAME cannot read $RUN_DIR/recipe.yaml: keep runs on a filesystem that all nodes mount (COOKBOOK_ROOT)"
 [ -x "$VENV/bin/python" ] ||
   node_fault true "node $NODE_NAME cannot see the environment $VENV: put it on a filesystem that all nodes mount (COOKBOOK_VENV)"
 

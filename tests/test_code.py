@@ -15,8 +15,10 @@ BIN = Path(sys.prefix) / "bin"
 # What stands lower may not import what stands higher.
 LAYERS = [
     {"errors", "yamlfile", "paths"},
-    {"recipe", "slurm", "attempt"},
+    {"stock"},
+    {"recipe", "slurm", "attempt", "snapshot"},
     {"cluster", "render", "runs", "logs"},
+    {"checks"},
     {"preflight", "provenance", "jobs", "report", "tensorboard"},
     {"cli", "__main__"},
 ]

@@ -14,6 +14,7 @@ from launcher.errors import CookbookError
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
     "recipes": ("recipes", "List the recipes, or show one with everything resolved."),
+    "check": ("check", "Look for all that would stop a run, without queueing it."),
     "submit": ("submit", "Render a recipe's job, check it and put it into the queue."),
     "status": ("runs", "Show the state of runs."),
     "watch": ("runs", "Follow a run to its end."),

@@ -78,7 +78,7 @@ def report(run: Path) -> str:
     return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
 
-def ranks_of(run: Path) -> dict[int, int]:
+def ranks_of(run: Path, program: str = "trainer.sft") -> dict[int, int]:
     """The process ids of a run's ranks, by rank."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -90,7 +90,7 @@ def ranks_of(run: Path) -> dict[int, int]:
             command = (process / "cmdline").read_text(errors="replace")
         except OSError:
             continue
-        is_rank = "trainer.sft" in command and "bash" not in command.split("\0")[0]
+        is_rank = program in command and "bash" not in command.split("\0")[0]
         if is_rank and environ.get("RUN_DIR") == str(run) and "RANK" in environ:
             found[int(environ["RANK"])] = int(process.name)
     return found

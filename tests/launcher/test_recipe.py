@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from pathlib import Path
 
 import pytest
 
-from launcher import paths
+from launcher import checks, paths, preflight, render, stock
 from launcher import recipe as recipes
+from launcher.cluster import Cluster
 from launcher.errors import RecipeFault
 
 SHIPPED = {
@@ -94,21 +96,51 @@ def test_interpolations_are_filled_in_and_the_trainer_sees_none_of_our_keys():
     assert not set(config) & set(recipes.LAUNCHER_KEYS)
 
 
-def test_a_stock_torchtune_config_is_a_recipe_unchanged():
-    import torchtune
-
-    folder = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
-    tried = 0
-    for path in sorted(folder.glob("llama3*/*_full*.yaml")) + sorted(
-        folder.glob("llama3*/*_lora*.yaml")
-    ):
-        if any(word in path.name for word in ("qat", "dpo", "ppo", "KD_", "distillation")):
-            continue
-        recipe = recipes.load(str(path), resources={"nodes": 2, "gpus_per_node": 8})
-        assert recipe.resources.world_size == 16
+def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
+    """What our trainer does too goes to it, the rest to torchtune's own script."""
+    folder = stock.site_packages() / "recipes" / "configs"
+    entries = collections.Counter()
+    for path in folder.rglob("*.yaml"):
+        recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
+        script = render.job_script(recipe, Cluster(), Path("/shared/runs/r"), "r")
         assert recipe.train_config(Path("/shared"), "/runs/r")["output_dir"] == "/runs/r"
-        tried += 1
-    assert tried >= 15
+        if recipe.entry == "sft":
+            assert "-m trainer.sft" in script
+        else:
+            name = recipe.entry.removeprefix("torchtune:")
+            assert f"/recipes/{name}.py --config" in script
+            assert recipe.max_retries == 0, "it would begin again from nothing"
+        entries[recipe.entry] += 1
+    assert sum(entries.values()) == 156 and entries["sft"] == 105
+    assert entries["torchtune:lora_dpo_distributed"] == 2
+    assert entries["torchtune:eleuther_eval"] == 10
+
+
+def test_a_stock_recipe_for_one_gpu_gets_no_more():
+    path = stock.site_packages() / "recipes/configs/quantization.yaml"
+    recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 2})
+    with pytest.raises(RecipeFault, match="quantize runs on one GPU, and 1 x 2 are asked for"):
+        render.job_script(recipe, Cluster(), Path("/shared/runs/r"), "r")
+
+
+def test_what_the_environment_lacks_is_found_before_the_queue():
+    path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
+    recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
+    told = "\n".join(preflight.faults(checks.Context(recipe, Cluster(), local=True)))
+    assert "imports lm_eval, which the environment lacks" in told
+    assert "pip install lm_eval" in told
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    overrides = [
+        f"checkpointer.checkpoint_dir={tmp_path}",
+        "~checkpointer.checkpoint_files",
+        "+checkpointer.checkpoint_files=[pytorch_model.bin]",
+    ]
+    recipe = recipes.load("llama1b_lora", overrides)
+    told = "\n".join(preflight.faults(checks.Context(recipe, Cluster(), local=True)))
+    assert "names pytorch_model.bin, a pickle" in told
 
 
 def test_a_recipe_extends_others_block_by_block(tmp_path):

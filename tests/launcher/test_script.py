@@ -1,0 +1,177 @@
+"""entry: script: a training script of the user's own, from its snapshot to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher import checks, cluster, preflight, recipe, snapshot
+from launcher.errors import RecipeFault
+from tests.launcher.kit import Kit, ranks_of, report, until
+
+EXAMPLE = Path(__file__).parents[2] / "examples/transformers_fsdp/transformers_fsdp.yaml"
+SECRET = "a-value-that-nothing-may-show"
+TELL = """
+import json, os, sys, yaml
+from pathlib import Path
+import helper
+
+told = {
+    "arguments": sys.argv[1:],
+    "here": os.getcwd(),
+    "parameters": yaml.safe_load(Path(os.environ["COOKBOOK_PARAMETERS"]).read_text()),
+    "greeting": os.environ["GREETING"],
+    "secret_matches": os.environ["MY_KEY"] == helper.expected(),
+    "world": os.environ["WORLD_SIZE"],
+}
+(Path(os.environ["RUN_DIR"]) / f"told_{os.environ['RANK']}.json").write_text(json.dumps(told))
+"""
+
+
+def project(folder: Path, script: str, **keys: object) -> Path:
+    """A folder of code with a recipe in it; returns the recipe's path."""
+    (folder / "code").mkdir(parents=True)
+    (folder / "code" / "train.py").write_text(script)
+    path = folder / "code" / "mine.yaml"
+    content = {
+        "entry": "script:train.py",
+        "resources": {"nodes": 2, "gpus_per_node": 1, "cpus_per_gpu": 1, "time": "10"},
+        **keys,
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+def faults(path: Path, *overrides: str) -> list[str]:
+    return preflight.faults(
+        checks.Context(recipe.load(str(path), overrides), cluster.Cluster(), local=True)
+    )
+
+
+def test_a_script_gets_a_copy_of_its_folder_and_all_that_the_recipe_says(kit: Kit, tmp_path):
+    secret = tmp_path / "key"
+    secret.write_text(SECRET + "\n")
+    secret.chmod(0o600)
+    path = project(
+        tmp_path,
+        TELL,
+        args=["--greet", "it's $(id)", 3],
+        env={"GREETING": "hello $HOME"},
+        secrets={"MY_KEY": str(secret)},
+        parameters={"lr": 1e-4, "models": "${models_root}/x"},
+    )
+    helper = path.parent / "helper.py"
+    helper.write_text(f"def expected():\n    return {SECRET[::-1]!r}[::-1]\n")
+    _, run = kit.submit("--recipe", str(path), "parameters.lr=5e-4")
+    helper.write_text("raise SystemExit('changed after submission')\n")
+    kit.wait(run, "COMPLETED", "FAILED")
+    assert kit.status(run)["state"] == "COMPLETED", report(run)
+    for rank in (0, 1):
+        assert json.loads((run / f"told_{rank}.json").read_text()) == {
+            "arguments": ["--greet", "it's $(id)", "3"],
+            "here": str(run / "code"),
+            "parameters": {"lr": 5e-4, "models": f"{kit.root}/models/x"},
+            "greeting": "hello $HOME",
+            "secret_matches": True,
+            "world": "2",
+        }
+    for file in run.rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
+
+
+def test_a_failing_script_is_told_in_its_own_words_and_not_tried_again(kit: Kit, tmp_path):
+    path = project(tmp_path, "raise ValueError('no such tokenizer')\n")
+    _, run = kit.submit("--recipe", str(path), "--nodes", "1", "--local")
+    told = kit.wait(run, "FAILED", "COMPLETED")
+    assert told["state"] == "FAILED"
+    assert "ValueError: no such tokenizer" in told["detail"], report(run)
+    assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_attempt_that_takes_longer_than_the_timeout_is_ended(kit: Kit, tmp_path):
+    path = project(tmp_path, "import time; time.sleep(600)\n", timeout="0:06", max_retries=5)
+    _, run = kit.submit("--recipe", str(path))
+    told = kit.wait(run, "FAILED", "COMPLETED", timeout=60)
+    assert "ended by the recipe's timeout of 6 s" in told["detail"], report(run)
+    assert not ranks_of(run, "train.py")
+
+
+@pytest.mark.long
+def test_the_example_trains_and_survives_a_killed_rank(kit: Kit):
+    _, run = kit.submit("--recipe", str(EXAMPLE), "--nodes", "2", "parameters.save_every=5")
+    until(lambda: (run / "checkpoints/step_5/COMPLETE").exists(), 120, lambda: report(run))
+    os.kill(ranks_of(run, "train.py")[1], signal.SIGKILL)
+    kit.wait(run, "COMPLETED", "FAILED")
+    assert kit.status(run)["state"] == "COMPLETED", report(run)
+    first, second = ((run / "logs" / k / "rank_0.log").read_text() for k in "01")
+    assert "step 1/40" in first and "step 1/40" not in second
+    assert "step 40/40" in second
+    assert (run / "export" / "model.safetensors").is_file()
+
+
+def test_a_snapshot_holds_what_git_does_not_ignore(tmp_path):
+    for name in ("a.py", "sub/b.py", "data/big.bin", ".hidden/c", "venv/pyvenv.cfg", "venv/d.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    without_git = {"a.py", "sub/b.py", "data/big.bin"}
+    assert set(map(str, snapshot.files(tmp_path))) == without_git
+    (tmp_path / ".gitignore").write_text("data/\nvenv/\n.hidden/\n")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert set(map(str, snapshot.files(tmp_path))) == {".gitignore", "a.py", "sub/b.py"}
+    snapshot.copy(tmp_path, tmp_path.parent / "copy")
+    assert (tmp_path.parent / "copy/sub/b.py").read_text() == "sub/b.py"
+
+
+def test_every_fault_of_a_script_is_named_at_once(tmp_path):
+    path = project(tmp_path, "pass\n", secrets=["NOT_THERE_KEY"])
+    open_to_all = tmp_path / "open"
+    open_to_all.write_text("x")
+    open_to_all.chmod(0o644)
+    (found,) = faults(path)
+    assert "slurm-cookbook/secrets/NOT_THERE_KEY does not exist: write the value" in found
+    found = faults(path, f"secrets={{A: {open_to_all}, B: /nowhere}}", "entry=script:trian.py")
+    wanted = ("others may read", "B: /nowhere does not exist", "there is no script")
+    assert len(found) == 3
+    assert all(part in fault for part, fault in zip(wanted, found, strict=True))
+    (found,) = faults(path, "~secrets", "+code_root=/etc")
+    assert "does not lie in code_root /etc" in found
+    with open(path.parent / "weights.bin", "wb") as file:
+        file.truncate(snapshot.LIMIT_BYTES + 1)
+    (found,) = faults(path, "~secrets")
+    assert "the largest is weights.bin (100 MiB)" in found
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"batch_size": 3}, "unknown key 'batch_size'"),
+        ({"parmeters": {}}, "did you mean parameters?"),
+        ({"env": {"WANDB_API_KEY": "x"}}, "keep secrets out of it; name it under secrets:"),
+        ({"env": {"A": "b\nc"}}, "env.A must be one line"),
+        ({"secrets": "KEY"}, "secrets must be a list of names"),
+        ({"secrets": ["A B"]}, "no variable's name"),
+        ({"args": ["a\nb"]}, "no line of text"),
+        ({"timeout": "soon"}, "timeout must be a limit such as"),
+    ],
+)
+def test_a_wrong_key_of_a_script_recipe_is_one_fault(tmp_path, change, told):
+    path = project(tmp_path, "pass\n", **change)
+    with pytest.raises(RecipeFault) as fault:
+        recipe.load(str(path))
+    (line,) = fault.value.faults
+    assert told in line
+
+
+def test_what_cannot_be_copied_leaves_no_run(kit: Kit, tmp_path):
+    path = project(tmp_path, "pass\n")
+    with (path.parent / "big.bin").open("wb") as file:
+        file.truncate(snapshot.LIMIT_BYTES + 1)
+    before = kit.runs()
+    done = kit.cookbook("submit", "--recipe", str(path))
+    assert done.returncode == 1 and "a snapshot takes 100 MiB at most" in done.stderr
+    assert kit.runs() == before
