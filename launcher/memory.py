@@ -99,10 +99,11 @@ class Plan:
     element_bytes: int = 2
     fp32_master: bool = False
     checkpointing: str = "none"  # none, full, op, or a number: every so many-th layer
-    optimizer: str = "adamw"
-    fused: bool = True
+    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, momentum, none
+    update: str = "fused"  # or foreach, single
     loss: str = "chunked"  # plain, chunked or linear
-    chunks: int = 8
+    chunks: int = 8  # 0: the linear one's own choice
+    sync_each: bool = False  # gradients are reduced after every micro-step
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     lora_output: bool = False
@@ -118,6 +119,11 @@ class Plan:
         return self.shard * self.replicate * self.tensor_parallel
 
     @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 holds the model; on one rank for what it alone can do."""
+        return self.shard * self.replicate > 1 or self.fp32_master or self.cpu_offload
+
+    @property
     def tokens(self) -> int:
         """Positions in one micro-batch of one rank."""
         return self.batch * (self.length + -self.length % self.tensor_parallel)
@@ -126,6 +132,11 @@ class Plan:
     def is_full(self) -> bool:
         """Whether every weight is trained."""
         return self.method == "full"
+
+    @property
+    def samples_a_step(self) -> int:
+        """Rows that one optimizer step sees over all ranks."""
+        return self.batch * self.accumulation * self.shard * self.replicate
 
     def trains(self, *names: str) -> bool:
         """Whether any of these matrices needs its input in backward."""
@@ -314,12 +325,13 @@ def _kept_layers(plan: Plan) -> tuple[float, float]:
 def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
     shape, e, tp, t = plan.shape, plan.element_bytes, plan.tensor_parallel, plan.tokens
     d, f, depth = shape.dim, shape.intermediate, shape.layers
-    sharded = plan.shard > 1
+    sharded = plan.fsdp
     layer, embedding = _layer(plan), _table(plan)
     output = NOTHING if shape.tied else _table(plan, plan.adapter_output)
     chunked = plan.loss == "chunked"
+    linear = plan.loss == "linear"
     apart_embedding = sharded and "tok_embeddings" in plan.apart and not shape.tied
-    apart_output = sharded and "output" in plan.apart and not shape.tied and not chunked
+    apart_output = sharded and "output" in plan.apart and not shape.tied and plan.loss == "plain"
     root = _sum(
         NOTHING if apart_embedding else embedding, NOTHING if apart_output else output
     )
@@ -335,10 +347,11 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
     }
     gradients = on_gpu * all_units.trained * gradient_bytes / plan.shard
     layer_gradients = on_gpu * layer.trained * gradient_bytes / plan.shard
-    accumulated = 0.0
+    accumulated, every = 0.0, False
     if plan.accumulation > 1:
         # Between micro-steps nothing is reduced: each rank holds all gradients, in fp32.
-        accumulated = all_units.trained * FP32 if sharded else gradients
+        every = sharded and not plan.sync_each
+        accumulated = all_units.trained * FP32 if every else gradients
     kept, recomputed = _kept_layers(plan)
     entry = e * t * d / tp
     gather = 1 if sharded else 0
@@ -371,6 +384,9 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
     norm = (FP32 * 2 if plan.is_full else FP32) * t * d / tp
     norm += e * t * d if plan.is_full else 0
     loss = _loss(plan)
+    # The linear loss runs inside the model's forward pass, and makes the gradients there.
+    trained_output = e * shape.embedding / tp if plan.is_full else 0.0
+    early = trained_output if linear else 0.0
     yield (
         "output layer, forward",
         state
@@ -385,8 +401,8 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         "loss, forward",
         state
         | {
-            "gradients": accumulated,
-            "gathered weights": held,
+            "gradients": accumulated + early,
+            "gathered weights": held + (gather * root.gathered if linear else 0.0),
             "activations": depth * kept + norm,
             "logits and loss": loss.forward,
         },
@@ -395,7 +411,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         "loss, backward",
         state
         | {
-            "gradients": accumulated,
+            "gradients": accumulated + early,
             "gathered weights": held,
             "activations": depth * kept + norm,
             "logits and loss": loss.backward,
@@ -403,13 +419,12 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
     )
     # The output layer's backward: the root is gathered again (twice for a moment), and where the
     # output layer is trained its chunks' gradients are summed out of place.
-    trained_output = e * shape.embedding / tp if plan.is_full else 0.0
     group = output if apart_output else root
     yield (
         "output layer, backward, gathered",
         state
         | {
-            "gradients": accumulated,
+            "gradients": accumulated + early,
             "gathered weights": gather * (2 * group.gathered) + held,
             "activations": depth * kept + norm,
             "logits and loss": loss.gradient,
@@ -440,7 +455,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         )
         if plan.accumulation > 1:
             done = accumulated
-            if sharded:
+            if every:
                 done += above * (layer_gradients - FP32 * layer.trained)
         common = {
             "gathered weights": gather * (root.gathered + layer.gathered * (2 if index else 1)),
@@ -476,7 +491,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
             | {
                 "gradients": gradients
                 + root.trained * (e - gradient_bytes / plan.shard)
-                + (FP32 * root.trained if plan.accumulation > 1 else 0),
+                + (FP32 * root.trained if every else 0),
                 "gradient reduction": FP32 * root.trained * (1 + 1 / plan.shard),
                 "activations": 0.0,
             },
@@ -489,13 +504,20 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
             "backward, embedding",
             state | {"gradients": gradients + whole, "activations": 0.0, "working memory": entry},
         )
-    largest = max(embedding.trained, output.trained) / plan.shard * _weight_bytes(plan)
+    # A fused update needs nothing; foreach a copy of all second moments, single two of the
+    # largest tensor.
+    biggest = max(embedding.trained, output.trained, layer.trained / 7) / plan.shard
+    working = _weight_bytes(plan) * on_gpu * {
+        "fused": 0.0,
+        "foreach": all_units.trained / plan.shard,
+        "single": 2 * biggest,
+    }[plan.update]
     yield (
         "optimizer step",
         state
         | {
             "gradients": gradients + (0.0 if shape.tied else whole),
-            "working memory": 0.0 if plan.fused or whole else 2 * largest,
+            "working memory": 0.0 if whole else working,
         },
     )
 
@@ -540,8 +562,8 @@ def _loss(plan: Plan) -> Loss:
 
     plain: the model turns its logits to fp32 (4tV), log-softmax keeps 4tV; backward holds that,
     the loss's gradient and log-softmax's. chunked: logits in e bytes, log-softmax in fp32, one
-    chunk's temporaries; split over the vocabulary one copy more of a chunk. linear: a chunk of
-    logits at a time is neither kept nor more than a fraction; two to three hidden tensors.
+    chunk's temporaries; split over the vocabulary one copy more of a chunk. linear: one chunk of
+    logits in both dtypes, the rows that are trained, and their gradient.
     """
     e, tp, c = plan.element_bytes, plan.tensor_parallel, plan.chunks
     logits = plan.tokens * plan.shape.vocab / tp
@@ -560,5 +582,8 @@ def _loss(plan: Plan) -> Loss:
             FP32 * logits + (2 + more) * FP32 * logits / c,
             e * logits,
         )
-    hidden = plan.element_bytes * plan.tokens * plan.shape.dim
-    return Loss(hidden, 2 * hidden, 3 * hidden, hidden)
+    # As trainer.loss chooses: about as many logits at a time as there are hidden numbers.
+    hidden = e * plan.tokens * plan.shape.dim
+    at_once = -(-plan.tokens // c) if c else max(512, plan.tokens * plan.shape.dim // plan.shape.vocab)
+    part = min(at_once, plan.tokens) * plan.shape.vocab / tp * (FP32 + e)
+    return Loss(hidden, 2 * hidden + part, 3 * hidden, 2 * hidden)

@@ -1,6 +1,6 @@
 """Peak memory of a training step, traced without a GPU.
 
-    python -m trainer.trace <train.yaml> --ranks N [--layers L ...]
+    python -m trainer.trace <train.yaml> --ranks N
 
 The model is built and laid out by the trainer's own code on the meta device, for one rank of a
 process group that only pretends to communicate. Forward, backward and the optimizer's step then
@@ -15,7 +15,7 @@ import inspect
 import json
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,12 @@ from trainer.compat import TransformerDecoder
 from trainer.config import TrainConfig, instantiate
 from trainer.data import MicroBatch
 from trainer.distributed import World
-from trainer.errors import ConfigError, TrainerError, describe
+from trainer.errors import ConfigError
 from trainer.loss import TokenLoss
 from trainer.tensor_parallel import vocabulary_split_loss
 
-GIB = 2**30
 # From two depths follows each phase's growth a layer; what lies beyond is a straight line.
 DEPTHS = (4, 8)
-WITHOUT_LENGTH = 4096
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -146,6 +144,11 @@ class Traced:
     weights: int
     optimizer: int
     phases: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The most that any phase needs."""
+        return max(self.phases.values())
 
 
 def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
@@ -265,8 +268,7 @@ def _mark_phases(module: TransformerDecoder, tracker: MemoryTracker) -> None:
 
 
 def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
-    """What a model of `layers` layers takes: every figure is a straight line in the depth."""
-    steps, rest = divmod(layers - deep.layers, deep.layers - shallow.layers)
+    """What a model of `layers` layers takes: every phase's peak is a straight line in the depth."""
 
     def line(low: int, high: int) -> int:
         return high + (high - low) * (layers - deep.layers) // (deep.layers - shallow.layers)
@@ -277,3 +279,31 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
         line(shallow.optimizer, deep.optimizer),
         {name: line(shallow.phases[name], high) for name, high in deep.phases.items()},
     )
+
+
+def estimate(config: TrainConfig, ranks: int) -> Traced:
+    """The whole model's step: traced where it is shallow, else extrapolated from two depths."""
+    layers = len(models.empty(config).layers)
+    if layers <= DEPTHS[-1]:
+        return trace(config, ranks)
+    return extrapolate(*(trace(config, ranks, depth) for depth in DEPTHS), layers)
+
+
+def main(arguments: list[str]) -> int:
+    """Print one line of JSON, bytes; exit status 1 for a fault in the config, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.trace", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--ranks", type=int, default=1, help="how many GPUs share the step")
+    chosen = parser.parse_args(arguments)
+    try:
+        found = estimate(configs.load(chosen.config), chosen.ranks)
+    except ConfigError as error:
+        for fault in error.faults:
+            print(f"error: {fault}", file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(found) | {"peak": found.peak}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
