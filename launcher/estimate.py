@@ -17,7 +17,8 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import PreflightFault, RecipeFault, UsageFault, nearest
-from launcher.memory import ATTENTION, GIB, MLP, NF4_BYTES, Estimate, Plan, Shape
+from launcher.memory import ATTENTION, GIB, MLP, Estimate, Plan, Shape
+from launcher.recipe import Recipe
 
 # Of a GPU's memory the CUDA context, NCCL's buffers, kernels' workspaces and the allocator's gaps
 # take a part that no formula gives: this much is kept back. An assumption.
@@ -26,6 +27,7 @@ DEFAULT_GPU = "h100-80"
 DEFAULT_MFU = 0.4
 # English text, Llama 3's and Qwen's tokenizers: roughly; for an epoch whose tokens nobody counted.
 BYTES_A_TOKEN = 4
+METHODS = ("full", "lora", "qlora")
 COMPARED_NODES = (1, 2, 4, 8)
 
 
@@ -420,20 +422,18 @@ class Compared:
     nodes: int
     peak_gib: float
     fits: bool
-    million_tokens_hours: float
+    billion_tokens_hours: float
 
 
 def compare(plan: Plan, device: Gpu, gpus_per_node: int, mfu: float) -> list[Compared]:
     """Full, LoRA and QLoRA on 1, 2, 4 and 8 nodes, all else as in the plan."""
     cells = []
-    for method in ("full", "lora", "qlora"):
+    for method in METHODS:
         for nodes in COMPARED_NODES:
             ranks = nodes * gpus_per_node
             split = plan.tensor_parallel
             other = {} if method == "full" else _adapter_of(plan)
-            cell = replace(
-                plan, method=method, replicate=1, shard=max(ranks // split, 1), **other
-            )
+            cell = replace(plan, method=method, replicate=1, shard=max(ranks // split, 1), **other)
             peak = Estimate(cell).peak / GIB
             cells.append(
                 Compared(
@@ -441,7 +441,7 @@ def compare(plan: Plan, device: Gpu, gpus_per_node: int, mfu: float) -> list[Com
                     nodes,
                     peak,
                     peak <= device.usable_gib,
-                    hours(cell, device, 10**6, mfu),
+                    hours(cell, device, 10**9, mfu),
                 )
             )
     return cells
@@ -474,3 +474,257 @@ def trace(train_config: dict[str, Any], ranks: int) -> dict[str, Any]:
         raise PreflightFault([line.removeprefix("error: ") for line in words] or last)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+# The report --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is said about one recipe; `traced` and `compared` where they were asked for."""
+
+    name: str
+    description: str
+    nodes: int
+    gpus_per_node: int
+    builder: str
+    plan: Plan
+    device: Gpu
+    mfu: float
+    epoch: Epoch
+    compared: list[Compared]
+    traced: dict[str, Any] | None
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        root: Path,
+        kind: str | None = None,
+        mfu: float = DEFAULT_MFU,
+        wants_comparison: bool = False,
+        wants_trace: bool = False,
+    ) -> Report:
+        """Work everything out for a recipe whose models lie under root."""
+        if recipe.entry != "sft":
+            raise UsageFault(
+                f"{recipe.name} starts {recipe.entry}, and only the kit's own trainer (entry: sft) "
+                "is known well enough to be estimated"
+            )
+        nodes, gpus_per_node = recipe.resources.nodes, recipe.resources.gpus_per_node
+        config = recipe.resolved(root, "run")
+        plan, device = plan_of(config, nodes, gpus_per_node), gpu(kind)
+        train_config = recipe.train_config(root, "run")
+        return cls(
+            name=recipe.name,
+            description=recipe.description,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            builder=str(config["model"]["_component_"]),
+            plan=plan,
+            device=device,
+            mfu=mfu,
+            epoch=epoch_of(config, plan),
+            compared=compare(plan, device, gpus_per_node, mfu) if wants_comparison else [],
+            traced=trace(train_config, plan.ranks) if wants_trace else None,
+        )
+
+    @property
+    def estimate(self) -> Estimate:
+        """The plan's memory."""
+        return Estimate(self.plan)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within what the GPU has to give."""
+        return self.estimate.peak / GIB <= self.device.usable_gib
+
+    @property
+    def epoch_hours(self) -> float:
+        """Wall-clock hours of an epoch, or of a million tokens."""
+        return hours(self.plan, self.device, self.epoch.tokens, self.mfu)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, sizes in GiB."""
+        plan, found = self.plan, self.estimate
+        return {
+            "recipe": self.name,
+            "basis": "computed, not measured",
+            "gpu": {"name": self.device.name, "memory_gib": self.device.memory_gib},
+            "usable_gib": round(self.device.usable_gib, 3),
+            "fits": self.fits,
+            "peak_gib": round(found.peak / GIB, 3),
+            "peak_phase": found.peak_phase,
+            "terms_gib": {k: round(v / GIB, 3) for k, v in found.terms.items() if v},
+            "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in found.phases.items()},
+            "plan": {
+                each.name: getattr(plan, each.name) for each in fields(plan) if each.name != "shape"
+            },
+            "parameters": plan.total,
+            "trainable": plan.trainable,
+            "host_memory_a_node_gib": round(host_bytes(plan, self.gpus_per_node) / GIB, 3),
+            "checkpoint_gib": round(checkpoint_bytes(plan) / GIB, 3),
+            "export_gib": round(export_bytes(plan) / GIB, 3),
+            "mfu": self.mfu,
+            "tokens": self.epoch.tokens,
+            "hours": self.epoch_hours,
+            "gpu_hours": self.epoch_hours * plan.ranks,
+            "remedies": [vars(each) for each in self._remedies()],
+            "compare": [vars(each) for each in self.compared],
+            "traced": self.traced,
+        }
+
+    def _remedies(self) -> list[Remedy]:
+        if self.fits:
+            return []
+        return remedies(self.plan, self.device, self.gpus_per_node, self.builder)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report as a person reads it."""
+        plan = self.plan
+        share = 100 * plan.trainable / plan.total
+        yield f"{self.name}: {self.description}" if self.description else self.name
+        yield (
+            f"  model       {self.builder.rpartition('.')[2]}, {plan.total / 1e9:.2f} B "
+            f"parameters, {_count(plan.trainable)} trained ({share:.2f} %)"
+        )
+        yield f"  layout      {self.nodes} x {self.gpus_per_node} GPUs: {self._layout()}"
+        yield (
+            f"  batch       {plan.batch} x {plan.length} tokens a rank and micro-step, "
+            f"{plan.accumulation} micro-step{'s' if plan.accumulation > 1 else ''}, "
+            f"{plan.samples_a_step} rows a step"
+        )
+        yield f"  saves       {self._savings()}"
+        yield ""
+        yield from self._memory_lines()
+        if not self.fits:
+            yield ""
+            yield from self._remedy_lines()
+        yield ""
+        yield from self._cost_lines()
+        if self.compared:
+            yield ""
+            yield from self._compare_lines()
+
+    def _layout(self) -> str:
+        plan = self.plan
+        parts = [
+            f"{word} over {size}"
+            for word, size in (("FSDP", plan.shard), ("tensor parallel", plan.tensor_parallel))
+            if size > 1
+        ]
+        if plan.replicate > 1:
+            parts.append(f"{plan.replicate} copies")
+        if plan.cpu_offload:
+            parts.append("weights and optimizer on the CPU")
+        return ", ".join(parts) or "one copy of the model on each"
+
+    def _savings(self) -> str:
+        plan = self.plan
+        recomputed = {
+            "none": "no activation checkpointing",
+            "full": "activation checkpointing",
+            "op": "selective activation checkpointing (op)",
+        }.get(plan.checkpointing, f"activation checkpointing of every {plan.checkpointing}. layer")
+        words = [plan.method, recomputed, f"{plan.loss} cross-entropy", plan.optimizer]
+        words.append("bf16" if plan.element_bytes == 2 else "fp32")
+        if plan.fp32_master:
+            words.append("fp32 master weights")
+        return ", ".join(words)
+
+    def _memory_lines(self) -> Iterator[str]:
+        found, device = self.estimate, self.device
+        yield f"Memory a GPU at its peak ({found.peak_phase}); computed, not measured"
+        terms = sorted(found.terms.items(), key=lambda term: -term[1])
+        for name, size in terms:
+            if size / GIB >= 0.005:
+                yield f"  {name:<20} {size / GIB:8.2f} GiB"
+        yield f"  {'peak':<20} {found.peak / GIB:8.2f} GiB"
+        if self.traced:
+            peak = self.traced["peak"]
+            difference = 100 * (found.peak / peak - 1)
+            yield (
+                f"  {'traced':<20} {peak / GIB:8.2f} GiB   "
+                f"the same step on fake tensors; the formulas give {difference:+.1f} %"
+            )
+        kept = device.memory_gib - device.usable_gib
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        yield (
+            f"{verdict}: {device.name} has {device.memory_gib:.1f} GiB, less {kept:.1f} kept back "
+            f"for CUDA, NCCL and gaps: {device.usable_gib:.1f} GiB"
+        )
+        yield f"the largest part is {terms[0][0]}: {_ADVICE[terms[0][0]]}"
+        host = host_bytes(self.plan, self.gpus_per_node)
+        if host:
+            yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
+
+    def _remedy_lines(self) -> Iterator[str]:
+        yield "What to change, each on top of those before it that help"
+        tried = self._remedies()
+        width = max(len(each.overrides) for each in tried)
+        for each in tried:
+            verdict = "fits" if each.fits else "does not fit" if each.helps else "no help: left out"
+            yield f"  {each.overrides:<{width}}  {each.peak_gib:8.2f} GiB  {verdict}"
+        if not any(each.fits for each in tried):
+            yield (
+                "nothing here fits: use more GPUs (--nodes), a larger --gpu, or a smaller "
+                "tokenizer.max_seq_len"
+            )
+
+    def _cost_lines(self) -> Iterator[str]:
+        plan, took = self.plan, self.epoch_hours
+        rate = self.device.bf16_tflops * 1e12 * self.mfu / flops_a_token(plan)
+        yield (f"Time at {100 * self.mfu:.0f} % MFU on {self.device.name}; computed, not measured")
+        yield f"  {'tokens/s/GPU':<20} {rate:8,.0f}"
+        yield f"  {'time':<14} {_time(took):>14}, {took * plan.ranks:.3g} GPU-hours"
+        yield f"  {'of':<20} {self.epoch.what}"
+        yield "Disk"
+        what = "weights and optimizer" if plan.is_full else "adapter and its optimizer"
+        yield f"  {'checkpoint':<20} {_size(checkpoint_bytes(plan))}, {what}"
+        yield f"  {'export':<20} {_size(export_bytes(plan))}, the merged model"
+
+    def _compare_lines(self) -> Iterator[str]:
+        yield (
+            f"GiB a GPU, and hours a billion tokens, on {self.device.name} with "
+            f"{self.gpus_per_node} GPUs a node; * does not fit"
+        )
+        heads = (f"{nodes} node{'s' if nodes > 1 else ''}" for nodes in COMPARED_NODES)
+        yield f"{'METHOD':<8}" + "".join(f"{head:>18}" for head in heads)
+        for method in METHODS:
+            cells = (each for each in self.compared if each.method == method)
+            yield f"{method:<8}" + "".join(
+                f"{each.peak_gib:8.1f}{' ' if each.fits else '*'}{each.billion_tokens_hours:7.1f} h"
+                for each in cells
+            )
+
+
+_ADVICE = {
+    "weights": "more GPUs to shard over, or QLoRA, make it smaller",
+    "gradients": "more GPUs to shard over, LoRA, or sync_each_micro_batch=true make it smaller",
+    "optimizer": "more GPUs to shard over, an 8-bit AdamW, or LoRA make it smaller",
+    "activations": "activation checkpointing, a smaller batch, or tensor parallelism make it smaller",
+    "logits and loss": "trainer.loss.LinearCrossEntropy, a smaller batch, or tensor parallelism "
+    "make it smaller",
+    "gathered weights": "tensor parallelism makes it smaller; more nodes do not",
+    "gradient reduction": "tensor parallelism or LoRA make it smaller",
+    "working memory": "a smaller batch or tensor parallelism make it smaller",
+    "rotary tables": "the model's longest context decides it",
+}
+
+
+def _count(number: int) -> str:
+    for size, word in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {word}"
+    return str(number)
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:8.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:8.2f} MiB"
+
+
+def _time(in_hours: float) -> str:
+    minutes = round(in_hours * 60)
+    if minutes < 1:
+        return f"{in_hours * 3600:.0f} s"
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"

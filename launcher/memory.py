@@ -332,9 +332,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
     linear = plan.loss == "linear"
     apart_embedding = sharded and "tok_embeddings" in plan.apart and not shape.tied
     apart_output = sharded and "output" in plan.apart and not shape.tied and plan.loss == "plain"
-    root = _sum(
-        NOTHING if apart_embedding else embedding, NOTHING if apart_output else output
-    )
+    root = _sum(NOTHING if apart_embedding else embedding, NOTHING if apart_output else output)
     layers = Unit(layer.gathered * depth, layer.trained * depth, layer.kept * depth)
     all_units = _sum(layers, embedding, output)
 
@@ -368,7 +366,9 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
             "activations": entry,
         },
     )
-    held = layers.gathered if sharded and not plan.reshard else gather * 2 * layer.gathered
+    held = gather * 2 * layer.gathered
+    if sharded and not plan.reshard:
+        held = layers.gathered + layer.gathered
     yield (
         "forward, last layer",
         state
@@ -380,7 +380,8 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         },
     )
     # The loss: the model's last norm is kept too.
-    held = layers.gathered if sharded and not plan.reshard else 0.0
+    kept_gathered = sharded and not plan.reshard
+    held = layers.gathered + root.gathered if kept_gathered else 0.0
     norm = (FP32 * 2 if plan.is_full else FP32) * t * d / tp
     norm += e * t * d if plan.is_full else 0
     loss = _loss(plan)
@@ -392,7 +393,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         state
         | {
             "gradients": accumulated,
-            "gathered weights": gather * root.gathered + held,
+            "gathered weights": held or gather * root.gathered,
             "activations": depth * kept + norm,
             "logits and loss": loss.made,
         },
@@ -402,7 +403,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         state
         | {
             "gradients": accumulated + early,
-            "gathered weights": held + (gather * root.gathered if linear else 0.0),
+            "gathered weights": held or (gather * root.gathered if linear else 0.0),
             "activations": depth * kept + norm,
             "logits and loss": loss.forward,
         },
@@ -425,7 +426,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         state
         | {
             "gradients": accumulated + early,
-            "gathered weights": gather * (2 * group.gathered) + held,
+            "gathered weights": held or gather * 2 * group.gathered,
             "activations": depth * kept + norm,
             "logits and loss": loss.gradient,
         },
@@ -437,7 +438,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         state
         | {
             "gradients": accumulated + copies * trained_output,
-            "gathered weights": gather * (group.gathered + layer.gathered) + held,
+            "gathered weights": held or gather * (group.gathered + layer.gathered),
             "activations": depth * kept + norm,
             "logits and loss": loss.gradient * part,
         },
@@ -457,8 +458,9 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
             done = accumulated
             if every:
                 done += above * (layer_gradients - FP32 * layer.trained)
+        present = index + 1 if kept_gathered else min(index + 1, 2)
         common = {
-            "gathered weights": gather * (root.gathered + layer.gathered * (2 if index else 1)),
+            "gathered weights": gather * (root.gathered + layer.gathered * present),
             "gradient reduction": gather * FP32 * reduced,
         }
         inside = e * t * f / tp
@@ -469,7 +471,9 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
             | {
                 "gradients": done + root_gradients + e * layer.trained * _share_of_w2(plan),
                 "activations": index * kept + max(kept, 0) + recomputed,
-                "working memory": 2 * inside + 2 * entry + _dequantised(plan)
+                "working memory": 2 * inside
+                + 2 * entry
+                + _dequantised(plan)
                 + (2 * e * t * d if tp > 1 else 0),
             },
         )
@@ -492,31 +496,45 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
                 "gradients": gradients
                 + root.trained * (e - gradient_bytes / plan.shard)
                 + (FP32 * root.trained if every else 0),
-                "gradient reduction": FP32 * root.trained * (1 + 1 / plan.shard),
+                "gradient reduction": FP32 * root.trained,
                 "activations": 0.0,
             },
         )
     whole = 0.0
-    if tp > 1 and not sharded and plan.is_full:
-        # DTensor's embedding gives a gradient of all rows, and splits it afterwards.
+    if tp > 1 and plan.is_full:
+        # DTensor's embedding gives a gradient of all rows, and splits a copy of it afterwards.
         whole = e * shape.embedding
+        rest = gradients - gather * (root.trained * gradient_bytes / plan.shard - root_gradients)
         yield (
             "backward, embedding",
-            state | {"gradients": gradients + whole, "activations": 0.0, "working memory": entry},
+            state
+            | {
+                "gathered weights": gather * root.gathered,
+                "gradients": rest + whole + (2 if shape.tied else gather) * whole / tp,
+                "gradient reduction": gather * FP32 * layer.trained,
+                "activations": 0.0,
+                "working memory": entry,
+            },
         )
+    if sharded or shape.tied:
+        whole = 0.0
     # A fused update needs nothing; foreach a copy of all second moments, single two of the
     # largest tensor.
     biggest = max(embedding.trained, output.trained, layer.trained / 7) / plan.shard
-    working = _weight_bytes(plan) * on_gpu * {
-        "fused": 0.0,
-        "foreach": all_units.trained / plan.shard,
-        "single": 2 * biggest,
-    }[plan.update]
+    working = (
+        _weight_bytes(plan)
+        * on_gpu
+        * {
+            "fused": 0.0,
+            "foreach": all_units.trained / plan.shard,
+            "single": 2 * biggest,
+        }[plan.update]
+    )
     yield (
         "optimizer step",
         state
         | {
-            "gradients": gradients + (0.0 if shape.tied else whole),
+            "gradients": gradients + whole,
             "working memory": 0.0 if whole else working,
         },
     )
@@ -584,6 +602,8 @@ def _loss(plan: Plan) -> Loss:
         )
     # As trainer.loss chooses: about as many logits at a time as there are hidden numbers.
     hidden = e * plan.tokens * plan.shape.dim
-    at_once = -(-plan.tokens // c) if c else max(512, plan.tokens * plan.shape.dim // plan.shape.vocab)
+    at_once = (
+        -(-plan.tokens // c) if c else max(512, plan.tokens * plan.shape.dim // plan.shape.vocab)
+    )
     part = min(at_once, plan.tokens) * plan.shape.vocab / tp * (FP32 + e)
     return Loss(hidden, 2 * hidden + part, 3 * hidden, 2 * hidden)
