@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -452,6 +450,9 @@ def compare(plan: Plan, device: Gpu, gpus_per_node: int, mfu: float) -> list[Com
 
 def trace(train_config: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Return what `python -m trainer.trace` finds: the same step run on fake tensors."""
+    import subprocess
+    import tempfile
+
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "train.yaml"
         file.write_text(yamlfile.dump(train_config), encoding="utf-8")
@@ -702,7 +703,8 @@ _ADVICE = {
     "weights": "more GPUs to shard over, or QLoRA, make it smaller",
     "gradients": "more GPUs to shard over, LoRA, or sync_each_micro_batch=true make it smaller",
     "optimizer": "more GPUs to shard over, an 8-bit AdamW, or LoRA make it smaller",
-    "activations": "activation checkpointing, a smaller batch, or tensor parallelism make it smaller",
+    "activations": "activation checkpointing, a smaller batch, or tensor parallelism make it "
+    "smaller",
     "logits and loss": "trainer.loss.LinearCrossEntropy, a smaller batch, or tensor parallelism "
     "make it smaller",
     "gathered weights": "tensor parallelism makes it smaller; more nodes do not",

@@ -15,9 +15,8 @@ test holds the two together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 GIB = 2**30
 NF4_BYTES = 0.5 + 2 / 64  # four bits, and a bf16 scale for each block of 64

@@ -15,7 +15,7 @@ import inspect
 import json
 import sys
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from trainer.loss import TokenLoss
 from trainer.tensor_parallel import vocabulary_split_loss
 
 # From two depths follows each phase's growth a layer; what lies beyond is a straight line.
-DEPTHS = (4, 8)
+DEPTHS = (3, 5)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -53,6 +53,8 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peaks: dict[str, int] = {}
+        # Tells micro-steps apart, as gradients are not reduced after each.
+        self.suffix = ""
         self._phase = "setup"
         self._alive: dict[int, tuple[int, weakref.ref]] = {}
         self._paused = False
@@ -60,7 +62,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def enter(self, phase: str) -> None:
         """Count towards `phase` from here on."""
-        self._phase = phase
+        self._phase = phase + self.suffix
         self._note()
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -162,6 +164,7 @@ def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
     Raises:
         ConfigError: the layout does not exist, or is one that only a GPU can run.
     """
+    config = replace(config, compile=False)
     refuse(config, ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -212,13 +215,13 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     with fake, tracker:
         for _ in range(2):
             tracker.peaks.clear()
-            for index in range(min(config.gradient_accumulation_steps, 2)):
-                last = index == min(config.gradient_accumulation_steps, 2) - 1
+            for last in (False, True) if config.gradient_accumulation_steps > 1 else (True,):
+                tracker.suffix = "" if last else ", earlier micro-step"
                 parallel.set_gradient_sync(module, last)
                 with vocabulary_split_loss(world.tensor_parallel_dim):
-                    tracker.enter("forward")
+                    tracker.enter("forward, first layer")
                     total = loss(module, batch, world.device)
-                    tracker.enter("backward of output")
+                    tracker.enter("output layer and loss, backward")
                     (total * 0.5).backward()
                 del total
             tracker.enter("optimizer step")
@@ -258,13 +261,31 @@ def _fill_rope_caches(module: TransformerDecoder, fake: FakeTensorMode) -> None:
 
 
 def _mark_phases(module: TransformerDecoder, tracker: MemoryTracker) -> None:
-    """Let `tracker` know when the last layer is left, forward and backward."""
+    """Let `tracker` know where in the layers a step is, forward and backward.
 
-    def after_layers(_: Any, __: Any, output: torch.Tensor) -> None:
-        tracker.enter("forward of output")
-        output.register_hook(lambda _: tracker.enter("backward of layers"))
+    What a phase takes must grow by the same amount with every layer, so that two depths tell all
+    others: the first layer stands for itself, as the root is gathered around it, and so does the
+    last one, as nothing is being reduced yet in its backward pass.
+    """
+    last = len(module.layers) - 1
+    backward = {last: "last layer", last - 1: "layers between", 0: "first layer"}
 
-    module.layers[-1].register_forward_hook(after_layers)
+    def mark(index: int) -> None:
+        def after(_: Any, __: Any, output: torch.Tensor) -> None:
+            if index in (0, last):
+                tracker.enter("output layer and loss, forward" if index else "forward, layers")
+            if index in backward and output.requires_grad:
+                output.register_hook(lambda _: tracker.enter(f"backward, {backward[index]}"))
+
+        module.layers[index].register_forward_hook(after)
+
+    def before_all(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: tracker.enter("backward, embedding"))
+
+    module.layers[0].register_forward_pre_hook(before_all)
+    for index in range(last + 1):
+        mark(index)
 
 
 def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
