@@ -32,9 +32,6 @@ from torchtune.modules import (  # noqa: E402
     TransformerSelfAttentionLayer,
 )
 from torchtune.modules.peft import LoRALinear, get_adapter_params  # noqa: E402
-from torchtune.training import (  # noqa: E402
-    get_act_offloading_ctx_manager,
-)
 
 __all__ = [
     "FeedForward",
@@ -52,7 +49,6 @@ __all__ = [
     "TiedLinear",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",
-    "get_act_offloading_ctx_manager",
     "get_adapter_params",
     "padded_collate_sft",
 ]

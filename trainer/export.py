@@ -1,5 +1,6 @@
 """The finished model as a Hugging Face folder, and LoRA's adapter as PEFT reads it."""
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +39,8 @@ COPIED = (
 def export(model: Model, config: TrainConfig, world: World) -> Path:
     """Write <output_dir>/export and return it; all ranks call this together.
 
-    Tensors are gathered one at a time, and rank 0 writes them in files of at most 4 GiB (or one
-    tensor). LoRA is merged, and the adapter by itself lies in `adapter/`; with
+    Tensors are gathered and written one at a time; rank 0 writes, in files of at most 4 GiB (or
+    one tensor). LoRA is merged, and the adapter by itself lies in `adapter/`; with
     `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / FOLDER
@@ -79,10 +80,13 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         names = ["model.safetensors"]
     stream = _hf_tensors(model, world.is_main)
     for name, keys in zip(names, shards, strict=True):
-        tensors = dict(next(stream) for _ in keys)
-        world.on_main(lambda n=name, t=tensors: save_file(t, folder / n, metadata={"format": "pt"}))
+        file = world.on_main(lambda n=name, k=keys: weights.SafetensorsWriter(folder / n, k))
+        for key, tensor in itertools.islice(stream, len(keys)):
+            if file is not None:
+                file.add(key, tensor)
+        world.on_main(lambda f=file: f.close())
     if len(shards) > 1:
-        total = sum(_bytes(parts) for parts in _base_parameters(model).values())
+        total = sum(_bytes(parts, model.dtype) for parts in _base_parameters(model).values())
         index = {
             "metadata": {"total_size": total},
             "weight_map": {k: n for n, keys in zip(names, shards, strict=True) for k in keys},
@@ -99,8 +103,8 @@ def _base_parameters(model: Model) -> dict[str, list[tuple[str, torch.nn.Paramet
     return found
 
 
-def _bytes(parts: list[tuple[str, torch.nn.Parameter]]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for _, parameter in parts)
+def _bytes(parts: list[tuple[str, torch.nn.Parameter]], dtype: torch.dtype) -> int:
+    return sum(parameter.numel() * dtype.itemsize for _, parameter in parts)
 
 
 def _plan(model: Model) -> list[list[str]]:
@@ -108,7 +112,7 @@ def _plan(model: Model) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     room = MAX_SHARD_BYTES
     for key, parts in _base_parameters(model).items():
-        size = _bytes(parts)
+        size = _bytes(parts, model.dtype)
         if size > room and shards[-1]:
             shards.append([])
             room = MAX_SHARD_BYTES
@@ -126,17 +130,17 @@ def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in parts:
             tensor = _merged(whole(parameter.detach()), lora.get(name.removesuffix(".weight")))
             if keep:
-                rows.append(family.to_hf(name, tensor.cpu(), model.hf_config))
+                rows.append(family.to_hf(name, tensor.to(model.dtype).cpu(), model.hf_config))
         yield key, torch.cat(rows) if keep else torch.empty(0)
 
 
 def _merged(tensor: torch.Tensor, layer: LoRALinear | None) -> torch.Tensor:
-    """A whole base tensor with the update of its LoRA layer, where it has one."""
+    """A whole base tensor, with the update of its LoRA layer in fp32 where it has one."""
     if layer is None:
         return tensor
     a, b = whole(layer.lora_a.weight.detach()), whole(layer.lora_b.weight.detach())
     update = b.float() @ a.float() * (layer.alpha / layer.rank)
-    return (tensor.float() + update).to(tensor.dtype)
+    return tensor.float() + update
 
 
 @torch.no_grad()
@@ -159,19 +163,21 @@ def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]
         adapted = [layer for _, _, layer in layers if layer is not None]
         if not adapted:
             continue
-        b = torch.zeros(sum(p.shape[0] for _, p in parts), sum(layer.rank for layer in adapted))
+        b = torch.zeros(
+            sum(p.shape[0] for _, p in parts),
+            sum(layer.rank for layer in adapted),
+            dtype=model.dtype,
+        )
         row = column = 0
         for name, parameter, layer in layers:
             if layer is not None:
                 own = family.to_hf(name, whole(layer.lora_b.weight).cpu(), model.hf_config)
-                b = b.to(own.dtype)
                 b[row : row + own.shape[0], column : column + own.shape[1]] = own
                 column += own.shape[1]
             row += parameter.shape[0]
         place = "base_model.model." + key.removesuffix(".weight")
-        tensors[f"{place}.lora_A.weight"] = torch.cat(
-            [whole(layer.lora_a.weight).cpu() for layer in adapted]
-        )
+        a = torch.cat([whole(layer.lora_a.weight).cpu() for layer in adapted])
+        tensors[f"{place}.lora_A.weight"] = a.to(model.dtype)
         tensors[f"{place}.lora_B.weight"] = b
         ranks[place.rpartition(".")[2]] = b.shape[1]
     return tensors, ranks

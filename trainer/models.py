@@ -7,17 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 
-from trainer import families, parallel, tensor_parallel, weights
+from trainer import activations, families, parallel, tensor_parallel, weights
 from trainer.compat import (
     LoRALinear,
     TransformerDecoder,
-    TransformerSelfAttentionLayer,
-    get_act_offloading_ctx_manager,
     get_adapter_params,
 )
 from trainer.config import TrainConfig, arguments_of, instantiate
@@ -29,7 +23,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Model:
-    """A model ready to train, and what the export must know about it."""
+    """A model ready to train, and what the export must know about it.
+
+    dtype: what it computes and is exported in; with master weights parameters are kept in fp32.
+    """
 
     module: TransformerDecoder
     hf_config: dict[str, Any]
@@ -66,7 +63,7 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
     """
     source, hf_config, module = world.agree(lambda: _checked_module(config, world))
     adapter = lay_out(module, config, world, output_chunks)
-    module.to_empty(device=world.device)
+    _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     fill_rope_caches(module, world.device)
     world.agree(lambda: weights.load(module, source, hf_config))
     weights.initialise_adapter(module, config.seed)
@@ -87,28 +84,17 @@ def lay_out(
     adapter = get_adapter_params(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not adapter or name in adapter)
-    mesh = parallel.device_mesh(world)
+    if config.master_weights:
+        _keep_trainable_in_fp32(module)
+    fsdp = parallel.needs_fsdp(config, world)
+    mesh = parallel.device_mesh(world, fsdp)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
-    if config.enable_activation_checkpointing:
-        apply_activation_checkpointing(
-            module,
-            checkpoint_wrapper_fn=checkpoint_wrapper,
-            check_fn=lambda m: isinstance(m, TransformerSelfAttentionLayer),
-        )
-    if config.compile:
-        for layer in module.layers:
-            layer.compile()
+    activations.prepare(module, config)
     if output_chunks:
         module.set_num_output_chunks(output_chunks)
-    if world.data_size > 1:
-        parallel.shard(
-            module,
-            mesh["dp_shard"],
-            DTYPES[config.dtype],
-            extra_layers=config.custom_sharded_layers or [],
-            reshard_after_forward=config.fsdp_reshard_after_forward,
-        )
+    if fsdp:
+        parallel.shard(module, mesh, DTYPES[config.dtype], config)
     return bool(adapter)
 
 
@@ -155,9 +141,12 @@ def lora_modules(module: nn.Module) -> dict[str, LoRALinear]:
     }
 
 
-def activation_offloading(model: Model, config: TrainConfig) -> Any:
-    """A context manager for the forward pass; it does nothing unless offloading is asked for."""
-    return get_act_offloading_ctx_manager(model.module, config.enable_activation_offloading)
+def _keep_trainable_in_fp32(module: nn.Module) -> None:
+    """Make trainable parameters fp32 and leave frozen ones, which no update can be lost on."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.requires_grad:
+                setattr(owner, name, nn.Parameter(parameter.float()))
 
 
 @contextmanager
@@ -168,6 +157,15 @@ def _default_dtype(dtype: torch.dtype):
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _allocate(module: nn.Module, device: torch.device, *, parameters_on_cpu: bool) -> None:
+    """Bring `module` from the meta device to memory that is not filled yet."""
+    module.to_empty(device="cpu" if parameters_on_cpu else device)
+    if parameters_on_cpu:
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, name, torch.empty_like(buffer, device=device))
 
 
 def fill_rope_caches(module: nn.Module, device: torch.device) -> None:

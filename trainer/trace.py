@@ -166,9 +166,10 @@ def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
     """
     config = replace(config, compile=False)
     refuse(config, ranks)
+    copies = config.data_parallel_replicate_dim
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        world = World(0, ranks, 0, torch.device("cpu"), None, config.tensor_parallel_dim)
+        world = World(0, ranks, 0, torch.device("cpu"), None, config.tensor_parallel_dim, copies)
         return _trace(config, world, layers)
     finally:
         dist.destroy_process_group()
@@ -177,10 +178,14 @@ def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
 def refuse(config: TrainConfig, ranks: int) -> None:
     """Raise ConfigError for what cannot be traced."""
     faults = []
-    if ranks % config.tensor_parallel_dim:
+    split = config.tensor_parallel_dim * config.data_parallel_replicate_dim
+    if ranks % split:
         faults.append(
-            f"tensor_parallel_dim: {config.tensor_parallel_dim} does not divide {ranks} ranks"
+            f"tensor_parallel_dim: {config.tensor_parallel_dim} x data_parallel_replicate_dim "
+            f"{config.data_parallel_replicate_dim} does not divide {ranks} ranks"
         )
+    if config.fsdp_cpu_offload:
+        faults.append("fsdp_cpu_offload: cannot be traced; use the closed form")
     if config.enable_activation_offloading:
         faults.append("enable_activation_offloading: cannot be traced; use the closed form")
     if faults:
@@ -217,7 +222,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
             tracker.peaks.clear()
             for last in (False, True) if config.gradient_accumulation_steps > 1 else (True,):
                 tracker.suffix = "" if last else ", earlier micro-step"
-                parallel.set_gradient_sync(module, last)
+                parallel.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
                 with vocabulary_split_loss(world.tensor_parallel_dim):
                     tracker.enter("forward, first layer")
                     total = loss(module, batch, world.device)
