@@ -165,6 +165,7 @@ def plan_of(config: dict[str, Any], nodes: int, gpus_per_node: int) -> Plan:
     if faults:
         raise RecipeFault(faults)
     method = method_of(model)
+    offload = bool(config.get("fsdp_cpu_offload") or _block(config, "fsdp").get("cpu_offload"))
     return Plan(
         shape=shape,
         method=method,
@@ -177,10 +178,9 @@ def plan_of(config: dict[str, Any], nodes: int, gpus_per_node: int) -> Plan:
         element_bytes=4 if config.get("dtype") == "fp32" else 2,
         fp32_master=config.get("master_weights") == "fp32" and config.get("dtype") != "fp32",
         checkpointing=_checkpointing(config),
-        sync_each=bool(config.get("sync_each_micro_batch")),
-        cpu_offload=bool(
-            config.get("fsdp_cpu_offload") or _block(config, "fsdp").get("cpu_offload")
-        ),
+        # Offloading reduces after every micro-step, as no GPU could keep all gradients.
+        sync_each=offload or bool(config.get("sync_each_micro_batch")),
+        cpu_offload=offload,
         activation_offload=bool(config.get("enable_activation_offloading")),
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         apart=tuple(config.get("custom_sharded_layers") or ()),
@@ -402,7 +402,7 @@ def _changes(plan: Plan, gpus_per_node: int, builder: str) -> Iterator[tuple[str
             {"method": "qlora", **_adapter_of(plan)},
         )
     if not plan.cpu_offload:
-        yield "fsdp_cpu_offload=true", {"cpu_offload": True}
+        yield "fsdp_cpu_offload=true", {"cpu_offload": True, "sync_each": True}
 
 
 def _adapter_of(plan: Plan) -> dict[str, Any]:

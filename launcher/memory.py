@@ -310,12 +310,26 @@ def _kept_layers(plan: Plan) -> tuple[float, float]:
     if plan.checkpointing == "full":
         return entry, whole
     if plan.checkpointing == "op":
-        # Every second matrix product and attention's output are kept (torchtune's policy).
-        kv = shape.kv_heads * shape.head_dim
-        kept = e * t * (2 * shape.query + kv + shape.intermediate) / tp + e * t * shape.dim / tp
-        return entry + kept, whole
+        return entry + _saved_products(plan), whole
     share = 1 / int(plan.checkpointing)
     return entry * share + whole * (1 - share), whole
+
+
+def _saved_products(plan: Plan) -> float:
+    """Selective checkpointing by operation: matrix products, attention and communication.
+
+    A product for each matrix and two for its adapter; attention's output and log-sum; under
+    tensor parallelism the two gathered inputs, the whole output of the matrices that are split by
+    rows, and what of it is scattered.
+    """
+    shape, e, tp, t = plan.shape, plan.element_bytes, plan.tensor_parallel, plan.tokens
+    kept = e * t * shape.query / tp + FP32 * t * shape.heads / tp
+    for name, (_, outside) in shape.matrices.items():
+        width = outside if name in ROWWISE else outside / tp
+        kept += e * t * width
+        if name in plan.lora_targets:
+            kept += e * t * (width + plan.lora_rank)
+    return kept + (e * t * shape.dim * (2 + 2 / tp) if tp > 1 else 0.0)
 
 
 # Phases ---------------------------------------------------------------------------------------
@@ -469,7 +483,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
             | common
             | {
                 "gradients": done + root_gradients + e * layer.trained * _share_of_w2(plan),
-                "activations": index * kept + max(kept, 0) + recomputed,
+                "activations": (index + 1) * kept + recomputed,
                 "working memory": 2 * inside
                 + 2 * entry
                 + _dequantised(plan)
