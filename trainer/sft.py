@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, full or LoRA: torchrun ... -m trainer.sft <run>/train.yaml"""
+"""Supervised fine-tuning, full or by an adapter: torchrun ... -m trainer.sft <run>/train.yaml"""
 
 import math
 import os
@@ -18,7 +18,6 @@ from trainer.checkpoint import Checkpoints, TrainerState
 from trainer.config import TrainConfig
 from trainer.distributed import StopRequest, World
 from trainer.errors import (
-    ConfigError,
     NonFiniteLossError,
     TrainerError,
     describe,
@@ -32,12 +31,8 @@ from trainer.models import Model
 from trainer.profiling import profiler
 from trainer.progress import Progress
 from trainer.tensor_parallel import vocabulary_split_loss
+from trainer.validation import validation_loss
 from trainer.weights import SafetensorsSource
-
-NO_TRAINED_TOKENS = (
-    "dataset: the first batch holds no token to train on; "
-    "check the answers' column and tokenizer.max_seq_len"
-)
 
 
 class Trainer:
@@ -58,9 +53,10 @@ class Trainer:
         if config.cudnn_deterministic_mode is not None:
             torch.set_deterministic_debug_mode(config.cudnn_deterministic_mode)
 
-        self.batches, _ = data.build(config, world)
+        self.data = data.build(config, world, self.say)
+        self.batches = self.data.training
         self.loss = world.agree(lambda: TokenLoss(config))
-        self.model: Model = models.build(config, world, self.loss.output_chunks)
+        self.model: Model = models.build(config, world, self.loss.output_chunks, self.data.faults)
         self.optimizer = world.agree(
             lambda: optimizers.build(config.optimizer, self.model.trainable)
         )
@@ -106,11 +102,10 @@ class Trainer:
                 if stop:
                     self._honour_stop()
                     return False
-                if state.step == 0 and targets == 0:
-                    raise ConfigError(NO_TRAINED_TOKENS)
                 loss_sum = self._backward(micro_batches, max(targets, 1))
                 step = state.step + 1
-                logging = step in (1, last) or step % config.log_every_n_steps == 0
+                validating = self._validates(step)
+                logging = validating or step in (1, last) or step % config.log_every_n_steps == 0
                 saving = (
                     step == last
                     or due
@@ -123,6 +118,9 @@ class Trainer:
                 clock.add(tokens)
                 if logging or saving:
                     figures = self._figures(loss_sum, targets, norm)
+                if validating:
+                    with clock.paused():
+                        figures["val_loss"] = self._validate()
                 if logging:
                     self._log(figures, clock)
                 if saving:
@@ -161,7 +159,6 @@ class Trainer:
         scale = self.world.data_size / targets
         total = torch.zeros((), device=device)
         for index, batch in enumerate(micro_batches):
-            data.check_batch(batch, self.model.vocab_size, model.max_seq_len)
             last = index == len(micro_batches) - 1
             parallel.set_gradient_sync(model, last=last, each=self.config.sync_each_micro_batch)
             with vocabulary_split_loss(self.world.tensor_parallel_dim):
@@ -190,16 +187,32 @@ class Trainer:
         own = self.world.data_weight * loss_sum.item()
         loss = self.world.sum([own])[0] / max(targets, 1)
         figures = {"loss": loss, "grad_norm": float("nan") if norm is None else norm.item()}
+        self._check_finite(figures)
+        if self.state.loss_first is None:
+            self.state.loss_first = loss
+        self.state.loss_last = loss
+        return figures
+
+    def _check_finite(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise NonFiniteLossError(
                     f"step {self.state.step}: the {name.replace('_', ' ')} is {value}; the last "
                     "checkpoint is from before; lower optimizer.lr or set clip_grad_norm=1.0"
                 )
-        if self.state.loss_first is None:
-            self.state.loss_first = loss
-        self.state.loss_last = loss
-        return figures
+
+    def _validates(self, step: int) -> bool:
+        """Whether the validation loss is due after `step`: every n steps, or after each epoch."""
+        if self.data.validation is None:
+            return False
+        every = self.config.run_val_every_n_steps or self.batches.steps_per_epoch
+        return step == self.batches.total_steps or step % every == 0
+
+    def _validate(self) -> float:
+        loss = validation_loss(self.model, self.loss, self.data.validation, self.world)
+        self._check_finite({"val_loss": loss})
+        self.state.val_loss = loss
+        return loss
 
     def _log(self, figures: dict[str, float], clock: Clock) -> None:
         state, config = self.state, self.config
@@ -211,7 +224,7 @@ class Trainer:
         record = {
             "step": state.step,
             "epoch": self.batches.epoch_of(state.step - 1) + 1,
-            "loss": figures["loss"],
+            **{name: value for name, value in figures.items() if name != "grad_norm"},
             "lr": self.lr,
             "grad_norm": figures["grad_norm"],
             "tokens_per_second_per_gpu": round(rate / self.world.size, 1),
@@ -306,6 +319,8 @@ class Trainer:
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,
             "dataset_size": self.batches.size,
+            "dataset_sha256": self.batches.rows.samples.sha256,
+            "packed_row_length": self.batches.rows.length,
             "samples_per_step": self.batches.samples_per_step,
             "steps_per_epoch": self.batches.steps_per_epoch,
         }
@@ -324,17 +339,32 @@ class Trainer:
     def _tell(self, setup_s: float) -> None:
         config, world, batches = self.config, self.world, self.batches
         trainable, total = self.model.parameter_counts()
-        dataset, per_step = batches.size, batches.samples_per_step
+        per_step = batches.samples_per_step
         self.say(
             f"model      {config.model['_component_']}, {total:,} parameters\n"
             f"method     {self.model.method}, {trainable:,} trainable "
             f"({100 * trainable / total:.2f} %)\n"
             f"ranks      {world.size} on {world.device.type}, {parallel.described(config, world)}\n"
-            f"data       {dataset:,} samples, {per_step} a step, "
+            f"data       {_described(batches)}, {per_step} a step, "
             f"{batches.steps_per_epoch} steps an epoch\n"
+            f"{_validation_line(self.data.validation)}"
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self.state.step}; set up in {setup_s:.1f} s"
         )
+
+
+def _described(batches: data.Batches) -> str:
+    samples, rows = len(batches.rows.samples), batches.rows
+    if rows.length is None:
+        return f"{samples:,} samples"
+    return (
+        f"{samples:,} samples in {len(rows):,} packed rows of {rows.length:,} tokens, "
+        f"{100 * rows.filled:.0f} % filled"
+    )
+
+
+def _validation_line(batches: data.Batches | None) -> str:
+    return "" if batches is None else f"validation {_described(batches)}\n"
 
 
 def _span(progress: Progress) -> str:

@@ -1,15 +1,20 @@
 """A run that was killed, stopped or damaged goes on as if nothing had happened, or refuses."""
 
 import json
+import random
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import (
+    ROOT,
     curve,
     error_record,
     finish,
@@ -27,30 +32,34 @@ from tests.trainer.runs import (
 STEPS = 30
 
 
+# Apart from the tests' own dataset.
+VALIDATION = {
+    "data_files": str(ROOT / "configs/datasets/slurm_qa.jsonl"),
+    "split": "train[:10]",
+}
+
+
 def config(
     folder: Path,
     model_folder: Path,
     dataset: Path,
     ranks: int,
     lora: bool = False,
-    asynchronous: bool = False,
+    **changes: Any,
 ) -> Path:
-    """30 steps over 5 epochs with dropout, so that the ranks' random state matters."""
+    """30 steps over several epochs; LoRA's dropout makes the ranks' random state matter."""
     dropout = {"model": lora_model(lora_dropout=0.1)} if lora else {}
-    return write_config(
-        folder,
-        model_folder,
-        dataset,
-        batch_size=8 // ranks,
-        max_steps=STEPS,
-        save_every_n_steps=4,
-        enable_async_checkpointing=asynchronous,
-        lr_scheduler={
-            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-            "num_warmup_steps": 5,
-        },
-        **dropout,
-    )
+    scheduler = {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 5,
+    }
+    standard = {
+        "batch_size": 8 // ranks,
+        "max_steps": STEPS,
+        "save_every_n_steps": 4,
+        "lr_scheduler": scheduler,
+    }
+    return write_config(folder, model_folder, dataset, **standard | dropout | changes)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,7 @@ def test_kill_then_stop_file_then_sigterm(
     It saves beside its training, the whole one does not.
     """
     folder = tmp_path / "run"
-    path = config(folder, model_folder, dataset, ranks=2, asynchronous=True)
+    path = config(folder, model_folder, dataset, ranks=2, enable_async_checkpointing=True)
 
     first = start(path, ranks=2, attempt=0)
     wait_for_step(path, 6, first)
@@ -104,12 +113,24 @@ def test_kill_then_stop_file_then_sigterm(
     assert "already finished" in train(path, ranks=1, attempt=4)
 
 
-def test_lora_with_dropout_killed_on_one_rank(
+def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
     tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
+    """Neither a validation pass nor workers change what the run that has none of them does."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(config(whole, model_folder, dataset, ranks=1, lora=True))
-    path = config(killed, model_folder, dataset, ranks=1, lora=True, asynchronous=True)
+    train(config(whole, model_folder, dataset, ranks=1, lora=True, row_length=96))
+    path = config(
+        killed,
+        model_folder,
+        dataset,
+        ranks=1,
+        lora=True,
+        row_length=96,
+        dataset_val=VALIDATION,
+        run_val_every_n_steps=7,
+        num_workers=2,
+        enable_async_checkpointing=True,
+    )
     first = start(path)
     wait_for_step(path, 10, first)
     kill_rank(first, 0)
@@ -124,6 +145,60 @@ def test_lora_with_dropout_killed_on_one_rank(
     assert names == {"step_28", "step_30"}
     shard = next((killed / "checkpoints/step_30").glob("__0_*"))
     assert shard.stat().st_size < 1_000_000, "LoRA's checkpoints must not hold the base model"
+
+    losses = {line["step"]: line["val_loss"] for line in metrics(killed) if "val_loss" in line}
+    assert list(losses) == [7, 14, 21, 28, 30]
+    state = json.loads((killed / "checkpoints/step_30/trainer_state.json").read_text())
+    assert state["val_loss"] == losses[30]
+    assert losses[30] == pytest.approx(mean_answer_loss(killed / "export"), abs=1e-5)
+
+
+def mean_answer_loss(export: Path) -> float:
+    """What transformers makes of the validation pairs, one by one: the mean over their answers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    total, count = 0.0, 0
+    for line in Path(VALIDATION["data_files"]).read_text().splitlines()[:10]:
+        pair = json.loads(line)
+        turns = [
+            {"role": "user", "content": pair["question"]},
+            {"role": "assistant", "content": pair["answer"]},
+        ]
+        asked = tokenizer.apply_chat_template(
+            turns[:1], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        tokens = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"][:96]
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens])).logits[0, len(asked) - 1 : -1]
+        answer = torch.tensor(tokens[len(asked) :])
+        total += F.cross_entropy(logits, answer, reduction="sum").item()
+        count += len(answer)
+    return total / count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["unpacked", "packed"])
+def test_killed_at_a_random_step(
+    is_packed: bool, ranks: int, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    changes = {"gradient_accumulation_steps": 2, "batch_size": max(1, 4 // ranks)}
+    if is_packed:
+        changes |= {"row_length": 96, "batch_size": 1}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(config(whole, model_folder, dataset, ranks, **changes), ranks=ranks)
+    path = config(killed, model_folder, dataset, ranks, **changes)
+    step = random.randint(1, STEPS - 8)
+    first = start(path, ranks=ranks)
+    wait_for_step(path, step, first)
+    kill_rank(first, random.randrange(ranks))
+    finish(first, status=None)
+    train(path, ranks=ranks, attempt=1)
+    assert curve(killed) == curve(whole), f"killed after step {step}"
+    name = "export/model.safetensors"
+    assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(
