@@ -15,6 +15,7 @@ from launcher.errors import CookbookError
 _COMMANDS = {
     "recipes": ("recipes", "List the recipes, or show one with everything resolved."),
     "check": ("check", "Look for all that would stop a run, without queueing it."),
+    "estimate": ("estimate", "Compute the memory, time and disk that a recipe needs."),
     "submit": ("submit", "Render a recipe's job, check it and put it into the queue."),
     "status": ("runs", "Show the state of runs."),
     "watch": ("runs", "Follow a run to its end."),
