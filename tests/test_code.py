@@ -19,6 +19,8 @@ LAYERS = [
     {"recipe", "slurm", "attempt", "snapshot"},
     {"cluster", "render", "runs", "logs"},
     {"preflight", "provenance", "jobs", "report", "tensorboard"},
+    {"node_check", "hub"},
+    {"doctor"},
     {"cli", "__main__"},
 ]
 
