@@ -247,15 +247,15 @@ def _fetch(listing: Listing, say: Say) -> Path:
     _get(listing, files)
     sums, broken = _check(listing, say)
     if broken:
-        say(f"{len(broken)} files differ from the hub's index and are fetched again")
+        say(f"{len(broken)} of {len(files)} files differ from the hub's index: fetched again")
         for file in broken:
             _forget(wanted, listing.place / file.name)
         _get(listing, broken)
         sums, broken = _check(listing, say)
     if broken:
         raise HubFault(
-            f"{len(broken)} files of {wanted.repo}, first {broken[0].name}, differ from the hub's "
-            "index twice in a row: is a proxy or the disk at fault? try again later"
+            f"{len(broken)} of the files of {wanted.repo}, first {broken[0].name}, differ from the "
+            "hub's index twice in a row: is a proxy or the disk at fault? try again later"
         )
     record = wanted.folder / RECORD
     paths.write_atomic(record, json.dumps(_record(listing, sums), indent=1) + "\n", mode=0o644)
@@ -429,7 +429,8 @@ def _prepare_dataset(recipe: Recipe, cluster: Cluster, listing: Listing, say: Sa
         text=True,
     )
     if done.returncode:
-        words = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        named = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
+        words = (named or done.stderr.strip().splitlines() or ["no message"])[-1]
         raise HubFault(
             f"the files of {repo} are there and checked, but datasets cannot read them: {words}: "
             "mend the recipe's dataset block (name, data_dir, data_files), then try again"

@@ -367,11 +367,19 @@ def joined(found: list[Finding], nodes: list[str]) -> list[Finding]:
     for each in found:
         name = next((node for node in nodes if re.search(rf"\b{re.escape(node)}\b", each.text)), "")
         pattern = re.compile(rf"\b{re.escape(name)}\b") if name else re.compile(r"(?!)")
-        key = (each.check, each.state, pattern.sub(_NODE, each.text), pattern.sub(_NODE, each.remedy))
+        key = (
+            each.check,
+            each.state,
+            pattern.sub(_NODE, each.text),
+            pattern.sub(_NODE, each.remedy),
+        )
         alike.setdefault(key, []).append(name)
     return [
         Finding(
-            check, state, text.replace(_NODE, ",".join(names)), remedy.replace(_NODE, ",".join(names))
+            check,
+            state,
+            text.replace(_NODE, ",".join(names)),
+            remedy.replace(_NODE, ",".join(names)),
         )
         for (check, state, text, remedy), names in alike.items()
     ]
