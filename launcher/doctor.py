@@ -188,6 +188,7 @@ def _partitions(site: _Site) -> list[Finding]:
         text = f"{partition.name}{' (default)' if partition.default else ''}: {len(nodes)} nodes"
         text += f" ({each})" if each else " without GPUs"
         text += f", time limit {partition.time_limit}"
+        text += f", {sum(node.state.startswith('idle') for node in nodes)} idle"
         out = [node for node in nodes if not node.usable]
         if nodes and len(out) == len(nodes):
             state = f"{text}; none is usable ({out[0].state}: {out[0].reason})"

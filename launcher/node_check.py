@@ -144,13 +144,16 @@ def _script(question: Question, folder: Path) -> str:
         "RANKS_PER_NODE": question.gpus_per_node if use_gpus else 1,
         "ACCELERATOR": "cuda" if use_gpus else "cpu",
     }
-    lines = [f"{key}={shlex.quote(str(value))}" for key, value in values.items()]
+    # As in a job script: the site's own variables and lines come before everything else.
+    lines = [f"export {k}={shlex.quote(v)}" for k, v in question.cluster.environment.items()]
     interface = question.cluster.network_interface
     if interface:
-        lines.append(
-            f"export NCCL_SOCKET_IFNAME={shlex.quote(interface)} "
-            f"GLOO_SOCKET_IFNAME={shlex.quote(interface)}"
-        )
+        lines += [
+            f"export {key}={shlex.quote(interface)}"
+            for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+        ]
+    lines += question.cluster.job_setup
+    lines += [f"{key}={shlex.quote(str(value))}" for key, value in values.items()]
     return "\n".join([*lines, SCRIPT.read_text(encoding="utf-8")])
 
 
@@ -261,10 +264,9 @@ def _gpus(report: NodeReport, cuda: str | None, expected: int) -> Finding:
     if not gpus:
         text = f"nvidia-smi on {name} shows no GPU ({tool.removeprefix('fault ')})"
         return failed("GPUs", text, f"leave the node out: resources.exclude={name}")
-    driver = gpus[0][3]
-    shown = (
-        f"{name} shows {len(gpus)} x {gpus[0][1]}, {int(gpus[0][2]) // 1024} GiB, driver {driver}"
-    )
+    _, kind, mib, driver, _ = gpus[0]
+    memory = f"{int(mib) / 1024:.0f} GiB" if mib.isdigit() else "memory unknown"
+    shown = f"{name} shows {len(gpus)} x {kind}, {memory}, driver {driver}"
     if len(gpus) < expected:
         text = f"{shown}, and the job asked for {expected}"
         return failed("GPUs", text, f"leave the node out: resources.exclude={name}")
@@ -275,7 +277,8 @@ def _gpus(report: NodeReport, cuda: str | None, expected: int) -> Finding:
             "bash setup.sh --torch VERSION --torch-index URL (PyTorch's install page shows both)",
         )
     oldest = _DRIVER_OF_CUDA.get(int(cuda.partition(".")[0]), 0)
-    if int(driver.partition(".")[0]) < oldest:
+    newest = driver.partition(".")[0]
+    if newest.isdigit() and int(newest) < oldest:
         return failed(
             "GPUs",
             f"{shown}; torch is built for CUDA {cuda}, which wants driver {oldest} or newer",
@@ -303,24 +306,21 @@ def _network(report: NodeReport, wanted: str | None) -> Finding:
     devices = report.told.get("infiniband", [])
     down = [each for each in devices if " ACTIVE" not in each]
     shown += f"; InfiniBand: {', '.join(devices)}" if devices else "; no InfiniBand devices"
-    # As NCCL reads it: prefixes with commas; ^ excludes, = asks for the exact name.
-    prefixes = (wanted or "").lstrip("=").split(",") if not (wanted or "").startswith("^") else []
-    exact = (wanted or "").startswith("=")
-    if (
-        prefixes != [""]
-        and prefixes
-        and not any(
-            each == prefix or (not exact and each.startswith(prefix))
-            for prefix in prefixes
-            for each in up
-        )
-    ):
+    if wanted and not any(_selects(wanted, each) for each in up):
         text = f"network_interface {wanted} is not up on {name}, which has {', '.join(up)}"
         return failed("network", text, "mend it in the site's file, or leave it out")
     if down:
         text = f"an InfiniBand port of {name} is not active: {', '.join(down)}"
         return warning("network", text, "ask the administrators; NCCL will use what is left")
     return ok("network", shown)
+
+
+def _selects(wanted: str, interface: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME takes it: prefixes; with ^ all but these, with = whole names."""
+    names = wanted.lstrip("^=").split(",")
+    exact = "=" in wanted[:2]
+    hit = any(interface == each or (not exact and interface.startswith(each)) for each in names)
+    return hit != wanted.startswith("^")
 
 
 def _disk(report: NodeReport) -> Finding:

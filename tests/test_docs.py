@@ -50,6 +50,8 @@ def test_the_pages_show_commands():
         "cancel",
         "resume",
         "tensorboard",
+        "doctor",
+        "download",
     }
 
 

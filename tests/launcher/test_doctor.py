@@ -179,9 +179,8 @@ def test_the_node_check_asks_every_node_and_adds_up_over_them(slurm_user: Kit):
     assert "2 ranks on 2 nodes: 16 MiB in" in text_of(findings, "all-reduce", "ok")
 
 
-def test_a_node_that_is_out_and_wrong_usage(slurm_user: Kit, slurm):
-    done = slurm_user.cookbook("doctor", "--nodes", "1")
-    assert done.returncode == 2 and "--nodes goes with --node-check" in done.stderr
+@pytest.mark.long
+def test_a_node_that_is_out_has_its_row_and_its_reason(slurm_user: Kit, slurm):
     slurm.run(["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=bad fan"])
     try:
         done = slurm_user.cookbook("doctor", "--node-check")
@@ -191,6 +190,34 @@ def test_a_node_that_is_out_and_wrong_usage(slurm_user: Kit, slurm):
     last = done.stdout.splitlines()[-1]
     assert last.split()[:2] == ["n2", "not"] and "drained (bad fan)" in last
     assert "ok       nodes            1 of 2 nodes of gpu asked" in done.stdout
+
+
+def test_what_the_driver_says_is_held_against_torch_and_the_request(slurm_user: Kit, tmp_path):
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    venv = tmp_path / "venv"
+    packages = venv / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    (packages / "torch").mkdir(parents=True)
+    env = {
+        **slurm_user.env,
+        "PATH": f"{tool.parent}:{slurm_user.env['PATH']}",
+        "COOKBOOK_VENV": str(venv),
+    }
+
+    def gpus(driver: str, ecc: str, cuda: str) -> list[dict[str, str]]:
+        tool.write_text(f"#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559, {driver}, {ecc}'\n")
+        tool.chmod(0o755)
+        (packages / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ncuda = {cuda}\n")
+        return doctor(Kit(env, slurm_user.root))[1]
+
+    found = gpus("580.65.06", "0", "'13.0'")
+    told = "1 x NVIDIA H100 80GB HBM3, 80 GiB, driver 580.65.06; torch is built for CUDA 13.0"
+    assert told in text_of(found, "GPUs", "ok") and states(found)["GPUs"] == {"ok"}
+    found = gpus("570.86.15", "3", "'13.0'")
+    told = text_of(found, "GPUs", "failed")
+    assert "wants driver 580 or newer" in told and "3 uncorrected ECC errors" in told
+    found = gpus("580.65.06", "[N/A]", "None")
+    assert "this environment's torch is built for CPUs" in text_of(found, "GPUs", "failed")
 
 
 def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):
