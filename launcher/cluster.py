@@ -29,6 +29,7 @@ _KEYS: dict[str, Kind] = {
     "network_interface": re.compile(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}\Z"),
     "signal": re.compile(r"(?:USR1|USR2|HUP|INT|CONT)\Z"),
     "signal_lead_s": "positive",
+    "node_paths": "list",
     "job_setup": "list",
     "environment": "mapping",
     "resources": "mapping",
@@ -45,6 +46,7 @@ class Cluster:
     network_interface: str | None = None
     signal: str = "USR1"
     signal_lead_s: int = 300
+    node_paths: tuple[str, ...] = ()
     job_setup: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +80,8 @@ def load(name: str | None = None) -> Cluster:
         raise RecipeFault(faults)
     values = {key: value for key, value in config.items() if value is not None}
     values.pop("description", None)
-    values["job_setup"] = tuple(values.get("job_setup", ()))
+    for key in ("job_setup", "node_paths"):
+        values[key] = tuple(values.get(key, ()))
     values["environment"] = {
         key: str(value) for key, value in values.get("environment", {}).items()
     }
@@ -95,6 +98,9 @@ def _own_faults(config: dict[str, Any], origin: str) -> list[str]:
     resources = config.get("resources")
     if isinstance(resources, dict):
         faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")
+    for path in config.get("node_paths") or []:
+        if not isinstance(path, str) or not path.startswith("/"):
+            faults.append(f"node_paths holds whole paths, which begin with /, got {path!r}")
     for line in config.get("job_setup") or []:
         if not isinstance(line, str) or not line.isprintable():
             faults.append(f"job_setup holds shell lines, one item each, got {line!r}, in {origin}")

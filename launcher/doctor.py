@@ -180,7 +180,7 @@ def _partitions(site: _Site) -> list[Finding]:
     for partition in site.partitions.values():
         nodes = [node for node in site.nodes if node.partition == partition.name]
         gpus = Counter(
-            f"{count} x {kind}" if kind != "gpu" else f"{count} GPUs"
+            f"{count} x {kind}" if kind else f"{count} GPUs"
             for node in nodes
             for kind, count in node.gpus.items()
         )
@@ -203,10 +203,11 @@ def _accounting(site: _Site) -> list[Finding]:
     if not kind or kind.endswith("/none") or kind == "(null)":
         text = "this cluster keeps none; runs keep their own records, so nothing is missed"
         return [ok("accounting", text)]
-    try:
-        accounts = sorted({each.account for each in slurm.associations()})
-    except SlurmFault as fault:
-        return [warning("accounting", fault.faults[0], "tell the administrators; runs do without")]
+    mine = slurm.associations()
+    if mine is None:
+        text = f"this cluster keeps it ({kind}), and sacctmgr does not answer here"
+        return [warning("accounting", text, "tell the administrators; runs do without")]
+    accounts = sorted({each.account for each in mine})
     if not accounts:
         remedy = "ask the administrators for an account where jobs are refused"
         return [warning("accounting", "it answers, and knows no account of yours", remedy)]
@@ -231,11 +232,8 @@ def _site_settings(site: _Site) -> list[Finding]:
         for name in str(asked["partition"] or "").split(",")
         if name and name not in site.partitions
     ]
-    try:
-        mine = slurm.associations() if asked["account"] or asked["qos"] else []
-    except SlurmFault:
-        # Without accounting nobody checks these names, sbatch neither.
-        mine = []
+    # Without accounting nobody checks these names, sbatch neither.
+    mine = (slurm.associations() if asked["account"] or asked["qos"] else None) or []
     known = {
         "account": {each.account for each in mine},
         "qos": {qos for each in mine for qos in each.qos},
@@ -253,22 +251,13 @@ def _trial_job(site: _Site) -> list[Finding]:
     resources = site.cluster.resources
     gpus = max((sum(node.gpus.values()) for node in site.own_nodes), default=0)
     options = ["--nodes=1", "--ntasks-per-node=1", *site.gpu_request(gpus)]
-    for key in (
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "reservation",
-        "exclude",
-        "mem",
-        "time",
-    ):
-        if resources.get(key) is not None:
-            options.append(f"--{key}={resources[key]}")
+    keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "time")
+    options += [f"--{key}={resources[key]}" for key in keys if resources.get(key) is not None]
     if resources.get("exclusive"):
         options.append("--exclusive")
+    script = "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "true\n"])
     try:
-        return [ok("trial job", slurm.test_only(options))]
+        return [ok("trial job", slurm.test_only(script).removeprefix("sbatch: "))]
     except SlurmFault as fault:
         remedy = f"mend resources: in configs/clusters/{site.cluster.name}.yaml"
         text = f"{fault.faults[0]} to sbatch --test-only {' '.join(options)}"

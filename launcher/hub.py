@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths
+from launcher.checks.files import checkpoint_files
 from launcher.cluster import Cluster
 from launcher.errors import CookbookError, HubFault, RecipeFault, nearest
 from launcher.node_check import Finding, failed, ok, skipped
-from launcher.preflight import checkpoint_files
 from launcher.recipe import Recipe
 
 RECORD = "cookbook-download.json"

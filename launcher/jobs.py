@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, preflight, provenance, render, runs, slurm, yamlfile
+from launcher.checks import Context
 from launcher.cluster import Cluster
 from launcher.errors import (
     PreflightFault,
@@ -63,14 +64,24 @@ def plan(recipe: Recipe, cluster: Cluster, label: str | None = None) -> Plan:
     return Plan(recipe, cluster, path, files)
 
 
-def submit(planned: Plan, local: bool, say: Say) -> Run:
-    """Check, record and start a run: afterwards it is queued, or there is no trace of it."""
+def context(planned: Plan, local: bool = False, elsewhere: tuple[str, ...] = ()) -> Context:
+    """What there is to check of a plan as things stand now."""
     recipe, cluster = planned.recipe, planned.cluster
+    prepared = preparation(recipe, cluster) is None
+    return Context(recipe, cluster, local, prepared, elsewhere)
+
+
+def submit(planned: Plan, checked: Context, say: Say, skip: bool = False) -> Run:
+    """Check, record and start a run: afterwards it is queued, or there is no trace of it.
+
+    skip leaves out the checks that may be left out.
+    """
+    recipe, cluster, local = planned.recipe, planned.cluster, checked.local
+    _refuse(preflight.faults(checked, skip))
     missing = preparation(recipe, cluster)
-    _refuse(preflight.faults(recipe, cluster, local, prepared=missing is None))
     if missing is not None:
         prepare(missing, say)
-        _refuse(preflight.faults(recipe, cluster, local))
+        _refuse(preflight.faults(context(planned, local, checked.elsewhere), skip))
     run = runs.create(planned.path.parent, planned.path.name, planned.files, recipe.code_root)
     try:
         made = provenance.of(recipe, cluster, planned.files)

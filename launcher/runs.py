@@ -285,7 +285,7 @@ def reap(pid: int) -> None:
 def _reason(job: slurm.QueuedJob, run: Run) -> str:
     if job.state == "PENDING":
         # Slurm says None until its scheduler has looked at the job for the first time.
-        reason = "" if job.reason == "None" else f"waiting: {job.reason}"
+        reason = "" if job.reason == "None" else f"waiting: {slurm.why_pending(job.reason)}"
         start = f", start expected {job.start}" if job.start not in ("", "N/A") else ""
         return f"{reason}{start}".lstrip(", ")
     if job.state in slurm.HELD or job.reason.startswith("JobHeld"):

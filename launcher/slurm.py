@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -56,6 +58,41 @@ ENDED = frozenset(
 _ENVIRONMENT = ("HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "PATH", "TZ", "SLURM_CONF", "TMPDIR")
 EXPORT = ("HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "PATH", "TZ", "SLURM_CONF")
 
+# Why a job waits, from Slurm's words (squeue's manual page, "JOB REASON CODES") to plain ones. The
+# first pattern that matches counts.
+REASONS: tuple[tuple[str, str], ...] = (
+    (r"Priority", "other jobs come first"),
+    (r"Resources", "the nodes that it needs are busy"),
+    (r"BeginTime", "Slurm lets a requeued job wait about two minutes"),
+    (r"Dependency", "it waits for another job; DependencyNeverSatisfied never ends: cancel it"),
+    (
+        r"ReqNodeNotAvail|Nodes_required_for_job",
+        "nodes that it needs are down, drained or reserved",
+    ),
+    (
+        r"Reservation",
+        "its reservation has not begun, or maintenance is near: a shorter --time fits",
+    ),
+    (r"PartitionTimeLimit", "it asks for more time than the partition gives: lower --time"),
+    (r"PartitionNodeLimit", "it asks for more nodes than the partition gives: lower --nodes"),
+    (r"PartitionDown|PartitionInactive", "the partition takes no jobs to nodes now"),
+    (r"BadConstraints", "no node has what is asked for: see resources.constraint and the GPU type"),
+    (r"AccountNotAllowed|InvalidAccount", "the account may not use this partition: --account"),
+    (r"InvalidQOS|QOSNotAllowed", "the QoS may not be used here: --qos"),
+    (r"QOS\w*GRES|Assoc\w*GRES|\w*Gres|\w*TRES", "the GPU limit of your account or QoS is used up"),
+    (
+        r"(QOS|Assoc)\w*(Wall|Time|Minutes)",
+        "your account's or QoS's time limit or budget is used up",
+    ),
+    (r"(QOS|Assoc)\w*(Cpu|Node|Memory)", "your account's or QoS's limit on CPUs, nodes or memory"),
+    (r"(QOS|Assoc)\w*Job", "your account or QoS has as many jobs as it may"),
+    (r"JobArrayTaskLimit", "as many tasks of this array run as may"),
+    (r"Licenses", "a licence that it needs is in use"),
+    (r"JobHeldUser|JobHeldAdmin", "it is held"),
+    (r"launch failed|JobLaunchFailure", "a node could not start it: it is held for a look"),
+    (r"Cleaning|Prolog", "the nodes are being made ready"),
+)
+
 _TIMED_OUT = re.compile(
     r"timed out|Unable to contact slurm controller|Transport endpoint", re.IGNORECASE
 )
@@ -82,13 +119,36 @@ class QueuedJob:
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """Nodes of a partition that are alike. memory_mb and cpus are of one node."""
+
+    count: int
+    gpus: dict[str, int]
+    memory_mb: int
+    cpus: int
+
+
+@dataclass(frozen=True)
 class Partition:
     """A partition as sinfo tells of it: all its nodes, up or not, and its time limit as text."""
 
     name: str
-    nodes: int
     time_limit: str
     default: bool = False
+    up: bool = True
+    kinds: tuple[Nodes, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class Association:
+    """What accounting lets this user do: an account, and the QoS that it may use."""
+
+    account: str
+    qos: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -108,20 +168,8 @@ class Node:
 
     @property
     def gpus(self) -> dict[str, int]:
-        """GPUs by type, as in gpu:h100:8(S:0-1); the type is gpu where Slurm knows none."""
-        found: dict[str, int] = {}
-        for kind, count in re.findall(r"gpu:(?:([^:,()]+):)?(\d+)", self.gres):
-            found[kind or "gpu"] = found.get(kind or "gpu", 0) + int(count)
-        return found
-
-
-@dataclass(frozen=True)
-class Association:
-    """What accounting lets this user submit to: an account, its partition ('' for all), its QoS."""
-
-    account: str
-    partition: str
-    qos: tuple[str, ...]
+        """GPUs by type, "" where Slurm knows none."""
+        return gpus_of(self.gres)
 
 
 @dataclass
@@ -145,13 +193,11 @@ def available() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def _run(argv: Sequence[str], timeout_s: float = 30) -> str:
-    """Return a Slurm command's standard output; SlurmFault with its own words where it fails."""
-    return _run_both(argv, timeout_s)[0]
+def _run(argv: Sequence[str], timeout_s: float = 30, merged: bool = False) -> str:
+    """Return a Slurm command's standard output; SlurmFault with its own words where it fails.
 
-
-def _run_both(argv: Sequence[str], timeout_s: float) -> tuple[str, str]:
-    """Return what a Slurm command wrote to standard output and to standard error."""
+    merged: what it says on standard error belongs to the answer.
+    """
     try:
         done = subprocess.run(
             argv,
@@ -177,7 +223,7 @@ def _run_both(argv: Sequence[str], timeout_s: float) -> tuple[str, str]:
         if _TIMED_OUT.search(message):
             raise SlurmTimeout(f'Slurm says "{words}": see whether scontrol ping answers')
         raise SlurmFault(f'Slurm says "{words}"')
-    return output, message
+    return output + message if merged else output
 
 
 def _one_line(message: str) -> str:
@@ -274,6 +320,14 @@ def accounting(job_ids: Iterable[str]) -> dict[str, str]:
     return states
 
 
+def why_pending(reason: str) -> str:
+    """Return Slurm's reason with what it means; a reason never seen before stands alone."""
+    for pattern, meaning in REASONS:
+        if re.match(pattern, reason):
+            return f"{reason}: {meaning}"
+    return reason
+
+
 def cancel(job_id: str) -> None:
     """Cancel a job; Slurm says nothing where the id is unknown."""
     _run(["scancel", job_id])
@@ -282,17 +336,54 @@ def cancel(job_id: str) -> None:
 def partitions() -> dict[str, Partition]:
     """Return the partitions that this user may see, by name."""
     found: dict[str, Partition] = {}
-    text = _run(["sinfo", "--noheader", "--format=%R|%P|%D|%l"], timeout_s=20)
+    text = _run(["sinfo", "--noheader", "--format=%R|%P|%D|%l|%a|%G|%m|%c"], timeout_s=20)
     for line in text.splitlines():
         fields = line.strip().split("|")
-        if len(fields) != 4:
+        if len(fields) != 8:
             continue
-        name, marked, nodes, limit = fields
+        name, marked, count, limit, available, gres, memory, cpus = fields
+        kind = Nodes(_number(count), gpus_of(gres), _number(memory), _number(cpus))
         # Nodes that differ come in several lines.
-        before = found[name].nodes if name in found else 0
-        count = before + (int(nodes) if nodes.isdigit() else 0)
-        found[name] = Partition(name, count, limit, default=marked.endswith("*"))
+        kinds = (*found[name].kinds, kind) if name in found else (kind,)
+        found[name] = Partition(name, limit, marked.endswith("*"), available == "up", kinds)
     return found
+
+
+def _number(text: str) -> int:
+    digits = re.match(r"\d+", text)  # sinfo writes 256+ where alike nodes differ
+    return int(digits.group()) if digits else 0
+
+
+def gpus_of(gres: str) -> dict[str, int]:
+    """Return the GPUs of a node by type ("" where Slurm knows no type), from its Gres text."""
+    found: dict[str, int] = {}
+    for kind, count in re.findall(r"(?:^|,)gpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres):
+        found[kind] = found.get(kind, 0) + int(count)
+    return found
+
+
+def associations() -> list[Association] | None:
+    """Return this user's accounts, None where the cluster keeps no accounting that says so."""
+    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations"]
+    argv += [f"user={pwd.getpwuid(os.getuid()).pw_name}", "format=account,qos"]
+    try:
+        text = _run(argv, timeout_s=10)
+    except SlurmFault:
+        return None
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
+    return [Association(account, tuple(qos.split(",")) if qos else ()) for account, qos in rows]
+
+
+def test_only(script: str) -> str:
+    """Return when and where Slurm would start a script; SlurmFault with its words if it would not.
+
+    The script is not queued. Slurm also refuses it while the nodes that it needs are down.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
+        file.write(script)
+        file.flush()
+        # It answers on standard error.
+        return _run(["sbatch", "--test-only", file.name], timeout_s=30, merged=True).strip()
 
 
 def version() -> str | None:
@@ -326,31 +417,6 @@ def nodes() -> list[Node]:
     argv = ["sinfo", "--Node", "--noheader", "--format=%N|%R|%T|%G|%E"]
     rows = (line.split("|", 4) for line in _run(argv, timeout_s=_QUICK_S).splitlines())
     return [Node(*(value.strip() for value in row)) for row in rows if len(row) == 5]
-
-
-def associations() -> list[Association]:
-    """Return what accounting lets this user submit to; SlurmFault where there is no accounting."""
-    argv = [
-        "sacctmgr",
-        "--noheader",
-        "--parsable2",
-        "show",
-        "associations",
-        f"user={os.environ.get('USER') or os.getuid()}",
-        "format=account,partition,qos",
-    ]
-    rows = (line.split("|") for line in _run(argv, timeout_s=_QUICK_S).splitlines())
-    return [
-        Association(account, partition, tuple(qos.split(",")) if qos else ())
-        for account, partition, qos in (row for row in rows if len(row) == 3)
-    ]
-
-
-def test_only(options: Sequence[str]) -> str:
-    """Return when and where Slurm would start a job with these options; SlurmFault if never."""
-    argv = ["sbatch", "--test-only", *options, "--wrap=true"]
-    # It answers on standard error.
-    return _one_line(_run_both(argv, _QUICK_S)[1]).removeprefix("sbatch: ")
 
 
 def munge(configured: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ LAYERS = [
     {"stock"},
     {"recipe", "slurm", "attempt", "snapshot"},
     {"cluster", "render", "runs", "logs"},
+    {"checks"},
     {"preflight", "provenance", "jobs", "report", "tensorboard"},
     {"node_check", "hub"},
     {"doctor"},

@@ -11,17 +11,22 @@ logging.getLogger("torchao").addFilter(
 )
 
 from torchtune.data import padded_collate_sft  # noqa: E402
-from torchtune.models.convert_weights import (  # noqa: E402
-    _FROM_HF,
-    get_mapped_key,
-    hf_to_tune,
-    tune_to_hf,
-    tune_to_peft_adapter_weights,
+from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings  # noqa: E402
+from torchtune.models.gemma.rms_norm import GemmaRMSNorm  # noqa: E402
+from torchtune.models.gemma2._attention import Gemma2Attention  # noqa: E402
+from torchtune.models.gemma2._component_builders import Gemma2FinalNorm  # noqa: E402
+from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE  # noqa: E402
+from torchtune.models.phi3._position_embeddings import (  # noqa: E402
+    Phi3RotaryPositionalEmbeddings,
+)
+from torchtune.models.qwen2._positional_embeddings import (  # noqa: E402
+    Qwen2RotaryPositionalEmbeddings,
 )
 from torchtune.modules import (  # noqa: E402
     FeedForward,
     MultiHeadAttention,
     RMSNorm,
+    RotaryPositionalEmbeddings,
     TiedLinear,
     TransformerDecoder,
     TransformerSelfAttentionLayer,
@@ -29,31 +34,25 @@ from torchtune.modules import (  # noqa: E402
 from torchtune.modules.peft import LoRALinear, get_adapter_params  # noqa: E402
 from torchtune.training import (  # noqa: E402
     get_act_offloading_ctx_manager,
-    prepare_mha_for_tp,
 )
-
-_TO_HF = {tune: hf for hf, tune in _FROM_HF.items() if tune is not None}
-
-
-def hf_name(name: str) -> str:
-    """The Hugging Face name of a torchtune base parameter (plain Llama layout)."""
-    return get_mapped_key(name, _TO_HF)
-
 
 __all__ = [
     "FeedForward",
+    "Gemma2Attention",
+    "Gemma2FinalNorm",
+    "GemmaNormEmbeddings",
+    "GemmaRMSNorm",
+    "Llama3ScaledRoPE",
     "LoRALinear",
     "MultiHeadAttention",
+    "Phi3RotaryPositionalEmbeddings",
+    "Qwen2RotaryPositionalEmbeddings",
     "RMSNorm",
+    "RotaryPositionalEmbeddings",
     "TiedLinear",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",
     "get_act_offloading_ctx_manager",
     "get_adapter_params",
-    "hf_name",
-    "hf_to_tune",
     "padded_collate_sft",
-    "prepare_mha_for_tp",
-    "tune_to_hf",
-    "tune_to_peft_adapter_weights",
 ]

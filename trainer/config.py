@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import inspect
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -350,10 +351,25 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
     Raises:
         ConfigError: the component does not exist, or does not take these arguments.
     """
+    dotted, component = block.get("_component_"), _component(key, block)
+    arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
+    try:
+        return component(*args, **arguments)
+    except (TypeError, ValueError, FileNotFoundError, AssertionError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error
+
+
+def arguments_of(key: str, block: dict[str, Any]) -> set[str]:
+    """The names of what the component that a block names can be told."""
+    return set(inspect.signature(_component(key, block)).parameters)
+
+
+def _component(key: str, block: dict[str, Any]) -> Any:
     dotted = _checked_component(key, block)["_component_"]
     module_name, _, name = dotted.rpartition(".")
     try:
-        component = getattr(importlib.import_module(module_name), name)
+        return getattr(importlib.import_module(module_name), name)
     except ImportError as error:
         raise ConfigError(f"{key}._component_: {dotted} cannot be imported: {error}") from None
     except AttributeError:
@@ -361,9 +377,3 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{key}._component_: {module_name} has no {name}{hint}") from None
-    arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
-    try:
-        return component(*args, **arguments)
-    except (TypeError, ValueError, FileNotFoundError, AssertionError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trainer import weights
-from trainer.compat import hf_name, tune_to_peft_adapter_weights
+from trainer import families, weights
+from trainer.compat import LoRALinear
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.files import fsync_path, read_json, write_json
@@ -28,6 +28,10 @@ COPIED = (
     "chat_template*",
     "vocab.json",
     "merges.txt",
+    # What an `auto_map` in config.json or tokenizer_config.json names.
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
 )
 
 
@@ -78,7 +82,7 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         tensors = dict(next(stream) for _ in keys)
         world.on_main(lambda n=name, t=tensors: save_file(t, folder / n, metadata={"format": "pt"}))
     if len(shards) > 1:
-        total = sum(p.numel() * p.element_size() for _, p in _base_parameters(model))
+        total = sum(_bytes(parts) for parts in _base_parameters(model).values())
         index = {
             "metadata": {"total_size": total},
             "weight_map": {k: n for n, keys in zip(names, shards, strict=True) for k in keys},
@@ -86,22 +90,29 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         world.on_main(lambda: write_json(folder / "model.safetensors.index.json", index))
 
 
-def _base_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _base_parameters(model: Model) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
+    """By Hugging Face name, the (name, parameter) pairs that make one tensor, in its order."""
+    family, found = families.of(model.hf_config), {}
     for name, parameter in weights.named_parameters(model.module):
         if not weights.is_adapter(name):
-            yield name, parameter
+            found.setdefault(family.hf_name(name), []).append((name, parameter))
+    return found
+
+
+def _bytes(parts: list[tuple[str, torch.nn.Parameter]]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for _, parameter in parts)
 
 
 def _plan(model: Model) -> list[list[str]]:
     """Hugging Face names by file, in the order in which the tensors are gathered."""
     shards: list[list[str]] = [[]]
     room = MAX_SHARD_BYTES
-    for name, parameter in _base_parameters(model):
-        size = parameter.numel() * parameter.element_size()
+    for key, parts in _base_parameters(model).items():
+        size = _bytes(parts)
         if size > room and shards[-1]:
             shards.append([])
             room = MAX_SHARD_BYTES
-        shards[-1].append(hf_name(name))
+        shards[-1].append(key)
         room -= size
     return shards
 
@@ -109,53 +120,93 @@ def _plan(model: Model) -> list[list[str]]:
 @torch.no_grad()
 def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, whole merged tensor on the CPU; an empty one where `keep` is False)."""
-    lora = lora_modules(model.module)
-    for name, parameter in _base_parameters(model):
-        tensor = whole(parameter.detach())
-        layer = lora.get(name.removesuffix(".weight"))
-        if layer is not None:
-            a, b = whole(layer.lora_a.weight.detach()), whole(layer.lora_b.weight.detach())
-            update = b.float() @ a.float() * (layer.alpha / layer.rank)
-            tensor = (tensor.float() + update).to(tensor.dtype)
-        if keep:
-            converted = weights.to_hf(name, tensor.cpu(), model.hf_config)
-            yield hf_name(name), converted.contiguous().clone()
-        else:
-            yield hf_name(name), torch.empty(0)
+    family, lora = families.of(model.hf_config), lora_modules(model.module)
+    for key, parts in _base_parameters(model).items():
+        rows = []
+        for name, parameter in parts:
+            tensor = _merged(whole(parameter.detach()), lora.get(name.removesuffix(".weight")))
+            if keep:
+                rows.append(family.to_hf(name, tensor.cpu(), model.hf_config))
+        yield key, torch.cat(rows) if keep else torch.empty(0)
+
+
+def _merged(tensor: torch.Tensor, layer: LoRALinear | None) -> torch.Tensor:
+    """A whole base tensor with the update of its LoRA layer, where it has one."""
+    if layer is None:
+        return tensor
+    a, b = whole(layer.lora_a.weight.detach()), whole(layer.lora_b.weight.detach())
+    update = b.float() @ a.float() * (layer.alpha / layer.rank)
+    return (tensor.float() + update).to(tensor.dtype)
 
 
 @torch.no_grad()
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
-    parameters = [p for p in weights.named_parameters(model.module) if weights.is_adapter(p[0])]
-    tensors = {name: whole(p.detach()).cpu() for name, p in parameters}
-    world.on_main(lambda: _save_adapter(model, config, folder, tensors))
+    tensors, ranks = _peft_tensors(model)
+    world.on_main(lambda: _save_adapter(model, config, folder, tensors, ranks))
+
+
+def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """PEFT's tensors by name, and the rank of each kind of module that has one.
+
+    Where one Hugging Face matrix holds the rows of several layers, their adapters become one:
+    the A's stand one below the other, and the B's are the blocks of a block-diagonal B. Rows
+    without an adapter have zeros in it.
+    """
+    family, lora = families.of(model.hf_config), lora_modules(model.module)
+    tensors, ranks = {}, {}
+    for key, parts in _base_parameters(model).items():
+        layers = [(name, p, lora.get(name.removesuffix(".weight"))) for name, p in parts]
+        adapted = [layer for _, _, layer in layers if layer is not None]
+        if not adapted:
+            continue
+        b = torch.zeros(sum(p.shape[0] for _, p in parts), sum(layer.rank for layer in adapted))
+        row = column = 0
+        for name, parameter, layer in layers:
+            if layer is not None:
+                own = family.to_hf(name, whole(layer.lora_b.weight).cpu(), model.hf_config)
+                b = b.to(own.dtype)
+                b[row : row + own.shape[0], column : column + own.shape[1]] = own
+                column += own.shape[1]
+            row += parameter.shape[0]
+        place = "base_model.model." + key.removesuffix(".weight")
+        tensors[f"{place}.lora_A.weight"] = torch.cat(
+            [whole(layer.lora_a.weight).cpu() for layer in adapted]
+        )
+        tensors[f"{place}.lora_B.weight"] = b
+        ranks[place.rpartition(".")[2]] = b.shape[1]
+    return tensors, ranks
 
 
 def _save_adapter(
-    model: Model, config: TrainConfig, folder: Path, tensors: dict[str, torch.Tensor]
+    model: Model,
+    config: TrainConfig,
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    ranks: dict[str, int],
 ) -> None:
     folder.mkdir()
-    converted = tune_to_peft_adapter_weights(tensors, **weights.shape_of_heads(model.hf_config))
     save_file(
-        {name: tensor.contiguous() for name, tensor in converted.items()},
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
         folder / "adapter_model.safetensors",
         metadata={"format": "pt"},
     )
-    layers = lora_modules(model.module)
-    first = next(iter(layers.values()))
-    targets = {hf_name(f"{name}.weight").split(".")[-2] for name in layers}
-    write_json(folder / "adapter_config.json", _peft_config(first, sorted(targets), config))
+    first = next(iter(lora_modules(model.module).values()))
+    write_json(folder / "adapter_config.json", _peft_config(first, ranks, config))
 
 
-def _peft_config(layer: Any, targets: list[str], config: TrainConfig) -> dict[str, Any]:
+def _peft_config(layer: LoRALinear, ranks: dict[str, int], config: TrainConfig) -> dict[str, Any]:
+    # A fused adapter's rank is higher, and PEFT scales by alpha / rank.
+    fused = {name: rank for name, rank in ranks.items() if rank != layer.rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(config.model_folder),
         "r": layer.rank,
         "lora_alpha": layer.alpha,
+        "rank_pattern": fused,
+        "alpha_pattern": {name: layer.alpha * r / layer.rank for name, r in fused.items()},
         "lora_dropout": getattr(layer.dropout, "p", 0.0),
-        "target_modules": targets,
+        "target_modules": sorted(ranks),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -3,7 +3,6 @@
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,21 +12,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from trainer import parallel, tensor_parallel, weights
+from trainer import families, parallel, tensor_parallel, weights
 from trainer.compat import (
     LoRALinear,
-    MultiHeadAttention,
-    RMSNorm,
-    TiedLinear,
     TransformerDecoder,
     TransformerSelfAttentionLayer,
     get_act_offloading_ctx_manager,
     get_adapter_params,
 )
-from trainer.config import TrainConfig, instantiate
+from trainer.config import TrainConfig, arguments_of, instantiate
 from trainer.distributed import World
 from trainer.errors import ConfigError
-from trainer.files import read_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -109,7 +104,8 @@ def _checked_module(
 ) -> tuple[weights.SafetensorsSource, dict[str, Any], TransformerDecoder]:
     """The files, their config.json and an empty model on the meta device that fits them."""
     source = weights.SafetensorsSource.open(config.checkpointer)
-    hf_config = read_hf_config(config.model_folder)
+    hf_config = families.read_hf_config(config.model_folder)
+    faults = families.model_type_faults(config.checkpointer, hf_config)
     bf16 = config.dtype == "bf16"
     if bf16 and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
@@ -118,28 +114,17 @@ def _checked_module(
     if not isinstance(module, TransformerDecoder):
         raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
     names = dict(module.named_modules())
-    faults = [
+    faults += [
         f"custom_sharded_layers: the model has no layer {name}"
         for name in config.custom_sharded_layers or []
         if name not in names and not hasattr(module, str(name))
     ]
-    faults += _mismatches(module, hf_config)
+    faults += families.fit(module, hf_config, arguments_of("model", config.model))
     faults += tensor_parallel.faults(module, config.tensor_parallel_dim)
-    faults += weights.mismatches(module, source, config.model_folder)
+    faults += weights.mismatches(module, source, config.model_folder, hf_config)
     if faults:
         raise ConfigError(*faults)
     return source, hf_config, module
-
-
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face model folder; raises ConfigError where it is missing."""
-    content = read_json(folder / "config.json")
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"checkpointer.checkpoint_dir: {folder / 'config.json'} is missing or no JSON; "
-            "give a Hugging Face model folder"
-        )
-    return content
 
 
 def lora_modules(module: nn.Module) -> dict[str, LoRALinear]:
@@ -181,36 +166,3 @@ def _fill_rope_caches(module: nn.Module, device: torch.device) -> None:
             for name, buffer in tables[key].named_buffers(recurse=False):
                 rope.register_buffer(name, buffer, persistent=False)
             vars(rope).update({k: v for k, v in vars(tables[key]).items() if k == "is_cache_built"})
-
-
-def _mismatches(module: TransformerDecoder, hf_config: dict[str, Any]) -> list[str]:
-    """Where the builder's numbers differ from config.json's in ways that no shape shows."""
-    attention = next(m for m in module.modules() if isinstance(m, MultiHeadAttention))
-    rope = attention.pos_embeddings
-    rope_config = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    theta = hf_config.get("rope_theta", rope_config.get("rope_theta"))
-    heads = hf_config.get("num_attention_heads")
-    pairs = {
-        "num_hidden_layers": (len(module.layers), hf_config.get("num_hidden_layers")),
-        "num_attention_heads": (attention.num_heads, heads),
-        "num_key_value_heads": (
-            attention.num_kv_heads,
-            hf_config.get("num_key_value_heads", heads),
-        ),
-        "rms_norm_eps": (
-            next((m.eps for m in module.modules() if isinstance(m, RMSNorm)), None),
-            hf_config.get("rms_norm_eps"),
-        ),
-        "rope_theta": (getattr(rope, "base", None), theta),
-        "rope_scaling.factor": (getattr(rope, "scale_factor", None), rope_config.get("factor")),
-        "tie_word_embeddings": (
-            isinstance(module.output, TiedLinear),
-            hf_config.get("tie_word_embeddings", False),
-        ),
-    }
-    return [
-        f"model: the builder has {name} {built}, the model's config.json has {given}; "
-        "choose the builder that belongs to checkpointer.checkpoint_dir"
-        for name, (built, given) in pairs.items()
-        if built != given and None not in (built, given)
-    ]

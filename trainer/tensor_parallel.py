@@ -31,16 +31,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.compat import (
-    FeedForward,
+    GemmaNormEmbeddings,
+    GemmaRMSNorm,
     LoRALinear,
-    MultiHeadAttention,
     RMSNorm,
     TiedLinear,
     TransformerDecoder,
-    prepare_mha_for_tp,
 )
 
 SEQUENCE = Shard(1)
+# How a column-split layer's parameters lie.
+COLUMN = {"weight": Shard(0), "bias": Shard(0), "lora_b.weight": Shard(0)}
 
 
 class LocalStyle(ParallelStyle):
@@ -72,11 +73,18 @@ class LocalStyle(ParallelStyle):
         return module
 
 
-def _norm(norm: RMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
-    """Normalise this rank's [batch, sequence / ranks, dim]; return [batch, sequence, dim]."""
+def _part_norm(norm: RMSNorm | GemmaRMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """Normalise this rank's [batch, sequence / ranks, dim], which stays this rank's."""
     # Each rank has seen its part of the sequence only, so the scale's gradient is a share.
-    scale = norm.scale.to_local(grad_placements=[Partial()])
-    part = F.rms_norm(x.float(), norm.normalized_shape, scale.float(), norm.eps).to(x.dtype)
+    scale = norm.scale.to_local(grad_placements=[Partial()]).float()
+    if isinstance(norm, GemmaRMSNorm):
+        scale = 1 + scale
+    return F.rms_norm(x.float(), scale.shape, scale, norm.eps).to(x.dtype)
+
+
+def _norm(norm: RMSNorm | GemmaRMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """Normalise this rank's [batch, sequence / ranks, dim]; return [batch, sequence, dim]."""
+    part = _part_norm(norm, mesh, x)
     gathered = DTensor.from_local(part, mesh, [SEQUENCE], run_check=False).redistribute(
         placements=[Replicate()]
     )
@@ -86,7 +94,8 @@ def _norm(norm: RMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
 
 def _column(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
-    out = F.linear(x, layer.weight.to_local())
+    bias = layer.bias.to_local() if layer.bias is not None else None
+    out = F.linear(x, layer.weight.to_local(), bias)
     if isinstance(layer, LoRALinear):
         # A sees the whole input, but only this rank's rows of B send a gradient back to it.
         a = layer.lora_a.weight.to_local(grad_placements=[Partial()])
@@ -118,13 +127,12 @@ def _tied_output(mesh: DeviceMesh, x: torch.Tensor, weight: DTensor) -> DTensor:
     return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False)
 
 
-def _plan() -> dict[str, ParallelStyle]:
-    """The style of each module of torchtune's decoder (plain Llama layout)."""
-    norm = LocalStyle(_norm, {})
-    column_placements = {"weight": Shard(0), "lora_b.weight": Shard(0)}
-    column = LocalStyle(_column, column_placements)
+def _plan(model: TransformerDecoder) -> dict[str, ParallelStyle]:
+    """The style of each module of torchtune's decoder."""
+    norm, part_norm = LocalStyle(_norm, {}), LocalStyle(_part_norm, {})
+    column = LocalStyle(_column, COLUMN)
     row = LocalStyle(_row, {"weight": Shard(1), "lora_a.weight": Shard(1)})
-    return {
+    plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
         "layers.*.sa_norm": norm,
         "layers.*.attn.q_proj": column,
@@ -136,8 +144,12 @@ def _plan() -> dict[str, ParallelStyle]:
         "layers.*.mlp.w3": column,
         "layers.*.mlp.w2": row,
         "norm": norm,
-        "output": LocalStyle(_output, column_placements),
     }
+    if isinstance(model.layers[0].sa_scale, GemmaRMSNorm):
+        plan |= {"layers.*.sa_scale": part_norm, "layers.*.mlp_scale": part_norm}
+    if not isinstance(model.output, TiedLinear):
+        plan["output"] = LocalStyle(_output, COLUMN)
+    return plan
 
 
 def split(model: TransformerDecoder, mesh: DeviceMesh) -> None:
@@ -149,21 +161,33 @@ def split(model: TransformerDecoder, mesh: DeviceMesh) -> None:
     Args:
         model: on the meta device, before activation checkpointing; `faults` found none in it.
     """
-    prepare_mha_for_tp(model, mesh)
-    plan = _plan()
+    for layer in model.layers:
+        layer.attn.num_heads //= mesh.size()
+        layer.attn.num_kv_heads //= mesh.size()
     if isinstance(model.output, TiedLinear):
         # It is no module with a weight of its own: it asks the embedding for it at each call.
-        del plan["output"]
         model.output.linear.forward = partial(_tied_output, mesh)
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    embedding = model.tok_embeddings
+    if isinstance(embedding, GemmaNormEmbeddings):
+        # Only the ranks' sum is an embedding that can be scaled, so the scale comes after it.
+        embedding.forward = partial(nn.Embedding.forward, embedding)
+    parallelize_module(model, mesh, _plan(model), src_data_rank=None)
+    if isinstance(embedding, GemmaNormEmbeddings):
+        embedding.register_forward_hook(_scale_embedding)
+
+
+def _scale_embedding(
+    embedding: GemmaNormEmbeddings, inputs: tuple[torch.Tensor, ...], out: torch.Tensor
+) -> torch.Tensor:
+    # As Gemma was trained, the factor is rounded to the model's dtype.
+    return out * torch.tensor(embedding.embedding_dim**0.5, dtype=out.dtype)
 
 
 def faults(model: TransformerDecoder, ranks: int) -> list[str]:
     """Why `model` cannot be split over `ranks`, one line a reason; [] where it can."""
     if ranks == 1:
         return []
-    attention = next(m for m in model.modules() if isinstance(m, MultiHeadAttention))
-    mlp = next(m for m in model.modules() if isinstance(m, FeedForward))
+    attention, mlp = model.layers[0].attn, model.layers[0].mlp
     sizes = {
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,

@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from trainer.compat import hf_name, hf_to_tune, tune_to_hf
+from trainer import families
 from trainer.errors import ConfigError
 from trainer.parallel import local_part
 
-# torchtune's model types whose weights are the plain Llama layout.
-MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL")
+# Another model's folder differs in every layer, and a few lines tell it.
+SHOWN_TENSORS = 8
 ADAPTER_PARTS = (".lora_a.weight", ".lora_b.weight")
 
 
@@ -49,18 +49,13 @@ class SafetensorsSource:
         """Read the headers of the files that a `checkpointer` block names.
 
         Args:
-            checkpointer: checkpoint_dir, and optionally model_type and checkpoint_files (a list,
-                or filename_format with max_filename); without files all *.safetensors count.
+            checkpointer: checkpoint_dir, and optionally checkpoint_files (a list, or
+                filename_format with max_filename); without it all *.safetensors count.
 
         Raises:
-            ConfigError: a file is missing or no safetensors, or the model type is not known.
+            ConfigError: a file is missing or no safetensors.
         """
         folder = Path(checkpointer["checkpoint_dir"])
-        kind = checkpointer.get("model_type", "LLAMA3")
-        if kind not in MODEL_TYPES:
-            raise ConfigError(
-                f"checkpointer.model_type: {kind} is not supported; known: {', '.join(MODEL_TYPES)}"
-            )
         if not folder.is_dir():
             raise ConfigError(
                 f"checkpointer.checkpoint_dir: {folder} does not exist; download the model first"
@@ -113,35 +108,22 @@ def _listed_files(checkpointer: dict[str, Any], folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def shape_of_heads(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """What torchtune's weight conversion must know of config.json."""
-    heads = hf_config["num_attention_heads"]
-    return {
-        "num_heads": heads,
-        "num_kv_heads": hf_config.get("num_key_value_heads", heads),
-        "dim": hf_config["hidden_size"],
-        "head_dim": hf_config.get("head_dim"),
-    }
-
-
-def to_tune(key: str, tensor: torch.Tensor, hf_config: dict[str, Any]) -> torch.Tensor:
-    """One tensor from Hugging Face's layout to torchtune's (q and k rows are reordered)."""
-    return next(iter(hf_to_tune({key: tensor}, **shape_of_heads(hf_config)).values()))
-
-
-def to_hf(name: str, tensor: torch.Tensor, hf_config: dict[str, Any]) -> torch.Tensor:
-    """One tensor from torchtune's layout to Hugging Face's."""
-    return next(iter(tune_to_hf({name: tensor}, **shape_of_heads(hf_config)).values()))
-
-
-def mismatches(module: nn.Module, source: SafetensorsSource, folder: Path) -> list[str]:
+def mismatches(
+    module: nn.Module, source: SafetensorsSource, folder: Path, hf_config: dict[str, Any]
+) -> list[str]:
     """Every tensor that is missing, too many, or of another shape than the model's."""
-    wanted = {
-        hf_name(name): tuple(parameter.shape)
-        for name, parameter in named_parameters(module)
-        if not is_adapter(name)
-    }
+    family = families.of(hf_config)
+    wanted: dict[str, tuple[int, ...]] = {}
     faults = []
+    for name, parameter in named_parameters(module):
+        if is_adapter(name):
+            continue
+        key = family.hf_name(name)
+        if key is None:
+            faults.append(f"{folder}: holds nothing for the model's {name}")
+        else:
+            rows = wanted[key][0] if key in wanted else 0
+            wanted[key] = (rows + parameter.shape[0], *parameter.shape[1:])
     for key in sorted(wanted.keys() - source.shapes.keys()):
         faults.append(f"{folder}: tensor {key} is missing")
     for key in sorted(source.shapes.keys() - wanted.keys()):
@@ -153,7 +135,8 @@ def mismatches(module: nn.Module, source: SafetensorsSource, folder: Path) -> li
                 f"{folder}: tensor {key} has shape {list(source.shapes[key])}, "
                 f"the model wants {list(wanted[key])}"
             )
-    return faults
+    more = len(faults) - SHOWN_TENSORS
+    return faults if more <= 0 else [*faults[:-more], f"{folder}: {more} more tensors do not fit"]
 
 
 def _is_redundant(key: str, wanted: dict[str, Any]) -> bool:
@@ -169,12 +152,15 @@ def load(module: nn.Module, source: SafetensorsSource, hf_config: dict[str, Any]
 
     At most one whole tensor is in memory at a time.
     """
-    targets = {hf_name(n): p for n, p in named_parameters(module) if not is_adapter(n)}
+    family = families.of(hf_config)
+    parameters = {n: p for n, p in named_parameters(module) if not is_adapter(n)}
     for key, tensor in source.read():
-        if key in targets:
-            parameter = targets[key]
-            full = to_tune(key, tensor, hf_config).to(parameter.dtype)
-            _fill(parameter, full)
+        # A tied model may store its output too, which is no parameter of its own.
+        names = [name for name in family.parts(key) if name in parameters]
+        parts = tensor.split([parameters[name].shape[0] for name in names]) if names else ()
+        for name, part in zip(names, parts, strict=True):
+            full = family.to_tune(name, part, hf_config).to(parameters[name].dtype)
+            _fill(parameters[name], full)
 
 
 @torch.no_grad()

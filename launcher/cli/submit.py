@@ -10,7 +10,7 @@ import click
 from launcher import cluster as clusters
 from launcher import jobs, preflight
 from launcher import recipe as recipe_file
-from launcher.cli.common import cluster_option, note
+from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options
 from launcher.cli.runs import watch_to_the_end
 
 
@@ -22,14 +22,7 @@ from launcher.cli.runs import watch_to_the_end
     required=True,
     help="A recipe's name, or the path of a YAML file.",
 )
-@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.")
-@click.option(
-    "--gpus-per-node", type=click.IntRange(min=1), help="GPUs on each node; one rank runs on each."
-)
-@click.option("--time", metavar="LIMIT", help="Time limit: 04:00:00, 90 (minutes), 2-00:00:00.")
-@click.option("--partition", metavar="NAME", help="Slurm partition.")
-@click.option("--account", metavar="NAME", help="Slurm account.")
-@click.option("--qos", metavar="NAME", help="Slurm quality of service.")
+@resource_options
 @click.option("--profile", is_flag=True, help="Record profiler traces for TensorBoard.")
 @click.option(
     "--name",
@@ -39,6 +32,8 @@ from launcher.cli.runs import watch_to_the_end
 @click.option("--dry-run", is_flag=True, help="Print the job script and submit nothing.")
 @click.option("--watch", is_flag=True, help="Follow the run to its end.")
 @click.option("--local", is_flag=True, help="Run the same job script on this host, without Slurm.")
+@click.option("--no-check", is_flag=True, help="Skip the checks that can be skipped.")
+@on_nodes_option
 @click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
 @cluster_option
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -49,6 +44,8 @@ def submit(
     dry_run: bool,
     watch: bool,
     local: bool,
+    no_check: bool,
+    on_nodes: tuple[str, ...],
     as_json: bool,
     cluster: str | None,
     overrides: tuple[str, ...],
@@ -63,13 +60,13 @@ def submit(
         overrides += ("+profiler.enabled=true",)
     site = clusters.load(cluster)
     planned = jobs.plan(recipe_file.load(recipe_name, overrides, resources), site, name)
+    checked = jobs.context(planned, local, on_nodes)
     if dry_run:
         click.echo(planned.script, nl=False)
-        prepared = jobs.preparation(planned.recipe, site) is None
-        for fault in preflight.faults(planned.recipe, site, local, prepared):
+        for fault in preflight.faults(checked, no_check):
             note(f"warning: submit would refuse this: {fault}")
         return
-    run = jobs.submit(planned, local, note)
+    run = jobs.submit(planned, checked, note, no_check)
     if as_json:
         click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
     else:

@@ -13,14 +13,14 @@ from launcher import paths
 from tests.launcher.kit import Kit
 
 
-def refused(kit: Kit, *arguments: str, status: int, told: str) -> None:
+def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) -> None:
     done = kit.cookbook(*arguments)
     assert done.returncode == status, done.stdout + done.stderr
     assert told in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-    faults = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
-    assert len(faults) == 1, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
+    assert len(lines) == faults, done.stderr
     assert kit.runs() == []
 
 
@@ -134,14 +134,21 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path)
         "gpus",
         status=1,
         told="there is no partition 'gpus' on this cluster (did you mean gpu?)",
+        faults=2,
     )
-    for options, told in (
-        (["--nodes", "3"], "3 nodes are asked for, and partition gpu has 2"),
-        (["--nodes", "3", "--partition", "debug,gpu"], "debug has 2 and partition gpu has 2"),
-        (["--partition", "debug", "--time", "1:00:00"], "partition debug has 30:00: lower --time"),
+    # What the kit found, and then what Slurm itself says of the very script.
+    for options, told, faults in (
+        (["--nodes", "3"], "3 nodes are asked for, and partition gpu has 2", 2),
+        (["--nodes", "3", "--partition", "debug,gpu"], "debug has 2 and partition gpu has 2", 2),
+        (["--partition", "debug", "--time", "1:00:00"], "debug has 30:00: lower --time", 1),
+        (["+resources.gpu_type=h10"], "GPUs of type 'h10' (did you mean h100?): it has h100", 2),
+        (["resources.cpus_per_gpu=200"], "400 CPUs a node are asked for, and the nodes of", 2),
+        (["+resources.mem=9T"], "9437184 MiB of memory a node are asked for", 2),
+        (["--gpus-per-node", "9"], "9 GPUs a node are asked for, and the nodes of", 2),
     ):
-        refused(slurm_user, "submit", "--recipe", "demo", *options, status=1, told=told)
-    done = kit.cookbook("submit", "--recipe", "demo", "--gpus-per-node", "9")
+        arguments = ["submit", "--recipe", "demo", *options]
+        refused(slurm_user, *arguments, status=1, told=told, faults=faults)
+    done = kit.cookbook("submit", "--recipe", "demo", "--gpus-per-node", "9", "--no-check")
     assert done.returncode == 1 and "Requested node configuration is not available" in done.stderr
     assert sorted(shared.glob("runs/*")) == before
 
@@ -266,6 +273,8 @@ def test_the_options_of_submit_are_these():
             "--dry-run",
             "--watch",
             "--local",
+            "--no-check",
+            "--on-nodes",
             "--json",
             "--cluster",
             "overrides",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import paths, preflight, render, stock
+from launcher import checks, paths, preflight, render, stock
 from launcher import recipe as recipes
 from launcher.cluster import Cluster
 from launcher.errors import RecipeFault
@@ -126,7 +126,7 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
 def test_what_the_environment_lacks_is_found_before_the_queue():
     path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
-    told = "\n".join(preflight.faults(recipe, Cluster(), local=True))
+    told = "\n".join(preflight.faults(checks.Context(recipe, Cluster(), local=True)))
     assert "imports lm_eval, which the environment lacks" in told
     assert "pip install lm_eval" in told
 
@@ -139,7 +139,7 @@ def test_pickled_weights_are_refused(tmp_path):
         "+checkpointer.checkpoint_files=[pytorch_model.bin]",
     ]
     recipe = recipes.load("llama1b_lora", overrides)
-    told = "\n".join(preflight.faults(recipe, Cluster(), local=True))
+    told = "\n".join(preflight.faults(checks.Context(recipe, Cluster(), local=True)))
     assert "names pytorch_model.bin, a pickle" in told
 
 

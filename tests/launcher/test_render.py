@@ -141,7 +141,7 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
     monkeypatch.setattr(paths, "CLUSTERS", tmp_path)
     (tmp_path / "bad.yaml").write_text(
         "gpu_request: gpus\nresources: {node: 2, mem: lots}\nenvironment: {HF_TOKEN: x, 'a b': 1}\n"
-        'job_setup: ["a\\nb"]\nnetwork_interfaces: ib0\n'
+        'job_setup: ["a\\nb"]\nnetwork_interfaces: ib0\nnode_paths: [local]\n'
     )
     with pytest.raises(RecipeFault) as fault:
         cluster.load("bad")
@@ -153,7 +153,8 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
         "keep secrets out",
         "no variable's name",
         "job_setup holds",
+        "node_paths holds whole paths",
         "did you mean network_interface",
     ):
         assert part in told
-    assert len(fault.value.faults) == 7
+    assert len(fault.value.faults) == 8

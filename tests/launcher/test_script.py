@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cluster, preflight, recipe, snapshot
+from launcher import checks, cluster, preflight, recipe, snapshot
 from launcher.errors import RecipeFault
 from tests.launcher.kit import Kit, ranks_of, report, until
 
@@ -48,7 +48,9 @@ def project(folder: Path, script: str, **keys: object) -> Path:
 
 
 def faults(path: Path, *overrides: str) -> list[str]:
-    return preflight.faults(recipe.load(str(path), overrides), cluster.Cluster(), local=True)
+    return preflight.faults(
+        checks.Context(recipe.load(str(path), overrides), cluster.Cluster(), local=True)
+    )
 
 
 def test_a_script_gets_a_copy_of_its_folder_and_all_that_the_recipe_says(kit: Kit, tmp_path):

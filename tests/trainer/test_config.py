@@ -14,13 +14,15 @@ from trainer import config as configs
 from trainer import sft
 from trainer.errors import ConfigError
 
+FAMILIES = ("llama2", "llama3", "llama3_1", "llama3_2", "llama3_3", "mistral", "qwen2", "qwen2_5")
+FAMILIES += ("gemma2", "phi3", "phi4")
 RECIPES = Path(find_spec("recipes").origin).parent / "configs"
 STOCK = sorted(
     path
-    for family in ("llama3", "llama3_1", "llama3_2", "llama3_3")
+    for family in FAMILIES
     for path in (RECIPES / family).glob("*.yaml")
     if any(method in path.name for method in ("full", "lora", "dora"))
-    and not any(other in path.name for other in ("dpo", "KD", "qat"))
+    and not any(other in path.name for other in ("dpo", "ppo", "KD", "qat"))
 )
 OPEN = ("model: QLoRA", "model.use_dora", "fsdp_cpu_offload", "dataset.packed")
 
@@ -36,7 +38,7 @@ def test_every_stock_config_is_read(path: Path) -> None:
 
 
 def test_the_stock_configs_are_all_there() -> None:
-    assert len(STOCK) >= 30
+    assert len(STOCK) >= 90
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,6 @@ def test_compat_imports_everything_it_names_and_says_nothing() -> None:
     assert done.stdout == done.stderr == ""
 
 
-def test_names_are_mapped_both_ways() -> None:
-    done = run("from trainer.compat import hf_name; print(hf_name('layers.7.attn.q_proj.weight'))")
-    assert done.stdout == "model.layers.7.self_attn.q_proj.weight\n"
-
-
 def test_checking_a_config_needs_no_torch() -> None:
     code = "import sys, trainer.config; print([m for m in sys.modules if m.startswith('torch')])"
     assert run(code).stdout == "[]\n"

@@ -32,7 +32,7 @@ WEIGHT_TOLERANCE = 1e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
 CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 LORA = lora_model(apply_lora_to_output=True)
-TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES}
+TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "scale_factor": 1}
 # Runs by name: ranks, the run that it must equal, changes to the config.
 RUNS: dict[str, tuple[int, str | None, dict]] = {
     "full": (1, None, {}),

@@ -1,0 +1,196 @@
+"""cookbook check: a line a check, every fault named, nothing queued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from launcher import checks, cluster, preflight, recipe, slurm
+from launcher.checks import files, scheduler
+from tests.launcher.kit import Kit, until
+
+
+def found(name: str, overrides: list[str], **options) -> dict[str, preflight.Result]:
+    loaded = recipe.load(name, overrides, options.pop("resources", {}))
+    context = checks.Context(loaded, cluster.Cluster(), local=True, **options)
+    return {result.name: result for result in preflight.check(context)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a downloaded model in two files."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = [f"model-0000{k}-of-00002.safetensors" for k in (1, 2)]
+    for name in names:
+        save_file({name: torch.ones(100)}, folder / name)
+    index = {"weight_map": {name: name for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def of_model(folder: Path, **options) -> preflight.Result:
+    overrides = [f"checkpointer.checkpoint_dir={folder}", "~checkpointer.checkpoint_files"]
+    return found("llama1b_lora", overrides, **options)["model"]
+
+
+def test_a_whole_model_is_ok(model: Path):
+    assert of_model(model).state == "ok"
+    assert "2 files" in of_model(model).lines[0]
+
+
+def test_a_model_that_is_not_whole_is_named_file_by_file(model: Path):
+    first, second = sorted(model.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-10])
+    second.write_bytes(b"<html>not found</html>")
+    result = of_model(model)
+    assert result.state == "failed" and len(result.lines) == 2
+    assert "bytes of" in result.lines[0] and first.name in result.lines[0]
+    assert f"{second.name} is no safetensors file" in result.lines[1]
+    second.unlink()
+    assert f"lacks {second.name}, which model.safetensors.index.json names" in "\n".join(
+        of_model(model).lines
+    )
+
+
+def test_paths_of_the_nodes_are_excused(model: Path):
+    gone = Path("/nodes/only/model")
+    assert of_model(gone).state == "failed"
+    result = of_model(gone, elsewhere=("/nodes/only",))
+    assert (result.state, result.lines) == ("skipped", (f"{gone} is only on the nodes",))
+    site = cluster.Cluster(node_paths=("/nodes",))
+    assert not checks.Context(recipe.load("demo"), site).here(gone)
+
+
+@pytest.mark.parametrize(
+    ("resources", "overrides", "told"),
+    [
+        ((2, 4), ["tensor_parallel_dim=3"], "does not divide 2 x 4 = 8 ranks"),
+        ((2, 4), ["tensor_parallel_dim=8"], "split over the network"),
+        ((2, 4), ["data_parallel_replicate_dim=3"], "is not the 8 ranks"),
+        (
+            (2, 4),
+            ["tensor_parallel_dim=2", "data_parallel_shard_dim=8"],
+            "1 x data_parallel_shard_dim 8 is not the 4 ranks",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_fault(resources, overrides, told):
+    nodes, gpus = resources
+    result = found("demo", overrides, resources={"nodes": nodes, "gpus_per_node": gpus})["layout"]
+    assert result.state == "failed" and len(result.lines) == 1 and told in result.lines[0]
+
+
+def test_a_layout_that_fits_tells_its_global_batch():
+    overrides = ["tensor_parallel_dim=2", "batch_size=4", "gradient_accumulation_steps=3"]
+    result = found("demo", overrides, resources={"nodes": 2, "gpus_per_node": 4})["layout"]
+    told = "2 x 4 = 8 ranks, tensor parallel 2; 48 samples a step (batch 4 x 3 micro-steps x 4)"
+    assert result.lines == (told,)
+
+
+def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
+    done = slurm_user.cookbook("check", "llama8b_lora", "--nodes", "3", "--partition", "debug")
+    assert done.returncode == 1 and done.stderr == ""
+    states = {line[9:20].strip(): line[:8].strip() for line in done.stdout.splitlines()}
+    assert states["layout"] == states["secrets"] == states["script"] == "ok"
+    assert states["model"] == states["scheduler"] == states["test-only"] == "failed"
+    assert 'Slurm says "' in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this")
+    assert not slurm_user.runs()
+    rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)
+    assert [row["check"] for row in rows] == [name for name, _, _ in preflight.CHECKS]
+    assert {row["state"] for row in rows} <= {"ok", "skipped"}
+
+
+def test_a_waiting_job_says_why_in_plain_words(kit: Kit):
+    """Two nodes with eight GPUs each: a second job that wants all of one has to wait."""
+    size = ["--recipe", "demo", "--gpus-per-node", "8", "max_steps=400", "epochs=400"]
+    _, first = kit.submit(*size, "--nodes", "2", "--no-check")
+    _, second = kit.submit(*size, "--nodes", "1", "--no-check")
+    try:
+        told = until(lambda: _pending(kit, second), 30)
+        assert told.startswith("waiting: ")
+        assert "the nodes that it needs are busy" in told or "other jobs come first" in told
+    finally:
+        for run in (second, first):
+            kit.cookbook("cancel", run.name)
+
+
+def _pending(kit: Kit, run: Path) -> str:
+    told = kit.status(run)
+    return told["detail"] if told["state"] == "PENDING" else ""
+
+
+# What Slurm says, replayed -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:h100:8(S:0-1)", {"h100": 8}),
+        ("gpu:8", {"": 8}),
+        ("gpu:a100:4,gpu:a100_1g.5gb:14,nvme:1", {"a100": 4, "a100_1g.5gb": 14}),
+        ("(null)", {}),
+        ("craynetwork:4", {}),
+    ],
+)
+def test_gpus_are_read_as_sinfo_writes_them(gres, gpus):
+    assert slurm.gpus_of(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("Resources", "are busy"),
+        ("Priority", "other jobs come first"),
+        ("ReqNodeNotAvail, UnavailableNodes:n[3-4]", "down, drained or reserved"),
+        ("QOSMaxGRESPerUser", "GPU limit"),
+        ("AssocGrpGRES", "GPU limit"),
+        ("AssocGrpCPUMinutesLimit", "time limit or budget"),
+        ("QOSMaxWallDurationPerJobLimit", "time limit or budget"),
+        ("QOSMaxJobsPerUserLimit", "as many jobs as it may"),
+        ("PartitionTimeLimit", "lower --time"),
+    ],
+)
+def test_reasons_have_plain_words(reason, told):
+    assert told in slurm.why_pending(reason) and slurm.why_pending(reason).startswith(reason)
+
+
+def test_a_reason_never_seen_before_stands_alone():
+    assert slurm.why_pending("SomethingNew") == "SomethingNew"
+
+
+def sacctmgr(folder: Path, text: str) -> None:
+    program = folder / "sacctmgr"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    program.chmod(0o755)
+
+
+def test_account_and_qos_are_held_against_accounting(tmp_path, monkeypatch):
+    """The one-host Slurm keeps no accounting, so sacctmgr's answer is replayed."""
+    sacctmgr(tmp_path, "physics|normal,high\nchemistry|normal")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    asked = recipe.Resources
+    assert scheduler._account(asked(account="physics", qos="high")) == []
+    (fault,) = scheduler._account(asked(account="phisics"))
+    assert "no account 'phisics' (did you mean physics?)" in fault
+    (fault,) = scheduler._account(asked(account="chemistry", qos="high"))
+    assert "may not use the QoS 'high'" in fault and "normal with --qos" in fault
+    (tmp_path / "sacctmgr").write_text("#!/bin/sh\necho no database >&2; exit 1\n")
+    assert scheduler._account(asked(account="anything")) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "mib"), [(None, 0), ("0", 0), ("900G", 921600), ("500", 500), ("2T", 2097152)]
+)
+def test_memory_is_read_as_slurm_reads_it(memory, mib):
+    assert scheduler._megabytes(memory) == mib
+
+
+def test_wildcards_and_addresses_are_left_to_the_library():
+    block = {"source": "json", "data_files": ["a.jsonl", "b/*.jsonl", "https://x/y.jsonl"]}
+    assert files._data_files(block) == [Path("a.jsonl")]
