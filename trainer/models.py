@@ -81,7 +81,25 @@ def build(
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
     source, hf_config, module = world.agree(lambda: _checked_module(config, world, data_faults))
-    dtype = DTYPES[config.dtype]
+    lay_out(module, config, world, output_chunks)
+    _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
+    fill_rope_caches(module, world.device)
+    nf4.fill_tables(module)
+    world.agree(lambda: weights.load(module, source, hf_config))
+    weights.initialise_adapter(module, config.seed)
+    module.train()
+    return Model(module, hf_config, lora.method(module), DTYPES[config.dtype])
+
+
+def lay_out(
+    module: TransformerDecoder, config: TrainConfig, world: World, output_chunks: int = 0
+) -> None:
+    """Freeze, split, recompute and shard `module` in place as `config` says.
+
+    Args:
+        module: on the meta device, from `empty`.
+        output_chunks: in how many parts the model gives its logits (0: whole).
+    """
     adapter = get_adapter_params(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not adapter or name in adapter)
@@ -96,14 +114,13 @@ def build(
     if output_chunks:
         module.set_num_output_chunks(output_chunks)
     if fsdp:
-        parallel.shard(module, mesh, dtype, config)
-    _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
-    _fill_rope_caches(module, world.device)
-    nf4.fill_tables(module)
-    world.agree(lambda: weights.load(module, source, hf_config))
-    weights.initialise_adapter(module, config.seed)
-    module.train()
-    return Model(module, hf_config, lora.method(module), dtype)
+        parallel.shard(module, mesh, DTYPES[config.dtype], config)
+
+
+def empty(config: TrainConfig) -> TransformerDecoder:
+    """The model that `config` names, without weights, on the meta device."""
+    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
+        return empty_module(config.model)
 
 
 def _checked_module(
@@ -118,8 +135,7 @@ def _checked_module(
     bf16 = config.dtype == "bf16"
     if bf16 and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
-    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
-        module = empty_module(config.model)
+    module = empty(config)
     names = dict(module.named_modules())
     faults += [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -199,7 +215,7 @@ def _allocate(module: nn.Module, device: torch.device, *, parameters_on_cpu: boo
                 setattr(owner, name, torch.empty_like(buffer, device=device))
 
 
-def _fill_rope_caches(module: nn.Module, device: torch.device) -> None:
+def fill_rope_caches(module: nn.Module, device: torch.device) -> None:
     """Compute each distinct rotary table once; layers that are alike share it."""
     tables: dict[str, nn.Module] = {}
     for rope in [m for m in module.modules() if hasattr(m, "rope_init")]:
