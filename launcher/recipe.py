@@ -45,9 +45,17 @@ _EXAMPLES = {
     "timeout": "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
     "time": "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
     "constraint": "node features such as h100 or h100&ib",
+    "model": "a repository of the hub such as org/name or org/name@revision",
+    "dataset": "a repository of the hub such as org/name or org/name@revision",
     "exclude": "node names such as gpu-07 or gpu-[07-09]",
     "partition": "a partition's name, or several with commas",
 }
+
+# A repository of the hub, and a branch, tag or commit after an @.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?\Z")
+
+# What cookbook download fetches: the model to checkpointer.checkpoint_dir, the dataset for jobs.
+HUB: dict[str, Kind] = {"model": _REPOSITORY, "dataset": _REPOSITORY}
 
 # The kit's own keys: the trainer never sees them.
 LAUNCHER_KEYS: dict[str, Kind] = {
@@ -55,6 +63,7 @@ LAUNCHER_KEYS: dict[str, Kind] = {
     "entry": "text",
     "resources": "mapping",
     "prepare": "mapping",
+    "hub": "mapping",
     "max_retries": "count",
     "timeout": _TIME,
     "env": "mapping",
@@ -457,7 +466,8 @@ def _known_key(config: dict[str, Any], parts: list[str]) -> bool:
         return parts[1] in dataset
     if len(parts) == 1:
         return parts[0] in TRAINER_KEYS or parts[0] in LAUNCHER_KEYS or parts[0] in SCRIPT_KEYS
-    return parts[0] == "resources" and len(parts) == 2 and parts[1] in RESOURCES
+    inner = {"resources": RESOURCES, "hub": HUB}.get(parts[0], {})
+    return len(parts) == 2 and parts[1] in inner
 
 
 def _unknown(key: str, parent: Mapping[str, Any], parents: list[str], text: str) -> None:
@@ -466,6 +476,8 @@ def _unknown(key: str, parent: Mapping[str, Any], parents: list[str], text: str)
         known += [*TRAINER_KEYS, *LAUNCHER_KEYS]
     elif parents == ["resources"]:
         known += RESOURCES
+    elif parents == ["hub"]:
+        known += HUB
     hint = nearest(key.rpartition(".")[2], known)
     raise UsageFault(
         f"unknown key {key!r}{hint} in the override {text!r}: write +{key}=... to add it all the "
@@ -500,6 +512,9 @@ def _faults(config: dict[str, Any], origin: str) -> list[str]:
     resources = config.get("resources")
     if isinstance(resources, dict):
         faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")
+    hub = config.get("hub")
+    if isinstance(hub, dict):
+        faults += faults_in(hub, HUB, "hub.", origin, "sft")
     if entry == "sft":
         missing = [
             key

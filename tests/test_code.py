@@ -20,6 +20,8 @@ LAYERS = [
     {"cluster", "render", "runs", "logs"},
     {"checks"},
     {"estimate", "preflight", "provenance", "jobs", "report", "tensorboard"},
+    {"node_check", "hub"},
+    {"doctor"},
     {"cli", "__main__"},
 ]
 

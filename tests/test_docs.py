@@ -51,6 +51,8 @@ def test_the_pages_show_commands():
         "cancel",
         "resume",
         "tensorboard",
+        "doctor",
+        "download",
     }
 
 

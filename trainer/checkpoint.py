@@ -17,6 +17,7 @@ import shutil
 import socket
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -96,7 +97,7 @@ class Checkpoints:
         self._writer_world = replace(world, cpu_group=group)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=self._use_own_gpu)
         self._pending: Future[None] | None = None
-        self._committed: list[int] = []
+        self._committed: deque[int] = deque()
         self._attempt = attempt
         self._keep = keep
         self._asynchronous = asynchronous
@@ -169,8 +170,7 @@ class Checkpoints:
 
     def newly_committed(self) -> list[int]:
         """The steps of the checkpoints that were committed since the last call."""
-        done, self._committed = self._committed, []
-        return done
+        return [self._committed.popleft() for _ in range(len(self._committed))]
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:

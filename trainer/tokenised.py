@@ -14,6 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
-SHARED_FOLDER_LIMIT_S = 60.0
+SHARED_FOLDER_LIMIT_S = 120.0
 LEFT_OVER_S = 24 * 3600.0
 
 
@@ -199,7 +200,7 @@ def _make(
 ) -> None:
     """Tokenise on all ranks, a range of samples each, and give the folder its name."""
     temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{secrets.token_hex(4)}"))[0]
-    world.on_main(lambda: _clear_left_overs(folder.parent) or temporary.mkdir(parents=True))
+    world.on_main(lambda: _begin(temporary))
     limit = getattr(tokenizer, "max_seq_len", None)
     own = range(
         len(samples) * world.rank // world.size, len(samples) * (world.rank + 1) // world.size
@@ -216,11 +217,20 @@ def _make(
         raise
 
 
-def _clear_left_overs(root: Path) -> None:
-    """Remove what starts left behind that were killed while they tokenised."""
-    for path in root.glob(".tmp_*"):
-        if time.time() - path.stat().st_mtime > LEFT_OVER_S:
-            shutil.rmtree(path, ignore_errors=True)
+def _begin(temporary: Path) -> None:
+    """Make the folder, and remove what starts left behind that were killed at this point."""
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data_cache_dir: {temporary.parent} cannot be written to: {error.strerror}; "
+            "set data_cache_dir to a folder that all nodes share"
+        ) from None
+    for path in temporary.parent.glob(".tmp_*"):
+        # Another start may remove it at the same time.
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > LEFT_OVER_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _publish(

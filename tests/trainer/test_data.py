@@ -450,6 +450,20 @@ def test_a_second_start_reads_what_the_first_has_made(
         build(**changes)
 
 
+def test_the_slower_of_two_runs_takes_the_quicker_ones_folder(
+    build: Any, tmp_path: Path, world: distributed.World
+) -> None:
+    cache = tmp_path / "cache"
+    folder = build(data_cache_dir=str(cache)).training.rows.samples.folder
+    before = (folder / "meta.json").stat().st_mtime_ns
+    config = load(tmp_path / "run/train.yaml")
+    tokenizer = instantiate("tokenizer", config.tokenizer)
+    samples = instantiate("dataset", config.dataset, tokenizer)
+    tokenised._make("dataset", folder, samples, tokenizer, world, print)
+    assert list(cache.iterdir()) == [folder]
+    assert (folder / "meta.json").stat().st_mtime_ns == before
+
+
 def test_a_failed_start_leaves_nothing_behind(build: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [PAIR, PAIR, {"question": "What?", "answer": None}]
@@ -457,6 +471,8 @@ def test_a_failed_start_leaves_nothing_behind(build: Any, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"^dataset: sample 2: "):
         build(dataset={"data_files": str(path)}, data_cache_dir=str(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
+    with pytest.raises(ConfigError, match=r"data_cache_dir: .*rows\.jsonl cannot be written to"):
+        build(data_cache_dir=str(path))
 
 
 # Faults
