@@ -29,7 +29,6 @@ from torchtune.modules import (  # noqa: E402
     RotaryPositionalEmbeddings,
     TiedLinear,
     TransformerDecoder,
-    TransformerSelfAttentionLayer,
 )
 from torchtune.modules.peft import LoRALinear, get_adapter_params  # noqa: E402
 
@@ -48,7 +47,6 @@ __all__ = [
     "RotaryPositionalEmbeddings",
     "TiedLinear",
     "TransformerDecoder",
-    "TransformerSelfAttentionLayer",
     "get_adapter_params",
     "padded_collate_sft",
 ]
