@@ -45,9 +45,17 @@ _EXAMPLES = {
     "timeout": "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
     "time": "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
     "constraint": "node features such as h100 or h100&ib",
+    "model": "a repository of the hub such as org/name or org/name@revision",
+    "dataset": "a repository of the hub such as org/name or org/name@revision",
     "exclude": "node names such as gpu-07 or gpu-[07-09]",
     "partition": "a partition's name, or several with commas",
 }
+
+# A repository of the hub, and a branch, tag or commit after an @.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?\Z")
+
+# What cookbook download fetches: the model to checkpointer.checkpoint_dir, the dataset for jobs.
+HUB: dict[str, Kind] = {"model": _REPOSITORY, "dataset": _REPOSITORY}
 
 # The kit's own keys: the trainer never sees them.
 LAUNCHER_KEYS: dict[str, Kind] = {
@@ -55,6 +63,7 @@ LAUNCHER_KEYS: dict[str, Kind] = {
     "entry": "text",
     "resources": "mapping",
     "prepare": "mapping",
+    "hub": "mapping",
     "max_retries": "count",
     "timeout": _TIME,
     "env": "mapping",
@@ -87,8 +96,12 @@ TRAINER_KEYS: dict[str, Kind] = {
     "tokenizer": "mapping",
     "checkpointer": "mapping",
     "dataset": "any",
+    "dataset_val": "mapping",
+    "data_cache_dir": "text",
+    "num_workers": "count",
     "collate_fn": "text",
     "batch_size": "positive",
+    "batch_size_val": "positive",
     "epochs": "positive",
     "max_steps": "positive",
     "max_steps_per_epoch": "positive",
@@ -119,8 +132,11 @@ TRAINER_KEYS: dict[str, Kind] = {
     "log_every_n_steps": "positive",
     "log_peak_memory_stats": "bool",
     "profiler": "mapping",
+    "run_val_every_n_steps": "positive",
     "save_every_n_steps": "count",
+    "save_every_minutes": "number",
     "keep_last_n_checkpoints": "positive",
+    "export_checkpoint": "text",
     "enable_async_checkpointing": "bool",
     "resume_from_checkpoint": "bool",
     "save_adapter_weights_only": "bool",
@@ -221,15 +237,15 @@ class Recipe:
 
     @property
     def method(self) -> str:
-        """full, lora, dora or qlora, as the model's builder says; script for the user's own."""
+        """full, lora, dora, qlora or qdora, as the model block says; script for the user's own."""
         if self.script:
             return "script"
-        builder = str(self.config.get("model", {}).get("_component_", "")).rpartition(".")[2]
-        if builder.startswith("qlora"):
-            return "qlora"
-        if builder.startswith("lora"):
-            return "dora" if self.config["model"].get("use_dora") else "lora"
-        return "full"
+        model = self.config.get("model", {})
+        builder = str(model.get("_component_", "")).rpartition(".")[2]
+        if not builder.startswith(("lora", "qlora")):
+            return "full"
+        quantised = model.get("quantize_base", builder.startswith("qlora"))
+        return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
 
     def resolved(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return the whole recipe with every ${...} filled in for a run in run_dir."""
@@ -420,7 +436,7 @@ def _override_one(config: dict[str, Any], text: str) -> None:
     parent = config
     for depth, part in enumerate(parts[:-1]):
         inner = parent.get(part)
-        if inner is None and (adds or _known_key(parts[: depth + 1])):
+        if inner is None and (adds or _known_key(config, parts[: depth + 1])):
             inner = parent[part] = {}
         if not isinstance(inner, dict):
             _unknown(".".join(parts[: depth + 1]), parent, parts[:depth], text)
@@ -432,7 +448,7 @@ def _override_one(config: dict[str, Any], text: str) -> None:
             raise UsageFault(f"the recipe has no key {key!r}{hint} to remove: leave out {text!r}")
         del parent[leaf]
         return
-    if leaf not in parent and not adds and not _known_key(parts):
+    if leaf not in parent and not adds and not _known_key(config, parts):
         _unknown(key, parent, parts[:-1], text)
     value = yamlfile.parse(value_text, f"the override {text!r}")
     fault = _changed_type(parent.get(leaf), value)
@@ -443,11 +459,15 @@ def _override_one(config: dict[str, Any], text: str) -> None:
     parent[leaf] = value
 
 
-def _known_key(parts: list[str]) -> bool:
+def _known_key(config: dict[str, Any], parts: list[str]) -> bool:
     """Whether the kit knows the key although this recipe does not hold it."""
+    dataset = config.get("dataset")
+    if parts[0] == "dataset_val" and len(parts) == 2 and isinstance(dataset, dict):
+        return parts[1] in dataset
     if len(parts) == 1:
         return parts[0] in TRAINER_KEYS or parts[0] in LAUNCHER_KEYS or parts[0] in SCRIPT_KEYS
-    return parts[0] == "resources" and len(parts) == 2 and parts[1] in RESOURCES
+    inner = {"resources": RESOURCES, "hub": HUB}.get(parts[0], {})
+    return len(parts) == 2 and parts[1] in inner
 
 
 def _unknown(key: str, parent: Mapping[str, Any], parents: list[str], text: str) -> None:
@@ -456,6 +476,8 @@ def _unknown(key: str, parent: Mapping[str, Any], parents: list[str], text: str)
         known += [*TRAINER_KEYS, *LAUNCHER_KEYS]
     elif parents == ["resources"]:
         known += RESOURCES
+    elif parents == ["hub"]:
+        known += HUB
     hint = nearest(key.rpartition(".")[2], known)
     raise UsageFault(
         f"unknown key {key!r}{hint} in the override {text!r}: write +{key}=... to add it all the "
@@ -490,6 +512,9 @@ def _faults(config: dict[str, Any], origin: str) -> list[str]:
     resources = config.get("resources")
     if isinstance(resources, dict):
         faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")
+    hub = config.get("hub")
+    if isinstance(hub, dict):
+        faults += faults_in(hub, HUB, "hub.", origin, "sft")
     if entry == "sft":
         missing = [
             key

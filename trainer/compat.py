@@ -10,7 +10,6 @@ logging.getLogger("torchao").addFilter(
     lambda record: "Skipping import of cpp extensions" not in record.getMessage()
 )
 
-from torchtune.data import padded_collate_sft  # noqa: E402
 from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings  # noqa: E402
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm  # noqa: E402
 from torchtune.models.gemma2._attention import Gemma2Attention  # noqa: E402
@@ -30,9 +29,10 @@ from torchtune.modules import (  # noqa: E402
     TiedLinear,
     TransformerDecoder,
 )
-from torchtune.modules.peft import LoRALinear, get_adapter_params  # noqa: E402
+from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params  # noqa: E402
 
 __all__ = [
+    "DoRALinear",
     "FeedForward",
     "Gemma2Attention",
     "Gemma2FinalNorm",
@@ -48,5 +48,4 @@ __all__ = [
     "TiedLinear",
     "TransformerDecoder",
     "get_adapter_params",
-    "padded_collate_sft",
 ]

@@ -35,6 +35,8 @@ PROFILER_KEYS = {
     "active_steps": 2,
     "num_cycles": 1,
 }
+# The trainer collates by itself, with the results that these are meant to have.
+COLLATE_FNS = ("torchtune.data.padded_collate_sft", "torchtune.data.padded_collate_packed")
 REQUIRED = object()
 
 # key: (kind, default). A kind ending in "?" may be null.
@@ -48,7 +50,11 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "tokenizer": ("component", REQUIRED),
     "checkpointer": ("block", REQUIRED),
     "dataset": ("component", REQUIRED),
+    "dataset_val": ("block?", None),
+    "data_cache_dir": ("text?", None),
+    "num_workers": ("count?", None),
     "batch_size": ("positive", REQUIRED),
+    "batch_size_val": ("positive?", None),
     "epochs": ("positive", 1),
     "max_steps_per_epoch": ("positive?", None),
     "max_steps": ("positive?", None),
@@ -65,8 +71,12 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "compile": ("flag", False),
     "log_every_n_steps": ("positive", 1),
     "profiler": ("block?", None),
+    "run_val_every_n_steps": ("positive?", None),
     "save_every_n_steps": ("count?", None),
+    "save_every_minutes": ("number?", None),
     "keep_last_n_checkpoints": ("positive", 2),
+    "enable_async_checkpointing": ("flag", False),
+    "export_checkpoint": ("text?", None),
     "save_adapter_weights_only": ("flag", False),
     "generate": ("block?", None),
     "sync_each_micro_batch": ("flag?", None),
@@ -82,7 +92,6 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
 # for the values that would change the result.
 OTHER_KEYS = (
     "collate_fn",
-    "enable_async_checkpointing",
     "fsdp",
     "log_peak_memory_stats",
     "low_cpu_ram",
@@ -108,7 +117,11 @@ class TrainConfig:
     tokenizer: dict[str, Any]
     checkpointer: dict[str, Any]
     dataset: dict[str, Any]
+    dataset_val: dict[str, Any] | None
+    data_cache_dir: str | None
+    num_workers: int | None
     batch_size: int
+    batch_size_val: int
     epochs: int
     max_steps_per_epoch: int | None
     max_steps: int | None
@@ -125,8 +138,12 @@ class TrainConfig:
     compile: bool
     log_every_n_steps: int
     profiler: dict[str, Any] | None
+    run_val_every_n_steps: int | None
     save_every_n_steps: int | None
+    save_every_minutes: float | None
     keep_last_n_checkpoints: int
+    enable_async_checkpointing: bool
+    export_checkpoint: str | None
     save_adapter_weights_only: bool
     generate: dict[str, Any] | None
     sync_each_micro_batch: bool
@@ -153,6 +170,13 @@ class TrainConfig:
         if self.ac_mode == "selective":
             return "op" if self.ac_option == "op" else int(self.ac_option)
         return 1 if self.ac_mode == "full" or self.enable_activation_checkpointing else None
+
+    @property
+    def data_cache(self) -> Path:
+        """The folder of tokenised datasets; beside the run directories where none is named."""
+        if self.data_cache_dir is None:
+            return self.output_dir.parent / ".data_cache"
+        return Path(self.data_cache_dir).expanduser().absolute()
 
 
 def load(path: Path) -> TrainConfig:
@@ -226,7 +250,12 @@ def parse(content: dict[str, Any]) -> TrainConfig:
     # Without it each GPU keeps a whole copy's gradients, which is what offloading is to save.
     if values.get("sync_each_micro_batch") is None:
         values["sync_each_micro_batch"] = values.get("fsdp_cpu_offload", False)
-    faults += _block_faults(values) + _memory_faults(values) + _not_there_yet(content, values)
+    values["dataset_val"] = _inherited(values.get("dataset"), values.get("dataset_val"))
+    if values.get("batch_size_val") is None:
+        values["batch_size_val"] = values.get("batch_size")
+    faults += _data_faults(values) + _block_faults(values) + _memory_faults(values)
+    if content.get("collate_fn") not in (None, *COLLATE_FNS):
+        faults.append(f"collate_fn: only {' and '.join(COLLATE_FNS)} are supported")
     if faults:
         raise ConfigError(*faults)
     values["output_dir"] = Path(values["output_dir"]).absolute()
@@ -276,11 +305,45 @@ def _checked_component(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def _inherited(
+    dataset: dict[str, Any] | None, validation: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """dataset_val with the keys that it leaves out; another component has keys of its own."""
+    if validation is None or dataset is None:
+        return validation
+    if validation.get("_component_", dataset["_component_"]) != dataset["_component_"]:
+        return validation
+    return {**dataset, **validation}
+
+
+def _data_faults(values: dict[str, Any]) -> list[str]:
+    faults = []
+    validation = values.get("dataset_val")
+    if validation is not None:
+        try:
+            _checked_component("dataset_val", validation)
+        except ConfigError as error:
+            faults.extend(error.faults)
+    elif values.get("run_val_every_n_steps"):
+        faults.append(
+            "run_val_every_n_steps: needs dataset_val, such as dataset_val.split=train[95%:]"
+        )
+    length = (values.get("tokenizer") or {}).get("max_seq_len")
+    for key in ("dataset", "dataset_val"):
+        packed = (values.get(key) or {}).get("packed")
+        if packed and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+            faults.append(f"{key}.packed: set tokenizer.max_seq_len, the length of a packed row")
+    return faults
+
+
 def _block_faults(values: dict[str, Any]) -> list[str]:
     faults = []
     for key, choices in (("device", ("auto", "cuda", "cpu")), ("dtype", ("bf16", "fp32"))):
         if key in values and values[key] not in choices:
             faults.append(f"{key}: must be one of {', '.join(choices)}, found {values[key]!r}")
+    if values.get("export_checkpoint") not in (None, "best", "last"):
+        found = values["export_checkpoint"]
+        faults.append(f"export_checkpoint: must be one of best, last, found {found!r}")
     folder = (values.get("checkpointer") or {}).get("checkpoint_dir")
     if "checkpointer" in values and not isinstance(folder, str):
         faults.append("checkpointer.checkpoint_dir: must name the model's folder")
@@ -335,38 +398,15 @@ def _block(content: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]:
-    """A fault for each value that asks for what this trainer does not do."""
-    faults = []
-    model = values.get("model") or {}
-    refusals = (
-        (
-            (values.get("dataset") or {}).get("packed"),
-            "dataset.packed: packing is not supported; set dataset.packed=False",
-        ),
-        (
-            content.get("collate_fn") not in (None, "torchtune.data.padded_collate_sft"),
-            "collate_fn: only torchtune.data.padded_collate_sft is supported",
-        ),
-        (
-            model.get("quantize_base") or "qlora" in str(model.get("_component_")),
-            "model: QLoRA (quantize_base) is not supported; use the LoRA builder",
-        ),
-        (model.get("use_dora"), "model.use_dora: DoRA is not supported; set model.use_dora=False"),
-    )
-    for refused, fault in refusals:
-        if refused:
-            faults.append(fault)
-    return faults
-
-
 def _notes(content: dict[str, Any]) -> list[str]:
     """One line for each key that was read and set aside, because the result is the same."""
     notes = []
     if content.get("optimizer_in_bwd"):
         notes.append("optimizer_in_bwd: set aside; the optimizer steps after the backward pass")
-    if content.get("enable_async_checkpointing"):
-        notes.append("enable_async_checkpointing: set aside; checkpoints are written in step")
+    if _block(content, "dataset").get("packed") and _block(content, "dataset").get(
+        "split_across_pack"
+    ):
+        notes.append("dataset.split_across_pack: set aside; samples are packed whole")
     if content.get("tensor_parallel_plan"):
         notes.append("tensor_parallel_plan: set aside; the trainer has a plan of its own")
     if content.get("memory_efficient_fsdp_wrap"):
@@ -383,10 +423,11 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
     Raises:
         ConfigError: the component does not exist, or does not take these arguments.
     """
-    dotted, component = block.get("_component_"), _component(key, block)
+    dotted = _checked_component(key, block)["_component_"]
+    factory = component(key, dotted)
     arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
     try:
-        return component(*args, **arguments)
+        return factory(*args, **arguments)
     except (TypeError, ValueError, FileNotFoundError, AssertionError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error
@@ -394,11 +435,11 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
 
 def arguments_of(key: str, block: dict[str, Any]) -> set[str]:
     """The names of what the component that a block names can be told."""
-    return set(inspect.signature(_component(key, block)).parameters)
+    return set(inspect.signature(component(key, block["_component_"])).parameters)
 
 
-def _component(key: str, block: dict[str, Any]) -> Any:
-    dotted = _checked_component(key, block)["_component_"]
+def component(key: str, dotted: str) -> Any:
+    """What the dotted path of a `_component_` names; raises ConfigError where there is none."""
     module_name, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), name)

@@ -1,6 +1,8 @@
 """The model: built on the meta device, laid out over the ranks, filled from safetensors."""
 
+import inspect
 import json
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import activations, families, parallel, tensor_parallel, weights
+from trainer import (
+    activations,
+    attention,
+    families,
+    lora,
+    nf4,
+    parallel,
+    tensor_parallel,
+    weights,
+)
 from trainer.compat import (
-    LoRALinear,
     TransformerDecoder,
     get_adapter_params,
 )
-from trainer.config import TrainConfig, arguments_of, instantiate
+from trainer.config import TrainConfig, arguments_of, component, instantiate
 from trainer.distributed import World
 from trainer.errors import ConfigError
 
@@ -44,25 +54,52 @@ class Model:
         return self.module.tok_embeddings.num_embeddings
 
     def parameter_counts(self) -> tuple[int, int]:
-        """(trainable, all) parameters of the whole model, not of this rank's part."""
+        """(trainable, all) parameters of the whole model, not of this rank's part.
+
+        A quantised weight counts as many as it stands for.
+        """
         return sum(p.numel() for p in self.trainable), sum(
-            p.numel() for p in self.module.parameters()
+            nf4.dense_numel(p) for p in self.module.parameters()
         )
 
 
-def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
+def build(
+    config: TrainConfig,
+    world: World,
+    output_chunks: int = 0,
+    data_faults: Callable[[int, int], list[str]] | None = None,
+) -> Model:
     """Build, shard and fill the model that `config` names.
 
     Every rank holds only its own part of the weights.
 
     Args:
         output_chunks: in how many parts the model gives its logits (0: whole).
+        data_faults: by (tokens, positions) that the model knows, why the data does not fit it.
 
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    source, hf_config, module = world.agree(lambda: _checked_module(config, world))
-    dtype = DTYPES[config.dtype]
+    source, hf_config, module = world.agree(lambda: _checked_module(config, world, data_faults))
+    lay_out(module, config, world, output_chunks)
+    _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
+    fill_rope_caches(module, world.device)
+    nf4.fill_tables(module)
+    world.agree(lambda: weights.load(module, source, hf_config))
+    weights.initialise_adapter(module, config.seed)
+    module.train()
+    return Model(module, hf_config, lora.method(module), DTYPES[config.dtype])
+
+
+def lay_out(
+    module: TransformerDecoder, config: TrainConfig, world: World, output_chunks: int = 0
+) -> None:
+    """Freeze, split, recompute and shard `module` in place as `config` says.
+
+    Args:
+        module: on the meta device, from `empty`.
+        output_chunks: in how many parts the model gives its logits (0: whole).
+    """
     adapter = get_adapter_params(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not adapter or name in adapter)
@@ -72,21 +109,24 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
     mesh = parallel.device_mesh(world, fsdp)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
+    attention.use_documents(module, world.device)
     activations.prepare(module, config)
     if output_chunks:
         module.set_num_output_chunks(output_chunks)
     if fsdp:
-        parallel.shard(module, mesh, dtype, config)
-    _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
-    _fill_rope_caches(module, world.device)
-    world.agree(lambda: weights.load(module, source, hf_config))
-    weights.initialise_adapter(module, config.seed)
-    module.train()
-    return Model(module, hf_config, "LoRA" if adapter else "full", dtype)
+        parallel.shard(module, mesh, DTYPES[config.dtype], config)
+
+
+def empty(config: TrainConfig) -> TransformerDecoder:
+    """The model that `config` names, without weights, on the meta device."""
+    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
+        return empty_module(config.model)
 
 
 def _checked_module(
-    config: TrainConfig, world: World
+    config: TrainConfig,
+    world: World,
+    data_faults: Callable[[int, int], list[str]] | None,
 ) -> tuple[weights.SafetensorsSource, dict[str, Any], TransformerDecoder]:
     """The files, their config.json and an empty model on the meta device that fits them."""
     source = weights.SafetensorsSource.open(config.checkpointer)
@@ -95,10 +135,7 @@ def _checked_module(
     bf16 = config.dtype == "bf16"
     if bf16 and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
-    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
-        module = instantiate("model", config.model)
-    if not isinstance(module, TransformerDecoder):
-        raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
+    module = empty(config)
     names = dict(module.named_modules())
     faults += [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -107,19 +144,48 @@ def _checked_module(
     ]
     faults += families.fit(module, hf_config, arguments_of("model", config.model))
     faults += tensor_parallel.faults(module, config.tensor_parallel_dim)
+    if data_faults is not None:
+        faults += data_faults(module.tok_embeddings.num_embeddings, module.max_seq_len)
     faults += weights.mismatches(module, source, config.model_folder, hf_config)
     if faults:
         raise ConfigError(*faults)
     return source, hf_config, module
 
 
-def lora_modules(module: nn.Module) -> dict[str, LoRALinear]:
-    """The LoRA layers by their plain names."""
-    return {
-        weights.plain_name(name): child
-        for name, child in module.named_modules()
-        if isinstance(child, LoRALinear)
-    }
+def empty_module(block: dict[str, Any]) -> TransformerDecoder:
+    """The model that a `model` block names, its weights NF4 where it asks for `quantize_base`.
+
+    torchtune's own quantised weights cannot be split over two dimensions; ours are put into what
+    a builder makes without them, which also serves the builders that know no `quantize_base`.
+    Call it on the meta device.
+
+    Raises:
+        ConfigError: no text decoder, or one that cannot be quantised.
+    """
+    builder = component("model", block["_component_"])
+    # A qlora_* builder is the lora_* one with this keyword set.
+    preset = getattr(builder, "keywords", {}).get("quantize_base", False)
+    quantised = block.get("quantize_base", preset)
+    plain = {key: value for key, value in block.items() if key != "quantize_base"}
+    if "quantize_base" in inspect.signature(builder).parameters:
+        plain["quantize_base"] = False
+    module = instantiate("model", plain)
+    if not isinstance(module, TransformerDecoder):
+        raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
+    if quantised:
+        _check_quantisable(module)
+    lora.prepare(module, quantised)
+    return module
+
+
+def _check_quantisable(module: TransformerDecoder) -> None:
+    if not get_adapter_params(module):
+        raise ConfigError(
+            "model.quantize_base: only adapters can be trained over a quantised base; "
+            "use a lora_* builder, or set model.quantize_base=False"
+        )
+    if faults := nf4.faults(lora.base_layers(module), module):
+        raise ConfigError(*faults)
 
 
 def _keep_trainable_in_fp32(module: nn.Module) -> None:
@@ -149,7 +215,7 @@ def _allocate(module: nn.Module, device: torch.device, *, parameters_on_cpu: boo
                 setattr(owner, name, torch.empty_like(buffer, device=device))
 
 
-def _fill_rope_caches(module: nn.Module, device: torch.device) -> None:
+def fill_rope_caches(module: nn.Module, device: torch.device) -> None:
     """Compute each distinct rotary table once; layers that are alike share it."""
     tables: dict[str, nn.Module] = {}
     for rope in [m for m in module.modules() if hasattr(m, "rope_init")]:

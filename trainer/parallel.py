@@ -119,6 +119,13 @@ def set_gradient_sync(model: nn.Module, *, last: bool, each: bool) -> None:
         model.set_requires_all_reduce(last)
 
 
+def reshard(model: nn.Module) -> None:
+    """Give up the gathered parameters that a forward pass without a backward pass has left."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local_part(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """The part of `full` (the whole tensor, any rank) that this rank keeps of `parameter`."""
     if not isinstance(parameter, DTensor):

@@ -30,10 +30,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainer import lora, nf4
 from trainer.compat import (
     GemmaNormEmbeddings,
     GemmaRMSNorm,
-    LoRALinear,
     RMSNorm,
     TiedLinear,
     TransformerDecoder,
@@ -41,7 +41,12 @@ from trainer.compat import (
 
 SEQUENCE = Shard(1)
 # How a column-split layer's parameters lie.
-COLUMN = {"weight": Shard(0), "bias": Shard(0), "lora_b.weight": Shard(0)}
+COLUMN = {
+    "weight": Shard(0),
+    "bias": Shard(0),
+    "lora_b.weight": Shard(0),
+    "magnitude": Shard(0),
+}
 
 
 class LocalStyle(ParallelStyle):
@@ -129,25 +134,40 @@ def _norm(norm: RMSNorm | GemmaRMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> to
 
 def _column(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
-    bias = layer.bias.to_local() if layer.bias is not None else None
-    out = F.linear(x, layer.weight.to_local(), bias)
-    if isinstance(layer, LoRALinear):
-        # A sees the whole input, but only this rank's rows of B send a gradient back to it.
-        a = layer.lora_a.weight.to_local(grad_placements=[Partial()])
-        b = layer.lora_b.weight.to_local()
-        out = out + layer.alpha / layer.rank * F.linear(F.linear(x, a), b)
-    return out
+    out = _column_product(layer, x, layer.weight.to_local())
+    return out if layer.bias is None else out + layer.bias.to_local()
+
+
+def _column_product(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(layer, lora.ADAPTED):
+        return lora.base(layer, x, weight)
+    # A sees the whole input, but only this rank's rows of B send a gradient back to it.
+    a = layer.lora_a.weight.to_local(grad_placements=[Partial()])
+    b = layer.lora_b.weight.to_local()
+    magnitude = layer.magnitude.to_local() if hasattr(layer, "magnitude") else None
+    return lora.adapted(layer, x, weight, a, b, magnitude)
 
 
 def _row(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     """This rank's [batch, sequence, in / ranks] to its [batch, sequence / ranks, out]."""
-    out = F.linear(x, layer.weight.to_local())
-    if isinstance(layer, LoRALinear):
+    weight = layer.weight.to_local()
+    if isinstance(layer, lora.ADAPTED):
         # B is linear: the ranks' shares of A's output need no sum of their own before it.
         a = layer.lora_a.weight.to_local()
         b = layer.lora_b.weight.to_local(grad_placements=[Partial()])
-        out = out + layer.alpha / layer.rank * F.linear(F.linear(x, a), b)
+        magnitude = None
+        if hasattr(layer, "magnitude"):
+            magnitude = layer.magnitude.to_local(grad_placements=[Partial()])
+        out = lora.adapted(layer, x, weight, a, b, magnitude, partial(_total, mesh))
+    else:
+        out = lora.base(layer, x, weight)
     return _summed_parts(out, mesh)
+
+
+def _total(mesh: DeviceMesh, share: torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' tensors, on each of them."""
+    summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+    return summed.redistribute(placements=[Replicate()]).to_local()
 
 
 def _output(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
@@ -222,7 +242,16 @@ def faults(model: TransformerDecoder, ranks: int) -> list[str]:
         for name, size in sizes.items()
         if size % ranks
     ]
-    if any(isinstance(m, LoRALinear) and getattr(m.dropout, "p", 0) for m in model.modules()):
+    for name in ("attn.output_proj", "mlp.w2"):
+        layer = model.layers[0].get_submodule(name)
+        blocks = layer.weight.shape[1]
+        if nf4.is_packed(layer.weight) and blocks % ranks:
+            found.append(
+                f"tensor_parallel_dim: {ranks} does not divide the {blocks} NF4 blocks of "
+                f"{nf4.BLOCK} inputs of layers.*.{name}; set tensor_parallel_dim to a number that "
+                "does, or model.quantize_base=False"
+            )
+    if any(isinstance(m, lora.ADAPTED) and getattr(m.dropout, "p", 0) for m in model.modules()):
         found.append(
             "model.lora_dropout: must be 0 under tensor parallelism; "
             "set model.lora_dropout=0.0 or tensor_parallel_dim=1"

@@ -28,8 +28,13 @@ MODEL_SIZES = {
 }
 
 
-def write_config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> Path:
-    """A small full fine-tune of the demo model in `folder`; returns its train.yaml."""
+def write_config(
+    folder: Path, model_folder: Path, dataset: Path, row_length: int | None = None, **changes: Any
+) -> Path:
+    """A small full fine-tune of the demo model in `folder`; returns its train.yaml.
+
+    `row_length` packs the samples into rows of so many tokens.
+    """
     config: dict[str, Any] = {
         "output_dir": str(folder),
         "seed": 3,
@@ -55,6 +60,9 @@ def write_config(folder: Path, model_folder: Path, dataset: Path, **changes: Any
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3},
         "clip_grad_norm": 1.0,
     }
+    if row_length is not None:
+        config["dataset"]["packed"] = True
+        config["tokenizer"]["max_seq_len"] = row_length
     for key, value in changes.items():
         if value is None:
             config.pop(key, None)

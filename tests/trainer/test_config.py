@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.trainer.runs import error_record, lora_model, train, write_config
+from tests.trainer.runs import error_record, train, write_config
 from trainer import config as configs
 from trainer import sft
 from trainer.errors import ConfigError
@@ -24,7 +24,7 @@ STOCK = sorted(
     if any(method in path.name for method in ("full", "lora", "dora"))
     and not any(other in path.name for other in ("dpo", "ppo", "KD", "qat"))
 )
-OPEN = ("model: QLoRA", "model.use_dora", "dataset.packed")
+OPEN = ("dataset.packed: set",)
 
 
 @pytest.mark.parametrize("path", STOCK, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -76,7 +76,12 @@ def test_the_stock_configs_are_all_there() -> None:
         ({"profiler": {"enable": True}}, "profiler.enable: no such key"),
         ({"generate": {"prompts": "one"}}, "generate.prompts: must be a list of questions"),
         ({"collate_fn": "torch.stack"}, "collate_fn: only"),
-        ({"model": lora_model(use_dora=True)}, "model.use_dora: DoRA is not supported"),
+        (
+            {"row_length": 0},
+            "dataset.packed: set tokenizer.max_seq_len, the length of a packed row",
+        ),
+        ({"dataset_val": {"_component_": "os.system"}}, "dataset_val._component_: 'os.system' is"),
+        ({"run_val_every_n_steps": 2}, "run_val_every_n_steps: needs dataset_val, such as"),
         ({"enable_activation_offloading": True}, "enable_activation_offloading: moves"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -181,7 +186,7 @@ def test_a_model_folder_that_does_not_fit(
             "dataset: torchtune.datasets.instruct_dataset refused its arguments: Unable to find",
         ),
         ({"dataset": {"column_map": {"input": "q", "output": "a"}}}, "there is no column 'q'"),
-        ({"tokenizer": {"max_seq_len": 4}}, "dataset: the first batch holds no token"),
+        ({"tokenizer": {"max_seq_len": 4}}, "dataset: no sample holds a token to train on"),
         ({"model": {"max_seq_len": 8}}, "tokens, the model takes 8; set tokenizer.max_seq_len=8"),
     ],
     ids=[
