@@ -8,6 +8,7 @@
     |-- SlurmFault            exit 1   Slurm refused; its own words are in the message
     |   |-- SlurmMissing               no Slurm command on this machine
     |   `-- SlurmTimeout               Slurm did not answer; the job may exist all the same
+    |-- HubFault              exit 1   a model or dataset cannot be had from the hub
     `-- RunFault              exit 1   a run's folder or files cannot be used
 
 An error carries one or more faults. Each fault is one line that says what is wrong, where,
@@ -58,6 +59,10 @@ class SlurmMissing(SlurmFault):
 
 class SlurmTimeout(SlurmFault):
     """The controller did not answer in time: what was asked for may have happened."""
+
+
+class HubFault(CookbookError):
+    """A model or dataset cannot be fetched from the hub, or is not what the hub says."""
 
 
 class RunFault(CookbookError):

@@ -61,12 +61,14 @@ def _git_state(folder: Path) -> dict[str, Any]:
 
 
 def _model_revision(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
-    """Return the model folder, and the revision where the hub's client noted it there."""
+    """Return the model folder, and the revision where a download noted it there."""
     checkpointer = recipe.resolved(cluster.root, "run").get("checkpointer") or {}
     folder = Path(str(checkpointer.get("checkpoint_dir", "")))
     note = folder / ".cache" / "huggingface" / "download" / "config.json.metadata"
-    revision = None
-    if folder.parent.name == "snapshots":
+    revision, record = None, paths.read_json(folder / "cookbook-download.json")
+    if record:
+        revision = record.get("revision")
+    elif folder.parent.name == "snapshots":
         revision = folder.name
     elif note.is_file():
         revision = note.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()

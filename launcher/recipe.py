@@ -45,9 +45,17 @@ _EXAMPLES = {
     "timeout": "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
     "time": "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
     "constraint": "node features such as h100 or h100&ib",
+    "model": "a repository of the hub such as org/name or org/name@revision",
+    "dataset": "a repository of the hub such as org/name or org/name@revision",
     "exclude": "node names such as gpu-07 or gpu-[07-09]",
     "partition": "a partition's name, or several with commas",
 }
+
+# A repository of the hub, and a branch, tag or commit after an @.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?\Z")
+
+# What cookbook download fetches: the model to checkpointer.checkpoint_dir, the dataset for jobs.
+HUB: dict[str, Kind] = {"model": _REPOSITORY, "dataset": _REPOSITORY}
 
 # The kit's own keys: the trainer never sees them.
 LAUNCHER_KEYS: dict[str, Kind] = {
@@ -55,6 +63,7 @@ LAUNCHER_KEYS: dict[str, Kind] = {
     "entry": "text",
     "resources": "mapping",
     "prepare": "mapping",
+    "hub": "mapping",
     "max_retries": "count",
     "timeout": _TIME,
     "env": "mapping",
@@ -97,12 +106,14 @@ TRAINER_KEYS: dict[str, Kind] = {
     "max_steps": "positive",
     "max_steps_per_epoch": "positive",
     "gradient_accumulation_steps": "positive",
+    "sync_each_micro_batch": "bool",
     "clip_grad_norm": "number",
     "optimizer": "mapping",
     "optimizer_in_bwd": "bool",
     "lr_scheduler": "mapping",
     "loss": "mapping",
     "compile": "bool",
+    "master_weights": "text",
     "enable_activation_checkpointing": "bool",
     "enable_activation_offloading": "bool",
     "ac_mode": "text",
@@ -123,7 +134,9 @@ TRAINER_KEYS: dict[str, Kind] = {
     "profiler": "mapping",
     "run_val_every_n_steps": "positive",
     "save_every_n_steps": "count",
+    "save_every_minutes": "number",
     "keep_last_n_checkpoints": "positive",
+    "export_checkpoint": "text",
     "enable_async_checkpointing": "bool",
     "resume_from_checkpoint": "bool",
     "save_adapter_weights_only": "bool",
@@ -224,15 +237,15 @@ class Recipe:
 
     @property
     def method(self) -> str:
-        """full, lora, dora or qlora, as the model's builder says; script for the user's own."""
+        """full, lora, dora, qlora or qdora, as the model block says; script for the user's own."""
         if self.script:
             return "script"
-        builder = str(self.config.get("model", {}).get("_component_", "")).rpartition(".")[2]
-        if builder.startswith("qlora"):
-            return "qlora"
-        if builder.startswith("lora"):
-            return "dora" if self.config["model"].get("use_dora") else "lora"
-        return "full"
+        model = self.config.get("model", {})
+        builder = str(model.get("_component_", "")).rpartition(".")[2]
+        if not builder.startswith(("lora", "qlora")):
+            return "full"
+        quantised = model.get("quantize_base", builder.startswith("qlora"))
+        return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
 
     def resolved(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return the whole recipe with every ${...} filled in for a run in run_dir."""
@@ -453,7 +466,8 @@ def _known_key(config: dict[str, Any], parts: list[str]) -> bool:
         return parts[1] in dataset
     if len(parts) == 1:
         return parts[0] in TRAINER_KEYS or parts[0] in LAUNCHER_KEYS or parts[0] in SCRIPT_KEYS
-    return parts[0] == "resources" and len(parts) == 2 and parts[1] in RESOURCES
+    inner = {"resources": RESOURCES, "hub": HUB}.get(parts[0], {})
+    return len(parts) == 2 and parts[1] in inner
 
 
 def _unknown(key: str, parent: Mapping[str, Any], parents: list[str], text: str) -> None:
@@ -462,6 +476,8 @@ def _unknown(key: str, parent: Mapping[str, Any], parents: list[str], text: str)
         known += [*TRAINER_KEYS, *LAUNCHER_KEYS]
     elif parents == ["resources"]:
         known += RESOURCES
+    elif parents == ["hub"]:
+        known += HUB
     hint = nearest(key.rpartition(".")[2], known)
     raise UsageFault(
         f"unknown key {key!r}{hint} in the override {text!r}: write +{key}=... to add it all the "
@@ -496,6 +512,9 @@ def _faults(config: dict[str, Any], origin: str) -> list[str]:
     resources = config.get("resources")
     if isinstance(resources, dict):
         faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")
+    hub = config.get("hub")
+    if isinstance(hub, dict):
+        faults += faults_in(hub, HUB, "hub.", origin, "sft")
     if entry == "sft":
         missing = [
             key

@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
@@ -150,6 +151,38 @@ class Association:
     qos: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Node:
+    """A node as sinfo tells of it, in one of its partitions."""
+
+    name: str
+    partition: str
+    state: str
+    gres: str
+    reason: str
+
+    @property
+    def usable(self) -> bool:
+        """Whether a job can start on it now or once others have ended."""
+        return re.sub(r"[^a-z-]", "", self.state) in ("idle", "mixed", "allocated", "completing")
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """GPUs by type, "" where Slurm knows none."""
+        return gpus_of(self.gres)
+
+
+@dataclass
+class Step:
+    """What a short job on some nodes printed, each line with the time at which it arrived."""
+
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    words: str = ""
+    pending: bool = False
+    cut_off: bool = False
+    exit_code: int = 0
+
+
 def environment() -> dict[str, str]:
     """Return the environment that Slurm's commands, and through them jobs, are given."""
     return {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
@@ -181,8 +214,7 @@ def _run(argv: Sequence[str], timeout_s: float = 30, merged: bool = False) -> st
         ) from error
     output, message = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if done.returncode != 0:
-        words = " | ".join(line.strip() for line in message.splitlines() if line.strip())
-        words = words or f"{argv[0]}: exit status {done.returncode} without a word"
+        words = _one_line(message) or f"{argv[0]}: exit status {done.returncode} without a word"
         if _UNCONFIGURED.search(message):
             raise SlurmMissing(
                 f"{argv[0]} is installed, but no cluster is configured on this machine "
@@ -192,6 +224,10 @@ def _run(argv: Sequence[str], timeout_s: float = 30, merged: bool = False) -> st
             raise SlurmTimeout(f'Slurm says "{words}": see whether scontrol ping answers')
         raise SlurmFault(f'Slurm says "{words}"')
     return output + message if merged else output
+
+
+def _one_line(message: str) -> str:
+    return " | ".join(line.strip() for line in message.splitlines() if line.strip())
 
 
 def submit(script: Path, token: str) -> str:
@@ -356,3 +392,112 @@ def version() -> str | None:
         return _run(["sbatch", "--version"], timeout_s=10).split()[-1]
     except (SlurmFault, IndexError):
         return None
+
+
+# What cookbook doctor asks ------------------------------------------------------------------
+
+_QUICK_S = 5
+
+
+def controllers() -> dict[str, bool]:
+    """Return the controllers' hosts and whether each answers, the primary first."""
+    text = _run(["scontrol", "ping"], timeout_s=_QUICK_S)
+    return {host: up == "UP" for host, up in re.findall(r" at (\S+) is (UP|DOWN)", text)}
+
+
+def configuration() -> dict[str, str]:
+    """Return slurm.conf as the controller runs it."""
+    text = _run(["scontrol", "show", "config"], timeout_s=_QUICK_S)
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, equals, value in pairs if equals}
+
+
+def nodes() -> list[Node]:
+    """Return every node that this user may see, once for each of its partitions."""
+    argv = ["sinfo", "--Node", "--noheader", "--format=%N|%R|%T|%G|%E"]
+    rows = (line.split("|", 4) for line in _run(argv, timeout_s=_QUICK_S).splitlines())
+    return [Node(*(value.strip() for value in row)) for row in rows if len(row) == 5]
+
+
+def munge(configured: dict[str, str]) -> None:
+    """Sign and read back a credential as Slurm does; SlurmFault where munged does not answer."""
+    found = re.search(r"socket=([^, ]+)", configured.get("AuthInfo", ""))
+    socket = [f"--socket={found.group(1)}"] if found else []
+    try:
+        signed = subprocess.run(
+            ["munge", "--no-input", *socket],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_QUICK_S,
+        )
+        read = subprocess.run(
+            ["unmunge", "--no-output", *socket],
+            input=signed.stdout,
+            capture_output=True,
+            timeout=_QUICK_S,
+        )
+    except FileNotFoundError as error:
+        raise SlurmMissing(f"there is no {error.filename} on this machine") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmTimeout(f"munged did not answer within {_QUICK_S} s") from error
+    if signed.returncode or read.returncode:
+        raise SlurmFault(_one_line((signed.stderr or read.stderr).decode(errors="replace")))
+
+
+def run_on_nodes(options: Sequence[str], script: str, wait_s: float, limit_s: float) -> Step:
+    """Run a shell script once on each node of a short job and return what it printed.
+
+    The job is withdrawn where it has not started within wait_s, and ended where it takes longer
+    than limit_s in all; nothing of it is left in the queue.
+    """
+    minutes = max(1, round(limit_s / 60 + 0.5))
+    argv = ["srun", *options, "--ntasks-per-node=1", f"--time={minutes}", "--label"]
+    argv += ["--unbuffered", f"--export={','.join(EXPORT)}", "bash", "-c", script]
+    step = Step()
+    try:
+        process = subprocess.Popen(
+            argv,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            # Ctrl-C is for us to hand on: once, and as a signal that srun does not question.
+            start_new_session=True,
+        )
+    except FileNotFoundError as error:
+        raise SlurmMissing(f"there is no srun on this machine: {_ELSEWHERE}") from error
+    words: list[str] = []
+
+    def read_output() -> None:
+        for line in process.stdout or ():
+            step.lines.append((time.time(), line.rstrip("\n")))
+
+    def read_words() -> None:
+        words.extend(process.stderr or ())
+
+    readers = [threading.Thread(target=each, daemon=True) for each in (read_output, read_words)]
+    for reader in readers:
+        reader.start()
+    started = time.monotonic()
+    try:
+        while process.poll() is None:
+            waited = time.monotonic() - started
+            step.pending = not step.lines and waited > wait_s
+            step.cut_off = waited > limit_s
+            if step.pending or step.cut_off:
+                break
+            time.sleep(0.02)
+    finally:
+        # srun withdraws a job that waits, and ends one that runs.
+        process.terminate()
+        try:
+            step.exit_code = process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for reader in readers:
+        reader.join(timeout=2)
+    step.words = _one_line("".join(words))
+    return step

@@ -16,10 +16,12 @@ BIN = Path(sys.prefix) / "bin"
 LAYERS = [
     {"errors", "yamlfile", "paths"},
     {"stock"},
-    {"recipe", "slurm", "attempt", "snapshot"},
+    {"recipe", "slurm", "attempt", "snapshot", "memory"},
     {"cluster", "render", "runs", "logs"},
     {"checks"},
-    {"preflight", "provenance", "jobs", "report", "tensorboard"},
+    {"estimate", "preflight", "provenance", "jobs", "report", "tensorboard"},
+    {"node_check", "hub"},
+    {"doctor"},
     {"cli", "__main__"},
 ]
 

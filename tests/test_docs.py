@@ -43,6 +43,7 @@ def test_the_pages_show_commands():
     shown = {arguments[0] for path in PAGES for arguments in commands(path)}
     assert shown == {
         "recipes",
+        "estimate",
         "submit",
         "status",
         "watch",
@@ -50,6 +51,8 @@ def test_the_pages_show_commands():
         "cancel",
         "resume",
         "tensorboard",
+        "doctor",
+        "download",
     }
 
 

@@ -15,7 +15,6 @@ from trainer.compat import Gemma2Attention, MultiHeadAttention
 FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_DIM, FLASH_HEAD_MULTIPLE = 256, 8
-CAUSAL_WINDOW = (-1, 0)
 
 VarlenAttention = Callable[..., torch.Tensor]
 
@@ -40,22 +39,28 @@ def use_documents(model: nn.Module, device: torch.device) -> None:
     """Let the attention layers of `model` take `Documents` as their mask, in place.
 
     On a GPU with flash attention packed rows go through its variable-length kernel; elsewhere,
-    and with dropout, through a block-diagonal mask. Rows that are not packed stay causal.
+    and with dropout, through a block-diagonal mask. Rows that are not packed stay causal. In a
+    layer with a `sliding_window_size` a token sees itself and as many tokens before it, less one
+    (the bound of transformers.masking_utils.sliding_window_overlay).
 
     Args:
         model: torchtune's decoder, after tensor parallelism.
         device: where it will run.
     """
-    varlen = _varlen_attention(device)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
+            varlen = _varlen_attention(device, _window(module))
             module.forward = partial(_forward, module, varlen)
         elif isinstance(module, Gemma2Attention):
             # It caps the scores before the softmax, which no fused kernel here does.
             module.forward = partial(_masked_forward, module.forward)
 
 
-def _varlen_attention(device: torch.device) -> VarlenAttention | None:
+def _window(module: MultiHeadAttention) -> int | None:
+    return getattr(module, "sliding_window_size", None)
+
+
+def _varlen_attention(device: torch.device, window: int | None = None) -> VarlenAttention | None:
     """(query, key, value, offsets, longest) -> output, all [tokens, heads, head_dim], or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
         return None
@@ -65,7 +70,12 @@ def _varlen_attention(device: torch.device) -> VarlenAttention | None:
         return None
     known = inspect.signature(varlen_attn).parameters
     # What says "causal" and "fewer key heads" differs between torch 2.11 and 2.13.
-    options = {"window_size": CAUSAL_WINDOW} if "window_size" in known else {"is_causal": True}
+    if "window_size" in known:
+        options = {"window_size": (-1 if window is None else window - 1, 0)}
+    elif window is None:
+        options = {"is_causal": True}
+    else:
+        return None
     return partial(_varlen, partial(varlen_attn, **options), "enable_gqa" in known)
 
 
@@ -116,7 +126,7 @@ def _forward(
         flat = (t.flatten(0, 1) for t in (query, key, value))
         output = varlen(*flat, mask.offsets, sequence)
     else:
-        output = _sdpa(query, key, value, mask, dropout, module.is_causal)
+        output = _sdpa(query, key, value, mask, dropout, module.is_causal, _window(module))
     return module.output_proj(output.reshape(batch, sequence, -1))
 
 
@@ -137,10 +147,16 @@ def _sdpa(
     mask: Documents | torch.Tensor | None,
     dropout: float,
     is_causal: bool,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Scaled dot-product attention over [batch, sequence, heads, head_dim], which it returns."""
     if isinstance(mask, Documents):
         mask = mask.mask()
+    if window is not None and query.shape[1] > window:
+        position = torch.arange(query.shape[1], device=query.device)
+        distance = position[:, None] - position
+        near = ((distance >= 0) & (distance < window)).unsqueeze(0)
+        mask = near if mask is None else mask & near
     repeats = query.shape[2] // key.shape[2]
     # Only the flash kernel shares key heads without copies; elsewhere sharing is slower.
     grouped = repeats > 1 and mask is None and query.is_cuda and query.dtype in FLASH_DTYPES

@@ -30,12 +30,10 @@ from torchtune.modules import (  # noqa: E402
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
-from torchtune.modules.peft import LoRALinear, get_adapter_params  # noqa: E402
-from torchtune.training import (  # noqa: E402
-    get_act_offloading_ctx_manager,
-)
+from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params  # noqa: E402
 
 __all__ = [
+    "DoRALinear",
     "FeedForward",
     "Gemma2Attention",
     "Gemma2FinalNorm",
@@ -51,6 +49,5 @@ __all__ = [
     "TiedLinear",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",
-    "get_act_offloading_ctx_manager",
     "get_adapter_params",
 ]

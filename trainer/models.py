@@ -1,5 +1,6 @@
 """The model: built on the meta device, laid out over the ranks, filled from safetensors."""
 
+import inspect
 import json
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -8,20 +9,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 
-from trainer import attention, families, parallel, tensor_parallel, weights
+from trainer import (
+    activations,
+    attention,
+    families,
+    lora,
+    nf4,
+    parallel,
+    tensor_parallel,
+    weights,
+)
 from trainer.compat import (
-    LoRALinear,
     TransformerDecoder,
-    TransformerSelfAttentionLayer,
-    get_act_offloading_ctx_manager,
     get_adapter_params,
 )
-from trainer.config import TrainConfig, arguments_of, instantiate
+from trainer.config import TrainConfig, arguments_of, component, instantiate
 from trainer.distributed import World
 from trainer.errors import ConfigError
 
@@ -30,7 +33,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Model:
-    """A model ready to train, and what the export must know about it."""
+    """A model ready to train, and what the export must know about it.
+
+    dtype: what it computes and is exported in; with master weights parameters are kept in fp32.
+    """
 
     module: TransformerDecoder
     hf_config: dict[str, Any]
@@ -48,9 +54,12 @@ class Model:
         return self.module.tok_embeddings.num_embeddings
 
     def parameter_counts(self) -> tuple[int, int]:
-        """(trainable, all) parameters of the whole model, not of this rank's part."""
+        """(trainable, all) parameters of the whole model, not of this rank's part.
+
+        A quantised weight counts as many as it stands for.
+        """
         return sum(p.numel() for p in self.trainable), sum(
-            p.numel() for p in self.module.parameters()
+            nf4.dense_numel(p) for p in self.module.parameters()
         )
 
 
@@ -72,39 +81,46 @@ def build(
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
     source, hf_config, module = world.agree(lambda: _checked_module(config, world, data_faults))
-    dtype = DTYPES[config.dtype]
-    adapter = get_adapter_params(module)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not adapter or name in adapter)
-    mesh = parallel.device_mesh(world)
-    if world.tensor_parallel_dim > 1:
-        tensor_parallel.split(module, mesh["tp"])
-    attention.use_documents(module, world.device)
-    if config.enable_activation_checkpointing:
-        apply_activation_checkpointing(
-            module,
-            checkpoint_wrapper_fn=checkpoint_wrapper,
-            check_fn=lambda m: isinstance(m, TransformerSelfAttentionLayer),
-        )
-    if config.compile:
-        for layer in module.layers:
-            layer.compile()
-    if output_chunks:
-        module.set_num_output_chunks(output_chunks)
-    if world.data_size > 1:
-        parallel.shard(
-            module,
-            mesh["dp_shard"],
-            dtype,
-            extra_layers=config.custom_sharded_layers or [],
-            reshard_after_forward=config.fsdp_reshard_after_forward,
-        )
-    module.to_empty(device=world.device)
-    _fill_rope_caches(module, world.device)
+    lay_out(module, config, world, output_chunks)
+    _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
+    fill_rope_caches(module, world.device)
+    nf4.fill_tables(module)
     world.agree(lambda: weights.load(module, source, hf_config))
     weights.initialise_adapter(module, config.seed)
     module.train()
-    return Model(module, hf_config, "LoRA" if adapter else "full", dtype)
+    return Model(module, hf_config, lora.method(module), DTYPES[config.dtype])
+
+
+def lay_out(
+    module: TransformerDecoder, config: TrainConfig, world: World, output_chunks: int = 0
+) -> None:
+    """Freeze, split, recompute and shard `module` in place as `config` says.
+
+    Args:
+        module: on the meta device, from `empty`.
+        output_chunks: in how many parts the model gives its logits (0: whole).
+    """
+    adapter = get_adapter_params(module)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not adapter or name in adapter)
+    if config.master_weights:
+        _keep_trainable_in_fp32(module)
+    fsdp = parallel.needs_fsdp(config, world)
+    mesh = parallel.device_mesh(world, fsdp)
+    if world.tensor_parallel_dim > 1:
+        tensor_parallel.split(module, mesh["tp"])
+    attention.use_documents(module, world.device)
+    activations.prepare(module, config)
+    if output_chunks:
+        module.set_num_output_chunks(output_chunks)
+    if fsdp:
+        parallel.shard(module, mesh, DTYPES[config.dtype], config)
+
+
+def empty(config: TrainConfig) -> TransformerDecoder:
+    """The model that `config` names, without weights, on the meta device."""
+    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
+        return empty_module(config.model)
 
 
 def _checked_module(
@@ -119,10 +135,7 @@ def _checked_module(
     bf16 = config.dtype == "bf16"
     if bf16 and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
-    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
-        module = instantiate("model", config.model)
-    if not isinstance(module, TransformerDecoder):
-        raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
+    module = empty(config)
     names = dict(module.named_modules())
     faults += [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -139,18 +152,48 @@ def _checked_module(
     return source, hf_config, module
 
 
-def lora_modules(module: nn.Module) -> dict[str, LoRALinear]:
-    """The LoRA layers by their plain names."""
-    return {
-        weights.plain_name(name): child
-        for name, child in module.named_modules()
-        if isinstance(child, LoRALinear)
-    }
+def empty_module(block: dict[str, Any]) -> TransformerDecoder:
+    """The model that a `model` block names, its weights NF4 where it asks for `quantize_base`.
+
+    torchtune's own quantised weights cannot be split over two dimensions; ours are put into what
+    a builder makes without them, which also serves the builders that know no `quantize_base`.
+    Call it on the meta device.
+
+    Raises:
+        ConfigError: no text decoder, or one that cannot be quantised.
+    """
+    builder = component("model", block["_component_"])
+    # A qlora_* builder is the lora_* one with this keyword set.
+    preset = getattr(builder, "keywords", {}).get("quantize_base", False)
+    quantised = block.get("quantize_base", preset)
+    plain = {key: value for key, value in block.items() if key != "quantize_base"}
+    if "quantize_base" in inspect.signature(builder).parameters:
+        plain["quantize_base"] = False
+    module = instantiate("model", plain)
+    if not isinstance(module, TransformerDecoder):
+        raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
+    if quantised:
+        _check_quantisable(module)
+    lora.prepare(module, quantised)
+    return module
 
 
-def activation_offloading(model: Model, config: TrainConfig) -> Any:
-    """A context manager for the forward pass; it does nothing unless offloading is asked for."""
-    return get_act_offloading_ctx_manager(model.module, config.enable_activation_offloading)
+def _check_quantisable(module: TransformerDecoder) -> None:
+    if not get_adapter_params(module):
+        raise ConfigError(
+            "model.quantize_base: only adapters can be trained over a quantised base; "
+            "use a lora_* builder, or set model.quantize_base=False"
+        )
+    if faults := nf4.faults(lora.base_layers(module), module):
+        raise ConfigError(*faults)
+
+
+def _keep_trainable_in_fp32(module: nn.Module) -> None:
+    """Make trainable parameters fp32 and leave frozen ones, which no update can be lost on."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.requires_grad:
+                setattr(owner, name, nn.Parameter(parameter.float()))
 
 
 @contextmanager
@@ -163,7 +206,16 @@ def _default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def _fill_rope_caches(module: nn.Module, device: torch.device) -> None:
+def _allocate(module: nn.Module, device: torch.device, *, parameters_on_cpu: bool) -> None:
+    """Bring `module` from the meta device to memory that is not filled yet."""
+    module.to_empty(device="cpu" if parameters_on_cpu else device)
+    if parameters_on_cpu:
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, name, torch.empty_like(buffer, device=device))
+
+
+def fill_rope_caches(module: nn.Module, device: torch.device) -> None:
     """Compute each distinct rotary table once; layers that are alike share it."""
     tables: dict[str, nn.Module] = {}
     for rope in [m for m in module.modules() if hasattr(m, "rope_init")]:

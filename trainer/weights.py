@@ -6,19 +6,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from trainer import families
+from trainer import families, lora, nf4
+from trainer.compat import DoRALinear
 from trainer.errors import ConfigError
 from trainer.parallel import local_part
 
 # Another model's folder differs in every layer, and a few lines tell it.
 SHOWN_TENSORS = 8
-ADAPTER_PARTS = (".lora_a.weight", ".lora_b.weight")
+ADAPTER_PARTS = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 
 
 def plain_name(name: str) -> str:
@@ -33,7 +34,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def is_adapter(name: str) -> bool:
-    """True for a parameter that LoRA adds to the base model."""
+    """True for a parameter that LoRA or DoRA adds to the base model."""
     return name.endswith(ADAPTER_PARTS)
 
 
@@ -77,12 +78,78 @@ class SafetensorsSource:
             raise ConfigError(*faults)
         return cls(files, shapes)
 
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with the weights, whatever the folder is called.
+
+        They come from each file's size and the MiB in its middle: whole files take minutes.
+        """
+        digest = hashlib.sha256()
+        for path in sorted(set(self.files.values()), key=lambda path: path.name):
+            size = path.stat().st_size
+            digest.update(str(size).encode())
+            with open(path, "rb") as file:
+                file.seek(size // 2)
+                digest.update(file.read(1 << 20))
+        return digest.hexdigest()[:16]
+
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, (Hugging Face name, tensor), file by file."""
         for path in sorted(set(self.files.values())):
             with safe_open(path, framework="pt") as file:
                 for key in sorted(k for k, where in self.files.items() if where == path):
                     yield key, file.get_tensor(key)
+
+
+class SafetensorsWriter:
+    """Writes a safetensors file tensor by tensor, so that only one at a time is in memory.
+
+    The header stands before the data and tells where each tensor lies: room for it is kept, and
+    what is left of that is filled by blanks, as the format allows.
+
+    Args:
+        names: every tensor that will come, in any order.
+    """
+
+    _DTYPES: ClassVar[dict[torch.dtype, str]] = {
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+    }
+    _ENTRY_BYTES = 160  # more than one tensor's dtype, shape and offsets ever take
+
+    def __init__(self, path: Path, names: list[str]) -> None:
+        room = 64 + sum(len(json.dumps(name)) + self._ENTRY_BYTES for name in names)
+        self._room = -(-room // 8) * 8
+        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._end = 0
+        self._fault: OSError | None = None
+        self._file = open(path, "wb")  # noqa: SIM115
+        self._file.seek(8 + self._room)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append one tensor (CPU). A fault of the disk is raised by `close`."""
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        begin, self._end = self._end, self._end + data.nbytes
+        self._header[name] = {
+            "dtype": self._DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, self._end],
+        }
+        try:
+            if self._fault is None:
+                self._file.write(data)
+        except OSError as error:
+            # The other ranks are gathering the next tensor, and must not wait for this one.
+            self._fault = error
+
+    def close(self) -> None:
+        """Write the header and close the file."""
+        with self._file:
+            if self._fault is not None:
+                raise self._fault
+            header = json.dumps(self._header).encode().ljust(self._room)
+            self._file.seek(0)
+            self._file.write(len(header).to_bytes(8, "little") + header)
 
 
 def _listed_files(checkpointer: dict[str, Any], folder: Path) -> list[Path]:
@@ -123,7 +190,8 @@ def mismatches(
             faults.append(f"{folder}: holds nothing for the model's {name}")
         else:
             rows = wanted[key][0] if key in wanted else 0
-            wanted[key] = (rows + parameter.shape[0], *parameter.shape[1:])
+            shape = nf4.dense_shape(parameter)
+            wanted[key] = (rows + shape[0], *shape[1:])
     for key in sorted(wanted.keys() - source.shapes.keys()):
         faults.append(f"{folder}: tensor {key} is missing")
     for key in sorted(source.shapes.keys() - wanted.keys()):
@@ -150,28 +218,36 @@ def _is_redundant(key: str, wanted: dict[str, Any]) -> bool:
 def load(module: nn.Module, source: SafetensorsSource, hf_config: dict[str, Any]) -> None:
     """Fill the base weights of `module`; each rank copies its own part of each tensor.
 
-    At most one whole tensor is in memory at a time.
+    At most one whole tensor is in memory at a time. What is NF4 in the model is quantised here,
+    and DoRA's magnitudes, which are the norms of the base weights' rows at first, are filled too.
     """
     family = families.of(hf_config)
     parameters = {n: p for n, p in named_parameters(module) if not is_adapter(n)}
+    magnitudes = {
+        f"{plain_name(name)}.weight": layer.magnitude
+        for name, layer in module.named_modules()
+        if isinstance(layer, DoRALinear)
+    }
     for key, tensor in source.read():
         # A tied model may store its output too, which is no parameter of its own.
         names = [name for name in family.parts(key) if name in parameters]
         parts = tensor.split([parameters[name].shape[0] for name in names]) if names else ()
         for name, part in zip(names, parts, strict=True):
-            full = family.to_tune(name, part, hf_config).to(parameters[name].dtype)
+            full = family.to_tune(name, part, hf_config)
             _fill(parameters[name], full)
+            if name in magnitudes:
+                _fill_magnitude(magnitudes[name], full, nf4.is_packed(parameters[name]))
 
 
 @torch.no_grad()
 def initialise_adapter(module: nn.Module, seed: int) -> None:
-    """Fill LoRA's A by Kaiming uniform and B by zeros, the same on any number of ranks.
+    """Fill A by Kaiming uniform and B by zeros, the same on any number of ranks.
 
     Source: Hu et al. 2021 (arXiv 2106.09685); each A has a generator of its own, seeded by
     `seed` and its name.
     """
     for name, parameter in named_parameters(module):
-        if not is_adapter(name):
+        if not name.endswith(ADAPTER_PARTS[:2]):
             continue
         full = torch.zeros(parameter.shape, dtype=torch.float32)
         if name.endswith(ADAPTER_PARTS[0]):
@@ -179,10 +255,21 @@ def initialise_adapter(module: nn.Module, seed: int) -> None:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             bound = 1 / math.sqrt(parameter.shape[1])
             full.uniform_(-bound, bound, generator=generator)
-        _fill(parameter, full.to(parameter.dtype))
+        _fill(parameter, full)
 
 
 def _fill(parameter: nn.Parameter, full: torch.Tensor) -> None:
-    part = local_part(parameter, full)
     target = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    target.copy_(part)
+    if nf4.is_packed(parameter):
+        # A part is cut between blocks, so that each rank quantises no more than its own.
+        part = local_part(parameter, full.unflatten(1, (-1, nf4.BLOCK)))
+        target.copy_(nf4.quantise(part.flatten(1).to(target.device)))
+    else:
+        target.copy_(local_part(parameter, full))
+
+
+def _fill_magnitude(magnitude: nn.Parameter, full: torch.Tensor, quantised: bool) -> None:
+    target = magnitude.to_local() if hasattr(magnitude, "to_local") else magnitude
+    # Whole rows, also where the weight's columns are split.
+    rows = local_part(magnitude, full)
+    target.copy_(lora.row_norms(rows.to(target.device), quantised))

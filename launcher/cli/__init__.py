@@ -14,7 +14,10 @@ from launcher.errors import CookbookError
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
     "recipes": ("recipes", "List the recipes, or show one with everything resolved."),
+    "doctor": ("doctor", "Look whether this site can run the kit."),
+    "download": ("download", "Fetch a recipe's model and dataset from the hub."),
     "check": ("check", "Look for all that would stop a run, without queueing it."),
+    "estimate": ("estimate", "Compute the memory, time and disk that a recipe needs."),
     "submit": ("submit", "Render a recipe's job, check it and put it into the queue."),
     "status": ("runs", "Show the state of runs."),
     "watch": ("runs", "Follow a run to its end."),

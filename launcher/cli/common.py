@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from launcher import cluster as clusters
-from launcher import runs
 
 
 def cluster_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,6 +53,9 @@ def on_nodes_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def runs_root(cluster: str | None) -> Path:
     """Return where this site's runs lie."""
+    # Not every command needs runs, and what they need to be rendered takes its time to import.
+    from launcher import runs
+
     return runs.runs_root(clusters.load(cluster).root)
 
 

@@ -72,6 +72,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["watch", "../.."], 2, "answers to '../..'"),
         (["tensorboard"], 2, "there is no run"),
         (["recipes", "llama9b"], 2, "there is no recipe"),
+        (["doctor", "--nodes", "1"], 2, "--nodes goes with --node-check"),
+        (["doctor", "--cluster", "nowhere"], 2, "there is no cluster file"),
+        (["download", "dmeo"], 2, "did you mean demo?"),
+        (["download", "demo", "hub.modle=a/b"], 2, "did you mean model?"),
+        (["download", "llama8b_lora", "hub.model=llama"], 2, "a repository of the hub such as"),
     ],
 )
 def test_a_fault_is_one_line(user: Kit, arguments, status, told):
@@ -233,6 +238,7 @@ def test_recipes_lists_and_shows(user: Kit):
             {"click", "jinja2", "markupsafe", "yaml"},
         ),
         (["status"], {"click", "jinja2", "markupsafe", "yaml"}),
+        (["doctor", "--nodes", "1"], {"click", "jinja2", "markupsafe", "yaml"}),
     ],
 )
 def test_the_command_imports_little(user: Kit, arguments, allowed):

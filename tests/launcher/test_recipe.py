@@ -66,6 +66,7 @@ def test_overrides_set_add_and_remove():
         [
             "optimizer.lr=1e-5",
             "+model.use_dora=true",
+            "+model.quantize_base=true",
             "~lr_scheduler",
             "resources.nodes=4",
             "dataset.packed=true",
@@ -73,7 +74,7 @@ def test_overrides_set_add_and_remove():
         ],
     )
     assert recipe.config["optimizer"]["lr"] == 1e-5
-    assert recipe.method == "dora"
+    assert recipe.method == "qdora"
     assert "lr_scheduler" not in recipe.config
     assert recipe.resources.nodes == 4
     assert recipe.resources.time == "90" and recipe.resources.time_s == 5400

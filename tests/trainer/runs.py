@@ -112,18 +112,30 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen, status: int | None = 0) -> str:
+def finish(
+    process: subprocess.Popen, status: int | None = 0, limit_s: float = START_LIMIT_S
+) -> str:
     """Wait for a start, check its exit status where one is given, return its output."""
-    output, _ = process.communicate(timeout=START_LIMIT_S)
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise AssertionError(f"not done in {limit_s} s:\n{process.communicate()[0]}") from None
     if status is not None:
         assert process.returncode == status, output
     return output
 
 
-def train(*configs: Path, ranks: int = 1, attempt: int = 0, status: int | None = 0) -> str:
+def train(
+    *configs: Path,
+    ranks: int = 1,
+    attempt: int = 0,
+    status: int | None = 0,
+    limit_s: float = START_LIMIT_S,
+) -> str:
     """One start from beginning to end. Several configs share the processes of one start."""
     module = "trainer.sft" if len(configs) == 1 else "tests.trainer.many"
-    return finish(start(*configs, ranks=ranks, attempt=attempt, module=module), status)
+    return finish(start(*configs, ranks=ranks, attempt=attempt, module=module), status, limit_s)
 
 
 def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:

@@ -13,9 +13,17 @@ import yaml
 from tests.trainer.runs import ROOT, lora_model, metrics, train, write_config
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [
+        ("full", {}),
+        ("lora", {"model": lora_model()}),
+        pytest.param("lora", {"model": lora_model(use_dora=True)}, marks=pytest.mark.long),
+    ],
+    ids=["full", "lora", "dora"],
+)
 def test_loss_curve_equals_torchtunes_stock_recipe(
-    method: str, tmp_path: Path, model_folder: Path, dataset: Path
+    method: str, model: dict, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
     """One epoch of 11 steps of 2 x 2 samples.
 
@@ -35,7 +43,7 @@ def test_loss_curve_equals_torchtunes_stock_recipe(
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "num_warmup_steps": 1,
         },
-        **({"model": lora_model()} if method == "lora" else {}),
+        **model,
     )
     train(path)
     ours = [line["loss"] for line in metrics(tmp_path / "ours")]

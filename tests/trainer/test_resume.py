@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import (
     ROOT,
@@ -71,9 +73,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, data
 def test_kill_then_stop_file_then_sigterm(
     two_ranks: Path, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    """One run, interrupted three times in three ways on 2 ranks, ends like the whole one."""
+    """One run, interrupted three times in three ways on 2 ranks, ends like the whole one.
+
+    It saves beside its training, the whole one does not.
+    """
     folder = tmp_path / "run"
-    path = config(folder, model_folder, dataset, ranks=2)
+    path = config(folder, model_folder, dataset, ranks=2, enable_async_checkpointing=True)
 
     first = start(path, ranks=2, attempt=0)
     wait_for_step(path, 6, first)
@@ -124,6 +129,7 @@ def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
         dataset_val=VALIDATION,
         run_val_every_n_steps=7,
         num_workers=2,
+        enable_async_checkpointing=True,
     )
     first = start(path)
     wait_for_step(path, 10, first)
@@ -221,32 +227,63 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(
 
 
 def test_another_config_does_not_resume(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
-    path = write_config(tmp_path, model_folder, dataset, max_steps=2)
-    train(path)
+    other_base = tmp_path / "other_base"
+    shutil.copytree(model_folder, other_base)
+    weights = load_file(other_base / "model.safetensors")
+    save_file(
+        {key: tensor * 1.001 for key, tensor in weights.items()},
+        other_base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    path = write_config(
+        tmp_path, model_folder, dataset, max_steps=2, save_every_minutes=1e-4, model=lora_model()
+    )
+    output = train(path)
+    assert "saved checkpoints/step_1" in output, "the time to save has passed after a step"
     reopen(tmp_path)
-    write_config(tmp_path, model_folder, dataset, max_steps=4, seed=4, batch_size=4)
+    write_config(
+        tmp_path,
+        other_base,
+        dataset,
+        max_steps=4,
+        seed=4,
+        batch_size=4,
+        model=lora_model(lora_rank=8),
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
+    )
     output = train(path, attempt=1, status=1)
     assert "made with seed=3, the config says 4" in output
-    assert "made with samples_per_step=8, the config says 4" in output
+    assert "made with samples_per_step=8, the config says 4 (batch_size x" in output
+    assert "made with model.lora_rank=4, the config says 8" in output
+    assert "made with optimizer='torch.optim.AdamW', the config says 'torch.optim.SGD'" in output
+    assert "holds other weights than the adapter's base" in output
     assert "Traceback" not in output
 
 
-def test_a_full_disk_fails_the_save_and_keeps_what_is_there(
+def test_a_full_disk_on_one_rank_stops_all_and_keeps_what_is_there(
     tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    path = write_config(tmp_path, model_folder, dataset, max_steps=2)
-    train(path)
-    reopen(tmp_path)
-    write_config(tmp_path, model_folder, dataset, max_steps=4)
-    process = start(path, attempt=1)
+    """The save that fails is beside the training: all ranks stop at one step soon after it."""
+    path = write_config(
+        tmp_path,
+        model_folder,
+        dataset,
+        batch_size=4,
+        max_steps=5000,
+        epochs=2000,
+        save_every_n_steps=10,
+        enable_async_checkpointing=True,
+    )
+    process = start(path, ranks=2)
+    wait_for_step(path, 21, process)
     # A limit on the size of a file stops the writer in the middle of a shard, as a full disk does.
-    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (6_000_000, 6_000_000))
+    rank_processes(process)[1].rlimit(psutil.RLIMIT_FSIZE, (3_000_000, 3_000_000))
     output = finish(process, status=1)
-    assert "checkpoint on rank 0 failed, look at the disk's space" in output
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
-    assert progress(tmp_path)["checkpoint_step"] == 2
-    assert "resuming from checkpoints/step_2" in train(path, attempt=2)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    for rank in (0, 1):
+        assert f"[rank {rank}] error: RuntimeError: checkpoint on rank 1 failed, look at" in output
+    kept = sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir())
+    assert len(kept) == 2 and progress(tmp_path)["checkpoint_step"] == kept[1] == kept[0] + 10
+    assert metrics(tmp_path)[-1]["step"] <= kept[1] + 20, "the run must stop at the next save"
 
 
 def test_an_older_start_does_not_commit(tmp_path: Path, model_folder: Path, dataset: Path) -> None:

@@ -1,0 +1,55 @@
+"""Measure an all-reduce over all ranks of a job: torchrun ... slurm/all_reduce.py cpu|cuda
+
+Started by slurm/node_check.sh. Rank 0 prints "@ all_reduce RANKS MIB SECONDS GB_PER_S": the size
+of the buffer, the time of one all-reduce, and the bus bandwidth as nccl-tests define it,
+2 (n - 1) / n x bytes / time, which does not depend on the number of ranks n.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Large enough for the bandwidth to show; gloo on a slow network still ends within seconds.
+_MIB = {"cuda": 256, "cpu": 16}
+_ROUNDS = {"cuda": 10, "cpu": 3}
+
+
+def main(device: str) -> None:
+    mib = _MIB[device]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=60))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    numbers = torch.empty(mib * 2**20 // 4, device=device)
+    numbers.fill_(rank + 1)
+    dist.all_reduce(numbers)
+    right = bool((numbers == ranks * (ranks + 1) / 2).all())
+    seconds = timed(numbers, device)
+    if rank == 0 and right:
+        bandwidth = 2 * (ranks - 1) / ranks * mib * 2**20 / seconds / 1e9
+        print(f"@ all_reduce {ranks} {mib} {seconds:.4f} {bandwidth:.2f}", flush=True)
+    dist.destroy_process_group()
+    if not right:
+        sys.exit(f"rank {rank} on {os.uname().nodename}: error: the sum over all ranks is wrong")
+
+
+def timed(numbers: torch.Tensor, device: str) -> float:
+    """Return the seconds of one all-reduce, averaged over some."""
+    finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    rounds = _ROUNDS[device]
+    numbers.zero_()
+    dist.barrier()
+    finish()
+    started = time.monotonic()
+    for _ in range(rounds):
+        dist.all_reduce(numbers)
+    finish()
+    return (time.monotonic() - started) / rounds
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

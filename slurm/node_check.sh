@@ -1,0 +1,121 @@
+# shellcheck shell=bash
+# Run by `cookbook doctor` on a node, handed over as text: it has to work where the node sees none
+# of the kit's files. Each finding is a line "@ key value"; everything else is passed over.
+# Needs SHARED, VENV, COOKBOOK, FULL (yes or no), NODES, RANKS_PER_NODE, ACCELERATOR.
+
+tell() { printf '@ %s\n' "$*"; }
+
+# Milliseconds since the epoch.
+now_ms() { date +%s%3N; }
+
+check_files() {
+  # What was written on the login node a moment ago may need some seconds to show here.
+  local waited
+  for ((waited = 0; waited < 10; waited++)); do
+    [ -r "$SHARED/from_login" ] && break
+    sleep 0.5
+  done
+  if [ -r "$SHARED/from_login" ]; then tell shared_read yes; else tell shared_read no; fi
+  if { printf 'seen' >"$SHARED/from_$NODE_NAME"; } 2>/dev/null; then tell shared_write yes; else tell shared_write no; fi
+  if [ -r "$COOKBOOK/slurm/node.sh" ]; then tell checkout yes; else tell checkout no; fi
+}
+
+# An import takes seconds on a network filesystem: without FULL it is only looked whether one could.
+check_python() {
+  local program answer started
+  if [ ! -x "$VENV/bin/python" ]; then
+    tell python missing
+    return
+  fi
+  if [ "$FULL" = yes ]; then
+    program='import torch, torchtune
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print("torch", torch.__version__, "sees", gpus, "GPUs")'
+  else
+    program='import importlib.util, sys
+missing = [name for name in ("torch", "torchtune") if importlib.util.find_spec(name) is None]
+print("missing " + " ".join(missing) if missing else "finds torch and torchtune")'
+  fi
+  started=$(now_ms)
+  # cd: Python puts the folder it stands in before its packages.
+  answer=$(cd / && PYTHONNOUSERSITE=1 "$VENV/bin/python" -c "$program" 2>&1) || answer="fault ${answer##*$'\n'}"
+  tell python "$("$VENV/bin/python" -I -S -c 'import platform; print(platform.python_version())' 2>&1 | tail -n 1)"
+  tell packages "$answer"
+  tell import_ms $(($(now_ms) - started))
+}
+
+check_gpus() {
+  tell gpus_given "${SLURM_GPUS_ON_NODE:-0}"
+  if ! command -v nvidia-smi >/dev/null; then
+    tell gpu_tool none
+    return
+  fi
+  local line query=index,name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total
+  local output
+  if ! output=$(timeout 20 nvidia-smi --query-gpu=$query --format=csv,noheader,nounits 2>&1); then
+    tell gpu_tool "fault $(tail -n 1 <<<"$output")"
+    return
+  fi
+  tell gpu_tool nvidia-smi
+  while read -r line; do [ -z "$line" ] || tell gpu "$line"; done <<<"$output"
+  # Most sites keep the kernel's log to themselves.
+  line=$(dmesg 2>/dev/null | grep 'NVRM: Xid' | tail -n 1)
+  [ -z "$line" ] || tell xid "$line"
+}
+
+check_network() {
+  local folder name state
+  for folder in /sys/class/net/*; do
+    name=${folder##*/} state=$(cat "$folder/operstate" 2>/dev/null)
+    # lo says unknown; so do some virtual ones, which are up.
+    [ "$name" = lo ] || tell interface "$name ${state:-unknown}"
+  done
+  for folder in /sys/class/infiniband/*/ports/*; do
+    [ -r "$folder/state" ] || continue
+    name=${folder#/sys/class/infiniband/}
+    tell infiniband "${name%%/*} $(sed 's/^.*: //' "$folder/state") $(cat "$folder/rate" 2>/dev/null)"
+  done
+}
+
+check_disk() {
+  local folder=${TMPDIR:-/tmp}
+  tell disk "$folder $(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 {print $4}')"
+}
+
+# Adds up numbers over all ranks of all nodes, the way a training job would: same rendezvous, same
+# environment. On the first node alone it prints what came of it.
+check_all_reduce() (
+  export RUN_DIR=$SHARED LOGS=$SHARED ATTEMPT=0 HEAD_ADDR HEAD_PORT ONE_HOST NODES RANKS_PER_NODE
+  export VENV COOKBOOK RENDEZVOUS_WAIT_S=60 FILES_WAIT_S=5
+  local head addresses
+  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  addresses=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+  HEAD_ADDR=$(scontrol --oneliner show node "$head" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+  HEAD_ADDR=${HEAD_ADDR:-$head}
+  ONE_HOST=no
+  if [ "$(sort -u <<<"$addresses" | wc -l)" = 1 ]; then ONE_HOST=yes; fi
+  # Below the ports that the kernel hands out, the same on every node, another for every job.
+  HEAD_PORT=$((20000 + SLURM_JOB_ID % 12000))
+  # shellcheck source=slurm/node.sh
+  source "$COOKBOOK/slurm/node.sh"
+  timeout 120 torchrun --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$RANKS_PER_NODE" \
+    --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" --max-restarts=0 \
+    "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR"
+)
+
+NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
+tell node "$NODE_NAME"
+tell time "$(now_ms)"
+check_disk
+check_network
+check_gpus
+check_files
+check_python
+if [ "$FULL" = yes ]; then
+  if answer=$(check_all_reduce 2>&1); then
+    grep '^@ ' <<<"$answer"
+  else
+    tell all_reduce_fault "$(grep -v '^ *$' <<<"$answer" | grep -m 1 -E 'fault on node|Error|error' || tail -n 1 <<<"$answer")"
+  fi
+fi
+tell finished yes

@@ -1,0 +1,177 @@
+"""cookbook estimate: what it prints, how its figures hang together, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import estimate as estimates
+from launcher import paths
+from tests.launcher.kit import Kit
+
+GOLDEN = Path(__file__).parent / "golden"
+RECIPE = """
+description: A 70B model, full fine-tuning
+resources: {nodes: 1, gpus_per_node: 8}
+model: {_component_: torchtune.models.llama3_3.llama3_3_70b}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: x, max_seq_len: 4096}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: x}
+dataset: {_component_: torchtune.datasets.alpaca_dataset}
+optimizer: {_component_: torch.optim.AdamW, lr: 2e-5, fused: true}
+loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
+batch_size: 8
+gradient_accumulation_steps: 1
+enable_activation_checkpointing: false
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    path = tmp_path / "big.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def told(kit: Kit, *arguments: str) -> dict:
+    done = kit.cookbook("estimate", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("golden", "arguments"),
+    [
+        ("estimate_that_does_not_fit.txt", ["--compare"]),
+        (
+            "estimate_that_fits.txt",
+            [
+                "--nodes=2",
+                "--gpu=h200-141",
+                "model._component_=torchtune.models.llama3_3.lora_llama3_3_70b",
+                "+model.lora_attn_modules=[q_proj, v_proj]",
+                "batch_size=2",
+                "enable_activation_checkpointing=true",
+            ],
+        ),
+    ],
+)
+def test_what_is_printed(user: Kit, recipe, golden, arguments):
+    done = user.cookbook("estimate", recipe, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (GOLDEN / golden).read_text()
+
+
+def test_each_remedy_gives_the_figure_that_its_overrides_give(user: Kit, recipe):
+    found = told(user, recipe)
+    assert not found["fits"] and found["remedies"]
+    applied: list[str] = []
+    for remedy in found["remedies"]:
+        if not remedy["helps"]:
+            continue
+        applied += remedy["overrides"].split()
+        again = told(user, recipe, *applied)
+        assert again["peak_gib"] == pytest.approx(remedy["peak_gib"], abs=0.001), remedy
+    assert found["remedies"][-1]["fits"] and again["fits"]
+
+
+def test_the_terms_add_up_and_the_peak_is_the_highest_phase(user: Kit, recipe):
+    found = told(user, recipe)
+    assert sum(found["terms_gib"].values()) == pytest.approx(found["peak_gib"], abs=0.01)
+    assert max(found["phases_gib"].values()) == found["peak_gib"]
+    # bf16 weights and two moments of 70.55 billion parameters over 8 GPUs.
+    assert found["terms_gib"]["weights"] == pytest.approx(70.553706496e9 * 2 / 8 / 2**30, rel=1e-4)
+    assert found["terms_gib"]["optimizer"] == pytest.approx(
+        2 * found["terms_gib"]["weights"], rel=1e-4
+    )
+    assert found["checkpoint_gib"] == pytest.approx(70.553706496e9 * 6 / 2**30, rel=1e-4)
+
+
+def test_time_follows_from_the_flops_and_the_dataset(user: Kit, recipe, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "' + "x" * 3986 + '"}\n' * 1 + "\n")
+    found = told(user, recipe, f"+dataset.data_files={data}", "--mfu=0.5")
+    assert found["tokens"] == 1000
+    attention = 12 * 80 * 8192 * 4097 / 2
+    matrices = 70.553706496e9 - 128256 * 8192 - 161 * 8192
+    seconds = 1000 * (6 * matrices + attention) / (8 * 989.4e12 * 0.5)
+    assert found["hours"] * 3600 == pytest.approx(seconds, rel=1e-6)
+
+
+def test_sizes_come_from_the_builders_arguments_or_from_config_json(tmp_path):
+    sizes = {
+        "vocab_size": 1024,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "embed_dim": 128,
+        "intermediate_dim": 512,
+        "max_seq_len": 512,
+    }
+    built = estimates.shape_of(
+        {"_component_": "torchtune.models.llama3.lora_llama3", **sizes}, None
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 128,
+                "intermediate_size": 512,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 1024,
+                "max_position_embeddings": 512,
+            }
+        )
+    )
+    assert estimates.shape_of({"_component_": "mine.own"}, tmp_path) == built
+    assert (
+        built.parameters == 3 * (2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 512 + 256) + 2 * 131072 + 128
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--gpu=h100-8"], "there is no GPU 'h100-8' (did you mean h100-80?)"),
+        (["tokenizer.max_seq_len=null"], "tokenizer.max_seq_len is not set"),
+        (["tensor_parallel_dim=3"], "tensor_parallel_dim 3 x data_parallel_replicate_dim 1"),
+        (
+            ["tensor_parallel_dim=16", "--nodes=2"],
+            "tensor_parallel_dim 16 does not divide the model's num_kv_heads 8",
+        ),
+        (
+            ["model._component_=torchtune.models.llama3_3.llama3_3_7b"],
+            "(did you mean torchtune.models.llama3_3.llama3_3_70b?)",
+        ),
+        (["entry=torchtune:full_finetune_distributed"], "only the kit's own trainer"),
+    ],
+)
+def test_a_fault_is_one_line(user: Kit, recipe, arguments, line):
+    done = user.cookbook("estimate", recipe, *arguments)
+    assert done.returncode == 2 and done.stdout == "", done.stdout
+    assert line in done.stderr and done.stderr.count("error: ") == 1, done.stderr
+
+
+def test_it_prints_within_twice_the_time_of_help(user: Kit):
+    def seconds(*arguments: str) -> float:
+        best = 1e9
+        for _ in range(5):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(
+                [sys.executable, "-m", "launcher", *arguments],
+                env=user.env,
+                cwd=paths.REPO_ROOT,
+                stdout=subprocess.DEVNULL,
+                check=True,
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            best = min(best, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        return best
+
+    assert seconds("estimate", "llama70b_lora") <= 2 * seconds("--help")

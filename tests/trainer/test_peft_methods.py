@@ -1,0 +1,359 @@
+"""DoRA, QLoRA and QDoRA: against torchtune, torchao and PEFT, in every layout, and resumed."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.trainer.runs import (
+    MODEL_SIZES,
+    curve,
+    finish,
+    kill_rank,
+    lora_model,
+    metrics,
+    start,
+    train,
+    wait_for_step,
+    write_config,
+)
+from trainer import config as configs
+from trainer import distributed, lora, models, nf4, sft, tensor_parallel, weights
+from trainer.compat import DoRALinear
+from trainer.errors import ConfigError
+
+# fp32 on the CPU: only the order of summation differs.
+LOSS_TOLERANCE = 2e-5
+NORM_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 2e-4
+METHODS = {
+    "dora": {"use_dora": True, "apply_lora_to_output": True},
+    "qlora": {"quantize_base": True},
+    "qdora": {"use_dora": True, "quantize_base": True},
+}
+
+
+def dequantised(weight: torch.Tensor) -> torch.Tensor:
+    return nf4.dequantise(nf4.quantise(weight), nf4.table(), weight.dtype)
+
+
+@pytest.fixture(scope="module")
+def dequantised_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """The demo model with the weights of its blocks rounded to NF4, as plain fp32."""
+    folder = tmp_path_factory.mktemp("model") / "dequantised"
+    shutil.copytree(model_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "_proj" in name:
+            tensors[name] = dequantised(tensor)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_nf4_is_torchaos_without_the_second_quantisation() -> None:
+    """torchao rounds the code table to 4 digits and the scales to 8 bits of their spread."""
+    from torchao.dtypes.nf4tensor import to_nf4
+
+    torch.manual_seed(0)
+    weight = (torch.randn(512, 256) * 0.02).bfloat16().float()
+    packed = nf4.quantise(weight)
+    assert packed.shape == (512, 4, 34) and packed.dtype == torch.uint8
+    assert packed.numel() / weight.numel() <= 0.54
+
+    other = to_nf4(weight)
+    codes = other.quantized_data.view(512, 4, 32)
+    assert (packed[..., :32] == codes).float().mean() > 0.999
+    ours, theirs = dequantised(weight), other.get_original_weight()
+    scales = weight.view(512, 4, 64).abs().amax(2)
+    spread = (scales - scales.mean()).abs().max() / 128
+    alike = (packed[..., :32] == codes).repeat_interleave(2, 2).view(512, 256)
+    # 1e-4: the table's digits times the largest weight, and the mean's rounding.
+    assert (ours - theirs)[alike].abs().max() < spread + 1e-4 * scales.max()
+    # The scale of a bf16 weight is exact: its largest weights come back as they were.
+    blocks = weight.view(512, 4, 64)
+    largest = blocks.abs().argmax(2, keepdim=True)
+    assert torch.equal(ours.view_as(blocks).gather(2, largest), blocks.gather(2, largest))
+    assert torch.equal(dequantised(ours), ours)
+
+
+def test_nf4_takes_zeros_parts_and_bytes_that_were_cast() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 256)
+    weight[2, 64:128] = 0
+    packed, table = nf4.quantise(weight), nf4.table()
+    assert torch.equal(dequantised(weight)[2, 64:128], torch.zeros(64))
+    assert torch.equal(nf4.quantise(weight[2:5, 128:]), packed[2:5, 2:])
+    for dtype in (torch.bfloat16, torch.float32):
+        cast = packed.to(dtype)
+        assert torch.equal(nf4.dequantise(cast, table, dtype), nf4.dequantise(packed, table, dtype))
+
+
+def test_nf4_linear_keeps_only_the_packed_weight() -> None:
+    torch.manual_seed(0)
+    packed, table = nf4.quantise(torch.randn(96, 128)), nf4.table()
+    dense = nf4.dequantise(packed, table, torch.float32)
+    x = torch.randn(2, 5, 128, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        out = nf4.linear(x, packed, table)
+    assert [tuple(t.shape) for t in kept] == [(96, 2, 34), (256, 2)]
+    wanted = torch.nn.functional.linear(x, dense)
+    assert torch.equal(out, wanted)
+    gradient = torch.randn_like(out)
+    found = torch.autograd.grad(out, x, gradient)[0]
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, x, gradient)[0])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_dora_layer_is_torchtunes(quantised: bool) -> None:
+    """Outputs and gradients, away from the start, where B is not zero and m is not the norm."""
+    torch.manual_seed(0)
+    layer = DoRALinear(128, 96, rank=4, alpha=8)
+    nn.init.normal_(layer.lora_b.weight, std=0.1)
+    if quantised:
+        layer.weight = nn.Parameter(dequantised(layer.weight.detach()))
+    layer.initialize_dora_magnitude()
+    first = lora.row_norms(layer.weight.detach(), quantised)
+    torch.testing.assert_close(first, layer.weight.norm(dim=1))
+    with torch.no_grad():
+        layer.magnitude += torch.randn(96) * 0.1
+    layer.weight.requires_grad_(False)
+    x = torch.randn(2, 5, 128, requires_grad=True)
+    moved = [x, layer.lora_a.weight, layer.lora_b.weight, layer.magnitude]
+    gradient = torch.randn(2, 5, 96)
+    wanted = layer(x)
+    wanted_gradients = torch.autograd.grad(wanted, moved, gradient)
+    if quantised:
+        layer.weight = nn.Parameter(nf4.quantise(layer.weight), requires_grad=False)
+        layer.register_buffer("nf4_table", nf4.table())
+    found = lora.forward(layer, x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for own, other in zip(
+        torch.autograd.grad(found, moved, gradient), wanted_gradients, strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-4)
+    merged = nn.functional.linear(x, lora.merged(layer, torch.float32))
+    torch.testing.assert_close(merged, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def single(
+    tmp_path_factory: pytest.TempPathFactory,
+    model_folder: Path,
+    dequantised_folder: Path,
+    dataset: Path,
+) -> Path:
+    """Every method on one process, and LoRA on the dequantised base; returns their folder."""
+    root = tmp_path_factory.mktemp("single")
+    for name, changes in METHODS.items():
+        path = write_config(root / name, model_folder, dataset, model=lora_model(**changes))
+        assert sft.main([str(path)]) == 0
+    path = write_config(root / "dense", dequantised_folder, dataset, model=lora_model())
+    assert sft.main([str(path)]) == 0
+    return root
+
+
+def test_qlora_is_lora_on_the_dequantised_base(single: Path) -> None:
+    for line, other in zip(metrics(single / "qlora"), metrics(single / "dense"), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    file = "export/model.safetensors"
+    tensors, others = load_file(single / "qlora" / file), load_file(single / "dense" / file)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, others[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_adapter_in_peft_gives_the_merged_models_logits(
+    name: str, single: Path, model_folder: Path, dequantised_folder: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    assert metrics(single / name)[-1]["loss"] < metrics(single / name)[0]["loss"]
+    export = single / name / "export"
+    settings = json.loads((export / "adapter/adapter_config.json").read_text())
+    assert settings["use_dora"] is ("dora" in name)
+    folder = dequantised_folder if name.startswith("q") else model_folder
+    tokens = torch.arange(40).reshape(2, 20) * 13 % 1024
+    with torch.inference_mode():
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        plain = base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, export / "adapter").eval()(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(export)(tokens).logits
+    torch.testing.assert_close(adapted, merged, rtol=0, atol=2e-5)
+    assert (adapted - plain).abs().max() > 1e-3, "the adapter must have learned something"
+
+
+def test_checkpoints_hold_the_adapter_only(single: Path) -> None:
+    metadata = FileSystemReader(single / "qdora/checkpoints/step_6").read_metadata()
+    held = {key for key in metadata.state_dict_metadata if key.startswith("model.")}
+    # 3 blocks, 7 layers in each.
+    assert len(held) == 3 * 7 * 3
+    assert all(key.endswith(weights.ADAPTER_PARTS) for key in held)
+
+
+def test_parameters_count_as_many_weights_as_they_stand_for(
+    single: Path, world: distributed.World
+) -> None:
+    config = configs.load(single / "qlora/train.yaml")
+    model, plain = (
+        models.build(replace(config, model=lora_model(**changes)), world)
+        for changes in (METHODS["qlora"], {})
+    )
+    assert (model.method, plain.method) == ("QLoRA", "LoRA")
+    assert model.parameter_counts() == plain.parameter_counts()
+    names = lora.base_layers(model.module)
+    assert len(names) == 3 * 7
+    stored = sum(model.module.get_submodule(name).weight.nbytes for name in names)
+    dense = sum(plain.module.get_submodule(name).weight.numel() for name in names)
+    assert stored / dense <= 0.54
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[distributed.World]:
+    yield distributed.start("cpu")
+    distributed.stop()
+
+
+def test_builders_with_and_without_quantize_base(world: distributed.World) -> None:
+    """A qlora_* builder sets it, Qwen's know no such key, and a full builder cannot use it."""
+    qwen = {
+        "_component_": "torchtune.models.qwen2.lora_qwen2",
+        "lora_attn_modules": ["q_proj"],
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "quantize_base": True,
+        **MODEL_SIZES,
+    }
+    preset = {
+        "_component_": "torchtune.models.llama3_2.qlora_llama3_2_1b",
+        "lora_attn_modules": ["q_proj"],
+    }
+    for block, wanted in (
+        (qwen, "QLoRA"),
+        (preset, "QLoRA"),
+        (preset | {"quantize_base": False}, "LoRA"),
+        (preset | {"use_dora": True}, "QDoRA"),
+    ):
+        with torch.device("meta"):
+            module = models.empty_module(block)
+        assert lora.method(module) == wanted
+    for block, fault in (
+        ({"_component_": "torchtune.models.llama3.llama3"}, "only adapters can be trained"),
+        (lora_model(embed_dim=96), "NF4 takes inputs in blocks of 64, .* with 96 inputs"),
+    ):
+        with torch.device("meta"), pytest.raises(ConfigError, match=fault):
+            models.empty_module(MODEL_SIZES | block | {"quantize_base": True})
+
+
+# Runs on several ranks by name: ranks, method, changes to the config of `single`.
+CHECKPOINTING = {"enable_activation_checkpointing": True}
+LAYOUTS = {
+    "dora-fsdp2": (2, "dora", {"batch_size": 4}),
+    "qlora-fsdp2": (2, "qlora", {"batch_size": 4}),
+    "dora-tp2": (2, "dora", {"tensor_parallel_dim": 2} | CHECKPOINTING),
+    "qlora-tp2": (2, "qlora", {"tensor_parallel_dim": 2}),
+    "dora-tp2-fsdp2": (4, "dora", {"tensor_parallel_dim": 2, "batch_size": 4}),
+    "qlora-tp2-fsdp2": (
+        4,
+        "qlora",
+        {"tensor_parallel_dim": 2, "batch_size": 2, "gradient_accumulation_steps": 2},
+    ),
+    "qdora-tp2-fsdp2": (
+        4,
+        "qdora",
+        {"tensor_parallel_dim": 2, "batch_size": 4, "save_every_n_steps": 2} | CHECKPOINTING,
+    ),
+}
+
+
+def layout_config(folder: Path, name: str, model_folder: Path, dataset: Path) -> Path:
+    _, method, changes = LAYOUTS[name]
+    model = lora_model(**METHODS[method])
+    return write_config(folder, model_folder, dataset, model=model, **changes)
+
+
+@pytest.fixture(scope="module")
+def layouts(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path
+) -> tuple[Path, str]:
+    """Every layout trained in two starts, and bf16 beside them; and what they said."""
+    root = tmp_path_factory.mktemp("layouts")
+    starts: dict[int, list[Path]] = {2: [], 4: []}
+    for name, (ranks, _, _) in LAYOUTS.items():
+        starts[ranks].append(layout_config(root / name, name, model_folder, dataset))
+    path = layout_config(root / "bf16", "qdora-tp2-fsdp2", model_folder, dataset)
+    path.write_text(path.read_text().replace("dtype: fp32", "dtype: bf16"))
+    starts[4].append(path)
+    return root, "".join(train(*paths, ranks=ranks) for ranks, paths in starts.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_curve_norm_and_weights_equal_the_single_process(
+    name: str, single: Path, layouts: tuple[Path, str]
+) -> None:
+    wanted, own = single / LAYOUTS[name][1], layouts[0] / name
+    assert len(metrics(own)) == 6
+    for line, own_line in zip(metrics(wanted), metrics(own), strict=True):
+        assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
+        assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=NORM_TOLERANCE)
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        tensors, own_tensors = (load_file(folder / "export" / file) for folder in (wanted, own))
+        assert tensors.keys() == own_tensors.keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+@pytest.mark.long
+def test_bf16_follows_fp32_and_nothing_warns(single: Path, layouts: tuple[Path, str]) -> None:
+    root, said = layouts
+    plain, short = metrics(single / "qdora"), metrics(root / "bf16")
+    assert [line["loss"] for line in short] == pytest.approx(
+        [line["loss"] for line in plain], abs=0.05
+    )
+    assert [line for line in said.splitlines() if "arning" in line] == []
+    assert "method     QDoRA, " in said and "method     DoRA, " in said
+
+
+@pytest.mark.long
+def test_a_killed_qdora_run_resumes_the_same_and_on_one_process(
+    layouts: tuple[Path, str], tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    name = "qdora-tp2-fsdp2"
+    whole, killed, alone = layouts[0] / name, tmp_path / "killed", tmp_path / "alone"
+    path = layout_config(killed, name, model_folder, dataset)
+    process = start(path, ranks=4)
+    wait_for_step(path, 3, process)
+    kill_rank(process, 3)
+    finish(process, status=None)
+    shutil.copytree(killed, alone)
+
+    assert "resuming from checkpoints/step_" in train(path, ranks=4, attempt=1)
+    assert curve(killed) == curve(whole)
+    export = "export/model.safetensors"
+    assert (killed / export).read_bytes() == (whole / export).read_bytes()
+
+    path = write_config(alone, model_folder, dataset, model=lora_model(**METHODS["qdora"]))
+    assert "resuming from checkpoints/step_" in train(path, attempt=1)
+    for line, own_line in zip(metrics(whole), metrics(alone), strict=True):
+        assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
+    tensors, own_tensors = load_file(whole / export), load_file(alone / export)
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+def test_blocks_that_the_ranks_do_not_divide_are_refused() -> None:
+    with torch.device("meta"):
+        model = models.empty_module(lora_model(quantize_base=True))
+    found = tensor_parallel.faults(model, 4)
+    assert any("4 does not divide the 2 NF4 blocks of 64 inputs of" in fault for fault in found)

@@ -1,0 +1,197 @@
+"""The traced step against the closed form, and the sizes that the launcher knows of models."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from launcher import estimate as estimates
+from launcher.memory import GIB, Estimate
+from trainer import config as configs
+from trainer.compat import TiedLinear, TransformerDecoder
+from trainer.config import instantiate
+from trainer.trace import Traced, estimate, trace
+
+ROOT = Path(__file__).parents[2]
+SHAPES = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
+LORA = {
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 16,
+    "lora_alpha": 32,
+}
+CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+PLAIN = "torch.nn.CrossEntropyLoss"
+
+
+def recipe(model: str, **changes: Any) -> dict[str, Any]:
+    """A config as the trainer and the launcher both read it; nothing in it has to exist."""
+    _, _, builder = model.rpartition(".")
+    block = {"_component_": f"torchtune.models.{model}"}
+    return {
+        "output_dir": "run",
+        "dtype": "bf16",
+        "model": block | (LORA if builder.startswith("lora_") else {}),
+        "tokenizer": {"_component_": "trainer.none", "max_seq_len": 4096},
+        "checkpointer": {"checkpoint_dir": "none"},
+        "dataset": {"_component_": "trainer.none"},
+        "batch_size": 2,
+        # What the trace can run: fused and foreach kernels need real tensors.
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "foreach": False},
+        "loss": {"_component_": CHUNKED},
+        "clip_grad_norm": 1.0,
+        "enable_activation_checkpointing": True,
+    } | changes
+
+
+def both(config: dict[str, Any], ranks: int, layers: int | None) -> tuple[Estimate, Traced]:
+    """The closed form's and the traced step's memory of a model cut to `layers` layers."""
+    plan = estimates.plan_of(config, 1, ranks)
+    if layers:
+        plan = replace(plan, shape=replace(plan.shape, layers=layers))
+    run = partial(trace, layers=layers) if layers else estimate
+    return Estimate(plan), run(configs.parse(config), ranks)
+
+
+def close(config: dict[str, Any], ranks: int, layers: int | None = None, within: float = 0.05):
+    formula, traced = both(config, ranks, layers)
+    assert formula.peak == pytest.approx(traced.peak, rel=within), (
+        formula.peak_phase,
+        {name: round(size / GIB, 3) for name, size in formula.terms.items()},
+        {name: round(size / GIB, 3) for name, size in traced.phases.items()},
+    )
+    kept = formula.phases["optimizer step"]
+    assert kept["weights"] + kept["rotary tables"] == pytest.approx(traced.weights, rel=0.01)
+
+
+def test_lora_over_fsdp_and_tensor_parallelism_is_as_traced() -> None:
+    close(recipe("llama3_2.lora_llama3_2_1b", tensor_parallel_dim=2), ranks=8, layers=3)
+
+
+def test_full_over_fsdp_with_accumulation_is_as_traced() -> None:
+    config = recipe("llama3_1.llama3_1_8b", gradient_accumulation_steps=2, batch_size=1)
+    close(config, ranks=4, layers=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointed", [True, False], ids=["recomputed", "kept"])
+@pytest.mark.parametrize(("ranks", "split"), [(1, 1), (8, 1), (8, 8), (16, 2)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama3_2.llama3_2_1b",
+        "llama3_2.lora_llama3_2_1b",
+        "llama3_1.llama3_1_8b",
+        "llama3_1.lora_llama3_1_8b",
+        "llama3_3.llama3_3_70b",
+        "llama3_3.lora_llama3_3_70b",
+    ],
+)
+def test_the_closed_form_is_within_5_percent(model, ranks, split, checkpointed) -> None:
+    changes = {
+        "tensor_parallel_dim": split,
+        "enable_activation_checkpointing": checkpointed,
+    }
+    close(recipe(model, **changes), ranks, layers=4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": {"_component_": PLAIN}},
+        {"loss": {"_component_": PLAIN}, "custom_sharded_layers": ["tok_embeddings", "output"]},
+        {"gradient_accumulation_steps": 4},
+        {"fsdp_reshard_after_forward": False},
+        {"dtype": "fp32"},
+        {"batch_size": 1, "tokenizer": {"_component_": "trainer.none", "max_seq_len": 512}},
+        {"batch_size": 1, "tokenizer": {"_component_": "trainer.none", "max_seq_len": 32768}},
+        {"optimizer": {"_component_": "torch.optim.SGD", "lr": 1e-4, "foreach": False}},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_the_closed_form_follows_each_key(changes) -> None:
+    close(recipe("llama3_1.llama3_1_8b", **changes), ranks=8, layers=4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "model", ["qwen2_5.lora_qwen2_5_7b_instruct", "mistral.mistral_7b", "phi4.lora_phi4_14b"]
+)
+def test_the_closed_form_knows_other_families(model) -> None:
+    close(recipe(model), ranks=8, layers=4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_two_depths_tell_the_whole_model(ranks) -> None:
+    config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=ranks // 8))
+    whole, told = trace(config, ranks), estimate(config, ranks)
+    assert told.layers == whole.layers == 16
+    assert abs(told.peak - whole.peak) <= 0.002 * GIB
+    assert told.weights == pytest.approx(whole.weights, abs=64)
+
+
+@pytest.mark.long
+def test_70b_is_traced_to_its_full_depth(tmp_path) -> None:
+    config = recipe("llama3_3.llama3_3_70b")
+    file = tmp_path / "train.yaml"
+    file.write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.trace", str(file), "--ranks", "16"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["layers"] == 80
+    assert Estimate(estimates.plan_of(config, 2, 8)).peak == pytest.approx(found["peak"], rel=0.05)
+
+
+def test_what_cannot_be_traced_is_said() -> None:
+    config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=3))
+    with pytest.raises(configs.ConfigError, match="3 does not divide 8 ranks"):
+        trace(config, 8)
+
+
+def sizes(module: TransformerDecoder) -> dict[str, Any]:
+    """What configs/models.yaml says of a model, taken from the model."""
+    layer = module.layers[0]
+    names = [name for name, parameter in layer.named_parameters() if parameter.ndim == 1]
+    norms = [name for name in names if not name.endswith("bias")]
+    found = {
+        "dim": module.tok_embeddings.weight.shape[1],
+        "layers": len(module.layers),
+        "heads": layer.attn.num_heads,
+        "kv_heads": layer.attn.num_kv_heads,
+        "head_dim": layer.attn.head_dim,
+        "intermediate": layer.mlp.w1.weight.shape[0],
+        "vocab": module.tok_embeddings.weight.shape[0],
+        "max_seq_len": module.max_seq_len,
+    }
+    if isinstance(module.output, TiedLinear):
+        found["tied"] = True
+    if any(name.endswith("bias") for name in names):
+        found["qkv_bias"] = True
+    if len(norms) != 2:
+        found["norms"] = len(norms)
+    if getattr(layer.attn, "softcapping", None):
+        found["softcap"] = True
+    return found
+
+
+@pytest.mark.parametrize("builder", SHAPES)
+def test_the_known_sizes_are_the_builders(builder) -> None:
+    with torch.device("meta"):
+        module = instantiate("model", {"_component_": builder})
+    assert sizes(module) == SHAPES[builder]
+    shape = estimates.shape_of({"_component_": builder}, None)
+    assert shape.parameters == sum(p.numel() for p in module.parameters())

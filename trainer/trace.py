@@ -1,0 +1,335 @@
+"""Peak memory of a training step, traced without a GPU.
+
+    python -m trainer.trace <train.yaml> --ranks N
+
+The model is built and laid out by the trainer's own code on the meta device, for one rank of a
+process group that only pretends to communicate. Forward, backward and the optimizer's step then
+run on fake tensors, which have shapes but no data, while every storage that comes and goes is
+counted. Not counted: kernels' workspaces, NCCL's buffers, fragmentation, and what torch.compile
+saves by fusing.
+"""
+
+import argparse
+import importlib
+import inspect
+import json
+import sys
+import weakref
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer import config as configs
+from trainer import models, parallel, tensor_parallel
+from trainer.compat import TransformerDecoder
+from trainer.config import TrainConfig, instantiate
+from trainer.data import MicroBatch
+from trainer.distributed import World
+from trainer.errors import ConfigError
+from trainer.loss import TokenLoss
+from trainer.tensor_parallel import vocabulary_split_loss
+
+# From two depths follows each phase's growth a layer; what lies beyond is a straight line.
+DEPTHS = (3, 5)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, and the peak in each phase.
+
+    A storage counts once however many tensors view it, from the operator that made it until
+    nothing refers to it. FSDP2 empties and refills storages by `resize_`, which counts too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peaks: dict[str, int] = {}
+        # Tells micro-steps apart, as gradients are not reduced after each.
+        self.suffix = ""
+        self._phase = "setup"
+        self._alive: dict[int, tuple[int, weakref.ref]] = {}
+        self._paused = False
+        self._patched: list[tuple[type, str, Any]] = []
+
+    def enter(self, phase: str) -> None:
+        """Count towards `phase` from here on."""
+        self._phase = phase + self.suffix
+        self._note()
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count the storage of `tensor`; for what was made before the tracker was entered."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        before, reference = self._alive.get(key, (0, None))
+        if reference is None:
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+        if size != before:
+            self.now += size - before
+            self._alive[key] = size, reference
+            self._note()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run the operator and count what it made."""
+        if DTensor in types:
+            # It must first come down to operators on local tensors.
+            return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            # On fake tensors it would make a copy; on real ones it does not.
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if not self._paused:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.count(leaf)
+        return result
+
+    def _forget(self, key: int) -> None:
+        size, _ = self._alive.pop(key)
+        self.now -= size
+
+    def _note(self) -> None:
+        self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.now)
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        if id(storage) in self._alive:
+            before, reference = self._alive[id(storage)]
+            self._alive[id(storage)] = size, reference
+            self.now += size - before
+            self._note()
+
+    def _patch(self, owner: type, name: str, function: Any) -> None:
+        self._patched.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
+
+    def __enter__(self) -> "MemoryTracker":
+        """Watch what no operator shows, too."""
+        resize = torch.UntypedStorage.resize_
+        infer = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            self._resized(storage, size)
+
+        def infer_shapes(*args: Any) -> Any:
+            # DTensor works out global shapes by running operators on them; that is no memory.
+            self._paused = True
+            try:
+                return infer(*args)
+            finally:
+                self._paused = False
+
+        self._patch(torch.UntypedStorage, "resize_", resize_)
+        self._patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", infer_shapes)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop watching."""
+        super().__exit__(*error)
+        for owner, name, original in self._patched:
+            setattr(owner, name, original)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes of one rank: the peak of each phase of a step, and what is there between steps."""
+
+    layers: int
+    weights: int
+    optimizer: int
+    phases: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The most that any phase needs."""
+        return max(self.phases.values())
+
+
+def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
+    """Run two steps of rank 0 of `ranks` on fake tensors; the second one is what is returned.
+
+    Every batch is as long as tokenizer.max_seq_len allows, and every position is trained.
+
+    Args:
+        layers: how many of the model's layers are kept; None keeps all.
+
+    Raises:
+        ConfigError: the layout does not exist, or is one that only a GPU can run.
+    """
+    config = replace(config, compile=False)
+    refuse(config, ranks)
+    copies = config.data_parallel_replicate_dim
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        world = World(0, ranks, 0, torch.device("cpu"), None, config.tensor_parallel_dim, copies)
+        return _trace(config, world, layers)
+    finally:
+        dist.destroy_process_group()
+
+
+def refuse(config: TrainConfig, ranks: int) -> None:
+    """Raise ConfigError for what cannot be traced."""
+    faults = []
+    split = config.tensor_parallel_dim * config.data_parallel_replicate_dim
+    if ranks % split:
+        faults.append(
+            f"tensor_parallel_dim: {config.tensor_parallel_dim} x data_parallel_replicate_dim "
+            f"{config.data_parallel_replicate_dim} does not divide {ranks} ranks"
+        )
+    if config.fsdp_cpu_offload:
+        faults.append("fsdp_cpu_offload: cannot be traced; use the closed form")
+    if config.enable_activation_offloading:
+        faults.append("enable_activation_offloading: cannot be traced; use the closed form")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
+    loss = TokenLoss(config)
+    module = models.empty(config)
+    faults = tensor_parallel.faults(module, config.tensor_parallel_dim)
+    if faults:
+        raise ConfigError(*faults)
+    if layers is not None:
+        module.layers = module.layers[:layers]
+    models.lay_out(module, config, world, loss.output_chunks)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        module.to_empty(device=world.device)
+    _fill_rope_caches(module, fake)
+    module.train()
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    # The fused and the foreach kernels work on real tensors only; neither changes the states.
+    block = config.optimizer | {"fused": False, "foreach": False}
+    block = {k: v for k, v in block.items() if v or k in _arguments(block["_component_"])}
+    optimizer = instantiate("optimizer", block, trainable)
+    batch = _batch(config, module)
+    tracker = MemoryTracker()
+    for tensor in (*module.parameters(), *module.buffers()):
+        tracker.count(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    weights = tracker.now
+    _mark_phases(module, tracker)
+    with fake, tracker:
+        for _ in range(2):
+            tracker.peaks.clear()
+            for last in (False, True) if config.gradient_accumulation_steps > 1 else (True,):
+                tracker.suffix = "" if last else ", earlier micro-step"
+                parallel.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
+                with vocabulary_split_loss(world.tensor_parallel_dim):
+                    tracker.enter("forward, first layer")
+                    total = loss(module, batch, world.device)
+                    tracker.enter("output layer and loss, backward")
+                    (total * 0.5).backward()
+                del total
+            tracker.enter("optimizer step")
+            parallel.sum_shares(trainable)
+            parallel.clip_gradients(trainable, config.clip_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return Traced(len(module.layers), weights, tracker.now - weights, dict(tracker.peaks))
+
+
+def _arguments(component: str) -> Any:
+    module, _, name = component.rpartition(".")
+    return inspect.signature(getattr(importlib.import_module(module), name)).parameters
+
+
+def _batch(config: TrainConfig, module: TransformerDecoder) -> MicroBatch:
+    length = min(config.tokenizer.get("max_seq_len") or module.max_seq_len, module.max_seq_len)
+    shape = config.batch_size, length + -length % config.tensor_parallel_dim
+    count = shape[0] * shape[1]
+    return MicroBatch(
+        tokens=torch.zeros(shape, dtype=torch.int64),
+        labels=torch.zeros(shape, dtype=torch.int64),
+        token_count=count,
+        target_count=count,
+    )
+
+
+def _fill_rope_caches(module: TransformerDecoder, fake: FakeTensorMode) -> None:
+    # Their tables are computed from numbers, which fake tensors do not have.
+    models.fill_rope_caches(module, torch.device("cpu"))
+    made: dict[int, torch.Tensor] = {}
+    for child in module.modules():
+        for name, buffer in list(child.named_buffers(recurse=False)):
+            if id(buffer) not in made:
+                made[id(buffer)] = fake.from_tensor(buffer)
+            child.register_buffer(name, made[id(buffer)], persistent=False)
+
+
+def _mark_phases(module: TransformerDecoder, tracker: MemoryTracker) -> None:
+    """Let `tracker` know where in the layers a step is, forward and backward.
+
+    What a phase takes must grow by the same amount with every layer, so that two depths tell all
+    others: the first layer stands for itself, as the root is gathered around it, and so does the
+    last one, as nothing is being reduced yet in its backward pass.
+    """
+    last = len(module.layers) - 1
+    backward = {last: "last layer", last - 1: "layers between", 0: "first layer"}
+
+    def mark(index: int) -> None:
+        def after(_: Any, __: Any, output: torch.Tensor) -> None:
+            if index in (0, last):
+                tracker.enter("output layer and loss, forward" if index else "forward, layers")
+            if index in backward and output.requires_grad:
+                output.register_hook(lambda _: tracker.enter(f"backward, {backward[index]}"))
+
+        module.layers[index].register_forward_hook(after)
+
+    def before_all(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: tracker.enter("backward, embedding"))
+
+    module.layers[0].register_forward_pre_hook(before_all)
+    for index in range(last + 1):
+        mark(index)
+
+
+def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
+    """What a model of `layers` layers takes: every phase's peak is a straight line in the depth."""
+
+    def line(low: int, high: int) -> int:
+        return high + (high - low) * (layers - deep.layers) // (deep.layers - shallow.layers)
+
+    return Traced(
+        layers,
+        line(shallow.weights, deep.weights),
+        line(shallow.optimizer, deep.optimizer),
+        {name: line(shallow.phases[name], high) for name, high in deep.phases.items()},
+    )
+
+
+def estimate(config: TrainConfig, ranks: int) -> Traced:
+    """The whole model's step: traced where it is shallow, else extrapolated from two depths."""
+    layers = len(models.empty(config).layers)
+    if layers <= DEPTHS[-1]:
+        return trace(config, ranks)
+    return extrapolate(*(trace(config, ranks, depth) for depth in DEPTHS), layers)
+
+
+def main(arguments: list[str]) -> int:
+    """Print one line of JSON, bytes; exit status 1 for a fault in the config, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.trace", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--ranks", type=int, default=1, help="how many GPUs share the step")
+    chosen = parser.parse_args(arguments)
+    try:
+        found = estimate(configs.load(chosen.config), chosen.ranks)
+    except ConfigError as error:
+        for fault in error.faults:
+            print(f"error: {fault}", file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(found) | {"peak": found.peak}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
