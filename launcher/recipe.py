@@ -87,18 +87,24 @@ TRAINER_KEYS: dict[str, Kind] = {
     "tokenizer": "mapping",
     "checkpointer": "mapping",
     "dataset": "any",
+    "dataset_val": "mapping",
+    "data_cache_dir": "text",
+    "num_workers": "count",
     "collate_fn": "text",
     "batch_size": "positive",
+    "batch_size_val": "positive",
     "epochs": "positive",
     "max_steps": "positive",
     "max_steps_per_epoch": "positive",
     "gradient_accumulation_steps": "positive",
+    "sync_each_micro_batch": "bool",
     "clip_grad_norm": "number",
     "optimizer": "mapping",
     "optimizer_in_bwd": "bool",
     "lr_scheduler": "mapping",
     "loss": "mapping",
     "compile": "bool",
+    "master_weights": "text",
     "enable_activation_checkpointing": "bool",
     "enable_activation_offloading": "bool",
     "ac_mode": "text",
@@ -117,8 +123,11 @@ TRAINER_KEYS: dict[str, Kind] = {
     "log_every_n_steps": "positive",
     "log_peak_memory_stats": "bool",
     "profiler": "mapping",
+    "run_val_every_n_steps": "positive",
     "save_every_n_steps": "count",
+    "save_every_minutes": "number",
     "keep_last_n_checkpoints": "positive",
+    "export_checkpoint": "text",
     "enable_async_checkpointing": "bool",
     "resume_from_checkpoint": "bool",
     "save_adapter_weights_only": "bool",
@@ -418,7 +427,7 @@ def _override_one(config: dict[str, Any], text: str) -> None:
     parent = config
     for depth, part in enumerate(parts[:-1]):
         inner = parent.get(part)
-        if inner is None and (adds or _known_key(parts[: depth + 1])):
+        if inner is None and (adds or _known_key(config, parts[: depth + 1])):
             inner = parent[part] = {}
         if not isinstance(inner, dict):
             _unknown(".".join(parts[: depth + 1]), parent, parts[:depth], text)
@@ -430,7 +439,7 @@ def _override_one(config: dict[str, Any], text: str) -> None:
             raise UsageFault(f"the recipe has no key {key!r}{hint} to remove: leave out {text!r}")
         del parent[leaf]
         return
-    if leaf not in parent and not adds and not _known_key(parts):
+    if leaf not in parent and not adds and not _known_key(config, parts):
         _unknown(key, parent, parts[:-1], text)
     value = yamlfile.parse(value_text, f"the override {text!r}")
     fault = _changed_type(parent.get(leaf), value)
@@ -441,8 +450,11 @@ def _override_one(config: dict[str, Any], text: str) -> None:
     parent[leaf] = value
 
 
-def _known_key(parts: list[str]) -> bool:
+def _known_key(config: dict[str, Any], parts: list[str]) -> bool:
     """Whether the kit knows the key although this recipe does not hold it."""
+    dataset = config.get("dataset")
+    if parts[0] == "dataset_val" and len(parts) == 2 and isinstance(dataset, dict):
+        return parts[1] in dataset
     if len(parts) == 1:
         return parts[0] in TRAINER_KEYS or parts[0] in LAUNCHER_KEYS or parts[0] in SCRIPT_KEYS
     return parts[0] == "resources" and len(parts) == 2 and parts[1] in RESOURCES

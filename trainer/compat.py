@@ -10,7 +10,6 @@ logging.getLogger("torchao").addFilter(
     lambda record: "Skipping import of cpp extensions" not in record.getMessage()
 )
 
-from torchtune.data import padded_collate_sft  # noqa: E402
 from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings  # noqa: E402
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm  # noqa: E402
 from torchtune.models.gemma2._attention import Gemma2Attention  # noqa: E402
@@ -32,9 +31,6 @@ from torchtune.modules import (  # noqa: E402
     TransformerSelfAttentionLayer,
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params  # noqa: E402
-from torchtune.training import (  # noqa: E402
-    get_act_offloading_ctx_manager,
-)
 
 __all__ = [
     "DoRALinear",
@@ -53,7 +49,5 @@ __all__ = [
     "TiedLinear",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",
-    "get_act_offloading_ctx_manager",
     "get_adapter_params",
-    "padded_collate_sft",
 ]

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import inspect
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ PROFILER_KEYS = {
     "active_steps": 2,
     "num_cycles": 1,
 }
+# The trainer collates by itself, with the results that these are meant to have.
+COLLATE_FNS = ("torchtune.data.padded_collate_sft", "torchtune.data.padded_collate_packed")
 REQUIRED = object()
 
 # key: (kind, default). A kind ending in "?" may be null.
@@ -47,7 +50,11 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "tokenizer": ("component", REQUIRED),
     "checkpointer": ("block", REQUIRED),
     "dataset": ("component", REQUIRED),
+    "dataset_val": ("block?", None),
+    "data_cache_dir": ("text?", None),
+    "num_workers": ("count?", None),
     "batch_size": ("positive", REQUIRED),
+    "batch_size_val": ("positive?", None),
     "epochs": ("positive", 1),
     "max_steps_per_epoch": ("positive?", None),
     "max_steps": ("positive?", None),
@@ -56,16 +63,27 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "optimizer": ("component", REQUIRED),
     "lr_scheduler": ("component?", None),
     "loss": ("component", {"_component_": "torch.nn.CrossEntropyLoss"}),
+    "master_weights": ("text?", None),
     "enable_activation_checkpointing": ("flag", False),
+    "ac_mode": ("text?", None),
+    "ac_option": ("any?", None),
     "enable_activation_offloading": ("flag", False),
     "compile": ("flag", False),
     "log_every_n_steps": ("positive", 1),
     "profiler": ("block?", None),
+    "run_val_every_n_steps": ("positive?", None),
     "save_every_n_steps": ("count?", None),
+    "save_every_minutes": ("number?", None),
     "keep_last_n_checkpoints": ("positive", 2),
+    "enable_async_checkpointing": ("flag", False),
+    "export_checkpoint": ("text?", None),
     "save_adapter_weights_only": ("flag", False),
     "generate": ("block?", None),
+    "sync_each_micro_batch": ("flag?", None),
     "tensor_parallel_dim": ("positive?", None),
+    "data_parallel_replicate_dim": ("positive?", None),
+    "data_parallel_shard_dim": ("dimension?", None),
+    "fsdp_cpu_offload": ("flag", False),
     "custom_sharded_layers": ("list?", None),
     "fsdp_reshard_after_forward": ("flag", True),
     "cudnn_deterministic_mode": ("count?", None),
@@ -73,14 +91,8 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
 # Accepted because stock configs hold them; each either changes nothing here or is refused below
 # for the values that would change the result.
 OTHER_KEYS = (
-    "ac_mode",
-    "ac_option",
     "collate_fn",
-    "data_parallel_replicate_dim",
-    "data_parallel_shard_dim",
-    "enable_async_checkpointing",
     "fsdp",
-    "fsdp_cpu_offload",
     "log_peak_memory_stats",
     "low_cpu_ram",
     "memory_efficient_fsdp_wrap",
@@ -105,7 +117,11 @@ class TrainConfig:
     tokenizer: dict[str, Any]
     checkpointer: dict[str, Any]
     dataset: dict[str, Any]
+    dataset_val: dict[str, Any] | None
+    data_cache_dir: str | None
+    num_workers: int | None
     batch_size: int
+    batch_size_val: int
     epochs: int
     max_steps_per_epoch: int | None
     max_steps: int | None
@@ -114,16 +130,27 @@ class TrainConfig:
     optimizer: dict[str, Any]
     lr_scheduler: dict[str, Any] | None
     loss: dict[str, Any]
+    master_weights: str | None
     enable_activation_checkpointing: bool
+    ac_mode: str | None
+    ac_option: int | str | None
     enable_activation_offloading: bool
     compile: bool
     log_every_n_steps: int
     profiler: dict[str, Any] | None
+    run_val_every_n_steps: int | None
     save_every_n_steps: int | None
+    save_every_minutes: float | None
     keep_last_n_checkpoints: int
+    enable_async_checkpointing: bool
+    export_checkpoint: str | None
     save_adapter_weights_only: bool
     generate: dict[str, Any] | None
+    sync_each_micro_batch: bool
     tensor_parallel_dim: int
+    data_parallel_replicate_dim: int
+    data_parallel_shard_dim: int
+    fsdp_cpu_offload: bool
     custom_sharded_layers: list[str] | None
     fsdp_reshard_after_forward: bool
     cudnn_deterministic_mode: int | None
@@ -133,6 +160,23 @@ class TrainConfig:
     def model_folder(self) -> Path:
         """The Hugging Face folder that the weights come from."""
         return Path(self.checkpointer["checkpoint_dir"])
+
+    @property
+    def activation_checkpointing(self) -> int | str | None:
+        """n: every n-th layer is recomputed; "op": all but matrix products and attention; or None.
+
+        As in torchtune, `ac_mode` decides where it is given.
+        """
+        if self.ac_mode == "selective":
+            return "op" if self.ac_option == "op" else int(self.ac_option)
+        return 1 if self.ac_mode == "full" or self.enable_activation_checkpointing else None
+
+    @property
+    def data_cache(self) -> Path:
+        """The folder of tokenised datasets; beside the run directories where none is named."""
+        if self.data_cache_dir is None:
+            return self.output_dir.parent / ".data_cache"
+        return Path(self.data_cache_dir).expanduser().absolute()
 
 
 def load(path: Path) -> TrainConfig:
@@ -192,10 +236,26 @@ def parse(content: dict[str, Any]) -> TrainConfig:
             values[key] = _checked(key, kind, value)
         except ConfigError as error:
             faults.extend(error.faults)
-    for key, standard in (("seed", 0), ("tensor_parallel_dim", 1)):
+    standards = {
+        "seed": 0,
+        "tensor_parallel_dim": 1,
+        "data_parallel_replicate_dim": 1,
+        "data_parallel_shard_dim": -1,
+    }
+    for key, standard in standards.items():
         if values.get(key) is None:
             values[key] = standard
-    faults += _block_faults(values) + _not_there_yet(content, values)
+    if _block(content, "fsdp").get("cpu_offload"):
+        values["fsdp_cpu_offload"] = True
+    # Without it each GPU keeps a whole copy's gradients, which is what offloading is to save.
+    if values.get("sync_each_micro_batch") is None:
+        values["sync_each_micro_batch"] = values.get("fsdp_cpu_offload", False)
+    values["dataset_val"] = _inherited(values.get("dataset"), values.get("dataset_val"))
+    if values.get("batch_size_val") is None:
+        values["batch_size_val"] = values.get("batch_size")
+    faults += _data_faults(values) + _block_faults(values) + _memory_faults(values)
+    if content.get("collate_fn") not in (None, *COLLATE_FNS):
+        faults.append(f"collate_fn: only {' and '.join(COLLATE_FNS)} are supported")
     if faults:
         raise ConfigError(*faults)
     values["output_dir"] = Path(values["output_dir"]).absolute()
@@ -223,6 +283,8 @@ def _checked(key: str, kind: str, value: Any) -> Any:
         "text": (isinstance(value, str) and bool(value), "text"),
         "flag": (isinstance(value, bool), "True or False"),
         "positive": (whole and value >= 1, "a whole number from 1 on"),
+        "dimension": (whole and (value >= 1 or value == -1), "a whole number from 1 on, or -1"),
+        "any": (True, "anything"),
         "count": (whole and value >= 0, "a whole number from 0 on"),
         "block": (isinstance(value, dict), "a block of keys"),
         "list": (isinstance(value, list), "a list"),
@@ -243,11 +305,45 @@ def _checked_component(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def _inherited(
+    dataset: dict[str, Any] | None, validation: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """dataset_val with the keys that it leaves out; another component has keys of its own."""
+    if validation is None or dataset is None:
+        return validation
+    if validation.get("_component_", dataset["_component_"]) != dataset["_component_"]:
+        return validation
+    return {**dataset, **validation}
+
+
+def _data_faults(values: dict[str, Any]) -> list[str]:
+    faults = []
+    validation = values.get("dataset_val")
+    if validation is not None:
+        try:
+            _checked_component("dataset_val", validation)
+        except ConfigError as error:
+            faults.extend(error.faults)
+    elif values.get("run_val_every_n_steps"):
+        faults.append(
+            "run_val_every_n_steps: needs dataset_val, such as dataset_val.split=train[95%:]"
+        )
+    length = (values.get("tokenizer") or {}).get("max_seq_len")
+    for key in ("dataset", "dataset_val"):
+        packed = (values.get(key) or {}).get("packed")
+        if packed and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+            faults.append(f"{key}.packed: set tokenizer.max_seq_len, the length of a packed row")
+    return faults
+
+
 def _block_faults(values: dict[str, Any]) -> list[str]:
     faults = []
     for key, choices in (("device", ("auto", "cuda", "cpu")), ("dtype", ("bf16", "fp32"))):
         if key in values and values[key] not in choices:
             faults.append(f"{key}: must be one of {', '.join(choices)}, found {values[key]!r}")
+    if values.get("export_checkpoint") not in (None, "best", "last"):
+        found = values["export_checkpoint"]
+        faults.append(f"export_checkpoint: must be one of best, last, found {found!r}")
     folder = (values.get("checkpointer") or {}).get("checkpoint_dir")
     if "checkpointer" in values and not isinstance(folder, str):
         faults.append("checkpointer.checkpoint_dir: must name the model's folder")
@@ -269,57 +365,37 @@ def _block_faults(values: dict[str, Any]) -> list[str]:
     return faults
 
 
+def _memory_faults(values: dict[str, Any]) -> list[str]:
+    faults = []
+    modes = (None, "none", "full", "selective")
+    mode, option = values.get("ac_mode"), values.get("ac_option")
+    if mode not in modes:
+        faults.append(f"ac_mode: must be one of none, full, selective, found {mode!r}")
+    if mode == "selective" and not (option == "op" or re.fullmatch("[1-9][0-9]*", str(option))):
+        faults.append(
+            "ac_option: must be op, or n to recompute every n-th layer, where ac_mode is "
+            f"selective; found {option!r}"
+        )
+    checkpointing = values.get("enable_activation_checkpointing")
+    if mode == "none" and checkpointing:
+        faults.append("ac_mode: is none and enable_activation_checkpointing is True; remove one")
+    recomputed = mode == "full" or (mode == "selective" and option != "op")
+    if values.get("enable_activation_offloading") and not (
+        recomputed or (mode is None and checkpointing)
+    ):
+        faults.append(
+            "enable_activation_offloading: moves the inputs of recomputed layers; "
+            "set enable_activation_checkpointing=True, or ac_mode=selective with a number"
+        )
+    masters = values.get("master_weights")
+    if masters not in (None, "fp32"):
+        faults.append(f"master_weights: must be fp32 or empty (as dtype), found {masters!r}")
+    return faults
+
+
 def _block(content: dict[str, Any], key: str) -> dict[str, Any]:
     value = content.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _not_there_yet(content: dict[str, Any], values: dict[str, Any]) -> list[str]:
-    """A fault for each value that asks for what this trainer does not do."""
-    faults = []
-    offload = content.get("fsdp_cpu_offload") or _block(content, "fsdp").get("cpu_offload")
-    refusals = (
-        (
-            values["tensor_parallel_dim"] > 1 and values.get("compile"),
-            "compile: does not work with tensor_parallel_dim above 1; set compile=False",
-        ),
-        (
-            values["tensor_parallel_dim"] > 1 and values.get("enable_activation_offloading"),
-            "enable_activation_offloading: does not work with tensor_parallel_dim above 1; "
-            "set enable_activation_offloading=False",
-        ),
-        (
-            content.get("data_parallel_replicate_dim") not in (None, 1),
-            "data_parallel_replicate_dim: only 1 is supported; FSDP shards over all GPUs",
-        ),
-        (
-            content.get("data_parallel_shard_dim") not in (None, -1),
-            "data_parallel_shard_dim: only -1 (all GPUs) is supported",
-        ),
-        (offload, "fsdp_cpu_offload: is not supported; set it to False and use more GPUs"),
-        (
-            content.get("ac_mode") not in (None, "full"),
-            "ac_mode: selective activation checkpointing is not supported; "
-            "remove ac_mode and use enable_activation_checkpointing=True",
-        ),
-        (
-            (values.get("dataset") or {}).get("packed"),
-            "dataset.packed: packing is not supported; set dataset.packed=False",
-        ),
-        (
-            content.get("collate_fn") not in (None, "torchtune.data.padded_collate_sft"),
-            "collate_fn: only torchtune.data.padded_collate_sft is supported",
-        ),
-        (
-            values.get("enable_activation_offloading")
-            and not values.get("enable_activation_checkpointing"),
-            "enable_activation_offloading: needs enable_activation_checkpointing=True",
-        ),
-    )
-    for refused, fault in refusals:
-        if refused:
-            faults.append(fault)
-    return faults
 
 
 def _notes(content: dict[str, Any]) -> list[str]:
@@ -327,8 +403,10 @@ def _notes(content: dict[str, Any]) -> list[str]:
     notes = []
     if content.get("optimizer_in_bwd"):
         notes.append("optimizer_in_bwd: set aside; the optimizer steps after the backward pass")
-    if content.get("enable_async_checkpointing"):
-        notes.append("enable_async_checkpointing: set aside; checkpoints are written in step")
+    if _block(content, "dataset").get("packed") and _block(content, "dataset").get(
+        "split_across_pack"
+    ):
+        notes.append("dataset.split_across_pack: set aside; samples are packed whole")
     if content.get("tensor_parallel_plan"):
         notes.append("tensor_parallel_plan: set aside; the trainer has a plan of its own")
     if content.get("memory_efficient_fsdp_wrap"):
@@ -345,7 +423,8 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
     Raises:
         ConfigError: the component does not exist, or does not take these arguments.
     """
-    dotted, factory = block.get("_component_"), component(key, block)
+    dotted = _checked_component(key, block)["_component_"]
+    factory = component(key, dotted)
     arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
     try:
         return factory(*args, **arguments)
@@ -356,12 +435,11 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
 
 def arguments_of(key: str, block: dict[str, Any]) -> set[str]:
     """The names of what the component that a block names can be told."""
-    return set(inspect.signature(component(key, block)).parameters)
+    return set(inspect.signature(component(key, block["_component_"])).parameters)
 
 
-def component(key: str, block: dict[str, Any]) -> Any:
-    """What a block's `_component_` names; raises ConfigError where there is none."""
-    dotted = _checked_component(key, block)["_component_"]
+def component(key: str, dotted: str) -> Any:
+    """What the dotted path of a `_component_` names; raises ConfigError where there is none."""
     module_name, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), name)

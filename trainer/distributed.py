@@ -32,6 +32,7 @@ class World:
     device: torch.device
     cpu_group: dist.ProcessGroup
     tensor_parallel_dim: int = 1
+    replicate_dim: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -42,6 +43,11 @@ class World:
     def data_size(self) -> int:
         """Number of groups of ranks that see different data."""
         return self.size // self.tensor_parallel_dim
+
+    @property
+    def shard_dim(self) -> int:
+        """Over how many of these groups one copy of the model is sharded."""
+        return self.data_size // self.replicate_dim
 
     @property
     def data_rank(self) -> int:
@@ -94,16 +100,23 @@ def _one_line(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 
-def start(device: str, tensor_parallel_dim: int = 1) -> World:
+def start(
+    device: str,
+    tensor_parallel_dim: int = 1,
+    replicate_dim: int = 1,
+    shard_dim: int = -1,
+) -> World:
     """Join the process group that torchrun describes, or a world of one without torchrun.
 
     Args:
         device: auto, cuda or cpu. cuda talks over NCCL, and over gloo for what is on the CPU.
         tensor_parallel_dim: how many neighbouring ranks split each layer.
+        replicate_dim: how many copies of the model there are.
+        shard_dim: over how many tensor-parallel groups each copy is sharded; -1: all that are left.
 
     Raises:
         ConfigError: cuda is asked for and not there, fewer GPUs than local ranks, or a number of
-            ranks that tensor_parallel_dim does not divide.
+            ranks that is not the product of the three dimensions.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -113,6 +126,7 @@ def start(device: str, tensor_parallel_dim: int = 1) -> World:
             f"tensor_parallel_dim: {tensor_parallel_dim} does not divide the {size} ranks of this "
             "run; set tensor_parallel_dim to a number that does, or change the number of GPUs"
         )
+    _check_data_dims(size // tensor_parallel_dim, replicate_dim, shard_dim)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -132,7 +146,21 @@ def start(device: str, tensor_parallel_dim: int = 1) -> World:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    return World(rank, size, local_rank, where, cpu_group, tensor_parallel_dim)
+    return World(rank, size, local_rank, where, cpu_group, tensor_parallel_dim, replicate_dim)
+
+
+def _check_data_dims(groups: int, replicate_dim: int, shard_dim: int) -> None:
+    if shard_dim == -1 and groups % replicate_dim:
+        raise ConfigError(
+            f"data_parallel_replicate_dim: {replicate_dim} does not divide the {groups} "
+            "data-parallel groups of this run; set it to a number that does"
+        )
+    if shard_dim != -1 and replicate_dim * shard_dim != groups:
+        raise ConfigError(
+            f"data_parallel_shard_dim: {replicate_dim} copies x {shard_dim} shards are not the "
+            f"{groups} data-parallel groups of this run; set data_parallel_shard_dim=-1 for what "
+            "is left"
+        )
 
 
 def _check_gpu(local_rank: int) -> None:

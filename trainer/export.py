@@ -1,5 +1,6 @@
 """The finished model as a Hugging Face folder, and its adapter as PEFT reads it."""
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,9 +39,9 @@ COPIED = (
 def export(model: Model, config: TrainConfig, world: World) -> Path:
     """Write <output_dir>/export and return it; all ranks call this together.
 
-    Tensors are gathered one at a time, and rank 0 writes them in files of at most 4 GiB (or one
-    tensor). LoRA and DoRA are merged (see `lora.merged` for a quantised base), and the adapter by
-    itself lies in `adapter/`; with `save_adapter_weights_only` the merged weights are left out.
+    Tensors are gathered and written one at a time; rank 0 writes, in files of at most 4 GiB (or
+    one tensor). LoRA and DoRA are merged (see `lora.merged` for a quantised base), and the adapter
+    by itself lies in `adapter/`; with `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / FOLDER
     temporary = config.output_dir / f".tmp_{FOLDER}"
@@ -79,10 +80,13 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
         names = ["model.safetensors"]
     stream = _hf_tensors(model, world.is_main)
     for name, keys in zip(names, shards, strict=True):
-        tensors = dict(next(stream) for _ in keys)
-        world.on_main(lambda n=name, t=tensors: save_file(t, folder / n, metadata={"format": "pt"}))
+        file = world.on_main(lambda n=name, k=keys: weights.SafetensorsWriter(folder / n, k))
+        for key, tensor in itertools.islice(stream, len(keys)):
+            if file is not None:
+                file.add(key, tensor)
+        world.on_main(lambda f=file: f.close())
     if len(shards) > 1:
-        total = sum(_bytes(model, parts) for parts in _base_parameters(model).values())
+        total = sum(_bytes(parts, model.dtype) for parts in _base_parameters(model).values())
         index = {
             "metadata": {"total_size": total},
             "weight_map": {k: n for n, keys in zip(names, shards, strict=True) for k in keys},
@@ -99,12 +103,9 @@ def _base_parameters(model: Model) -> dict[str, list[tuple[str, torch.nn.Paramet
     return found
 
 
-def _bytes(model: Model, parts: list[tuple[str, torch.nn.Parameter]]) -> int:
+def _bytes(parts: list[tuple[str, torch.nn.Parameter]], dtype: torch.dtype) -> int:
     """The size of a tensor in the export, where nothing is quantised."""
-    return sum(
-        nf4.dense_numel(p) * (model.dtype if nf4.is_packed(p) else p.dtype).itemsize
-        for _, p in parts
-    )
+    return sum(nf4.dense_numel(parameter) * dtype.itemsize for _, parameter in parts)
 
 
 def _plan(model: Model) -> list[list[str]]:
@@ -112,7 +113,7 @@ def _plan(model: Model) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     room = MAX_SHARD_BYTES
     for key, parts in _base_parameters(model).items():
-        size = _bytes(model, parts)
+        size = _bytes(parts, model.dtype)
         if size > room and shards[-1]:
             shards.append([])
             room = MAX_SHARD_BYTES
@@ -134,12 +135,11 @@ def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
             else:
                 tensor = whole(parameter.detach())
             if keep:
-                rows.append(family.to_hf(name, tensor.cpu(), model.hf_config))
+                rows.append(family.to_hf(name, tensor.to(model.dtype).cpu(), model.hf_config))
         yield key, torch.cat(rows) if keep else torch.empty(0)
 
 
 def _layers(model: Model) -> dict[str, torch.nn.Module]:
-    """The modules by their plain names."""
     return {weights.plain_name(name): m for name, m in model.module.named_modules()}
 
 
@@ -154,37 +154,46 @@ def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]
 
     Where one Hugging Face matrix holds the rows of several layers, their adapters become one:
     the A's stand one below the other, and the B's are the blocks of a block-diagonal B. Rows
-    without an adapter have zeros in it, and DoRA's magnitudes there are those rows' norms.
+    without an adapter have zeros in it, and in DoRA the norm that they have as their magnitude.
     """
-    family, named = families.of(model.hf_config), _layers(model)
+    family, layers = families.of(model.hf_config), _layers(model)
     tensors, ranks = {}, {}
     for key, parts in _base_parameters(model).items():
-        layers = [(name, named.get(name.removesuffix(".weight"))) for name, _ in parts]
-        adapted = [layer for _, layer in layers if isinstance(layer, lora.ADAPTED)]
+        own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
+        adapted = [layer for layer in own.values() if isinstance(layer, lora.ADAPTED)]
         if not adapted:
             continue
-        b = torch.zeros(sum(p.shape[0] for _, p in parts), sum(map(lora.rank, adapted)))
-        magnitudes = []
-        row = column = 0
-        for (name, layer), (_, parameter) in zip(layers, parts, strict=True):
-            if isinstance(layer, lora.ADAPTED):
-                own = family.to_hf(name, whole(layer.lora_b.weight).cpu(), model.hf_config)
-                b = b.to(own.dtype)
-                b[row : row + own.shape[0], column : column + own.shape[1]] = own
-                column += own.shape[1]
-            if isinstance(adapted[0], DoRALinear):
-                own = lora.magnitude(layer, b.dtype).cpu()
-                magnitudes.append(family.to_hf(name, own, model.hf_config))
-            row += parameter.shape[0]
         place = "base_model.model." + key.removesuffix(".weight")
-        tensors[f"{place}.lora_A.weight"] = torch.cat(
-            [whole(layer.lora_a.weight).cpu() for layer in adapted]
-        )
-        tensors[f"{place}.lora_B.weight"] = b
-        if magnitudes:
-            tensors[f"{place}.lora_magnitude_vector"] = torch.cat(magnitudes)
-        ranks[place.rpartition(".")[2]] = b.shape[1]
+        a = torch.cat([whole(layer.lora_a.weight).cpu() for layer in adapted])
+        b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
+        row = column = 0
+        for name, parameter in parts:
+            if own[name] in adapted:
+                block = whole(own[name].lora_b.weight).cpu()
+                end = row + block.shape[0], column + block.shape[1]
+                b[row : end[0], column : end[1]] = family.to_hf(name, block, model.hf_config)
+                column = end[1]
+            row += parameter.shape[0]
+        tensors |= {
+            f"{place}.lora_A.weight": a.to(model.dtype),
+            f"{place}.lora_B.weight": b.to(model.dtype),
+        }
+        if isinstance(adapted[0], DoRALinear):
+            tensors[f"{place}.lora_magnitude_vector"] = torch.cat(
+                [
+                    family.to_hf(name, _magnitude(layer, model.dtype), model.hf_config)
+                    for name, layer in own.items()
+                ]
+            )
+        ranks[place.rpartition(".")[2]] = len(a)
     return tensors, ranks
+
+
+def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """DoRA's magnitude of a layer's rows, [out]; that of a layer without DoRA leaves it alone."""
+    if isinstance(layer, DoRALinear):
+        return whole(layer.magnitude).cpu()
+    return lora.row_norms(lora.merged(layer, dtype), quantised=False).to(dtype).cpu()
 
 
 def _save_adapter(
@@ -200,7 +209,7 @@ def _save_adapter(
         folder / "adapter_model.safetensors",
         metadata={"format": "pt"},
     )
-    first = next(m for m in model.module.modules() if isinstance(m, lora.ADAPTED))
+    first = next(m for m in _layers(model).values() if isinstance(m, lora.ADAPTED))
     write_json(folder / "adapter_config.json", _peft_config(first, ranks, config))
 
 
@@ -208,16 +217,16 @@ def _peft_config(
     layer: torch.nn.Module, ranks: dict[str, int], config: TrainConfig
 ) -> dict[str, Any]:
     # A fused adapter's rank is higher, and PEFT scales by alpha / rank.
-    own, scaling = lora.rank(layer), lora.scaling(layer)
-    fused = {name: rank for name, rank in ranks.items() if rank != own}
+    rank, scaling = lora.rank(layer), lora.scaling(layer)
+    fused = {name: own for name, own in ranks.items() if own != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(config.model_folder),
-        "r": own,
-        "lora_alpha": scaling * own,
+        "r": rank,
+        "lora_alpha": scaling * rank,
         "rank_pattern": fused,
-        "alpha_pattern": {name: scaling * rank for name, rank in fused.items()},
+        "alpha_pattern": {name: scaling * own for name, own in fused.items()},
         "use_dora": isinstance(layer, DoRALinear),
         "lora_dropout": getattr(layer.dropout, "p", 0.0),
         "target_modules": sorted(ranks),

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from trainer.compat import (
     Gemma2FinalNorm,
     GemmaRMSNorm,
     Llama3ScaledRoPE,
-    MultiHeadAttention,
     Phi3RotaryPositionalEmbeddings,
     Qwen2RotaryPositionalEmbeddings,
     RMSNorm,
@@ -399,7 +397,10 @@ def _equal(left: Any, right: Any) -> bool:
 def _fit_windows(
     module: TransformerDecoder, given: dict[str, Any], arguments: Container[str]
 ) -> list[str]:
-    """Give each layer's attention the window that config.json gives it."""
+    """Give each layer's attention the window that config.json gives it.
+
+    torchtune's Mistral, Phi 3 and Qwen 2 see the whole sequence; trainer.attention heeds it.
+    """
     window = given["sliding_window"]
     family, kinds = FAMILIES[given["model_type"]], given.get("layer_types")
     for index, layer in enumerate(module.layers):
@@ -413,38 +414,7 @@ def _fit_windows(
         # A window that no sequence is longer than needs no mask.
         wanted = wanted if wanted and wanted < module.max_seq_len else None
         layer.attn.sliding_window_size = wanted
-        if wanted and isinstance(layer.attn, MultiHeadAttention):
-            layer.attn._attention_call = partial(_windowed, layer.attn._attention_call, wanted)
     return []
-
-
-def _windowed(
-    call: Callable[..., torch.Tensor],
-    window: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-) -> torch.Tensor:
-    """Attention in which a token sees itself and the `window` - 1 tokens before it.
-
-    torchtune's Mistral, Phi 3 and Qwen 2 see the whole sequence. The bound is transformers'
-    (masking_utils.sliding_window_overlay).
-
-    Args:
-        q, k, v: [batch, heads, sequence, head_dim].
-        mask: [batch, sequence, sequence], True where a token may see another; None: causal.
-    """
-    length = q.shape[2]
-    if length > window:
-        position = torch.arange(length, device=q.device)
-        distance = position[:, None] - position
-        near = (distance >= 0) & (distance < window)
-        mask, is_causal = near[None] if mask is None else mask & near, False
-    return call(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
 
 
 class CappedTiedLinear(TiedLinear):

@@ -162,14 +162,3 @@ def merged(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         norms = torch.linalg.vector_norm(result, dim=1).to(magnitude.dtype)
         result *= (magnitude / norms).float()[:, None]
     return result.to(dtype)
-
-
-@torch.no_grad()
-def magnitude(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """DoRA's magnitude of the layer's rows [out], their norms where it is not adapted.
-
-    All ranks call this together.
-    """
-    if isinstance(layer, DoRALinear):
-        return whole(layer.magnitude.detach())
-    return torch.linalg.vector_norm(merged(layer, dtype), dim=1, dtype=torch.float32).to(dtype)

@@ -39,14 +39,14 @@ class TokenLoss:
         Logits that are split over the vocabulary need `vocabulary_split_loss` around this call
         and around the backward pass.
         """
-        logits = model(batch.tokens.to(device, non_blocking=True))
+        batch = batch.to(device)
+        logits = model(batch.tokens, mask=batch.documents, input_pos=batch.positions)
         chunks = logits if isinstance(logits, list) else [logits]
         if batch.target_count == 0:
             # All ranks must run the same backward pass, and a mean over no token is NaN.
             return parallel.whole(sum(chunk.sum() for chunk in chunks)) * 0.0
-        labels = batch.labels.to(device, non_blocking=True)
         if isinstance(logits, list):
-            mean = self._component(logits, labels)
+            mean = self._component(logits, batch.labels)
         else:
-            mean = self._component(logits.flatten(0, 1), labels.flatten())
+            mean = self._component(logits.flatten(0, 1), batch.labels.flatten())
         return parallel.whole(mean) * batch.target_count

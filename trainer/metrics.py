@@ -130,10 +130,11 @@ def progress_line(record: dict[str, Any], total_steps: int, epochs: int, left_s:
     width = len(str(total_steps))
     gpu = record["peak_memory_reserved_gb"]
     memory_gb = record["memory_rss_gb"] if gpu is None else gpu
+    validation = f"val loss {record['val_loss']:8.4f}  " if "val_loss" in record else ""
     return (
         f"step {record['step']:>{width}}/{total_steps}  "
         f"epoch {record['epoch']:>{len(str(epochs))}}/{epochs}  "
-        f"loss {record['loss']:8.4f}  lr {record['lr']:.2e}  "
+        f"loss {record['loss']:8.4f}  {validation}lr {record['lr']:.2e}  "
         f"grad norm {record['grad_norm']:8.3f}  "
         f"{record['tokens_per_second_per_gpu']:>8,.0f} tok/s/GPU  "
         f"mem {memory_gb:5.1f} GiB  left {duration(left_s)}"

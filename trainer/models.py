@@ -1,22 +1,27 @@
 """The model: built on the meta device, laid out over the ranks, filled from safetensors."""
 
+import inspect
 import json
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 
-from trainer import families, lora, nf4, parallel, tensor_parallel, weights
+from trainer import (
+    activations,
+    attention,
+    families,
+    lora,
+    nf4,
+    parallel,
+    tensor_parallel,
+    weights,
+)
 from trainer.compat import (
     TransformerDecoder,
-    TransformerSelfAttentionLayer,
-    get_act_offloading_ctx_manager,
     get_adapter_params,
 )
 from trainer.config import TrainConfig, arguments_of, component, instantiate
@@ -28,7 +33,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Model:
-    """A model ready to train, and what the export must know about it."""
+    """A model ready to train, and what the export must know about it.
+
+    dtype: what it computes and is exported in; with master weights parameters are kept in fp32.
+    """
 
     module: TransformerDecoder
     hf_config: dict[str, Any]
@@ -55,45 +63,41 @@ class Model:
         )
 
 
-def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
+def build(
+    config: TrainConfig,
+    world: World,
+    output_chunks: int = 0,
+    data_faults: Callable[[int, int], list[str]] | None = None,
+) -> Model:
     """Build, shard and fill the model that `config` names.
 
     Every rank holds only its own part of the weights.
 
     Args:
         output_chunks: in how many parts the model gives its logits (0: whole).
+        data_faults: by (tokens, positions) that the model knows, why the data does not fit it.
 
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    source, hf_config, module = world.agree(lambda: _checked_module(config, world))
+    source, hf_config, module = world.agree(lambda: _checked_module(config, world, data_faults))
     dtype = DTYPES[config.dtype]
     adapter = get_adapter_params(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not adapter or name in adapter)
-    mesh = parallel.device_mesh(world)
+    if config.master_weights:
+        _keep_trainable_in_fp32(module)
+    fsdp = parallel.needs_fsdp(config, world)
+    mesh = parallel.device_mesh(world, fsdp)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
-    if config.enable_activation_checkpointing:
-        apply_activation_checkpointing(
-            module,
-            checkpoint_wrapper_fn=checkpoint_wrapper,
-            check_fn=lambda m: isinstance(m, TransformerSelfAttentionLayer),
-        )
-    if config.compile:
-        for layer in module.layers:
-            layer.compile()
+    attention.use_documents(module, world.device)
+    activations.prepare(module, config)
     if output_chunks:
         module.set_num_output_chunks(output_chunks)
-    if world.data_size > 1:
-        parallel.shard(
-            module,
-            mesh["dp_shard"],
-            dtype,
-            extra_layers=config.custom_sharded_layers or [],
-            reshard_after_forward=config.fsdp_reshard_after_forward,
-        )
-    module.to_empty(device=world.device)
+    if fsdp:
+        parallel.shard(module, mesh, dtype, config)
+    _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     _fill_rope_caches(module, world.device)
     nf4.fill_tables(module)
     world.agree(lambda: weights.load(module, source, hf_config))
@@ -103,7 +107,9 @@ def build(config: TrainConfig, world: World, output_chunks: int = 0) -> Model:
 
 
 def _checked_module(
-    config: TrainConfig, world: World
+    config: TrainConfig,
+    world: World,
+    data_faults: Callable[[int, int], list[str]] | None,
 ) -> tuple[weights.SafetensorsSource, dict[str, Any], TransformerDecoder]:
     """The files, their config.json and an empty model on the meta device that fits them."""
     source = weights.SafetensorsSource.open(config.checkpointer)
@@ -122,6 +128,8 @@ def _checked_module(
     ]
     faults += families.fit(module, hf_config, arguments_of("model", config.model))
     faults += tensor_parallel.faults(module, config.tensor_parallel_dim)
+    if data_faults is not None:
+        faults += data_faults(module.tok_embeddings.num_embeddings, module.max_seq_len)
     faults += weights.mismatches(module, source, config.model_folder, hf_config)
     if faults:
         raise ConfigError(*faults)
@@ -138,12 +146,12 @@ def empty_module(block: dict[str, Any]) -> TransformerDecoder:
     Raises:
         ConfigError: no text decoder, or one that cannot be quantised.
     """
-    builder = component("model", block)
+    builder = component("model", block["_component_"])
     # A qlora_* builder is the lora_* one with this keyword set.
     preset = getattr(builder, "keywords", {}).get("quantize_base", False)
     quantised = block.get("quantize_base", preset)
     plain = {key: value for key, value in block.items() if key != "quantize_base"}
-    if "quantize_base" in arguments_of("model", block):
+    if "quantize_base" in inspect.signature(builder).parameters:
         plain["quantize_base"] = False
     module = instantiate("model", plain)
     if not isinstance(module, TransformerDecoder):
@@ -164,9 +172,12 @@ def _check_quantisable(module: TransformerDecoder) -> None:
         raise ConfigError(*faults)
 
 
-def activation_offloading(model: Model, config: TrainConfig) -> Any:
-    """A context manager for the forward pass; it does nothing unless offloading is asked for."""
-    return get_act_offloading_ctx_manager(model.module, config.enable_activation_offloading)
+def _keep_trainable_in_fp32(module: nn.Module) -> None:
+    """Make trainable parameters fp32 and leave frozen ones, which no update can be lost on."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.requires_grad:
+                setattr(owner, name, nn.Parameter(parameter.float()))
 
 
 @contextmanager
@@ -177,6 +188,15 @@ def _default_dtype(dtype: torch.dtype):
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _allocate(module: nn.Module, device: torch.device, *, parameters_on_cpu: bool) -> None:
+    """Bring `module` from the meta device to memory that is not filled yet."""
+    module.to_empty(device="cpu" if parameters_on_cpu else device)
+    if parameters_on_cpu:
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, name, torch.empty_like(buffer, device=device))
 
 
 def _fill_rope_caches(module: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""How the model is laid out over the ranks: FSDP2 by transformer block, and tensor parallelism."""
+"""How the model is laid out over the ranks: copies, FSDP2 by block, and tensor parallelism."""
 
 import logging
 import math
@@ -8,10 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from trainer.compat import TiedLinear, TransformerDecoder
+from trainer.config import TrainConfig
 from trainer.distributed import World
 
 # Parameters that are split by both dimensions are gathered in two steps; torch warns of each.
@@ -22,36 +28,66 @@ logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\)")
 
 
-def device_mesh(world: World) -> DeviceMesh | None:
-    """The ranks as a mesh (dp_shard, tp) without dimensions of size 1; None for one rank.
+def needs_fsdp(config: TrainConfig, world: World) -> bool:
+    """Whether FSDP2 holds the model: over several ranks, or for what it alone can do on one.
 
-    Ranks of one tensor-parallel group are neighbours, so that they share a node.
+    That is to keep parameters on the CPU, and to compute in another dtype than they are kept in.
     """
-    sizes = {"dp_shard": world.data_size, "tp": world.tensor_parallel_dim}
-    sizes = {name: size for name, size in sizes.items() if size > 1}
-    if not sizes:
+    return world.data_size > 1 or config.fsdp_cpu_offload or config.master_weights is not None
+
+
+def described(config: TrainConfig, world: World) -> str:
+    """The layout in words, for the log."""
+    masters = f" with {config.master_weights} master weights" if config.master_weights else ""
+    parts = [config.dtype + masters]
+    if world.shard_dim > 1:
+        parts.append(f"FSDP over {world.shard_dim}")
+    if world.replicate_dim > 1:
+        parts.append(f"{world.replicate_dim} copies")
+    if world.tensor_parallel_dim > 1:
+        parts.append(f"tensor parallel over {world.tensor_parallel_dim}")
+    if config.fsdp_cpu_offload:
+        parts.append("parameters and optimizer on the CPU")
+    return ", ".join(parts)
+
+
+def device_mesh(world: World, fsdp: bool) -> DeviceMesh | None:
+    """The ranks as a mesh (dp_replicate, dp_shard, tp); None for one rank without FSDP.
+
+    Dimensions of size 1 are left out, but for dp_shard where FSDP is used. Ranks of one
+    tensor-parallel group are neighbours, and so are those of one copy, so that they share a node.
+    """
+    sizes = {
+        "dp_replicate": world.replicate_dim,
+        "dp_shard": world.shard_dim,
+        "tp": world.tensor_parallel_dim,
+    }
+    kept = {n: size for n, size in sizes.items() if size > 1 or (fsdp and n == "dp_shard")}
+    if not kept:
         return None
-    return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 def shard(
-    model: TransformerDecoder,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    *,
-    extra_layers: list[str],
-    reshard_after_forward: bool,
+    model: TransformerDecoder, mesh: DeviceMesh, dtype: torch.dtype, config: TrainConfig
 ) -> None:
-    """Shard `model` over the one-dimensional `mesh` in place.
+    """Shard `model` over the mesh's dp_shard, and copy it over dp_replicate, in place.
 
-    Gradients are summed over ranks in fp32, whatever `dtype` the weights have.
+    It computes in `dtype`; gradients are summed over ranks in fp32. With both dimensions this is
+    hybrid sharding: weights are gathered within a copy, gradients are summed over all copies.
 
     Args:
         model: on the meta device, before its weights are loaded; tensor parallelism comes first.
-        extra_layers: names of modules to shard by themselves (large embeddings).
     """
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    copies = "dp_replicate" in mesh.mesh_dim_names
+    options = {
+        "mesh": mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "reshard_after_forward": config.fsdp_reshard_after_forward,
+    }
+    if config.fsdp_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    extra_layers = config.custom_sharded_layers or []
     for name in extra_layers:
         if not _stays_with_root(model, name):
             fully_shard(model.get_submodule(name), **options)
@@ -69,10 +105,25 @@ def _stays_with_root(model: TransformerDecoder, name: str) -> bool:
     return name == "output" and model.num_output_chunks > 0
 
 
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass sums gradients over ranks (off between micro-steps)."""
+def set_gradient_sync(model: nn.Module, *, last: bool, each: bool) -> None:
+    """Say before a backward pass whether it sums gradients over ranks.
+
+    Between micro-steps nothing is sent, and every rank keeps a whole copy's gradients in fp32.
+
+    Args:
+        last: this is the last micro-step.
+        each: sum within a copy after each micro-step, so that every rank keeps its shard only.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+        model.set_requires_gradient_sync(last or each)
+        model.set_requires_all_reduce(last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up the gathered parameters that a forward pass without a backward pass has left."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_part(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
@@ -92,7 +143,10 @@ def local_part(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The unsharded tensor, on every rank; all ranks must call this together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # What is kept on the CPU is gathered where the ranks' own network is.
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> torch.Tensor:

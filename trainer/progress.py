@@ -11,7 +11,11 @@ FILE = "progress.json"
 
 @dataclass
 class Progress:
-    """state: running, stopped or finished; steps count from 1; losses are None before step 1."""
+    """state: running, stopped or finished; steps count from 1; losses are None before step 1.
+
+    best_step is the checkpoint with the lowest val_loss; checkpoint_blocked_s are the seconds for
+    which this start's training has waited for checkpoints.
+    """
 
     total_steps: int
     attempt: int
@@ -20,6 +24,9 @@ class Progress:
     checkpoint_step: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
+    best_step: int | None = None
+    best_val_loss: float | None = None
+    checkpoint_blocked_s: float = 0.0
 
     def write(self, run_dir: Path) -> None:
         """Replace the run's progress.json."""

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from trainer import config as configs
-from trainer import data, distributed, models, parallel
+from trainer import data, distributed, models, optimizers, parallel
 from trainer import progress as progresses
 from trainer.checkpoint import Checkpoints, TrainerState
-from trainer.config import TrainConfig, instantiate
+from trainer.config import TrainConfig
 from trainer.distributed import StopRequest, World
 from trainer.errors import (
-    ConfigError,
     NonFiniteLossError,
     TrainerError,
     describe,
@@ -32,11 +31,8 @@ from trainer.models import Model
 from trainer.profiling import profiler
 from trainer.progress import Progress
 from trainer.tensor_parallel import vocabulary_split_loss
-
-NO_TRAINED_TOKENS = (
-    "dataset: the first batch holds no token to train on; "
-    "check the answers' column and tokenizer.max_seq_len"
-)
+from trainer.validation import validation_loss
+from trainer.weights import SafetensorsSource
 
 
 class Trainer:
@@ -57,17 +53,27 @@ class Trainer:
         if config.cudnn_deterministic_mode is not None:
             torch.set_deterministic_debug_mode(config.cudnn_deterministic_mode)
 
-        self.batches, _ = data.build(config, world)
+        self.data = data.build(config, world, self.say)
+        self.batches = self.data.training
         self.loss = world.agree(lambda: TokenLoss(config))
-        self.model: Model = models.build(config, world, self.loss.output_chunks)
+        self.model: Model = models.build(config, world, self.loss.output_chunks, self.data.faults)
         self.optimizer = world.agree(
-            lambda: instantiate("optimizer", config.optimizer, self.model.trainable)
+            lambda: optimizers.build(config.optimizer, self.model.trainable)
         )
-        self.scheduler = world.agree(self._scheduler)
-        self.offload = models.activation_offloading(self.model, config)
+        self.scheduler = world.agree(
+            lambda: optimizers.schedule(
+                config.lr_scheduler, self.optimizer, self.batches.total_steps
+            )
+        )
+        self.base_weights = self._base_weights()
         self.checkpoints = Checkpoints(
-            config.output_dir, world, attempt, config.keep_last_n_checkpoints
+            config.output_dir,
+            world,
+            attempt,
+            keep=config.keep_last_n_checkpoints,
+            asynchronous=config.enable_async_checkpointing,
         )
+        self.saved_at, self.blocked_s = time.monotonic(), 0.0
         self.state = self._resume()
         self.progress = Progress(self.batches.total_steps, attempt)
         self.metrics = world.on_main(lambda: Metrics(config.output_dir, self.state.step))
@@ -81,34 +87,45 @@ class Trainer:
         clock = Clock(state.step)
         with profiler(config, self.world) as profile:
             for micro_batches in batches.from_step(state.step):
-                targets, tokens, stop = self.world.sum(
+                targets, tokens, stop, failed, due = self.world.sum(
                     [
                         weight * sum(b.target_count for b in micro_batches),
                         weight * sum(b.token_count for b in micro_batches),
                         self.stop.seen_here(),
+                        self.checkpoints.failed_here(),
+                        self._save_is_due(),
                     ]
                 )
+                self._tell_saved()
+                if failed:
+                    self.checkpoints.wait()
                 if stop:
                     self._honour_stop()
                     return False
-                if state.step == 0 and targets == 0:
-                    raise ConfigError(NO_TRAINED_TOKENS)
                 loss_sum = self._backward(micro_batches, max(targets, 1))
                 step = state.step + 1
-                logging = step in (1, last) or step % config.log_every_n_steps == 0
-                saving = step == last or (
-                    config.save_every_n_steps and step % config.save_every_n_steps == 0
+                validating = self._validates(step)
+                logging = validating or step in (1, last) or step % config.log_every_n_steps == 0
+                saving = (
+                    step == last
+                    or due
+                    or (config.save_every_n_steps and step % config.save_every_n_steps == 0)
                 )
                 norm = self._update(wanted=logging or saving)
                 state.step, state.tokens = step, state.tokens + int(tokens)
+                # The last one was measured on other weights, and this checkpoint may have none.
+                state.val_loss = None
                 clock.add(tokens)
                 if logging or saving:
                     figures = self._figures(loss_sum, targets, norm)
+                if validating:
+                    with clock.paused():
+                        figures["val_loss"] = self._validate()
                 if logging:
                     self._log(figures, clock)
                 if saving:
                     with clock.paused():
-                        self._save()
+                        self._save(wait=step == last)
                 profile.step()
         return True
 
@@ -116,6 +133,7 @@ class Trainer:
         """Write the export and the samples, then mark the run finished."""
         config = self.config
         self.optimizer.zero_grad(set_to_none=True)
+        self._choose_weights()
         self.say("exporting the model ...")
         folder = export(self.model, config, self.world)
         self.say(f"exported to {folder}")
@@ -141,11 +159,10 @@ class Trainer:
         scale = self.world.data_size / targets
         total = torch.zeros((), device=device)
         for index, batch in enumerate(micro_batches):
-            data.check_batch(batch, self.model.vocab_size, model.max_seq_len)
-            parallel.set_gradient_sync(model, index == len(micro_batches) - 1)
+            last = index == len(micro_batches) - 1
+            parallel.set_gradient_sync(model, last=last, each=self.config.sync_each_micro_batch)
             with vocabulary_split_loss(self.world.tensor_parallel_dim):
-                with self.offload:
-                    loss_sum = self.loss(model, batch, device)
+                loss_sum = self.loss(model, batch, device)
                 (loss_sum * scale).backward()
             total += loss_sum.detach()
         return total
@@ -156,7 +173,7 @@ class Trainer:
         parallel.sum_shares(self.model.trainable)
         if wanted or self.config.clip_grad_norm is not None:
             norm = parallel.clip_gradients(self.model.trainable, self.config.clip_grad_norm)
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -170,29 +187,50 @@ class Trainer:
         own = self.world.data_weight * loss_sum.item()
         loss = self.world.sum([own])[0] / max(targets, 1)
         figures = {"loss": loss, "grad_norm": float("nan") if norm is None else norm.item()}
+        self._check_finite(figures)
+        if self.state.loss_first is None:
+            self.state.loss_first = loss
+        self.state.loss_last = loss
+        return figures
+
+    def _check_finite(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise NonFiniteLossError(
                     f"step {self.state.step}: the {name.replace('_', ' ')} is {value}; the last "
                     "checkpoint is from before; lower optimizer.lr or set clip_grad_norm=1.0"
                 )
-        if self.state.loss_first is None:
-            self.state.loss_first = loss
-        self.state.loss_last = loss
-        return figures
+
+    def _validates(self, step: int) -> bool:
+        """Whether the validation loss is due after `step`: every n steps, or after each epoch."""
+        if self.data.validation is None:
+            return False
+        every = self.config.run_val_every_n_steps or self.batches.steps_per_epoch
+        return step == self.batches.total_steps or step % every == 0
+
+    def _validate(self) -> float:
+        loss = validation_loss(self.model, self.loss, self.data.validation, self.world)
+        self._check_finite({"val_loss": loss})
+        self.state.val_loss = loss
+        return loss
 
     def _log(self, figures: dict[str, float], clock: Clock) -> None:
         state, config = self.state, self.config
         step_time, rate = clock.lap(state.step)
+        blocked, self.blocked_s = (
+            self.checkpoints.blocked_s - self.blocked_s,
+            self.checkpoints.blocked_s,
+        )
         record = {
             "step": state.step,
             "epoch": self.batches.epoch_of(state.step - 1) + 1,
-            "loss": figures["loss"],
+            **{name: value for name, value in figures.items() if name != "grad_norm"},
             "lr": self.lr,
             "grad_norm": figures["grad_norm"],
             "tokens_per_second_per_gpu": round(rate / self.world.size, 1),
             "step_time_s": round(step_time, 4),
             **memory(self.world.device),
+            "checkpoint_blocked_s": round(blocked, 4),
             "tokens": state.tokens,
             "time": round(time.time(), 3),
         }
@@ -201,26 +239,57 @@ class Trainer:
             left = clock.left(state.step, self.batches.total_steps)
             self.say(progress_line(record, self.batches.total_steps, config.epochs, left))
 
-    def _save(self) -> None:
+    def _save(self, wait: bool) -> None:
         if self.metrics is not None:
             self.metrics.flush()
         state = self.state
         state.world_size = self.world.size
-        state.scheduler = {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+        state.tensor_parallel_dim = self.world.tensor_parallel_dim
+        state.scheduler = optimizers.schedule_state(self.scheduler)
         state.run = self._identity()
-        self.checkpoints.save(self.model.module, self.optimizer, state)
-        self._report("running")
-        self.say(f"saved checkpoints/step_{state.step}")
+        self.checkpoints.save(self.model.module, self.optimizer, state, wait)
+        self.saved_at = time.monotonic()
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Tell of checkpoints that were committed, at once or beside the training."""
+        for step in self.checkpoints.newly_committed():
+            self._report("running")
+            self.say(f"saved checkpoints/step_{step}")
+
+    def _save_is_due(self) -> bool:
+        """True on rank 0, whose clock counts for all, where save_every_minutes have passed."""
+        minutes = self.config.save_every_minutes
+        if minutes is None or not self.world.is_main:
+            return False
+        return time.monotonic() - self.saved_at >= 60 * minutes
 
     def _honour_stop(self) -> None:
         step = self.state.step
         self.say(f"asked to stop: stopping after step {step}")
+        self.checkpoints.wait()
+        self._tell_saved()
         if step and step not in self.world.gather(self.checkpoints.steps())[0]:
-            self._save()
+            self._save(wait=True)
         self._report("stopped")
         if self.metrics is not None:
             self.metrics.close()
         self.stop.clear()
+
+    def _choose_weights(self) -> None:
+        """Put the best checkpoint's weights into the model, where these are to be exported."""
+        best = self.world.gather(self.checkpoints.best())[0]
+        if self.config.export_checkpoint == "last" or best is None:
+            if self.config.export_checkpoint == "best":
+                self.say("no checkpoint has a val_loss: exporting the last step")
+            return
+        step, val_loss = best
+        self.say(f"exporting step {step}, the best by val_loss {val_loss:.4f}")
+        if step == self.state.step:
+            return
+        fault = self.checkpoints.load_weights(step, self.model.module)
+        if fault is not None:
+            self.say(f"checkpoints/step_{step} is damaged ({fault}): exporting the last step")
 
     def _resume(self) -> TrainerState:
         restored = self.checkpoints.load(self.model.module, self.optimizer, self._identity())
@@ -231,24 +300,30 @@ class Trainer:
         self.say(f"resuming from checkpoints/step_{restored.step}")
         return restored
 
+    def _base_weights(self) -> str | None:
+        """Which base model an adapter belongs to, for its checkpoints do not hold that."""
+        if self.model.method == "full":
+            return None
+        found = self.world.on_main(
+            lambda: SafetensorsSource.open(self.config.checkpointer).fingerprint()
+        )
+        return self.world.gather(found)[0]
+
     def _identity(self) -> dict[str, Any]:
         """What must stay the same between a checkpoint and the start that resumes it."""
         return {
+            "method": self.model.method,
             "model": self.config.model,
+            "base_weights": self.base_weights,
+            "optimizer": self.config.optimizer["_component_"],
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,
             "dataset_size": self.batches.size,
+            "dataset_sha256": self.batches.rows.samples.sha256,
+            "packed_row_length": self.batches.rows.length,
             "samples_per_step": self.batches.samples_per_step,
             "steps_per_epoch": self.batches.steps_per_epoch,
         }
-
-    def _scheduler(self) -> Any:
-        block = self.config.lr_scheduler
-        if block is None:
-            return None
-        return instantiate(
-            "lr_scheduler", block, self.optimizer, num_training_steps=self.batches.total_steps
-        )
 
     def _report(self, state: str) -> None:
         """Bring progress.json up to date (rank 0)."""
@@ -256,35 +331,40 @@ class Trainer:
         now.state, now.step = state, self.state.step
         now.checkpoint_step = max(self.checkpoints.steps(), default=0)
         now.loss_first, now.loss_last = self.state.loss_first, self.state.loss_last
+        now.best_step, now.best_val_loss = self.checkpoints.best() or (None, None)
+        now.checkpoint_blocked_s = round(self.checkpoints.blocked_s, 3)
         if self.world.is_main:
             now.write(self.config.output_dir)
 
     def _tell(self, setup_s: float) -> None:
         config, world, batches = self.config, self.world, self.batches
         trainable, total = self.model.parameter_counts()
-        dataset, tensor_parallel = batches.size, world.tensor_parallel_dim
         per_step = batches.samples_per_step
         self.say(
             f"model      {config.model['_component_']}, {total:,} parameters\n"
             f"method     {self.model.method}, {trainable:,} trainable "
             f"({100 * trainable / total:.2f} %)\n"
-            f"ranks      {world.size} on {world.device.type}, {config.dtype}"
-            f"{f', FSDP over {world.data_size}' if world.data_size > 1 else ''}"
-            f"{f', tensor parallel over {tensor_parallel}' if tensor_parallel > 1 else ''}\n"
-            f"data       {dataset:,} samples, {per_step} a step, "
+            f"ranks      {world.size} on {world.device.type}, {parallel.described(config, world)}\n"
+            f"data       {_described(batches)}, {per_step} a step, "
             f"{batches.steps_per_epoch} steps an epoch\n"
+            f"{_validation_line(self.data.validation)}"
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self.state.step}; set up in {setup_s:.1f} s"
         )
 
 
-def _plain(scheduler: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state as JSON can hold it; its functions come from the config again."""
-    return {
-        key: value
-        for key, value in scheduler.items()
-        if isinstance(value, int | float | bool | list | str) and key != "lr_lambdas"
-    } | ({"lr_lambdas": [None] * len(scheduler["lr_lambdas"])} if "lr_lambdas" in scheduler else {})
+def _described(batches: data.Batches) -> str:
+    samples, rows = len(batches.rows.samples), batches.rows
+    if rows.length is None:
+        return f"{samples:,} samples"
+    return (
+        f"{samples:,} samples in {len(rows):,} packed rows of {rows.length:,} tokens, "
+        f"{100 * rows.filled:.0f} % filled"
+    )
+
+
+def _validation_line(batches: data.Batches | None) -> str:
+    return "" if batches is None else f"validation {_described(batches)}\n"
 
 
 def _span(progress: Progress) -> str:
@@ -301,13 +381,22 @@ def is_finished(config: TrainConfig) -> bool:
 
 def run(config: TrainConfig, attempt: int) -> None:
     """Do one start of a run, from where the last one got to."""
-    world = distributed.start(config.device, config.tensor_parallel_dim)
+    world = distributed.start(
+        config.device,
+        config.tensor_parallel_dim,
+        config.data_parallel_replicate_dim,
+        config.data_parallel_shard_dim,
+    )
     if world.gather(is_finished(config))[0]:
         say(world.is_main)(f"already finished: see {config.output_dir / 'export'}")
         return
     trainer = Trainer(config, world, attempt)
-    if trainer.train():
-        trainer.finish()
+    try:
+        if trainer.train():
+            trainer.finish()
+    except Exception:
+        trainer.checkpoints.settle()
+        raise
 
 
 def guarded(path: Path, task: Callable[[TrainConfig, int], None]) -> int:

@@ -9,7 +9,8 @@ the parameters, and does the communication and its gradients.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,6 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
-    RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -74,8 +74,43 @@ class LocalStyle(ParallelStyle):
             owner.register_parameter(
                 name.rpartition(".")[2], nn.Parameter(split, parameter.requires_grad)
             )
-        module.forward = partial(self._forward, module, device_mesh)
+        module.tensor_parallel_mesh = device_mesh
+        module.__class__ = _with_forward(type(module), self._forward)
         return module
+
+
+@cache
+def _with_forward(
+    kind: type[nn.Module], local_forward: Callable[[nn.Module, DeviceMesh, torch.Tensor], Any]
+) -> type[nn.Module]:
+    """A subclass of `kind` with another forward.
+
+    Not a forward of each module's own: the compiler could not share one layer's code with others.
+    """
+
+    def forward(self: nn.Module, x: torch.Tensor) -> Any:
+        return local_forward(self, self.tensor_parallel_mesh, x)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _embedding(layer: nn.Embedding, mesh: DeviceMesh, tokens: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence] to this rank's [batch, sequence / ranks, dim], from its rows."""
+    rows = layer.weight.to_local()
+    index = tokens - mesh.get_local_rank() * rows.shape[0]
+    elsewhere = (index < 0) | (index >= rows.shape[0])
+    found = F.embedding(index.masked_fill(elsewhere, 0), rows)
+    out = _summed_parts(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), mesh)
+    if isinstance(layer, GemmaNormEmbeddings):
+        # As Gemma was trained, the factor is rounded to the model's dtype.
+        out = out * torch.tensor(layer.embedding_dim**0.5, dtype=out.dtype)
+    return out
+
+
+def _summed_parts(share: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks' shares, [batch, sequence, dim], summed; each gets its part of the sequence."""
+    whole = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+    return whole.redistribute(placements=[SEQUENCE]).to_local()
 
 
 def _part_norm(norm: RMSNorm | GemmaRMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
@@ -99,16 +134,18 @@ def _norm(norm: RMSNorm | GemmaRMSNorm, mesh: DeviceMesh, x: torch.Tensor) -> to
 
 def _column(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
-    weight = layer.weight.to_local()
-    if isinstance(layer, lora.ADAPTED):
-        # A sees the whole input, but only this rank's rows of B send a gradient back to it.
-        a = layer.lora_a.weight.to_local(grad_placements=[Partial()])
-        b = layer.lora_b.weight.to_local()
-        magnitude = layer.magnitude.to_local() if hasattr(layer, "magnitude") else None
-        out = lora.adapted(layer, x, weight, a, b, magnitude)
-    else:
-        out = lora.base(layer, x, weight)
+    out = _column_product(layer, x, layer.weight.to_local())
     return out if layer.bias is None else out + layer.bias.to_local()
+
+
+def _column_product(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(layer, lora.ADAPTED):
+        return lora.base(layer, x, weight)
+    # A sees the whole input, but only this rank's rows of B send a gradient back to it.
+    a = layer.lora_a.weight.to_local(grad_placements=[Partial()])
+    b = layer.lora_b.weight.to_local()
+    magnitude = layer.magnitude.to_local() if hasattr(layer, "magnitude") else None
+    return lora.adapted(layer, x, weight, a, b, magnitude)
 
 
 def _row(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
@@ -124,8 +161,7 @@ def _row(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
         out = lora.adapted(layer, x, weight, a, b, magnitude, partial(_total, mesh))
     else:
         out = lora.base(layer, x, weight)
-    share = DTensor.from_local(out, mesh, [Partial()], run_check=False)
-    return share.redistribute(placements=[SEQUENCE]).to_local()
+    return _summed_parts(out, mesh)
 
 
 def _total(mesh: DeviceMesh, share: torch.Tensor) -> torch.Tensor:
@@ -151,7 +187,7 @@ def _plan(model: TransformerDecoder) -> dict[str, ParallelStyle]:
     column = LocalStyle(_column, COLUMN)
     row = LocalStyle(_row, {"weight": Shard(1), "lora_a.weight": Shard(1)})
     plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+        "tok_embeddings": LocalStyle(_embedding, {"weight": Shard(0)}),
         "layers.*.sa_norm": norm,
         "layers.*.attn.q_proj": column,
         "layers.*.attn.k_proj": column,
@@ -185,20 +221,7 @@ def split(model: TransformerDecoder, mesh: DeviceMesh) -> None:
     if isinstance(model.output, TiedLinear):
         # It is no module with a weight of its own: it asks the embedding for it at each call.
         model.output.linear.forward = partial(_tied_output, mesh)
-    embedding = model.tok_embeddings
-    if isinstance(embedding, GemmaNormEmbeddings):
-        # Only the ranks' sum is an embedding that can be scaled, so the scale comes after it.
-        embedding.forward = partial(nn.Embedding.forward, embedding)
     parallelize_module(model, mesh, _plan(model), src_data_rank=None)
-    if isinstance(embedding, GemmaNormEmbeddings):
-        embedding.register_forward_hook(_scale_embedding)
-
-
-def _scale_embedding(
-    embedding: GemmaNormEmbeddings, inputs: tuple[torch.Tensor, ...], out: torch.Tensor
-) -> torch.Tensor:
-    # As Gemma was trained, the factor is rounded to the model's dtype.
-    return out * torch.tensor(embedding.embedding_dim**0.5, dtype=out.dtype)
 
 
 def faults(model: TransformerDecoder, ranks: int) -> list[str]:

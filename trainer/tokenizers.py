@@ -18,11 +18,12 @@ def hugging_face_tokenizer(path: str, max_seq_len: int | None = None) -> "Huggin
     """Open the tokenizer of a Hugging Face model folder.
 
     Args:
-        path: folder with tokenizer.json, tokenizer_config.json and a chat template.
+        path: folder with tokenizer.json and tokenizer_config.json; messages need a chat template
+            in it too, plain text needs none.
         max_seq_len: longer conversations are cut to this many tokens; None cuts nothing.
 
     Raises:
-        ConfigError: a file is missing or there is no chat template.
+        ConfigError: tokenizer.json is missing or the chat template is broken.
     """
     return HuggingFaceTokenizer(Path(path), max_seq_len)
 
@@ -46,7 +47,9 @@ class HuggingFaceTokenizer:
             for key, value in settings.items()
             if key in ("bos_token", "eos_token", "pad_token", "unk_token") and value
         }
-        self._template = _compile_template(_template_text(folder, settings))
+        self._folder = folder
+        template = _template_text(folder, settings)
+        self._template = None if template is None else _compile_template(template)
         self.special_tokens = {
             token.content: index
             for index, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -56,9 +59,17 @@ class HuggingFaceTokenizer:
         pad_id = self._id("pad_token")
         self.pad_id = pad_id if pad_id is not None else self.eos_id or 0
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as it stands, without begin or end tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        """Token ids of `text`, between the begin token, where the model has one, and the end token.
+
+        Raises:
+            ConfigError: an end token is asked for and tokenizer_config.json names none.
+        """
+        if add_eos and self.eos_id is None:
+            raise ConfigError("tokenizer: has no eos_token; set dataset.add_eos=False")
+        begin = [self.bos_id] if add_bos and self.bos_id is not None else []
+        end = [self.eos_id] if add_eos else []
+        return begin + self._tokenizer.encode(text, add_special_tokens=False).ids + end
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -101,6 +112,11 @@ class HuggingFaceTokenizer:
         """The text that the model's chat template makes of {role, content} turns."""
         from jinja2 import TemplateError
 
+        if self._template is None:
+            raise ConfigError(
+                f"tokenizer.path: {self._folder} has no chat template; use the folder of an "
+                "instruct model, or the model's torchtune tokenizer"
+            )
         try:
             return self._template.render(
                 messages=turns,
@@ -130,17 +146,12 @@ class HuggingFaceTokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
-def _template_text(folder: Path, settings: dict[str, Any]) -> str:
+def _template_text(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(template, list):
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    if not isinstance(template, str):
-        raise ConfigError(
-            f"tokenizer.path: {folder} has no chat template; use the folder of an instruct model, "
-            "or the model's torchtune tokenizer"
-        )
-    return template
+    return template if isinstance(template, str) else None
 
 
 def _compile_template(text: str) -> Any:

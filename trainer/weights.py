@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,12 +78,78 @@ class SafetensorsSource:
             raise ConfigError(*faults)
         return cls(files, shapes)
 
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with the weights, whatever the folder is called.
+
+        They come from each file's size and the MiB in its middle: whole files take minutes.
+        """
+        digest = hashlib.sha256()
+        for path in sorted(set(self.files.values()), key=lambda path: path.name):
+            size = path.stat().st_size
+            digest.update(str(size).encode())
+            with open(path, "rb") as file:
+                file.seek(size // 2)
+                digest.update(file.read(1 << 20))
+        return digest.hexdigest()[:16]
+
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, (Hugging Face name, tensor), file by file."""
         for path in sorted(set(self.files.values())):
             with safe_open(path, framework="pt") as file:
                 for key in sorted(k for k, where in self.files.items() if where == path):
                     yield key, file.get_tensor(key)
+
+
+class SafetensorsWriter:
+    """Writes a safetensors file tensor by tensor, so that only one at a time is in memory.
+
+    The header stands before the data and tells where each tensor lies: room for it is kept, and
+    what is left of that is filled by blanks, as the format allows.
+
+    Args:
+        names: every tensor that will come, in any order.
+    """
+
+    _DTYPES: ClassVar[dict[torch.dtype, str]] = {
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+    }
+    _ENTRY_BYTES = 160  # more than one tensor's dtype, shape and offsets ever take
+
+    def __init__(self, path: Path, names: list[str]) -> None:
+        room = 64 + sum(len(json.dumps(name)) + self._ENTRY_BYTES for name in names)
+        self._room = -(-room // 8) * 8
+        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._end = 0
+        self._fault: OSError | None = None
+        self._file = open(path, "wb")  # noqa: SIM115
+        self._file.seek(8 + self._room)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append one tensor (CPU). A fault of the disk is raised by `close`."""
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        begin, self._end = self._end, self._end + data.nbytes
+        self._header[name] = {
+            "dtype": self._DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, self._end],
+        }
+        try:
+            if self._fault is None:
+                self._file.write(data)
+        except OSError as error:
+            # The other ranks are gathering the next tensor, and must not wait for this one.
+            self._fault = error
+
+    def close(self) -> None:
+        """Write the header and close the file."""
+        with self._file:
+            if self._fault is not None:
+                raise self._fault
+            header = json.dumps(self._header).encode().ljust(self._room)
+            self._file.seek(0)
+            self._file.write(len(header).to_bytes(8, "little") + header)
 
 
 def _listed_files(checkpointer: dict[str, Any], folder: Path) -> list[Path]:
@@ -124,8 +190,8 @@ def mismatches(
             faults.append(f"{folder}: holds nothing for the model's {name}")
         else:
             rows = wanted[key][0] if key in wanted else 0
-            own, *others = nf4.dense_shape(parameter)
-            wanted[key] = (rows + own, *others)
+            shape = nf4.dense_shape(parameter)
+            wanted[key] = (rows + shape[0], *shape[1:])
     for key in sorted(wanted.keys() - source.shapes.keys()):
         faults.append(f"{folder}: tensor {key} is missing")
     for key in sorted(source.shapes.keys() - wanted.keys()):

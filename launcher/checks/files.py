@@ -137,7 +137,7 @@ def data(context: Context) -> list[str] | str:
     for key, block in blocks:
         # What a validation set leaves out is the training set's.
         whole = {**blocks[0][1], **block} if key == "dataset_val" else block
-        for path in _data_files(block):
+        for path in _data_files({**whole, "data_files": block.get("data_files")}):
             if not context.here(path):
                 continue
             files.append(str(path))

@@ -57,6 +57,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
             "does not exist",
         ),
         (
+            ["submit", "--recipe", "demo", "--local", "dataset_val.data_files=/no/such.jsonl"],
+            1,
+            "dataset_val.data_files /no/such.jsonl does not exist",
+        ),
+        (
             ["submit", "--recipe", "demo", "--local", "+tokenizer.key=hf_" + "a" * 30],
             1,
             "holds a Hugging Face token",

@@ -28,8 +28,13 @@ MODEL_SIZES = {
 }
 
 
-def write_config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> Path:
-    """A small full fine-tune of the demo model in `folder`; returns its train.yaml."""
+def write_config(
+    folder: Path, model_folder: Path, dataset: Path, row_length: int | None = None, **changes: Any
+) -> Path:
+    """A small full fine-tune of the demo model in `folder`; returns its train.yaml.
+
+    `row_length` packs the samples into rows of so many tokens.
+    """
     config: dict[str, Any] = {
         "output_dir": str(folder),
         "seed": 3,
@@ -55,6 +60,9 @@ def write_config(folder: Path, model_folder: Path, dataset: Path, **changes: Any
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3},
         "clip_grad_norm": 1.0,
     }
+    if row_length is not None:
+        config["dataset"]["packed"] = True
+        config["tokenizer"]["max_seq_len"] = row_length
     for key, value in changes.items():
         if value is None:
             config.pop(key, None)
@@ -104,18 +112,30 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen, status: int | None = 0) -> str:
+def finish(
+    process: subprocess.Popen, status: int | None = 0, limit_s: float = START_LIMIT_S
+) -> str:
     """Wait for a start, check its exit status where one is given, return its output."""
-    output, _ = process.communicate(timeout=START_LIMIT_S)
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise AssertionError(f"not done in {limit_s} s:\n{process.communicate()[0]}") from None
     if status is not None:
         assert process.returncode == status, output
     return output
 
 
-def train(*configs: Path, ranks: int = 1, attempt: int = 0, status: int | None = 0) -> str:
+def train(
+    *configs: Path,
+    ranks: int = 1,
+    attempt: int = 0,
+    status: int | None = 0,
+    limit_s: float = START_LIMIT_S,
+) -> str:
     """One start from beginning to end. Several configs share the processes of one start."""
     module = "trainer.sft" if len(configs) == 1 else "tests.trainer.many"
-    return finish(start(*configs, ranks=ranks, attempt=attempt, module=module), status)
+    return finish(start(*configs, ranks=ranks, attempt=attempt, module=module), status, limit_s)
 
 
 def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:

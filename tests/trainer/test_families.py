@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.trainer.runs import metrics, train, write_config
 from trainer import distributed, families, models, weights
 from trainer import export as exports
+from trainer.attention import Documents
 from trainer.config import arguments_of, instantiate, load
 from trainer.errors import ConfigError
 
@@ -138,6 +139,13 @@ LORA = {
 }
 ADAPTERS = {"lora": LORA, "dora": LORA | {"use_dora": True}}
 TOKENS = torch.arange(120).reshape(2, 60) * 7 % 1024
+# Two documents in each row, both longer than the window.
+FIRST, SECOND = 25, 35
+POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(SECOND)]).expand(2, -1)
+DOCUMENTS = Documents(
+    numbers=torch.tensor([0] * FIRST + [1] * SECOND, dtype=torch.int32).expand(2, -1),
+    offsets=torch.tensor([0, FIRST, 60, 60 + FIRST, 120], dtype=torch.int32),
+)
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +187,11 @@ def builder(name: str, lora: dict[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
-def logits(folder: Path) -> torch.Tensor:
-    """What transformers computes from a model folder."""
+def logits(folder: Path, *batches: torch.Tensor) -> torch.Tensor:
+    """What transformers computes from a model folder, batch by batch, side by side."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.inference_mode():
-        return model(TOKENS).logits
+        return torch.cat([model(batch).logits for batch in batches or (TOKENS,)], dim=1)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -215,9 +223,10 @@ def test_logits_equal_transformers_and_export_is_exact(
     expected = logits(source)
     with torch.inference_mode():
         found = model.module(TOKENS)
-        masked = model.module(TOKENS, mask=torch.ones(2, 60, 60, dtype=torch.bool).tril())
+        packed = model.module(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(masked, expected, rtol=0, atol=1e-5)
+    apart = logits(source, TOKENS[:, :FIRST], TOKENS[:, FIRST:])
+    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
     assert expected.std() > 0.1, "logits so small would hide a difference"
 
     # Small files, so that the export has several and an index too.
@@ -230,19 +239,23 @@ def test_logits_equal_transformers_and_export_is_exact(
     assert torch.equal(logits(folder), expected)
 
 
-@pytest.mark.parametrize("method", ADAPTERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "use_dora"),
+    [(name, False) for name in CASES] + [(name, True) for name in ("phi3", "gemma2", "qwen2")],
+)
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
     name: str,
-    method: str,
+    use_dora: bool,
     tmp_path: Path,
     sources: dict[str, Path],
     dataset: Path,
     world: distributed.World,
 ) -> None:
+    """With q and v alone adapted, so that a fused matrix has rows with and without an adapter."""
     from peft import PeftModel
 
-    path = config_of(name, tmp_path, sources[name], dataset, model=builder(name, ADAPTERS[method]))
+    lora = LORA | {"use_dora": use_dora}
+    path = config_of(name, tmp_path, sources[name], dataset, model=builder(name, lora))
     config = load(path)
     model = models.build(config, world)
     torch.manual_seed(2)
@@ -250,8 +263,8 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
         for key, parameter in weights.named_parameters(model.module):
             if key.endswith("lora_b.weight"):
                 parameter.normal_(std=0.05)
-            elif key.endswith("magnitude"):
-                parameter += parameter * torch.randn_like(parameter) * 0.2
+            if key.endswith("magnitude"):
+                parameter *= 1 + 0.1 * torch.randn_like(parameter)
         trained = model.module(TOKENS)
     folder = exports.export(model, config, world)
     base = AutoModelForCausalLM.from_pretrained(sources[name], attn_implementation="eager")

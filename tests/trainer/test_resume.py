@@ -1,13 +1,20 @@
 """A run that was killed, stopped or damaged goes on as if nothing had happened, or refuses."""
 
 import json
+import random
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import (
+    ROOT,
     curve,
     error_record,
     finish,
@@ -25,22 +32,34 @@ from tests.trainer.runs import (
 STEPS = 30
 
 
-def config(folder: Path, model_folder: Path, dataset: Path, ranks: int, lora: bool = False) -> Path:
-    """30 steps over 5 epochs with dropout, so that the ranks' random state matters."""
+# Apart from the tests' own dataset.
+VALIDATION = {
+    "data_files": str(ROOT / "configs/datasets/slurm_qa.jsonl"),
+    "split": "train[:10]",
+}
+
+
+def config(
+    folder: Path,
+    model_folder: Path,
+    dataset: Path,
+    ranks: int,
+    lora: bool = False,
+    **changes: Any,
+) -> Path:
+    """30 steps over several epochs; LoRA's dropout makes the ranks' random state matter."""
     dropout = {"model": lora_model(lora_dropout=0.1)} if lora else {}
-    return write_config(
-        folder,
-        model_folder,
-        dataset,
-        batch_size=8 // ranks,
-        max_steps=STEPS,
-        save_every_n_steps=4,
-        lr_scheduler={
-            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-            "num_warmup_steps": 5,
-        },
-        **dropout,
-    )
+    scheduler = {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 5,
+    }
+    standard = {
+        "batch_size": 8 // ranks,
+        "max_steps": STEPS,
+        "save_every_n_steps": 4,
+        "lr_scheduler": scheduler,
+    }
+    return write_config(folder, model_folder, dataset, **standard | dropout | changes)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +73,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, data
 def test_kill_then_stop_file_then_sigterm(
     two_ranks: Path, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    """One run, interrupted three times in three ways on 2 ranks, ends like the whole one."""
+    """One run, interrupted three times in three ways on 2 ranks, ends like the whole one.
+
+    It saves beside its training, the whole one does not.
+    """
     folder = tmp_path / "run"
-    path = config(folder, model_folder, dataset, ranks=2)
+    path = config(folder, model_folder, dataset, ranks=2, enable_async_checkpointing=True)
 
     first = start(path, ranks=2, attempt=0)
     wait_for_step(path, 6, first)
@@ -91,12 +113,24 @@ def test_kill_then_stop_file_then_sigterm(
     assert "already finished" in train(path, ranks=1, attempt=4)
 
 
-def test_lora_with_dropout_killed_on_one_rank(
+def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
     tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
+    """Neither a validation pass nor workers change what the run that has none of them does."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(config(whole, model_folder, dataset, ranks=1, lora=True))
-    path = config(killed, model_folder, dataset, ranks=1, lora=True)
+    train(config(whole, model_folder, dataset, ranks=1, lora=True, row_length=96))
+    path = config(
+        killed,
+        model_folder,
+        dataset,
+        ranks=1,
+        lora=True,
+        row_length=96,
+        dataset_val=VALIDATION,
+        run_val_every_n_steps=7,
+        num_workers=2,
+        enable_async_checkpointing=True,
+    )
     first = start(path)
     wait_for_step(path, 10, first)
     kill_rank(first, 0)
@@ -111,6 +145,60 @@ def test_lora_with_dropout_killed_on_one_rank(
     assert names == {"step_28", "step_30"}
     shard = next((killed / "checkpoints/step_30").glob("__0_*"))
     assert shard.stat().st_size < 1_000_000, "LoRA's checkpoints must not hold the base model"
+
+    losses = {line["step"]: line["val_loss"] for line in metrics(killed) if "val_loss" in line}
+    assert list(losses) == [7, 14, 21, 28, 30]
+    state = json.loads((killed / "checkpoints/step_30/trainer_state.json").read_text())
+    assert state["val_loss"] == losses[30]
+    assert losses[30] == pytest.approx(mean_answer_loss(killed / "export"), abs=1e-5)
+
+
+def mean_answer_loss(export: Path) -> float:
+    """What transformers makes of the validation pairs, one by one: the mean over their answers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    total, count = 0.0, 0
+    for line in Path(VALIDATION["data_files"]).read_text().splitlines()[:10]:
+        pair = json.loads(line)
+        turns = [
+            {"role": "user", "content": pair["question"]},
+            {"role": "assistant", "content": pair["answer"]},
+        ]
+        asked = tokenizer.apply_chat_template(
+            turns[:1], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        tokens = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"][:96]
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens])).logits[0, len(asked) - 1 : -1]
+        answer = torch.tensor(tokens[len(asked) :])
+        total += F.cross_entropy(logits, answer, reduction="sum").item()
+        count += len(answer)
+    return total / count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["unpacked", "packed"])
+def test_killed_at_a_random_step(
+    is_packed: bool, ranks: int, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    changes = {"gradient_accumulation_steps": 2, "batch_size": max(1, 4 // ranks)}
+    if is_packed:
+        changes |= {"row_length": 96, "batch_size": 1}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(config(whole, model_folder, dataset, ranks, **changes), ranks=ranks)
+    path = config(killed, model_folder, dataset, ranks, **changes)
+    step = random.randint(1, STEPS - 8)
+    first = start(path, ranks=ranks)
+    wait_for_step(path, step, first)
+    kill_rank(first, random.randrange(ranks))
+    finish(first, status=None)
+    train(path, ranks=ranks, attempt=1)
+    assert curve(killed) == curve(whole), f"killed after step {step}"
+    name = "export/model.safetensors"
+    assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(
@@ -139,32 +227,63 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(
 
 
 def test_another_config_does_not_resume(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
-    path = write_config(tmp_path, model_folder, dataset, max_steps=2)
-    train(path)
+    other_base = tmp_path / "other_base"
+    shutil.copytree(model_folder, other_base)
+    weights = load_file(other_base / "model.safetensors")
+    save_file(
+        {key: tensor * 1.001 for key, tensor in weights.items()},
+        other_base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    path = write_config(
+        tmp_path, model_folder, dataset, max_steps=2, save_every_minutes=1e-4, model=lora_model()
+    )
+    output = train(path)
+    assert "saved checkpoints/step_1" in output, "the time to save has passed after a step"
     reopen(tmp_path)
-    write_config(tmp_path, model_folder, dataset, max_steps=4, seed=4, batch_size=4)
+    write_config(
+        tmp_path,
+        other_base,
+        dataset,
+        max_steps=4,
+        seed=4,
+        batch_size=4,
+        model=lora_model(lora_rank=8),
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
+    )
     output = train(path, attempt=1, status=1)
     assert "made with seed=3, the config says 4" in output
-    assert "made with samples_per_step=8, the config says 4" in output
+    assert "made with samples_per_step=8, the config says 4 (batch_size x" in output
+    assert "made with model.lora_rank=4, the config says 8" in output
+    assert "made with optimizer='torch.optim.AdamW', the config says 'torch.optim.SGD'" in output
+    assert "holds other weights than the adapter's base" in output
     assert "Traceback" not in output
 
 
-def test_a_full_disk_fails_the_save_and_keeps_what_is_there(
+def test_a_full_disk_on_one_rank_stops_all_and_keeps_what_is_there(
     tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    path = write_config(tmp_path, model_folder, dataset, max_steps=2)
-    train(path)
-    reopen(tmp_path)
-    write_config(tmp_path, model_folder, dataset, max_steps=4)
-    process = start(path, attempt=1)
+    """The save that fails is beside the training: all ranks stop at one step soon after it."""
+    path = write_config(
+        tmp_path,
+        model_folder,
+        dataset,
+        batch_size=4,
+        max_steps=5000,
+        epochs=2000,
+        save_every_n_steps=10,
+        enable_async_checkpointing=True,
+    )
+    process = start(path, ranks=2)
+    wait_for_step(path, 21, process)
     # A limit on the size of a file stops the writer in the middle of a shard, as a full disk does.
-    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (6_000_000, 6_000_000))
+    rank_processes(process)[1].rlimit(psutil.RLIMIT_FSIZE, (3_000_000, 3_000_000))
     output = finish(process, status=1)
-    assert "checkpoint on rank 0 failed, look at the disk's space" in output
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
-    assert progress(tmp_path)["checkpoint_step"] == 2
-    assert "resuming from checkpoints/step_2" in train(path, attempt=2)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    for rank in (0, 1):
+        assert f"[rank {rank}] error: RuntimeError: checkpoint on rank 1 failed, look at" in output
+    kept = sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir())
+    assert len(kept) == 2 and progress(tmp_path)["checkpoint_step"] == kept[1] == kept[0] + 10
+    assert metrics(tmp_path)[-1]["step"] <= kept[1] + 20, "the run must stop at the next save"
 
 
 def test_an_older_start_does_not_commit(tmp_path: Path, model_folder: Path, dataset: Path) -> None:

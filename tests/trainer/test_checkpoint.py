@@ -1,0 +1,266 @@
+"""Checkpoints by themselves, in a world of one: copies, retention, fences, and who waits."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from trainer import distributed, staging
+from trainer.checkpoint import Checkpoints, TrainerState
+from trainer.distributed import World
+from trainer.errors import TrainerError
+
+LARGE = 3500  # weights and Adam's two moments of LARGE x LARGE in fp32 are 147 MB
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield distributed.start("cpu")
+    distributed.stop()
+
+
+class Model:
+    """One layer that has taken a step, so that the optimizer has a state."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.module = nn.Linear(size, size)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+        self.step()
+
+    def step(self) -> None:
+        self.module(torch.ones(2, self.module.in_features)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, checkpoints: Checkpoints, step: int, wait: bool = True, **state) -> None:
+        checkpoints.save(self.module, self.optimizer, TrainerState(step=step, **state), wait)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def wait_for_shard(folder: Path, step: int) -> None:
+    """Return as soon as the writer has begun with its file."""
+    deadline = time.monotonic() + 60
+    while not list((folder / "checkpoints").glob(f".tmp_step_{step}.*/__0_*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def save_twice_and_train_on(folder: Path) -> None:
+    """What the killed process runs: the second save is on its way when training goes on."""
+    checkpoints = Checkpoints(folder, distributed.start("cpu"), 0, keep=2, asynchronous=True)
+    model = Model(LARGE)
+    model.save(checkpoints, 1)
+    model.save(checkpoints, 2, wait=False)
+    time.sleep(60)
+
+
+def test_a_copy_holds_what_was_there_and_is_used_again(world: World) -> None:
+    from torchao.optim import AdamW8bit
+
+    model = nn.Linear(256, 64)
+    optimizer = AdamW8bit(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    mesh = init_device_mesh("cpu", (1,))
+    state = {
+        "sharded": distribute_tensor(torch.arange(12.0).view(3, 4), mesh, [Shard(0)]),
+        "eight_bit": optimizer.state[model.weight],
+        "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}, torch.ones(3, dtype=torch.bfloat16)[::2]],
+    }
+    codes = state["eight_bit"]["exp_avg"].codes
+    expected = codes.clone()
+    staged = staging.stage(state)
+    assert staged["sharded"].placements == (Shard(0),) and staged["groups"][0] == {
+        "lr": 0.5,
+        "betas": (0.9, 0.99),
+    }
+    assert type(staged["eight_bit"]["exp_avg"]) is type(state["eight_bit"]["exp_avg"])
+    codes.add_(1)
+    state["sharded"].to_local().zero_()
+    assert torch.equal(staged["eight_bit"]["exp_avg"].codes, expected)
+    assert torch.equal(staged["sharded"].to_local(), torch.arange(12.0).view(3, 4))
+
+    again = staging.stage(state, staged)
+    assert torch.equal(again["eight_bit"]["exp_avg"].codes, codes)
+    assert again["sharded"].to_local().data_ptr() == staged["sharded"].to_local().data_ptr()
+    held = {t.data_ptr(): t.numel() * t.element_size() for t in staging._tensors(again)}
+    assert staging.staged_bytes(state) == sum(held.values())
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, world: World) -> None:
+    model = Model(LARGE)
+    checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2, asynchronous=True)
+    blocked = []
+    for step, wait in ((1, True), (2, False), (3, False), (4, False)):
+        before = checkpoints.blocked_s
+        model.save(checkpoints, step, wait)
+        blocked.append(checkpoints.blocked_s - before)
+        if step != 3:  # the fourth save finds the third still being written
+            checkpoints.wait()
+    saved = model.module.weight.detach().clone()
+    model.save(checkpoints, 5, wait=False)
+    model.step()
+    checkpoints.wait()
+    assert checkpoints.newly_committed() == [1, 2, 3, 4, 5]
+    assert names(tmp_path) == ["step_4", "step_5"]
+    print(f"training waited {[round(seconds, 3) for seconds in blocked]} s")
+    # The first copy makes its memory, later ones use it again.
+    synchronous, _, copied, queued = blocked
+    assert copied < synchronous / 3, "training must wait for the copy only"
+    assert queued > synchronous / 3, "a save must wait for the one before it"
+
+    # What was written is what was there when the save began.
+    other = Model(LARGE)
+    state = checkpoints.load(other.module, other.optimizer, {})
+    assert state is not None and state.step == 5
+    assert torch.equal(other.module.weight, saved) and not torch.equal(model.module.weight, saved)
+
+
+def test_without_memory_for_a_copy_training_waits(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    group = tmp_path / "job"
+    group.mkdir()
+    for name, text in (("max", "9000"), ("current", "8500"), ("stat", "inactive_file 100\n")):
+        (group / f"memory.{name}").write_text(text)
+    (tmp_path / "memory.max").write_text("max")
+    monkeypatch.setattr(staging, "_cgroups", lambda: [(group, staging.CGROUP_2)])
+    assert staging.available_bytes() == 600
+    checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2, asynchronous=True)
+    Model().save(checkpoints, 1, wait=False)
+    assert names(tmp_path) == ["step_1"]
+    assert "training waits while checkpoints are written" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_kept_and_found_by_a_later_start(
+    tmp_path: Path, world: World
+) -> None:
+    model = Model()
+    first = Checkpoints(tmp_path, world, attempt=0, keep=2)
+    weights = {}
+    for step, loss in ((1, None), (2, 0.5), (3, 0.4), (4, 0.6), (5, None)):
+        model.step()
+        weights[step] = model.module.weight.detach().clone()
+        model.save(first, step, val_loss=loss)
+    assert first.best() == (3, 0.4)
+    assert names(tmp_path) == ["step_3", "step_4", "step_5"]
+
+    later = Checkpoints(tmp_path, world, attempt=1, keep=1)
+    model.save(later, 6, val_loss=float("nan"))
+    assert names(tmp_path) == ["step_3", "step_6"]
+    assert later.load_weights(3, model.module) is None
+    assert torch.equal(model.module.weight, weights[3])
+    (tmp_path / "checkpoints/step_3/manifest.json").write_text("{}")
+    with torch.no_grad():
+        model.module.weight.zero_()
+    assert later.load_weights(3, model.module) == "the manifest is missing or changed"
+    assert not model.module.weight.any(), "nothing of a damaged checkpoint may be loaded"
+    model.save(later, 7, val_loss=0.2)
+    assert later.best() == (7, 0.2) and names(tmp_path) == ["step_7"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "change", "told"),
+    [
+        ("__0_0.distcp", lambda content: content[:-100], "missing or cut short"),
+        ("__0_0.distcp", lambda content: content[:-1] + b"?", "has changed on the disk"),
+        ("__0_0.distcp", None, "missing or cut short"),
+        (".metadata", lambda content: b"?" + content[1:], "has changed on the disk"),
+        ("trainer_state.json", lambda content: content[:-1] + b" ", "has changed on the disk"),
+        ("manifest.json", None, "manifest is missing"),
+        ("manifest.json", lambda content: content + b" ", "manifest is missing or changed"),
+        ("COMPLETE", None, "COMPLETE is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
+    pattern: str,
+    change: Callable[[bytes], bytes] | None,
+    told: str,
+    tmp_path: Path,
+    world: World,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    model = Model()
+    checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2)
+    model.save(checkpoints, 1)
+    expected = model.module.weight.detach().clone()
+    model.step()
+    model.save(checkpoints, 2)
+    path = tmp_path / "checkpoints/step_2" / pattern
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
+    state = checkpoints.load(model.module, model.optimizer, {})
+    assert state is not None and state.step == 1
+    assert torch.equal(model.module.weight, expected)
+    assert names(tmp_path) == ["damaged_step_2", "step_1"] and told in capsys.readouterr().out
+
+
+def test_a_fault_beside_the_training_is_told_and_leaves_the_older_checkpoint(
+    tmp_path: Path, world: World
+) -> None:
+    model = Model(512)
+    checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2, asynchronous=True)
+    model.save(checkpoints, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A limit on the size of a file stops the writer in the middle of it, as a full disk does.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        model.save(checkpoints, 2, wait=False)
+        checkpoints.settle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoints.failed_here()
+    with pytest.raises((OSError, RuntimeError), match="checkpoint on rank 0"):
+        model.save(checkpoints, 3, wait=False)
+    assert names(tmp_path) == ["step_1"]
+    assert not checkpoints.failed_here(), "a fault is told once"
+    model.save(checkpoints, 4, wait=False)
+    checkpoints.wait()
+    assert names(tmp_path) == ["step_1", "step_4"]
+
+
+def test_a_save_is_not_committed_once_a_newer_start_has_taken_over(
+    tmp_path: Path, world: World
+) -> None:
+    model = Model(LARGE)
+    checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2, asynchronous=True)
+    model.save(checkpoints, 1, wait=False)
+    wait_for_shard(tmp_path, step=1)
+    (tmp_path / "progress.json").write_text(json.dumps({"attempt": 1}))
+    with pytest.raises(TrainerError, match="start 1 has taken over"):
+        checkpoints.wait()
+    assert names(tmp_path) == []
+
+
+def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Path, world: World) -> None:
+    code = "from tests.trainer.test_checkpoint import *; save_twice_and_train_on(Path(sys.argv[1]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; {code}", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    wait_for_shard(tmp_path, step=2)
+    process.kill()
+    process.wait()
+    assert names(tmp_path) == [".tmp_step_2.0", "step_1"]
+    checkpoints = Checkpoints(tmp_path, world, attempt=1, keep=2, asynchronous=True)
+    model = Model(LARGE)
+    state = checkpoints.load(model.module, model.optimizer, {})
+    assert state is not None and state.step == 1
+    model.save(checkpoints, 2, wait=False)
+    checkpoints.wait()
+    assert names(tmp_path) == ["step_1", "step_2"]

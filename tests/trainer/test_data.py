@@ -1,0 +1,523 @@
+"""What the model sees of a dataset: tokens, masks, packed rows, their order, and their cache."""
+
+import base64
+import json
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.trainer.runs import MODEL_SIZES, write_config
+from trainer import attention, data, distributed, tokenised
+from trainer.config import instantiate, load
+from trainer.data import Batches, Data, MicroBatch
+from trainer.errors import ConfigError
+from trainer.packing import WINDOW, pack
+from trainer.tokenised import IGNORE_INDEX
+from trainer.tokenizers import hugging_face_tokenizer
+
+ROW = 96
+LLAMA = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES, "num_layers": 2}
+GEMMA = {
+    "_component_": "torchtune.models.gemma2.gemma2",
+    "vocab_size": 1024,
+    "num_layers": 2,
+    "num_heads": 4,
+    "head_dim": 16,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "intermediate_dim": 96,
+    "max_seq_len": 512,
+    "sliding_window_size": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[distributed.World]:
+    yield distributed.start("cpu")
+    distributed.stop()
+
+
+@pytest.fixture
+def build(tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World) -> Any:
+    """Build the data of a config; keys that hold a block are merged into the default's."""
+
+    def with_changes(**changes: Any) -> Data:
+        said: list[str] = []
+        path = write_config(tmp_path / "run", model_folder, dataset)
+        content = json.loads(json.dumps(load_yaml(path)))
+        for key, value in changes.items():
+            merge = isinstance(value, dict) and "_component_" not in value
+            content[key] = content.get(key, {}) | value if merge else value
+        path.write_text(json.dumps(content))
+        found = data.build(load(path), world, said.append)
+        with_changes.said = said
+        return found
+
+    return with_changes
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    from trainer.config import read_yaml
+
+    return read_yaml(path)
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    return {"dataset": {"packed": True}, "tokenizer": {"max_seq_len": ROW}} | changes
+
+
+def steps(batches: Batches, first: int = 0) -> list[MicroBatch]:
+    return [batch for micro_batches in batches.from_step(first) for batch in micro_batches]
+
+
+# Packing
+
+
+def test_every_sample_is_in_one_row_and_rows_are_full() -> None:
+    lengths = np.random.default_rng(0).integers(1, 700, size=WINDOW + 500)
+    rows = pack(lengths, 1000, seed=1)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    sums = [int(lengths[row].sum()) for row in rows]
+    assert max(sums) <= 1000
+    assert lengths.sum() / (1000 * len(rows)) > 0.97
+    assert rows == pack(lengths, 1000, seed=1) != pack(lengths, 1000, seed=2)
+    assert pack(np.array([5, 5, 5]), 10, None) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("builder", [LLAMA, GEMMA], ids=["llama3", "gemma2"])
+def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build: Any) -> None:
+    """Against torchtune's own attention, sample by sample."""
+    rows = build(**packed(shuffle=False)).training.rows
+    assert 1 < len(rows) < len(rows.samples), "rows must hold several samples"
+    torch.manual_seed(0)
+    model = instantiate("model", builder).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.08)
+    expected = {}
+    with torch.inference_mode():
+        for tokens, trained in rows.samples:
+            row = torch.from_numpy(tokens.astype(np.int64))
+            logits = model(row.unsqueeze(0))[0, :-1]
+            losses = F.cross_entropy(logits, row[1:], reduction="none")
+            expected[tokens.tobytes()] = losses[torch.from_numpy(trained[1:])]
+    attention.use_documents(model, torch.device("cpu"))
+    seen = 0
+    for index in range(len(rows)):
+        batch = rows.collate([rows[index]])
+        with torch.inference_mode():
+            logits = model(batch.tokens, mask=batch.documents, input_pos=batch.positions)
+        losses = F.cross_entropy(logits[0], batch.labels[0], reduction="none")
+        for number, (tokens, _) in enumerate(rows[index].documents):
+            own = (batch.documents.numbers[0] == number) & (batch.labels[0] != IGNORE_INDEX)
+            torch.testing.assert_close(losses[own], expected[tokens.tobytes()], rtol=0, atol=1e-5)
+            seen += 1
+    assert seen == len(rows.samples) == 44
+
+
+def test_what_one_document_says_changes_no_other(build: Any) -> None:
+    rows = build(**packed()).training.rows
+    batch = rows.collate([rows[0], rows[1]])
+    first = batch.documents.numbers[0] == 0
+    assert first.any() and not first.all()
+    model = instantiate("model", LLAMA)
+    attention.use_documents(model, torch.device("cpu"))
+    changed = batch.tokens.clone()
+    changed[0, first] = (changed[0, first] + 1) % 1024
+    with torch.inference_mode():
+        logits, others = (
+            model(tokens, mask=batch.documents, input_pos=batch.positions)
+            for tokens in (batch.tokens, changed)
+        )
+    assert torch.equal(logits[0, ~first], others[0, ~first])
+    assert torch.equal(logits[1], others[1])
+    assert not torch.allclose(logits[0, first], others[0, first])
+
+
+def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
+    rows = build(**packed()).training.rows
+    chosen = [rows[0], rows[1]]
+    batch = rows.collate(chosen)
+    assert batch.tokens.shape == (2, ROW)
+    begins = batch.documents.offsets.tolist()
+    assert begins[0] == 0 and begins[-1] == batch.tokens.numel()
+    position = pairwise(begins)
+    flat = {name: getattr(batch, name).flatten() for name in ("tokens", "labels", "positions")}
+    for row in chosen:
+        for tokens, trained in row.documents:
+            begin, end = next(position)
+            assert flat["tokens"][begin:end].tolist() == tokens.tolist()
+            assert flat["positions"][begin:end].tolist() == list(range(end - begin))
+            wanted = np.where(trained[1:], tokens[1:], IGNORE_INDEX).tolist()
+            assert flat["labels"][begin:end].tolist() == [*wanted, IGNORE_INDEX]
+        if sum(len(tokens) for tokens, _ in row.documents) < ROW:
+            begin, end = next(position)
+            assert (flat["labels"][begin:end] == IGNORE_INDEX).all()
+    assert next(position, None) is None
+    masked = rows.collate([rows[~0]])
+    assert masked.token_count == masked.target_count == 0
+    assert torch.equal(masked.tokens[0], batch.tokens[0])
+
+
+def test_attention_compiles_without_a_break(build: Any) -> None:
+    rows = build(**packed()).training.rows
+    batch = rows.collate([rows[0], rows[1]])
+    model = instantiate("model", LLAMA)
+    attention.use_documents(model, torch.device("cpu"))
+    inputs = {"mask": batch.documents, "input_pos": batch.positions}
+    expected = model(batch.tokens, **inputs)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(model(batch.tokens, **inputs), expected, rtol=0, atol=1e-5)
+
+
+def by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor,
+    key_begins: torch.Tensor,
+    longest: int,
+    key_longest: int,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What torch documents of its variable-length attention, one document after the other."""
+    assert begins.dtype == torch.int32 and torch.equal(begins, key_begins)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    parts = []
+    for begin, end in pairwise(begins.tolist()):
+        assert end - begin <= longest == key_longest
+        q, k, v = (t[begin:end].transpose(0, 1) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_variable_length_kernel_gives_what_the_mask_gives(grouped: bool, build: Any) -> None:
+    """The GPU's path, with a kernel of the same arguments that runs anywhere."""
+    rows = build(**packed()).training.rows
+    batch = rows.collate([rows[0], rows[1]])
+    model = instantiate("model", LLAMA).to(torch.bfloat16)
+    kernel = partial(attention._varlen, by_document, grouped)
+    outputs = []
+    for varlen in (None, kernel):
+        for layer in model.layers:
+            layer.attn.forward = partial(attention._forward, layer.attn, varlen)
+        with torch.inference_mode():
+            outputs.append(model(batch.tokens, mask=batch.documents, input_pos=batch.positions))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_gpus_kernel_gives_what_the_mask_gives(build: Any) -> None:
+    device = torch.device("cuda")
+    rows = build(**packed()).training.rows
+    batch = rows.collate([rows[0], rows[1]]).to(device)
+    with device:
+        layer = instantiate("model", LLAMA).to(torch.bfloat16).layers[0].attn
+        x = torch.randn(2, ROW, MODEL_SIZES["embed_dim"], dtype=torch.bfloat16)
+    outputs, gradients = [], []
+    for varlen in (None, attention._varlen_attention(device)):
+        inputs = x.clone().requires_grad_()
+        out = attention._forward(
+            layer, varlen, inputs, inputs, mask=batch.documents, input_pos=batch.positions
+        )
+        out.float().square().sum().backward()
+        outputs.append(out)
+        gradients.append(inputs.grad)
+    assert varlen is not None
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0.05, atol=0.05)
+
+
+# The order of batches
+
+
+@pytest.mark.parametrize("changes", [{}, packed()], ids=["unpacked", "packed"])
+def test_workers_and_a_later_start_give_the_same_batches(
+    changes: dict, build: Any, world: distributed.World
+) -> None:
+    here = build(**changes, gradient_accumulation_steps=2, batch_size=4).training
+    there = build(**changes, gradient_accumulation_steps=2, batch_size=4, num_workers=2).training
+    whole = steps(here)
+    assert len(whole) == 12
+    for batch, own in zip(whole, steps(there), strict=True):
+        assert_same(batch, own)
+    for batch, own in zip(whole[6:], steps(here, first=3), strict=True):
+        assert_same(batch, own)
+
+
+def assert_same(batch: MicroBatch, own: MicroBatch) -> None:
+    assert torch.equal(batch.tokens, own.tokens) and torch.equal(batch.labels, own.labels)
+    assert (batch.documents is None) == (own.documents is None)
+    if batch.documents is not None:
+        assert torch.equal(batch.positions, own.positions)
+        assert all(map(torch.equal, batch.documents, own.documents))
+
+
+@pytest.mark.parametrize("changes", [{}, packed()], ids=["unpacked", "packed"])
+def test_an_epoch_holds_each_sample_once_on_any_number_of_ranks(changes: dict, build: Any) -> None:
+    rows = build(**changes).training.rows
+    wanted = sorted(tokens.tobytes() for tokens, _ in rows.samples)
+    for ranks in (1, 3):
+        found, masked = [], 0
+        for rank in range(ranks):
+            part = distributed.World(rank, ranks, rank, torch.device("cpu"), None)
+            order = [
+                i for indices in Batches(rows, part, 4, seed=5)._index_lists(0) for i in indices
+            ]
+            found += [t.tobytes() for i in order if i >= 0 for t, _ in rows[i].documents]
+            masked += sum(i < 0 for i in order)
+        assert sorted(found) == wanted
+        assert ranks > 1 or masked == 0
+
+
+# Kinds of datasets
+
+
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "What is a node?"},
+    {"from": "gpt", "value": "A machine."},
+    {"from": "human", "value": "And a rank?"},
+    {"from": "gpt", "value": "A process."},
+]
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+OPENAI = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in SHAREGPT]
+ALPACA = {"instruction": "Name a state.", "input": "Slurm", "output": "PENDING"}
+PAIR = {"question": "What is a queue?", "answer": "A line."}
+# name: the dataset's block, its rows, and the text that is trained
+KINDS: dict[str, tuple[dict, dict, str]] = {
+    "instruct": (
+        {
+            "_component_": "instruct_dataset",
+            "column_map": {"input": "question", "output": "answer"},
+        },
+        PAIR,
+        "A line.<|end|>",
+    ),
+    "instruct-train-on-input": (
+        {
+            "_component_": "instruct_dataset",
+            "column_map": {"input": "question", "output": "answer"},
+            "train_on_input": True,
+        },
+        PAIR,
+        "<|endoftext|><|user|>What is a queue?<|end|>A line.<|end|>",
+    ),
+    "chat-sharegpt": (
+        {
+            "_component_": "chat_dataset",
+            "conversation_column": "conversations",
+            "conversation_style": "sharegpt",
+        },
+        {"conversations": SHAREGPT},
+        "A machine.<|end|>A process.<|end|>",
+    ),
+    "chat-openai": (
+        {
+            "_component_": "chat_dataset",
+            "conversation_column": "messages",
+            "conversation_style": "openai",
+        },
+        {"messages": OPENAI},
+        "A machine.<|end|>A process.<|end|>",
+    ),
+    "alpaca": (
+        {"_component_": "alpaca_dataset", "train_on_input": False},
+        ALPACA,
+        "PENDING<|end|>",
+    ),
+    "text": (
+        {"_component_": "text_completion_dataset", "column": "text"},
+        {"text": "Slurm starts jobs."},
+        "<|endoftext|>Slurm starts jobs.<|end|>",
+    ),
+    "text-without-end": (
+        {"_component_": "text_completion_dataset", "column": "text", "add_eos": False},
+        {"text": "Slurm starts jobs."},
+        "<|endoftext|>Slurm starts jobs.",
+    ),
+}
+
+
+def write_rows(folder: Path, kind: str, row: dict) -> str:
+    """Two rows in a file of one kind; its path."""
+    rows = [row, row]
+    if kind == "parquet":
+        path = folder / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif kind == "json":
+        path = folder / "rows.json"
+        path.write_text(json.dumps(rows))
+    else:
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("file", ["json", "jsonl", "parquet"])
+@pytest.mark.parametrize("name", KINDS)
+def test_only_what_is_asked_for_is_trained(
+    name: str, file: str, build: Any, tmp_path: Path, model_folder: Path
+) -> None:
+    block, row, trained_text = KINDS[name]
+    block = block | {
+        "_component_": f"torchtune.datasets.{block['_component_']}",
+        "source": "parquet" if file == "parquet" else "json",
+        "data_files": write_rows(tmp_path, file, row),
+        "split": "train",
+    }
+    samples = build(dataset=block).training.rows.samples
+    tokenizer = hugging_face_tokenizer(str(model_folder))
+    assert len(samples) == 2
+    tokens, trained = samples[1]
+    assert tokenizer.decode(tokens[trained].tolist(), skip_special_tokens=False) == trained_text
+    if name == "chat-openai":
+        whole = tokenizer.render(OPENAI)
+        assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == whole
+
+
+def test_torchtunes_tokenizer_with_a_prompt_template(build: Any, tmp_path: Path) -> None:
+    """Llama 3's own, over single bytes; its tokens are beyond the demo model's vocabulary."""
+    lines = [f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256)]
+    (tmp_path / "tokenizer.model").write_text("".join(lines))
+    found = build(
+        tokenizer={
+            "_component_": "torchtune.models.llama3.llama3_tokenizer",
+            "path": str(tmp_path / "tokenizer.model"),
+            "max_seq_len": None,
+            "prompt_template": {"user": ["Q: ", "\n"], "assistant": ["A: ", ""]},
+        }
+    )
+    tokens, trained = found.training.rows.samples[0]
+    text = bytes(t for t in tokens.tolist() if t < 256).decode()
+    assert text.startswith("user\n\nQ:What is node number 0?assistant\n\nA:The node 0 is")
+    assert bytes(t for t in tokens[trained].tolist() if t < 256).decode().endswith("node-like.")
+    assert "What" not in bytes(t for t in tokens[trained].tolist() if t < 256).decode()
+    (fault,) = found.faults(1024, 512)
+    assert fault.startswith("tokenizer: it made token 128") and "the model knows 1024" in fault
+
+
+def test_plain_text_needs_no_chat_template(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
+    tokenizer = hugging_face_tokenizer(str(tmp_path))
+    assert tokenizer.encode("a rank", add_bos=True) == tokenizer.encode("a rank")
+    with pytest.raises(ConfigError, match=r"no eos_token; set dataset\.add_eos=False"):
+        tokenizer.encode("a rank", add_eos=True)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        tokenizer.render([{"role": "user", "content": "a"}])
+
+
+# The cache
+
+
+def test_a_second_start_reads_what_the_first_has_made(
+    build: Any, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, cache = tmp_path / "copy.jsonl", tmp_path / "cache"
+    copy.write_bytes(dataset.read_bytes())
+    changes = {"dataset": {"data_files": str(copy)}, "data_cache_dir": str(cache)}
+    first = build(**changes).training.rows.samples
+    folders = {first.folder}
+    assert {p for p in cache.iterdir()} == folders
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenised, "_make", lambda *_: pytest.fail("tokenised a second time"))
+        # Neither packing nor another run directory makes other tokens.
+        again = build(**changes, batch_size=3).training.rows.samples
+        assert again.folder == first.folder and again.sha256 == first.sha256
+    for changed in ({"tokenizer": {"max_seq_len": 20}}, {"dataset": {"train_on_input": True}}):
+        merged = {key: changes.get(key, {}) | value for key, value in changed.items()}
+        folders.add(build(**changes | merged).training.rows.samples.folder)
+    copy.write_bytes(dataset.read_bytes() + b'{"question": "one more?", "answer": "yes"}\n')
+    more = build(**changes).training.rows.samples
+    assert len(more) == len(first) + 1 and more.sha256 != first.sha256
+    assert {p for p in cache.iterdir()} == folders | {more.folder} and len(folders) == 3
+
+    tokens = next(more.folder.glob("tokens_*.bin"))
+    tokens.write_bytes(tokens.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"tokens_0\.bin is damaged; delete its folder"):
+        build(**changes)
+
+
+def test_a_failed_start_leaves_nothing_behind(build: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [PAIR, PAIR, {"question": "What?", "answer": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"^dataset: sample 2: "):
+        build(dataset={"data_files": str(path)}, data_cache_dir=str(tmp_path / "cache"))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+# Faults
+
+
+def test_samples_that_do_not_fit_the_model_are_named(build: Any) -> None:
+    found = build()
+    lengths = found.training.rows.samples.lengths
+    assert found.faults(1024, 512) == []
+    long, unknown = found.faults(300, 30)
+    assert long == (
+        f"dataset: {(lengths > 30).sum()} of 44 samples are too long, sample {lengths.argmax()} "
+        f"has {lengths.max()} tokens, the model takes 30; set tokenizer.max_seq_len=30"
+    )
+    assert unknown.startswith("tokenizer: it made token ") and "the model knows 300" in unknown
+    (fault,) = build(**packed()).faults(1024, 64)
+    assert fault == (
+        "dataset.packed: rows of 96 tokens, the model takes 64; set tokenizer.max_seq_len=64"
+    )
+
+
+def test_samples_without_a_target_are_counted(build: Any) -> None:
+    samples = build().training.rows.samples
+    begins = sorted(int(trained.argmax()) for _, trained in samples)
+    build(tokenizer={"max_seq_len": begins[-1]})
+    (note,) = build.said
+    count = begins.count(begins[-1])
+    assert note.startswith(f"note: dataset: {count} of 44 samples hold no token to train on")
+
+
+@pytest.mark.parametrize(
+    ("splits", "fault"),
+    [
+        (("train", "train[95%:]"), r"shares 2 samples with dataset \(split train\[95%:\] and"),
+        (("train[:50%]", "train[40:]"), None),
+        (("train[:22]", "train[20:30]"), "shares 2 samples with dataset"),
+        (("train[:40]", "train[100%:]"), r"dataset_val: .*corresponds to no data"),
+        (("train[:40]", "vald"), "Unknown split"),
+    ],
+    ids=["whole", "apart", "part", "empty", "unknown"],
+)
+def test_validation_data_must_be_apart(
+    splits: tuple[str, str], fault: str | None, build: Any
+) -> None:
+    changes = {"dataset": {"split": splits[0]}, "dataset_val": {"split": splits[1]}}
+    if fault is None:
+        found = build(**changes)
+        assert (len(found.training.rows), len(found.validation.rows)) == (22, 4)
+    else:
+        with pytest.raises(ConfigError, match=fault):
+            build(**changes)
+
+
+def test_a_copy_of_the_data_is_no_validation_data(
+    build: Any, dataset: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(dataset.read_bytes())
+    with pytest.raises(ConfigError, match="each of its samples is in dataset too"):
+        build(dataset_val={"data_files": str(copy)})
+    lines = dataset.read_text().splitlines(keepends=True)
+    copy.write_text("".join(lines[:3]) + json.dumps(PAIR) + "\n")
+    build(dataset_val={"data_files": str(copy)})
+    assert build.said == ["note: dataset_val: 3 of 4 samples are the same as samples of dataset"]

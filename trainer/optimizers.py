@@ -1,0 +1,101 @@
+"""The optimizer and its schedule: any component by name, the fastest form of it where allowed."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trainer.config import instantiate
+from trainer.errors import ConfigError
+
+# Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
+FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
+
+
+def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that a config's `optimizer` block names.
+
+    torch's Adam and AdamW are fused unless the block gives `fused` or `foreach`.
+
+    Raises:
+        ConfigError: it does not exist, or cannot work on parameters that are laid out like these.
+    """
+    name = str(block.get("_component_"))
+    if name in FUSED and not block.keys() & {"fused", "foreach"}:
+        block = block | {"fused": True}
+    if name.startswith("bitsandbytes."):
+        _check_bitsandbytes(name, parameters)
+    optimizer = instantiate("optimizer", block, parameters)
+    _try_a_step(block, parameters)
+    return optimizer
+
+
+@torch.no_grad()
+def _try_a_step(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+    """Step on copies of a small matrix and a small vector, to fail before the model is trained."""
+    copies = []
+    for dimensions in {p.ndim for p in parameters}:
+        smallest = min((p for p in parameters if p.ndim == dimensions), key=torch.numel)
+        copies.append(torch.nn.Parameter(torch.zeros_like(smallest)))
+        copies[-1].grad = torch.zeros_like(smallest)
+    try:
+        instantiate("optimizer", block, copies).step()
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+        raise ConfigError(
+            f"optimizer: {block['_component_']} cannot update parameters in this layout "
+            f"({_layout(copies[0])}): {reason}; use torch.optim.AdamW or torchao.optim.AdamW8bit"
+        ) from error
+
+
+def _layout(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return f"whole, on {parameter.device.type}"
+    mesh = parameter.device_mesh
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+    return f"sharded, {', '.join(f'{name} {size}' for name, size in sizes)}"
+
+
+def _check_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None:
+    """Its kernels read the memory of whole tensors on a GPU, whatever they are given."""
+    if any(isinstance(p, DTensor) for p in parameters):
+        fault = (
+            "cannot update sharded parameters; it works in a single process without "
+            "fsdp_cpu_offload and master_weights"
+        )
+    elif not parameters[0].is_cuda:
+        fault = "needs a GPU"
+    elif find_spec("bitsandbytes") is None:
+        fault = "needs bitsandbytes, which is not installed"
+    else:
+        return
+    eight_bit = f"torchao.optim.{'AdamW' if 'AdamW' in name else 'Adam'}8bit"
+    raise ConfigError(f"optimizer: {name} {fault}; use {eight_bit}")
+
+
+def schedule(
+    block: dict[str, Any] | None, optimizer: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The learning rate's schedule over `steps` optimizer steps; None where none is named."""
+    if block is None:
+        return None
+    scheduler = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps)
+    # torchao's optimizers keep the rate in a tensor, which a checkpoint's JSON cannot hold.
+    scheduler.base_lrs = [float(rate) for rate in scheduler.base_lrs]
+    return scheduler
+
+
+def schedule_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict[str, Any]:
+    """A schedule's state as JSON can hold it; its functions come from the config again."""
+    if scheduler is None:
+        return {}
+    state: dict[str, Any] = {}
+    for key, value in scheduler.state_dict().items():
+        if key == "lr_lambdas":
+            state[key] = [None] * len(value)
+        elif isinstance(value, list):
+            state[key] = [float(v) if isinstance(v, torch.Tensor) else v for v in value]
+        elif isinstance(value, int | float | bool | str):
+            state[key] = value
+    return state
