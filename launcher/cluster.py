@@ -25,6 +25,7 @@ GPU_REQUESTS = ("gpus-per-node", "gres", "none")
 _KEYS: dict[str, Kind] = {
     "description": "text",
     "shared_root": "text",
+    "gpu": "text",
     "gpu_request": "text",
     "network_interface": re.compile(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}\Z"),
     "signal": re.compile(r"(?:USR1|USR2|HUP|INT|CONT)\Z"),
@@ -42,6 +43,7 @@ class Cluster:
 
     name: str = "default"
     shared_root: str | None = None
+    gpu: str | None = None
     gpu_request: str = "gpus-per-node"
     network_interface: str | None = None
     signal: str = "USR1"
@@ -94,6 +96,11 @@ def _own_faults(config: dict[str, Any], origin: str) -> list[str]:
     if request not in GPU_REQUESTS:
         faults.append(
             f"gpu_request must be one of {', '.join(GPU_REQUESTS)}, got {request!r}, in {origin}"
+        )
+    gpu, known = config.get("gpu"), yamlfile.load(paths.GPUS)
+    if gpu is not None and gpu not in known:
+        faults.append(
+            f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}, in {origin}"
         )
     resources = config.get("resources")
     if isinstance(resources, dict):

@@ -45,7 +45,7 @@ class Gpu:
 
 def gpu(name: str | None) -> Gpu:
     """Return the kind of GPU with this name; UsageFault lists those that are known."""
-    known = yamlfile.load(paths.REPO_ROOT / "configs" / "gpus.yaml")
+    known = yamlfile.load(paths.GPUS)
     name = name or DEFAULT_GPU
     if name not in known:
         raise UsageFault(
@@ -53,6 +53,26 @@ def gpu(name: str | None) -> Gpu:
             f"{', '.join(known)}"
         )
     return Gpu(name, float(known[name]["memory_gib"]), float(known[name]["bf16_tflops"]))
+
+
+def peak_gib(recipe: Recipe, root: Path) -> float:
+    """Return the memory that a recipe's step needs of each GPU, computed."""
+    resources = recipe.resources
+    config = recipe.resolved(root, "run")
+    return Estimate(plan_of(config, resources.nodes, resources.gpus_per_node)).peak / GIB
+
+
+def smallest_gpu(gib: float) -> str | None:
+    """Return the label of the smallest memory in which gib fits, such as 80 GB; None for none."""
+    known = yamlfile.load(paths.GPUS)
+    usable = sorted({gpu(name).usable_gib for name in known})
+    return next((f"{_label_gb(size)} GB" for size in usable if gib <= size), None)
+
+
+def _label_gb(usable_gib: float) -> int:
+    """The round number that a card of this size is sold by."""
+    total = (usable_gib + RESERVED_GIB) / (1 - RESERVED_SHARE)
+    return min((24, 40, 48, 80, 94, 96, 141, 180), key=lambda label: abs(label - total))
 
 
 # The plan of a recipe --------------------------------------------------------------------------
@@ -370,7 +390,7 @@ def remedies(plan: Plan, device: Gpu, gpus_per_node: int, builder: str) -> list[
 
 def _changes(plan: Plan, gpus_per_node: int, builder: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if plan.checkpointing != "full":
-        yield "enable_activation_checkpointing=true", {"checkpointing": "full"}
+        yield "ac_mode=full", {"checkpointing": "full"}
     if plan.loss != "linear":
         yield (
             "loss._component_=trainer.loss.LinearCrossEntropy",

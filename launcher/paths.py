@@ -16,6 +16,7 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 RECIPES = REPO_ROOT / "configs" / "recipes"
 BASES = REPO_ROOT / "configs" / "base"
 CLUSTERS = REPO_ROOT / "configs" / "clusters"
+GPUS = REPO_ROOT / "configs" / "gpus.yaml"
 TEMPLATES = REPO_ROOT / "templates"
 
 # An #SBATCH line has no escape that every Slurm version reads alike, % is a pattern in

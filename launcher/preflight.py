@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.checks import Check, Context, Skipped, files, scheduler, setup
+from launcher.checks import Check, Context, Skipped, components, files, scheduler, setup, size
 from launcher.errors import CookbookError
 
 # Name, whether it is made even where checks are to be skipped, and the check.
@@ -16,6 +16,9 @@ CHECKS: tuple[tuple[str, bool, Check], ...] = (
     ("model", False, files.model),
     ("tokenizer", False, files.tokenizer),
     ("data", False, files.data),
+    ("memory", False, size.memory),
+    ("disk", False, size.disk),
+    ("components", False, components.components),
     ("scheduler", False, scheduler.limits),
     ("test-only", False, scheduler.test_only),
 )

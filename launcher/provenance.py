@@ -27,7 +27,7 @@ def of(recipe: Recipe, cluster: Cluster, files: Mapping[str, str]) -> dict[str, 
         "kit": _git_state(paths.REPO_ROOT),
         "model": _model_revision(recipe, cluster),
         "python": sys.version.split()[0],
-        "packages": _packages(),
+        "packages": packages(),
         "slurm": slurm.version(),
     }
 
@@ -75,7 +75,7 @@ def _model_revision(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     return {"folder": str(folder), "revision": revision}
 
 
-def _packages() -> list[str]:
+def packages() -> list[str]:
     """Return the environment's packages as name==version, read from their folders' names."""
     found = paths.venv_root().glob("lib*/python*/site-packages/*.dist-info")
     return sorted({"==".join(path.stem.split("-")[:2]) for path in found})

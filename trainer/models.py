@@ -80,7 +80,8 @@ def build(
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    source, hf_config, module = world.agree(lambda: _checked_module(config, world, data_faults))
+    world.agree(lambda: _check_bf16(config, world.device))
+    source, hf_config, module = world.agree(lambda: fitting(config, data_faults))
     lay_out(module, config, world, output_chunks)
     _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     fill_rope_caches(module, world.device)
@@ -123,18 +124,20 @@ def empty(config: TrainConfig) -> TransformerDecoder:
         return empty_module(config.model)
 
 
-def _checked_module(
-    config: TrainConfig,
-    world: World,
-    data_faults: Callable[[int, int], list[str]] | None,
+def fitting(
+    config: TrainConfig, data_faults: Callable[[int, int], list[str]] | None = None
 ) -> tuple[weights.SafetensorsSource, dict[str, Any], TransformerDecoder]:
-    """The files, their config.json and an empty model on the meta device that fits them."""
+    """The files that `config` names, their config.json, and an empty model that fits them.
+
+    Args:
+        data_faults: (tokens, positions that the model knows) -> what in the data it cannot take.
+
+    Raises:
+        ConfigError: the model folder is missing, incomplete, or holds another model.
+    """
     source = weights.SafetensorsSource.open(config.checkpointer)
     hf_config = families.read_hf_config(config.model_folder)
     faults = families.model_type_faults(config.checkpointer, hf_config)
-    bf16 = config.dtype == "bf16"
-    if bf16 and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
     module = empty(config)
     names = dict(module.named_modules())
     faults += [
@@ -150,6 +153,11 @@ def _checked_module(
     if faults:
         raise ConfigError(*faults)
     return source, hf_config, module
+
+
+def _check_bf16(config: TrainConfig, device: torch.device) -> None:
+    if config.dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
 
 
 def empty_module(block: dict[str, Any]) -> TransformerDecoder:

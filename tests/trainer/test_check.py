@@ -1,0 +1,83 @@
+"""What trainer.check finds in a config without training: components, arguments, misfits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher import recipe, stock
+from tests.trainer.runs import ROOT, write_config
+from trainer import check
+from trainer.config import read_yaml
+
+
+@pytest.fixture
+def content(tmp_path: Path, model_folder: Path, dataset: Path) -> dict:
+    return read_yaml(write_config(tmp_path / "run", model_folder, dataset))
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> None:
+    """Without the models' files: each component is there, and the model can be built and split."""
+    assert check.faults(recipe.load(name).train_config(tmp_path, str(tmp_path / "run"))) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"optimizer": {"lrr": 1}},
+            "optimizer: torch.optim.AdamW does not take this: got",
+        ),
+        ({"optimizer": {"_component_": "torch.optim.AdamWW"}}, "did you mean AdamW?"),
+        ({"model": {"num_layer": 3}}, "model: torchtune.models.llama3.llama3 does not take this"),
+        ({"model": {"num_heads": 3}}, "model: torchtune.models.llama3.llama3 refused its arg"),
+        ({"model": {"intermediate_dim": 511}}, "has shape [512, 128], the model wants [511, 128]"),
+        ({"model": {"rope_base": 500000}}, "the builder has rope_theta 500000"),
+        ({"dataset": {"_component_": "torchtune.datasets.chat_datset"}}, "mean chat_dataset?"),
+        ({"tokenizer": {"max_seq_len": 4096}}, "4096 is more than the model's 512; set tokenizer."),
+        ({"loss": {"_component_": "torch.nn.MSELoss"}}, "loss: MSELoss is not supported"),
+        ({"tensor_parallel_dim": 3}, "tensor_parallel_dim: 3 does not divide"),
+        ({"lr_scheduler": {"_component_": "trainer.schedule.nothing"}}, "trainer.schedule has no"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_fault_is_found_before_a_rank_starts(content: dict, change: dict, told: str) -> None:
+    for key, value in change.items():
+        content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
+    assert any(told in fault for fault in check.faults(content)), check.faults(content)
+
+
+def test_a_sound_config_has_no_fault(content: dict) -> None:
+    assert check.faults(content) == []
+
+
+def test_a_model_that_is_not_whole_is_told(content: dict, tmp_path: Path) -> None:
+    content["checkpointer"]["checkpoint_dir"] = str(tmp_path)
+    (fault, *_) = check.faults(content)
+    assert "holds no *.safetensors file" in fault
+
+
+def test_the_command_answers_in_json(content: dict, tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    content["bathc_size"] = 3
+    path.write_text(yaml.safe_dump(content))
+    argv = [sys.executable, "-m", "trainer.check", str(path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    (fault,) = json.loads(done.stdout)["faults"]
+    assert "did you mean batch_size" in fault and done.returncode == 0
+
+
+@pytest.mark.long
+def test_the_components_of_every_stock_config_exist() -> None:
+    """Or lack a package that is not torchtune's own, and say which."""
+    folder = stock.site_packages() / "recipes" / "configs"
+    lacking = []
+    for path in folder.rglob("*.yaml"):
+        lacking += check.component_faults(read_yaml(path), complete=False)
+    assert all(fault.endswith(("'bitsandbytes'", "'torchvision'")) for fault in lacking), lacking

@@ -1,0 +1,140 @@
+"""Whether a config's components exist, take their arguments and fit: python -m trainer.check <yaml>
+
+Prints one JSON object: {"faults": [a line each], "found": what was looked at}. Weights and data are
+not read, nothing is computed and no rank is started. With --stock only the components themselves
+are looked at, as torchtune's own recipes give them further arguments.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import config as configs
+from trainer import models, optimizers, tensor_parallel, tokenizers
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.loss import LATER_NAMES, TokenLoss
+
+# What the trainer itself hands to a component: so many positional arguments, and these names.
+HANDED_OVER = {
+    "optimizer": (1, ()),
+    "lr_scheduler": (1, ("num_training_steps",)),
+    "dataset": (1, ()),
+    "dataset_val": (1, ()),
+}
+
+
+def faults(content: dict[str, Any]) -> list[str]:
+    """Everything that would stop a run of `content`, a resolved train.yaml, at its set-up."""
+    found: list[str] = []
+    config = _tried(found, lambda: configs.parse(content))
+    found += component_faults(content, complete=True)
+    if config is not None and not found:
+        found += _misfits(config)
+    return found
+
+
+def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
+    """Components that cannot be imported, or do not take the arguments that are given.
+
+    Args:
+        complete: also name arguments that are missing.
+    """
+    found: list[str] = []
+    for key, block in _blocks("", content):
+        # Loggers are set aside, and those of torchtune's later names are ours.
+        if key == "metric_logger" or block["_component_"] in LATER_NAMES:
+            continue
+        factory = _tried(found, lambda k=key, b=block: configs.component(k, b["_component_"]))
+        if factory is None:
+            continue
+        count, names = HANDED_OVER.get(key, (0, ()))
+        arguments = {k: v for k, v in block.items() if k != "_component_"} | dict.fromkeys(names)
+        for ours in ("packed", "quantize_base", "split_across_pack"):
+            if key in ("dataset", "dataset_val", "model"):
+                arguments.pop(ours, None)
+        try:
+            signature = inspect.signature(factory)
+            bind = signature.bind if complete and key in HANDED_OVER else signature.bind_partial
+            bind(*[None] * count, **arguments)
+        except TypeError as error:
+            found.append(f"{key}: {block['_component_']} does not take this: {error}")
+        except ValueError:
+            continue  # a component of C code has no signature to look at
+    return found
+
+
+def _blocks(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(value, dict):
+        if isinstance(value.get("_component_"), str):
+            yield key, value
+        for name, inner in value.items():
+            yield from _blocks(f"{key}.{name}".lstrip("."), inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _blocks(key, inner)
+
+
+def _misfits(config: TrainConfig) -> list[str]:
+    """Where model, tokenizer, loss and optimizer do not fit together or to the model's folder."""
+    found: list[str] = []
+    _tried(found, lambda: TokenLoss(config))
+    optimizer = _tried(
+        found, lambda: optimizers.build(config.optimizer, [nn.Parameter(torch.zeros(1))])
+    )
+    if optimizer is not None:
+        _tried(found, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 10))
+    if config.model_folder.is_dir():
+        model = _tried(found, lambda: models.fitting(config)[2])
+        tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
+        if tokenizer is not None:
+            _tried(found, lambda: tokenizers.check(tokenizer, config.model_folder))
+    else:
+        model = _tried(found, lambda: models.empty(config))
+        if model is not None:
+            found += tensor_parallel.faults(model, config.tensor_parallel_dim)
+    length = config.tokenizer.get("max_seq_len")
+    if model is not None and isinstance(length, int) and length > model.max_seq_len:
+        found.append(
+            f"tokenizer.max_seq_len: {length} is more than the model's {model.max_seq_len}; "
+            f"set tokenizer.max_seq_len={model.max_seq_len}"
+        )
+    return found
+
+
+def _tried(found: list[str], task: Callable[[], Any]) -> Any:
+    """What `task` gives; None where it fails, with its faults added to `found`."""
+    try:
+        return task()
+    except ConfigError as error:
+        found += error.faults
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    return None
+
+
+def main(arguments: list[str]) -> int:
+    """Print the verdict on the given file; exit status 0, or 2 for wrong usage."""
+    paths = [word for word in arguments if word != "--stock"]
+    if len(paths) != 1:
+        print("usage: python -m trainer.check [--stock] <run>/train.yaml", file=sys.stderr)
+        return 2
+    found: list[str] = []
+    content = _tried(found, lambda: configs.read_yaml(Path(paths[0])))
+    if content is not None and "--stock" in arguments:
+        found += component_faults(content, complete=False)
+    elif content is not None:
+        found += faults(content)
+    names = [block["_component_"].rpartition(".")[2] for _, block in _blocks("", content or {})]
+    print(json.dumps({"faults": found, "found": ", ".join(dict.fromkeys(names))}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
