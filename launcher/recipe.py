@@ -190,6 +190,11 @@ class Recipe:
         return str(self.config.get("description", ""))
 
     @property
+    def typed(self) -> str:
+        """What a command line calls it: the name of one of the kit's own, else its file's path."""
+        return self.name if self.path.parent == paths.RECIPES else str(self.path)
+
+    @property
     def entry(self) -> str:
         return str(self.config.get("entry", "sft"))
 

@@ -28,7 +28,6 @@ from torchtune.modules import (  # noqa: E402
     RotaryPositionalEmbeddings,
     TiedLinear,
     TransformerDecoder,
-    TransformerSelfAttentionLayer,
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear, get_adapter_params  # noqa: E402
 
@@ -48,6 +47,5 @@ __all__ = [
     "RotaryPositionalEmbeddings",
     "TiedLinear",
     "TransformerDecoder",
-    "TransformerSelfAttentionLayer",
     "get_adapter_params",
 ]

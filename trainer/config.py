@@ -349,6 +349,8 @@ def _block_faults(values: dict[str, Any]) -> list[str]:
     if values.get("export_checkpoint") not in (None, "best", "last"):
         found = values["export_checkpoint"]
         faults.append(f"export_checkpoint: must be one of best, last, found {found!r}")
+    if values.get("export_checkpoint") == "best" and not values.get("dataset_val"):
+        faults.append("export_checkpoint: best needs dataset_val, such as dataset_val.split=...")
     folder = (values.get("checkpointer") or {}).get("checkpoint_dir")
     if "checkpointer" in values and not isinstance(folder, str):
         faults.append("checkpointer.checkpoint_dir: must name the model's folder")
@@ -427,8 +429,14 @@ def _block(content: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _notes(content: dict[str, Any]) -> list[str]:
-    """One line for each key that was read and set aside, because the result is the same."""
+    """One line for each key that was set aside, or that does less than it seems to."""
     notes = []
+    saved, validated = content.get("save_every_n_steps"), content.get("run_val_every_n_steps")
+    if saved and validated and saved % validated:
+        notes.append(
+            "save_every_n_steps: only a checkpoint at a multiple of run_val_every_n_steps has a "
+            "val_loss and can be the best"
+        )
     if content.get("optimizer_in_bwd"):
         notes.append("optimizer_in_bwd: set aside; the optimizer steps after the backward pass")
     if _block(content, "dataset").get("packed") and _block(content, "dataset").get(

@@ -336,6 +336,8 @@ class Trainer:
             "method": self.model.method,
             "model": self.config.model,
             "base_weights": self.base_weights,
+            "dtype": self.config.dtype,
+            "master_weights": self.config.master_weights,
             "optimizer": self.config.optimizer["_component_"],
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,

@@ -75,6 +75,8 @@ class LocalStyle(ParallelStyle):
                 name.rpartition(".")[2], nn.Parameter(split, parameter.requires_grad)
             )
         module.tensor_parallel_mesh = device_mesh
+        # A forward of the module's own, as adapters and NF4 have, would hide the class's.
+        vars(module).pop("forward", None)
         module.__class__ = _with_forward(type(module), self._forward)
         return module
 

@@ -99,7 +99,8 @@ def run_all(
             batch_size = 8 // groups // micro_steps
             settings = {"batch_size": batch_size, "save_every_n_steps": 0} | changes
             paths.append(write_config(root / name, model_folder, dataset, **settings))
-        (root / f"said_{ranks}.txt").write_text(train(*paths, ranks=ranks, limit_s=LIMIT_S))
+        with open(root / f"said_{ranks}.txt", "a") as file:
+            file.write(train(*paths, ranks=ranks, limit_s=LIMIT_S))
 
 
 @pytest.fixture(scope="module")
@@ -243,16 +244,17 @@ def test_dimensions_must_make_up_the_ranks(
 def test_the_layout_is_told(root: Path) -> None:
     """What the log says of the ranks, by run."""
     told = dict(re.findall(r"ranks +(.*)\n(?s:.*?)exported to .*/(.*)/export", said(root, 4)))
-    assert told == {
+    expected = {
         "4 on cpu, fp32, FSDP over 2, 2 copies": "full-copies",
         "4 on cpu, fp32, 2 copies, tensor parallel over 2, parameters and optimizer on the CPU": (
             "lora-copies-tp-offload"
         ),
     }
+    assert expected.items() <= told.items()
 
 
 def said(root: Path, ranks: int) -> str:
-    """What the start on so many ranks printed."""
+    """What the starts on so many ranks printed."""
     return (root / f"said_{ranks}.txt").read_text()
 
 
