@@ -228,14 +228,18 @@ def _ignore_sigterm(worker: int) -> None:
 
 @dataclass(frozen=True)
 class Data:
-    """The batches of a run; `validation` is one pass over dataset_val, None without it."""
+    """The batches of a run; `validation` is one pass over dataset_val, None without it.
+
+    `mismatches`: why the tokenizer does not belong to the model.
+    """
 
     training: Batches
     validation: Batches | None
+    mismatches: list[str]
 
     def faults(self, vocab_size: int, max_seq_len: int) -> list[str]:
         """What would fail inside a model that knows so many tokens and positions."""
-        found = _faults("dataset", self.training.rows, vocab_size, max_seq_len)
+        found = self.mismatches + _faults("dataset", self.training.rows, vocab_size, max_seq_len)
         if self.validation is not None:
             found += _faults("dataset_val", self.validation.rows, vocab_size, max_seq_len)
         return found
@@ -249,7 +253,7 @@ def build(config: TrainConfig, world: World, say: Callable[[str], None]) -> Data
             dataset is empty or has nothing to train on, or the two of them overlap.
     """
     tokenizer = world.agree(lambda: instantiate("tokenizer", config.tokenizer))
-    world.agree(lambda: tokenizers.check(tokenizer, config.model_folder))
+    mismatches = world.agree(lambda: tokenizers.faults(tokenizer, config.model_folder))
     pad_id = getattr(tokenizer, "pad_id", 0)
     multiple = world.tensor_parallel_dim
     seed = config.seed if config.shuffle else None
@@ -272,10 +276,10 @@ def build(config: TrainConfig, world: World, say: Callable[[str], None]) -> Data
         workers=_workers(config, world),
     )
     if config.dataset_val is None:
-        return Data(training, None)
+        return Data(training, None, mismatches)
     own = rows("dataset_val", config.dataset_val, None)
     world.agree(lambda: _check_overlap(config, training.rows.samples, own.samples, say))
-    return Data(training, Batches(own, world, config.batch_size_val))
+    return Data(training, Batches(own, world, config.batch_size_val), mismatches)
 
 
 def _workers(config: TrainConfig, world: World) -> int:

@@ -152,8 +152,8 @@ class HuggingFaceTokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
-def check(tokenizer: Any, folder: Path) -> None:
-    """Raise ConfigError, all faults at once, where tokenizer and model do not belong together.
+def faults(tokenizer: Any, folder: Path) -> list[str]:
+    """Why tokenizer and model do not belong together, one line a reason; [] where they do.
 
     The ids of the model are those of config.json and generation_config.json. It must know every
     token, begin a text by the same one, and end it by one of the tokenizer's.
@@ -169,26 +169,23 @@ def check(tokenizer: Any, folder: Path) -> None:
     advice = "; give the tokenizer that belongs to checkpointer.checkpoint_dir"
     own = {name: getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", "pad_id")}
     ends = {own["eos_id"], *(getattr(tokenizer, "stop_tokens", None) or ())} - {None}
-    faults = []
+    found = []
     size = getattr(tokenizer, "vocab_size", 0)
     if size > vocabulary:
-        faults.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
-    faults += [
+        found.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
+    found += [
         f"tokenizer: its {name} is {value}, the model knows {vocabulary} tokens, from 0{advice}"
         for name, value in own.items()
         if value is not None and not 0 <= value < vocabulary
     ]
     begins, model_ends = _ids(known, "bos_token_id"), _ids(known, "eos_token_id")
     if begins and own["bos_id"] is not None and own["bos_id"] not in begins:
-        faults.append(
-            f"tokenizer: its bos_id is {own['bos_id']}, the model's {_or(begins)}{advice}"
-        )
+        found.append(f"tokenizer: its bos_id is {own['bos_id']}, the model's {_or(begins)}{advice}")
     if model_ends and ends and not model_ends & ends:
-        faults.append(
+        found.append(
             f"tokenizer: it ends a text by {_or(ends)}, the model by {_or(model_ends)}{advice}"
         )
-    if faults:
-        raise ConfigError(*faults)
+    return found
 
 
 def _ids(settings: list[dict[str, Any]], name: str) -> set[int]:

@@ -409,7 +409,7 @@ def test_torchtunes_tokenizer_with_a_prompt_template(build: Any, tmp_path: Path)
     assert text.startswith("user\n\nQ:What is node number 0?assistant\n\nA:The node 0 is")
     assert bytes(t for t in tokens[trained].tolist() if t < 256).decode().endswith("node-like.")
     assert "What" not in bytes(t for t in tokens[trained].tolist() if t < 256).decode()
-    (fault,) = found.faults(1024, 512)
+    *_, fault = found.faults(1024, 512)
     assert fault.startswith("tokenizer: it made token 128") and "the model knows 1024" in fault
 
 

@@ -15,7 +15,7 @@ from trainer.config import load
 from trainer.data import build
 from trainer.errors import ConfigError
 from trainer.profiling import profiler
-from trainer.tokenizers import check, hugging_face_tokenizer
+from trainer.tokenizers import faults, hugging_face_tokenizer
 
 BAD_STEP, PER_STEP = 2, 8
 FUSED = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "fused": True}
@@ -198,20 +198,31 @@ TOKENIZER_FAULTS = {
 def test_a_tokenizer_of_another_model_is_refused(
     name: str, tmp_path: Path, model_folder: Path
 ) -> None:
-    file, changes, faults = TOKENIZER_FAULTS[name]
+    file, changes, wanted = TOKENIZER_FAULTS[name]
     tokenizer = hugging_face_tokenizer(str(model_folder))
-    check(tokenizer, model_folder)
+    assert faults(tokenizer, model_folder) == []
     for other in ("config", "generation_config"):
         source = model_folder / f"{other}.json"
         settings = json.loads(source.read_text()) if source.is_file() else {}
         kept = {key: value for key, value in settings.items() if key not in changes}
         settings = kept | (changes if other == file else {})
         (tmp_path / f"{other}.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError) as caught:
-        check(tokenizer, tmp_path)
-    assert len(caught.value.faults) == len(faults)
-    for found, wanted in zip(caught.value.faults, faults, strict=True):
-        assert wanted in found and "give the tokenizer that belongs to" in found
+    found = faults(tokenizer, tmp_path)
+    assert len(found) == len(wanted)
+    for line, text in zip(found, wanted, strict=True):
+        assert text in line and "give the tokenizer that belongs to" in line
+
+
+def test_a_run_with_a_tokenizer_of_another_model_is_refused_before_the_weights(
+    tmp_path: Path, model_folder: Path, dataset: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"bos_token_id": 9}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert run_here(write_config(tmp_path / "run", folder, dataset)) == 1
+    assert "error: tokenizer: its bos_id is 0, the model's 9; give" in capfd.readouterr().err
 
 
 def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None:
