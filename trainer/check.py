@@ -94,7 +94,7 @@ def _misfits(config: TrainConfig) -> list[str]:
         model = _tried(found, lambda: models.fitting(config)[2])
         tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
         if tokenizer is not None:
-            _tried(found, lambda: tokenizers.check(tokenizer, config.model_folder))
+            found += tokenizers.faults(tokenizer, config.model_folder)
     else:
         model = _tried(found, lambda: models.empty(config))
         if model is not None:

@@ -15,17 +15,6 @@ from launcher.errors import RecipeFault
 
 MODELS = ["llama1b", "llama3b", "llama8b", "llama70b", "qwen7b", "qwen32b", "qwen72b"]
 MODELS += ["mistral7b", "gemma9b", "phi4"]
-    "llama1b",
-    "llama3b",
-    "llama8b",
-    "llama70b",
-    "qwen7b",
-    "qwen32b",
-    "qwen72b",
-    "mistral7b",
-    "gemma9b",
-    "phi4",
-]
 SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora", "qlora")} | {
     "demo",
     "qwen0_5b_full",
