@@ -6,13 +6,12 @@ with the norms of the rows held constant in the backward pass, as section 4.3 of
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer import nf4
+from trainer import forwards, nf4
 from trainer.compat import DoRALinear, LoRALinear, TransformerDecoder
 from trainer.parallel import whole
 
@@ -42,7 +41,7 @@ def prepare(model: TransformerDecoder, quantised: bool) -> None:
         nf4.pack_weight(model.get_submodule(name))
     for layer in model.modules():
         if isinstance(layer, DoRALinear) or hasattr(layer, "nf4_table"):
-            layer.forward = partial(forward, layer)
+            forwards.replace(layer, forward)
 
 
 def method(model: nn.Module) -> str:
