@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launcher import hub, node_check, paths, slurm, stock
 from launcher.cluster import Cluster
-from launcher.errors import CookbookError, SlurmFault, nearest
+from launcher.errors import CookbookError, SlurmFault, SlurmMissing, SlurmTimeout, nearest
 from launcher.node_check import Finding, NodeReport, failed, ok, skipped, warning
 
 # An 8B model, its checkpoints with optimizer state and its export come to about this much.
@@ -145,7 +145,9 @@ def _slurm(cluster: Cluster) -> tuple[list[Finding], _Site | None]:
         configuration = slurm.configuration()
         site = _Site(cluster, configuration, slurm.partitions(), slurm.nodes())
     except SlurmFault as fault:
-        remedy = "see whether scontrol ping answers on a login node of the cluster"
+        # The other two kinds say themselves what to do.
+        plain = not isinstance(fault, (SlurmMissing, SlurmTimeout))
+        remedy = "see whether scontrol ping answers" if plain else ""
         unknown = "Slurm does not answer, so this is not known"
         checks = ("partitions", "accounting", "site's settings", "trial job", "MUNGE")
         unseen = [skipped(check, unknown) for check in checks]

@@ -136,7 +136,7 @@ def download(
     HubFault lists every fault that can be known before the first byte is fetched.
     """
     chosen = wanted(recipe, cluster, revision)
-    again = f"cookbook download {recipe.name}"
+    again = f"cookbook download {recipe.typed}"
     listings, faults = [], []
     for each in chosen:
         try:

@@ -295,7 +295,8 @@ def _saved_by_adapters(plan: Plan) -> float:
         if plan.dropout:
             each += (1 + e) * t * inside / (plan.tensor_parallel if name in ROWWISE else 1)
         if plan.method == "dora":
-            each += 2 * e * t * plan.shape.matrices[name][1] / plan.tensor_parallel
+            # The sum that the magnitude scales.
+            each += e * t * plan.shape.matrices[name][1] / plan.tensor_parallel
     return each
 
 

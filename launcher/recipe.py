@@ -108,6 +108,7 @@ TRAINER_KEYS: dict[str, Kind] = {
     "gradient_accumulation_steps": "positive",
     "sync_each_micro_batch": "bool",
     "clip_grad_norm": "number",
+    "max_non_finite_steps": "positive",
     "optimizer": "mapping",
     "optimizer_in_bwd": "bool",
     "lr_scheduler": "mapping",
@@ -187,6 +188,11 @@ class Recipe:
     @property
     def description(self) -> str:
         return str(self.config.get("description", ""))
+
+    @property
+    def typed(self) -> str:
+        """What a command line calls it: the name of one of the kit's own, else its file's path."""
+        return self.name if self.path.parent == paths.RECIPES else str(self.path)
 
     @property
     def entry(self) -> str:

@@ -72,6 +72,7 @@ class TrainerState:
     loss_first: float | None = None
     loss_last: float | None = None
     val_loss: float | None = None
+    skipped_steps: int = 0
     world_size: int = 1
     tensor_parallel_dim: int = 1
     scheduler: dict[str, Any] = field(default_factory=dict)

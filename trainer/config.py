@@ -34,6 +34,9 @@ PROFILER_KEYS = {
     "warmup_steps": 3,
     "active_steps": 2,
     "num_cycles": 1,
+    "ranks": None,
+    "steps": None,
+    "memory_snapshot": False,
 }
 # The trainer collates by itself, with the results that these are meant to have.
 COLLATE_FNS = ("torchtune.data.padded_collate_sft", "torchtune.data.padded_collate_packed")
@@ -60,6 +63,7 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "max_steps": ("positive?", None),
     "gradient_accumulation_steps": ("positive", 1),
     "clip_grad_norm": ("number?", None),
+    "max_non_finite_steps": ("positive", 3),
     "optimizer": ("component", REQUIRED),
     "lr_scheduler": ("component?", None),
     "loss": ("component", {"_component_": "torch.nn.CrossEntropyLoss"}),
@@ -127,6 +131,7 @@ class TrainConfig:
     max_steps: int | None
     gradient_accumulation_steps: int
     clip_grad_norm: float | None
+    max_non_finite_steps: int
     optimizer: dict[str, Any]
     lr_scheduler: dict[str, Any] | None
     loss: dict[str, Any]
@@ -344,12 +349,12 @@ def _block_faults(values: dict[str, Any]) -> list[str]:
     if values.get("export_checkpoint") not in (None, "best", "last"):
         found = values["export_checkpoint"]
         faults.append(f"export_checkpoint: must be one of best, last, found {found!r}")
+    if values.get("export_checkpoint") == "best" and not values.get("dataset_val"):
+        faults.append("export_checkpoint: best needs dataset_val, such as dataset_val.split=...")
     folder = (values.get("checkpointer") or {}).get("checkpoint_dir")
     if "checkpointer" in values and not isinstance(folder, str):
         faults.append("checkpointer.checkpoint_dir: must name the model's folder")
-    for key in values.get("profiler") or {}:
-        if key not in PROFILER_KEYS:
-            faults.append(f"profiler.{key}: no such key; known: {', '.join(PROFILER_KEYS)}")
+    faults += _profiler_faults(values.get("profiler") or {})
     generate = values.get("generate")
     if generate is not None:
         prompts = generate.get("prompts")
@@ -362,6 +367,31 @@ def _block_faults(values: dict[str, Any]) -> list[str]:
             faults.append(f"generate.{key}: no such key; known: prompts, max_new_tokens")
         if values.get("save_adapter_weights_only"):
             faults.append("generate: needs the merged model; set save_adapter_weights_only=False")
+    return faults
+
+
+def _profiler_faults(block: dict[str, Any]) -> list[str]:
+    def counts(value: Any, lowest: int) -> bool:
+        return isinstance(value, list) and all(type(v) is int and v >= lowest for v in value)
+
+    faults = []
+    for key, value in block.items():
+        if key not in PROFILER_KEYS:
+            faults.append(f"profiler.{key}: no such key; known: {', '.join(PROFILER_KEYS)}")
+        elif key == "ranks" and value not in (None, "all") and not (value and counts(value, 0)):
+            faults.append(
+                f"profiler.ranks: must be all or a list of ranks such as [0, 8], found {value!r}"
+            )
+        elif key == "steps" and value is not None:
+            if not (counts(value, 1) and len(value) == 2 and value[0] <= value[1]):
+                faults.append(
+                    "profiler.steps: must be the first and the last step, counted from 1, such as "
+                    f"[10, 12], found {value!r}"
+                )
+        elif isinstance(PROFILER_KEYS[key], bool) and not isinstance(value, bool):
+            faults.append(f"profiler.{key}: must be True or False, found {value!r}")
+        elif type(PROFILER_KEYS[key]) is int and not counts([value], int(key == "active_steps")):
+            faults.append(f"profiler.{key}: must be a whole number, found {value!r}")
     return faults
 
 
@@ -399,8 +429,14 @@ def _block(content: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _notes(content: dict[str, Any]) -> list[str]:
-    """One line for each key that was read and set aside, because the result is the same."""
+    """One line for each key that was set aside, or that does less than it seems to."""
     notes = []
+    saved, validated = content.get("save_every_n_steps"), content.get("run_val_every_n_steps")
+    if saved and validated and saved % validated:
+        notes.append(
+            "save_every_n_steps: only a checkpoint at a multiple of run_val_every_n_steps has a "
+            "val_loss and can be the best"
+        )
     if content.get("optimizer_in_bwd"):
         notes.append("optimizer_in_bwd: set aside; the optimizer steps after the backward pass")
     if _block(content, "dataset").get("packed") and _block(content, "dataset").get(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from trainer import tokenizers
 from trainer.attention import Documents
 from trainer.config import TrainConfig, instantiate
 from trainer.distributed import World
@@ -29,13 +30,15 @@ class MicroBatch:
     position s) and hold `IGNORE_INDEX` where nothing is trained. Packed rows all have one length,
     and come with each token's position in its document, int64 [batch, sequence], and with the
     documents; both are None where a row is one sample. token_count: real input tokens.
-    target_count: labels that are trained.
+    target_count: labels that are trained. attention_pairs: query-key pairs of real tokens, n(n+1)/2
+    for a document of n.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     token_count: int
     target_count: int
+    attention_pairs: int
     positions: torch.Tensor | None = None
     documents: Documents | None = None
 
@@ -130,11 +133,13 @@ class Rows(Dataset):
                 positions[line, end:] = np.arange(shape[1] - end)
                 numbers[line, end:] = len(row.documents)
                 offsets.append((line + 1) * shape[1])
+        counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
         return MicroBatch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
-            token_count=sum(len(t) for row in rows if row.counted for t, _ in row.documents),
+            token_count=sum(counted),
             target_count=int((labels != IGNORE_INDEX).sum()),
+            attention_pairs=sum(n * (n + 1) // 2 for n in counted),
             positions=torch.from_numpy(positions) if packed else None,
             documents=Documents(torch.from_numpy(numbers), torch.tensor(offsets, dtype=torch.int32))
             if packed
@@ -244,6 +249,7 @@ def build(config: TrainConfig, world: World, say: Callable[[str], None]) -> Data
             dataset is empty or has nothing to train on, or the two of them overlap.
     """
     tokenizer = world.agree(lambda: instantiate("tokenizer", config.tokenizer))
+    world.agree(lambda: tokenizers.check(tokenizer, config.model_folder))
     pad_id = getattr(tokenizer, "pad_id", 0)
     multiple = world.tensor_parallel_dim
     seed = config.seed if config.shuffle else None

@@ -65,6 +65,12 @@ class World:
         dist.all_reduce(total, group=self.cpu_group)
         return total.tolist()
 
+    def max(self, values: list[float]) -> list[float]:
+        """Element-wise maximum over all ranks, in float64."""
+        highest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.cpu_group)
+        return highest.tolist()
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         values: list[Any] = [None] * self.size

@@ -2,7 +2,7 @@
 
 TrainerError             a fault that the trainer understands
 ├── ConfigError          the user's to mend: config, paths, data, model folder
-├── NonFiniteLossError   the loss or the gradient became NaN or infinite
+├── NonFiniteLossError   loss or gradient NaN or infinite too often in a row; exit status 65
 ├── CheckpointError      every checkpoint in the run directory is damaged
 └── PeerError            another rank failed; its own record says why
 """
@@ -17,9 +17,13 @@ from trainer.files import write_json
 
 
 class TrainerError(Exception):
-    """A fault that the trainer understands; `permanent` where a retry cannot help."""
+    """A fault that the trainer understands; `permanent` where a retry cannot help.
+
+    `exit_status` is the rank's own; torchrun passes none on, so that the record must tell.
+    """
 
     permanent = True
+    exit_status = 1
 
 
 class ConfigError(TrainerError):
@@ -31,7 +35,9 @@ class ConfigError(TrainerError):
 
 
 class NonFiniteLossError(TrainerError):
-    """The loss or the gradient is NaN or infinite; going on would spoil the weights."""
+    """The loss or the gradient was NaN or infinite in too many steps in a row."""
+
+    exit_status = 65
 
 
 class CheckpointError(TrainerError):

@@ -1,14 +1,267 @@
-"""The loss as an exact sum over trained tokens, whichever component computes it."""
+"""The loss as an exact sum over trained tokens, with or without logits of the whole batch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
 from trainer import parallel
+from trainer.compat import LoRALinear, TiedLinear, TransformerDecoder
 from trainer.config import TrainConfig, instantiate
 from trainer.data import IGNORE_INDEX, MicroBatch
 from trainer.errors import ConfigError
+from trainer.families import CappedTiedLinear
 
-SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss")
+SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
+# torchtune's configs name it so after its last release, which has no such class yet.
+LATER_NAMES = (
+    "torchtune.modules.loss.LinearCrossEntropyLoss",
+    "torchtune.modules.loss.cross_entropy_loss.LinearCrossEntropyLoss",
+)
+# Fewer tokens at a time would leave a GPU idle between its small matrix products.
+MIN_CHUNK_TOKENS = 512
+
+
+class LinearCrossEntropy:
+    """Cross-entropy computed together with the output layer; the logits never exist as a whole.
+
+    Only trained positions enter the output layer. They go through it in chunks, and each chunk's
+    gradients are computed at once, so that its logits can be forgotten (as in Liger Kernel,
+    arXiv 2410.10989). torch 2.13's own `linear_cross_entropy` does the same; it is not used,
+    because it gives the sum in the weights' dtype (4704 for 4740.3 in bf16), and takes neither a
+    split vocabulary nor LoRA.
+
+    Args:
+        num_output_chunks: how many chunks; None makes a chunk's logits about as large as the
+            hidden states, and not smaller than 512 tokens' logits.
+        ignore_index: label of the positions that are not trained.
+    """
+
+    def __init__(
+        self, num_output_chunks: int | None = None, ignore_index: int = IGNORE_INDEX
+    ) -> None:
+        if num_output_chunks is not None and num_output_chunks < 1:
+            raise ValueError("num_output_chunks must be a whole number from 1 on")
+        self._chunks = num_output_chunks
+        self.ignore_index = ignore_index
+
+    @contextmanager
+    def in_place_of_logits(self, model: TransformerDecoder, labels: torch.Tensor) -> Iterator[None]:
+        """Within it `model` returns the summed loss (a scalar, fp32) instead of logits.
+
+        The output layer's weight is whole only inside the forward pass of a model under FSDP.
+
+        Args:
+            labels: int64 [batch, sequence] on the CPU; labels[b, s] is the target of position s.
+        """
+        model.unembed = partial(self._summed_loss, model, labels)
+        try:
+            yield
+        finally:
+            del model.unembed
+
+    def _summed_loss(
+        self, model: TransformerDecoder, labels: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = model.norm(hidden)
+        # Found on the CPU, so that nobody waits for the GPU to learn how many there are; by numpy,
+        # as a trace on fake tensors needs their number too.
+        trained = torch.from_numpy(np.flatnonzero(labels.numpy() != self.ignore_index))
+        targets = _to_device(labels.flatten()[trained], hidden.device)
+        rows = hidden.flatten(0, 1).index_select(0, _to_device(trained, hidden.device))
+        pairs, group = _factors(model.output, rows)
+        cap = model.output.softcap if isinstance(model.output, CappedTiedLinear) else None
+        return linear_cross_entropy(pairs, targets, chunks=self._chunks, group=group, cap=cap)
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _factors(output: Any, rows: torch.Tensor) -> tuple[Pairs, dist.ProcessGroup | None]:
+    """Inputs and weights whose products add up to the logits, and who else holds a part of them.
+
+    Args:
+        output: the model's output layer.
+        rows: its input, [tokens, dim].
+
+    Returns:
+        [(input [tokens, k], weight [this rank's vocabulary, k]), ...], and the tensor-parallel
+        group over which the vocabulary is split, None where it is whole.
+    """
+    weight = output.tied_module.weight if isinstance(output, TiedLinear) else output.weight
+    pairs = [(rows, _local(weight))]
+    if isinstance(output, LoRALinear):
+        # A sees the whole input, but only this rank's rows of B send a gradient back to it.
+        a, b = _local(output.lora_a.weight, share=True), _local(output.lora_b.weight)
+        inner = F.linear(output.dropout(rows), a)
+        pairs.append((output.alpha / output.rank * inner, b))
+    elif not isinstance(output, TiedLinear | nn.Linear):
+        raise ConfigError(
+            f"loss: LinearCrossEntropy knows no output layer of kind {type(output).__name__}; "
+            "set loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
+        )
+    group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
+    return pairs, group
+
+
+def _local(weight: torch.Tensor, share: bool = False) -> torch.Tensor:
+    """This rank's part; `share` where ranks hold it alike and each has a share of its gradient."""
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.to_local(grad_placements=[Partial()] if share else None)
+
+
+def linear_cross_entropy(
+    pairs: Pairs,
+    targets: torch.Tensor,
+    *,
+    chunks: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    cap: float | None = None,
+) -> torch.Tensor:
+    """Sum over tokens of -log softmax(logits)[target], for logits = sum of input @ weight.T.
+
+    Over a vocabulary split into equal parts in rank order, each rank gives its rows of the
+    weights and gets the whole sum; the gradient of an input is then the rank's share of it.
+
+    Args:
+        pairs: (input [tokens, k], weight [vocabulary, k]); only what requires a gradient gets a
+            buffer for one. Weight gradients are summed over the chunks in fp32.
+        targets: int64 [tokens], numbers of the whole vocabulary.
+        chunks: see LinearCrossEntropy.
+        group: the ranks that the vocabulary is split over.
+        cap: logits become cap * tanh(logits / cap).
+
+    Returns:
+        A scalar, summed in fp32 (fp64 for fp64 inputs); 0 with zero gradients for no token.
+    """
+    tokens = targets.numel()
+    vocabulary, dim = pairs[0][1].shape
+    if chunks is None:
+        # A chunk's logits are then about as many numbers as the hidden states.
+        size = max(MIN_CHUNK_TOKENS, -(-tokens // -(-vocabulary // dim)))
+    else:
+        size = max(1, -(-tokens // chunks))
+    tensors = [tensor for pair in pairs for tensor in pair]
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
+    return _LinearCrossEntropy.apply(targets, size, group, cap, wanted, *tensors)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made in the forward pass; the backward pass scales them once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        targets: torch.Tensor,
+        size: int,
+        group: dist.ProcessGroup | None,
+        cap: float | None,
+        wanted: list[bool],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        exact = torch.promote_types(tensors[0].dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=targets.device)
+        # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
+        gradients = [
+            torch.zeros_like(tensor, dtype=exact if index % 2 else None) if wanted[index] else None
+            for index, tensor in enumerate(tensors)
+        ]
+        columns = _own_columns(targets, tensors[1].shape[0], group)
+        for begin in range(0, targets.numel(), size):
+            part = slice(begin, begin + size)
+            logits = _logits(tensors, part).to(exact)
+            loss, slope = _chunk(logits, *(c[part] for c in columns), group, cap, any(wanted))
+            total += loss
+            if slope is None:
+                continue
+            slope = slope.to(tensors[0].dtype)
+            for index in range(0, len(tensors), 2):
+                inputs, weight = tensors[index : index + 2]
+                if wanted[index]:
+                    torch.mm(slope, weight, out=gradients[index][part])
+                if wanted[index + 1]:
+                    _add_product(gradients[index + 1], slope.t(), inputs[part])
+        ctx.gradients = [
+            None if gradient is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(gradients, tensors, strict=True)
+        ]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the backward pass of linear_cross_entropy runs once only")
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = (None if g is None else g.mul_(upstream) for g in gradients)
+        return None, None, None, None, None, *scaled
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _own_columns(
+    targets: torch.Tensor, vocabulary: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of this rank's columns each target is, and 1.0 where it is one of them, else 0.0."""
+    if group is None:
+        return targets, torch.ones_like(targets, dtype=torch.float32)
+    own = targets - dist.get_rank(group) * vocabulary
+    held = (own >= 0) & (own < vocabulary)
+    return own.clamp(0, vocabulary - 1), held.float()
+
+
+def _logits(tensors: tuple[torch.Tensor, ...], part: slice) -> torch.Tensor:
+    logits = tensors[0][part] @ tensors[1].t()
+    for index in range(2, len(tensors), 2):
+        logits.addmm_(tensors[index][part], tensors[index + 1].t())
+    return logits
+
+
+def _chunk(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    held: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    cap: float | None,
+    slope_wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Summed loss of [tokens, vocabulary] logits, which are overwritten, and its slope in them."""
+    bend = None
+    if cap is not None:
+        bend = torch.tanh(logits / cap)
+        logits = cap * bend
+    highest = logits.amax(1, keepdim=True)
+    if group is not None:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    logits -= highest
+    columns, held = columns.unsqueeze(1), held.to(logits.dtype).unsqueeze(1)
+    chosen = logits.gather(1, columns) * held
+    sums = torch.cat([logits.exp_().sum(1, keepdim=True), chosen], 1)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    loss = (sums[:, 0].log() - sums[:, 1]).sum()
+    if not slope_wanted:
+        return loss, None
+    slope = logits.div_(sums[:, :1]).scatter_add_(1, columns, -held)
+    return loss, slope if bend is None else slope.mul_(1 - bend.square())
 
 
 class TokenLoss:
@@ -22,7 +275,10 @@ class TokenLoss:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        self._component = instantiate("loss", config.loss)
+        block = config.loss
+        if block["_component_"] in LATER_NAMES:
+            block = block | {"_component_": "trainer.loss.LinearCrossEntropy"}
+        self._component = instantiate("loss", block)
         name = type(self._component).__name__
         if name not in SUPPORTED:
             raise ConfigError(f"loss: {name} is not supported; known: {', '.join(SUPPORTED)}")
@@ -30,8 +286,12 @@ class TokenLoss:
             raise ConfigError("loss.reduction: must be mean, the trainer divides by all tokens")
         if self._component.ignore_index != IGNORE_INDEX:
             raise ConfigError(f"loss.ignore_index: must be {IGNORE_INDEX}")
-        # The model then gives its logits in so many parts; 0 means whole.
-        self.output_chunks = getattr(self._component, "num_output_chunks", 0)
+        # The model then gives its logits in so many parts; 0 means whole. What has no logits
+        # reads the output layer's weight by itself, so that FSDP must keep it with the root.
+        without_logits = isinstance(self._component, LinearCrossEntropy)
+        self.output_chunks = (
+            1 if without_logits else getattr(self._component, "num_output_chunks", 0)
+        )
 
     def __call__(self, model: nn.Module, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Summed loss, a scalar in fp32 with a graph behind it, also where nothing is trained.
@@ -39,8 +299,11 @@ class TokenLoss:
         Logits that are split over the vocabulary need `vocabulary_split_loss` around this call
         and around the backward pass.
         """
+        if isinstance(self._component, LinearCrossEntropy):
+            with self._component.in_place_of_logits(model, batch.labels):
+                return _forward(model, batch.to(device))
         batch = batch.to(device)
-        logits = model(batch.tokens, mask=batch.documents, input_pos=batch.positions)
+        logits = _forward(model, batch)
         chunks = logits if isinstance(logits, list) else [logits]
         if batch.target_count == 0:
             # All ranks must run the same backward pass, and a mean over no token is NaN.
@@ -50,3 +313,7 @@ class TokenLoss:
         else:
             mean = self._component(logits.flatten(0, 1), batch.labels.flatten())
         return parallel.whole(mean) * batch.target_count
+
+
+def _forward(model: nn.Module, batch: MicroBatch) -> Any:
+    return model(batch.tokens, mask=batch.documents, input_pos=batch.positions)

@@ -5,30 +5,32 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trainer.files import write_text
 
 GIB = 2**30
+T = TypeVar("T")
 
 
-def memory(device: torch.device) -> dict[str, float | None]:
-    """Peak GPU memory since the last call, and this process's resident memory, in GiB.
+def memory(device: torch.device) -> dict[str, float]:
+    """This process's peak GPU memory since the last call, and its resident memory, in GiB.
 
-    The GPU figures are None on a CPU.
+    The GPU figures are 0 on a CPU.
     """
-    allocated = reserved = None
+    allocated = reserved = 0
     if device.type == "cuda":
-        allocated = round(torch.cuda.max_memory_allocated(device) / GIB, 3)
-        reserved = round(torch.cuda.max_memory_reserved(device) / GIB, 3)
+        allocated = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
     return {
-        "peak_memory_allocated_gb": allocated,
-        "peak_memory_reserved_gb": reserved,
-        "memory_rss_gb": round(_resident_bytes() / GIB, 3),
+        "peak_memory_allocated_gb": allocated / GIB,
+        "peak_memory_reserved_gb": reserved / GIB,
+        "memory_rss_gb": _resident_bytes() / GIB,
     }
 
 
@@ -89,21 +91,62 @@ def _drop_after(path: Path, step: int) -> None:
     write_text(path, "".join(kept))
 
 
+@dataclass
+class Work:
+    """Time and work of some steps over all ranks; `tokens` are real ones, padding is none."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+    data_wait_s: float = 0.0
+
+    def rates(self, gpus: int, peak_tflops: float | None) -> dict[str, float | None]:
+        """Tokens/s and model TFLOP/s, both of all ranks divided by all GPUs, and MFU.
+
+        Args:
+            gpus: all of them, also those that share a sample by tensor parallelism.
+            peak_tflops: one GPU's; None where it is not known, MFU is then None too.
+        """
+        seconds = max(self.seconds, 1e-9)
+        tflops = self.flops / seconds / gpus / 1e12
+        return {
+            "tokens_per_second_per_gpu": round(self.tokens / seconds / gpus, 1),
+            "tflops_per_second_per_gpu": float(f"{tflops:.4g}"),
+            "mfu": None if peak_tflops is None else round(tflops / peak_tflops, 4),
+        }
+
+
 class Clock:
-    """Time and tokens of steps, without the time in which checkpoints were written.
+    """Time and work of steps, without the time in which checkpoints were written.
 
     Args:
         step: the last step that was done before the clock starts.
     """
 
     def __init__(self, step: int) -> None:
-        self._first = self._step = step
+        self._first = step
         self._began = self._lap_began = time.perf_counter()
-        self._paused_s = self._tokens = 0.0
+        self._paused_s = 0.0
+        self._lap = Work()
+        self.total = Work()
 
-    def add(self, tokens: float) -> None:
-        """Count the tokens that one step trained on, over all ranks."""
-        self._tokens += tokens
+    def waiting(self, batches: Iterator[T]) -> Iterator[T]:
+        """The same batches; the time until each is there is counted."""
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._lap.data_wait_s += time.perf_counter() - began
+            yield batch
+
+    def add(self, tokens: float, flops: float) -> None:
+        """Count one step's tokens and model FLOPs, over all ranks."""
+        self._lap.steps += 1
+        self._lap.tokens += tokens
+        self._lap.flops += flops
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -112,13 +155,15 @@ class Clock:
         yield
         self._paused_s += time.perf_counter() - began
 
-    def lap(self, step: int) -> tuple[float, float]:
-        """(seconds a step, tokens a second over all ranks) since the last lap."""
+    def lap(self) -> Work:
+        """The work since the last lap; the device must have done it."""
         now = time.perf_counter()
-        seconds = max(now - self._lap_began - self._paused_s, 1e-9)
-        result = seconds / max(step - self._step, 1), self._tokens / seconds
-        self._lap_began, self._step, self._paused_s, self._tokens = now, step, 0.0, 0.0
-        return result
+        lap, total = self._lap, self.total
+        lap.seconds = max(now - self._lap_began - self._paused_s, 1e-9)
+        for field in fields(Work):
+            setattr(total, field.name, getattr(total, field.name) + getattr(lap, field.name))
+        self._lap, self._lap_began, self._paused_s = Work(), now, 0.0
+        return lap
 
     def left(self, step: int, last: int) -> float:
         """Seconds to the last step at the mean pace so far, checkpoints included."""
@@ -130,15 +175,35 @@ def progress_line(record: dict[str, Any], total_steps: int, epochs: int, left_s:
     width = len(str(total_steps))
     gpu = record["peak_memory_reserved_gb"]
     memory_gb = record["memory_rss_gb"] if gpu is None else gpu
-    validation = f"val loss {record['val_loss']:8.4f}  " if "val_loss" in record else ""
+    mfu = "" if record["mfu"] is None else f"MFU {100 * record['mfu']:4.1f} %  "
+    validation = f"val loss {_number(record['val_loss'], 8, 4)}  " if "val_loss" in record else ""
     return (
         f"step {record['step']:>{width}}/{total_steps}  "
         f"epoch {record['epoch']:>{len(str(epochs))}}/{epochs}  "
-        f"loss {record['loss']:8.4f}  {validation}lr {record['lr']:.2e}  "
-        f"grad norm {record['grad_norm']:8.3f}  "
-        f"{record['tokens_per_second_per_gpu']:>8,.0f} tok/s/GPU  "
+        f"loss {_number(record['loss'], 8, 4)}  {validation}lr {record['lr']:.2e}  "
+        f"grad norm {_number(record['grad_norm'], 8, 3)}  "
+        f"{record['tokens_per_second_per_gpu']:>8,.0f} tok/s/GPU  {mfu}"
         f"mem {memory_gb:5.1f} GiB  left {duration(left_s)}"
     )
+
+
+def totals_line(totals: dict[str, Any]) -> str:
+    """One line of a start's mean figures, as progress.json holds them."""
+    mfu, peak = totals["mfu"], totals["peak_memory_reserved_gb"]
+    skipped = totals["skipped_steps"]
+    return (
+        f"in {duration(totals['train_s'])}: "
+        f"{totals['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
+        f"{'' if mfu is None else f'MFU {100 * mfu:.1f} %, '}"
+        f"{'' if peak is None else f'peak memory {peak:.1f} GiB, '}"
+        f"checkpoints held it up for {totals['checkpoint_blocked_s']:.1f} s"
+        f"{f', {skipped} updates skipped' if skipped else ''}"
+    )
+
+
+def _number(value: float | None, width: int, digits: int) -> str:
+    """A figure of a fixed width; None is one that was not finite."""
+    return "nan".rjust(width) if value is None else f"{value:{width}.{digits}f}"
 
 
 def duration(seconds: float) -> str:

@@ -149,17 +149,26 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
-def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+def clip_gradients(
+    parameters: list[nn.Parameter], max_norm: float | None, loss: torch.Tensor | None = None
+) -> torch.Tensor:
     """Total gradient norm over all ranks (a scalar, fp32); clips to `max_norm` where it is given.
 
-    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
+    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. Nothing
+    in here waits for the device.
+
+    Args:
+        loss: this rank's, detached; where it is not finite on any rank, the norm is not either.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     norms = torch._foreach_norm(local, dtype=torch.float32)
+    squares = torch._foreach_pow(norms, 2)
     # A part that several ranks hold alike counts once.
-    holders = torch.tensor([_holders(g) for g in gradients], device=norms[0].device)
-    total = (torch.stack(norms).square() / holders).sum()
+    torch._foreach_mul_(squares, [1 / _holders(g) for g in gradients])
+    total = torch.stack(squares).sum()
+    if loss is not None:
+        total = total + 0 * loss.to(total.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     norm = total.sqrt()

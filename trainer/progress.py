@@ -14,7 +14,9 @@ class Progress:
     """state: running, stopped or finished; steps count from 1; losses are None before step 1.
 
     best_step is the checkpoint with the lowest val_loss; checkpoint_blocked_s are the seconds for
-    which this start's training has waited for checkpoints.
+    which this start's training has waited for checkpoints, train_s those in its steps. The rates
+    and peaks are of this start alone, and None until it has trained or where nothing is known
+    (MFU and memory on a CPU).
     """
 
     total_steps: int
@@ -24,6 +26,13 @@ class Progress:
     checkpoint_step: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
+    skipped_steps: int = 0
+    tokens_per_second_per_gpu: float | None = None
+    tflops_per_second_per_gpu: float | None = None
+    mfu: float | None = None
+    peak_memory_allocated_gb: float | None = None
+    peak_memory_reserved_gb: float | None = None
+    train_s: float | None = None
     best_step: int | None = None
     best_val_loss: float | None = None
     checkpoint_blocked_s: float = 0.0

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from trainer.checkpoint import Checkpoints, TrainerState
 from trainer.config import TrainConfig
 from trainer.distributed import StopRequest, World
 from trainer.errors import (
-    NonFiniteLossError,
     TrainerError,
     describe,
     write_error_record,
 )
 from trainer.export import export
+from trainer.flops import model_flops, peak_tflops
 from trainer.generate import write_samples
+from trainer.guard import NonFiniteGuard
 from trainer.loss import TokenLoss
-from trainer.metrics import Clock, Metrics, memory, progress_line, say
+from trainer.metrics import Clock, Metrics, memory, progress_line, say, totals_line
 from trainer.models import Model
 from trainer.profiling import profiler
 from trainer.progress import Progress
@@ -77,6 +79,14 @@ class Trainer:
         self.state = self._resume()
         self.progress = Progress(self.batches.total_steps, attempt)
         self.metrics = world.on_main(lambda: Metrics(config.output_dir, self.state.step))
+        self.guard = NonFiniteGuard(
+            self.optimizer, config.max_non_finite_steps, world.device, self.state.skipped_steps
+        )
+        self.flops = model_flops(self.model.module)
+        # The known peaks are bf16's.
+        self.peak_tflops = peak_tflops(world.device) if config.dtype == "bf16" else None
+        self.profiler = world.agree(lambda: profiler(config, world, self.state.step))
+        self.clock = Clock(self.state.step)
         self._tell(time.monotonic() - started)
         self._report("running")
 
@@ -84,14 +94,16 @@ class Trainer:
         """Train to the last step; False where a stop was asked for and honoured before it."""
         config, batches, state = self.config, self.batches, self.state
         last, weight = batches.total_steps, self.world.data_weight
-        clock = Clock(state.step)
-        with profiler(config, self.world) as profile:
-            for micro_batches in batches.from_step(state.step):
-                targets, tokens, stop, failed, due = self.world.sum(
+        clock = self.clock
+        with self.profiler as profile:
+            for micro_batches in clock.waiting(batches.from_step(state.step)):
+                targets, tokens, pairs, stop, too_many, failed, due = self.world.sum(
                     [
                         weight * sum(b.target_count for b in micro_batches),
                         weight * sum(b.token_count for b in micro_batches),
+                        weight * sum(b.attention_pairs for b in micro_batches),
                         self.stop.seen_here(),
+                        self.guard.exceeded(),
                         self.checkpoints.failed_here(),
                         self._save_is_due(),
                     ]
@@ -99,6 +111,8 @@ class Trainer:
                 self._tell_saved()
                 if failed:
                     self.checkpoints.wait()
+                if too_many:
+                    raise self.guard.fault(state.step)
                 if stop:
                     self._honour_stop()
                     return False
@@ -111,19 +125,19 @@ class Trainer:
                     or due
                     or (config.save_every_n_steps and step % config.save_every_n_steps == 0)
                 )
-                norm = self._update(wanted=logging or saving)
+                norm = self._update(loss_sum)
                 state.step, state.tokens = step, state.tokens + int(tokens)
                 # The last one was measured on other weights, and this checkpoint may have none.
                 state.val_loss = None
-                clock.add(tokens)
+                clock.add(tokens, self.flops.of(tokens, targets, pairs))
                 if logging or saving:
                     figures = self._figures(loss_sum, targets, norm)
                 if validating:
                     with clock.paused():
                         figures["val_loss"] = self._validate()
                 if logging:
-                    self._log(figures, clock)
-                if saving:
+                    self._log(figures)
+                if saving and (step == last or figures["grad_norm"] is not None):
                     with clock.paused():
                         self._save(wait=step == last)
                 profile.step()
@@ -151,6 +165,8 @@ class Trainer:
         self.stop.clear()
         self._report("finished")
         self.say(f"finished: {self.state.step} steps, loss {_span(self.progress)}")
+        if self.progress.train_s is not None:
+            self.say(totals_line(asdict(self.progress)))
 
     def _backward(self, micro_batches: list[data.MicroBatch], targets: float) -> torch.Tensor:
         """Gradients of the mean loss over `targets` tokens; this rank's summed loss, detached."""
@@ -167,39 +183,31 @@ class Trainer:
             total += loss_sum.detach()
         return total
 
-    def _update(self, wanted: bool) -> torch.Tensor | None:
-        """Clip, step, schedule; the gradient norm where it is wanted or needed."""
-        norm = None
+    def _update(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Clip, step unless something is not finite, schedule; the gradient norm."""
         parallel.sum_shares(self.model.trainable)
-        if wanted or self.config.clip_grad_norm is not None:
-            norm = parallel.clip_gradients(self.model.trainable, self.config.clip_grad_norm)
+        norm = parallel.clip_gradients(self.model.trainable, self.config.clip_grad_norm, loss_sum)
         self.lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
+        self.guard.step(norm)
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
         return norm
 
     def _figures(
-        self, loss_sum: torch.Tensor, targets: float, norm: torch.Tensor | None
-    ) -> dict[str, float]:
-        """Loss and gradient norm over all ranks; raises where one is not finite."""
+        self, loss_sum: torch.Tensor, targets: float, norm: torch.Tensor
+    ) -> dict[str, float | None]:
+        """Loss and gradient norm over all ranks, None where one is not finite."""
         own = self.world.data_weight * loss_sum.item()
         loss = self.world.sum([own])[0] / max(targets, 1)
-        figures = {"loss": loss, "grad_norm": float("nan") if norm is None else norm.item()}
-        self._check_finite(figures)
-        if self.state.loss_first is None:
-            self.state.loss_first = loss
-        self.state.loss_last = loss
-        return figures
-
-    def _check_finite(self, figures: dict[str, float]) -> None:
-        for name, value in figures.items():
-            if not math.isfinite(value):
-                raise NonFiniteLossError(
-                    f"step {self.state.step}: the {name.replace('_', ' ')} is {value}; the last "
-                    "checkpoint is from before; lower optimizer.lr or set clip_grad_norm=1.0"
-                )
+        state = self.state
+        state.skipped_steps, in_row = self.guard.counts()
+        if in_row >= self.config.max_non_finite_steps:
+            raise self.guard.fault(state.step)
+        if math.isfinite(loss):
+            state.loss_first = loss if state.loss_first is None else state.loss_first
+            state.loss_last = loss
+        return {"loss": _finite(loss), "grad_norm": _finite(norm.item())}
 
     def _validates(self, step: int) -> bool:
         """Whether the validation loss is due after `step`: every n steps, or after each epoch."""
@@ -208,15 +216,18 @@ class Trainer:
         every = self.config.run_val_every_n_steps or self.batches.steps_per_epoch
         return step == self.batches.total_steps or step % every == 0
 
-    def _validate(self) -> float:
+    def _validate(self) -> float | None:
+        """The validation loss; None where it is not finite, and no checkpoint is the best by it."""
         loss = validation_loss(self.model, self.loss, self.data.validation, self.world)
-        self._check_finite({"val_loss": loss})
-        self.state.val_loss = loss
-        return loss
+        self.state.val_loss = _finite(loss)
+        return self.state.val_loss
 
-    def _log(self, figures: dict[str, float], clock: Clock) -> None:
-        state, config = self.state, self.config
-        step_time, rate = clock.lap(state.step)
+    def _log(self, figures: dict[str, float | None]) -> None:
+        state, config, world = self.state, self.config, self.world
+        lap = self.clock.lap()
+        own = {**memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
+        highest = dict(zip(own, world.max(list(own.values())), strict=True))
+        self._keep_peaks(highest)
         blocked, self.blocked_s = (
             self.checkpoints.blocked_s - self.blocked_s,
             self.checkpoints.blocked_s,
@@ -227,17 +238,26 @@ class Trainer:
             **{name: value for name, value in figures.items() if name != "grad_norm"},
             "lr": self.lr,
             "grad_norm": figures["grad_norm"],
-            "tokens_per_second_per_gpu": round(rate / self.world.size, 1),
-            "step_time_s": round(step_time, 4),
-            **memory(self.world.device),
+            "skipped_steps": state.skipped_steps,
+            **lap.rates(world.size, self.peak_tflops),
+            "step_time_s": round(lap.seconds / max(lap.steps, 1), 4),
+            "data_wait_s": round(highest["data_wait_s"], 4),
+            # A peak of 0 is a CPU's: there is nothing to measure.
+            **{n: round(v, 3) or None for n, v in highest.items() if n.endswith("_gb")},
             "checkpoint_blocked_s": round(blocked, 4),
             "tokens": state.tokens,
             "time": round(time.time(), 3),
         }
         if self.metrics is not None:
             self.metrics.write(record)
-            left = clock.left(state.step, self.batches.total_steps)
+            left = self.clock.left(state.step, self.batches.total_steps)
             self.say(progress_line(record, self.batches.total_steps, config.epochs, left))
+
+    def _keep_peaks(self, highest: dict[str, float]) -> None:
+        now = self.progress
+        for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
+            if highest[name]:
+                setattr(now, name, round(max(highest[name], getattr(now, name) or 0), 3))
 
     def _save(self, wait: bool) -> None:
         if self.metrics is not None:
@@ -245,6 +265,7 @@ class Trainer:
         state = self.state
         state.world_size = self.world.size
         state.tensor_parallel_dim = self.world.tensor_parallel_dim
+        state.skipped_steps, _ = self.guard.counts()
         state.scheduler = optimizers.schedule_state(self.scheduler)
         state.run = self._identity()
         self.checkpoints.save(self.model.module, self.optimizer, state, wait)
@@ -315,6 +336,8 @@ class Trainer:
             "method": self.model.method,
             "model": self.config.model,
             "base_weights": self.base_weights,
+            "dtype": self.config.dtype,
+            "master_weights": self.config.master_weights,
             "optimizer": self.config.optimizer["_component_"],
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,
@@ -331,6 +354,12 @@ class Trainer:
         now.state, now.step = state, self.state.step
         now.checkpoint_step = max(self.checkpoints.steps(), default=0)
         now.loss_first, now.loss_last = self.state.loss_first, self.state.loss_last
+        now.skipped_steps = self.state.skipped_steps
+        total = self.clock.total
+        if total.steps:
+            for name, value in total.rates(self.world.size, self.peak_tflops).items():
+                setattr(now, name, value)
+            now.train_s = round(total.seconds, 3)
         now.best_step, now.best_val_loss = self.checkpoints.best() or (None, None)
         now.checkpoint_blocked_s = round(self.checkpoints.blocked_s, 3)
         if self.world.is_main:
@@ -367,6 +396,10 @@ def _validation_line(batches: data.Batches | None) -> str:
     return "" if batches is None else f"validation {_described(batches)}\n"
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _span(progress: Progress) -> str:
     if progress.loss_first is None or progress.loss_last is None:
         return "not measured"
@@ -400,7 +433,7 @@ def run(config: TrainConfig, attempt: int) -> None:
 
 
 def guarded(path: Path, task: Callable[[TrainConfig, int], None]) -> int:
-    """Load the config and run `task`; turn a fault into a record, a message and exit status 1."""
+    """Load the config and run `task`; turn a fault into a record, a message and an exit status."""
     rank, attempt = int(os.environ.get("RANK", 0)), _attempt()
     run_dir = path.absolute().parent
     try:
@@ -418,7 +451,7 @@ def guarded(path: Path, task: Callable[[TrainConfig, int], None]) -> int:
             write_error_record(run_dir / "logs" / str(attempt), rank, error)
         except OSError as fault:
             print(f"[rank {rank}] the error record failed: {fault}", file=sys.stderr, flush=True)
-        return 1
+        return error.exit_status if isinstance(error, TrainerError) else 1
     distributed.stop()
     return 0
 
@@ -429,7 +462,7 @@ def _attempt() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Train by the given train.yaml; exit status 0, 1, or 2 for wrong usage."""
+    """Train by the given train.yaml; exit status 0, 1, 2 for wrong usage, 65 for no finite loss."""
     if len(arguments) != 1:
         print("usage: python -m trainer.sft <run>/train.yaml", file=sys.stderr)
         return 2

@@ -132,6 +132,9 @@ def _opened(key: str, block: dict[str, Any], tokenizer: Any) -> Any:
     disable_progress_bars()
     try:
         samples = instantiate(key, block, tokenizer)
+    except StopIteration:
+        # So datasets answers to a file of no line.
+        raise ConfigError(f"{key}: holds no sample") from None
     except DatasetGenerationError as error:
         reason = error.__cause__ or error
         raise ConfigError(f"{key}: cannot be read: {str(reason).splitlines()[0]}") from None

@@ -1,6 +1,7 @@
 """A torchtune model tokenizer over a Hugging Face folder, with the model's own chat template."""
 
 import json
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -58,6 +59,11 @@ class HuggingFaceTokenizer:
         self.eos_id = self._id("eos_token")
         pad_id = self._id("pad_token")
         self.pad_id = pad_id if pad_id is not None else self.eos_id or 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """Token ids of `text`, between the begin token, where the model has one, and the end token.
@@ -144,6 +150,55 @@ class HuggingFaceTokenizer:
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
+
+
+def check(tokenizer: Any, folder: Path) -> None:
+    """Raise ConfigError, all faults at once, where tokenizer and model do not belong together.
+
+    The ids of the model are those of config.json and generation_config.json. It must know every
+    token, begin a text by the same one, and end it by one of the tokenizer's.
+
+    Args:
+        tokenizer: ours or torchtune's: vocab_size, bos_id, eos_id, pad_id, stop_tokens, as far as
+            it has them.
+        folder: the model's Hugging Face folder.
+    """
+    settings = [read_json(folder / f"{name}.json") for name in ("config", "generation_config")]
+    known = [s for s in settings if isinstance(s, dict)]
+    vocabulary = (known[0].get("vocab_size") if known else None) or math.inf
+    advice = "; give the tokenizer that belongs to checkpointer.checkpoint_dir"
+    own = {name: getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", "pad_id")}
+    ends = {own["eos_id"], *(getattr(tokenizer, "stop_tokens", None) or ())} - {None}
+    faults = []
+    size = getattr(tokenizer, "vocab_size", 0)
+    if size > vocabulary:
+        faults.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
+    faults += [
+        f"tokenizer: its {name} is {value}, the model knows {vocabulary} tokens, from 0{advice}"
+        for name, value in own.items()
+        if value is not None and not 0 <= value < vocabulary
+    ]
+    begins, model_ends = _ids(known, "bos_token_id"), _ids(known, "eos_token_id")
+    if begins and own["bos_id"] is not None and own["bos_id"] not in begins:
+        faults.append(
+            f"tokenizer: its bos_id is {own['bos_id']}, the model's {_or(begins)}{advice}"
+        )
+    if model_ends and ends and not model_ends & ends:
+        faults.append(
+            f"tokenizer: it ends a text by {_or(ends)}, the model by {_or(model_ends)}{advice}"
+        )
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _ids(settings: list[dict[str, Any]], name: str) -> set[int]:
+    values = [s.get(name) for s in settings]
+    lists = [v if isinstance(v, list) else [v] for v in values]
+    return {i for ids in lists for i in ids if i is not None}
+
+
+def _or(ids: set[int]) -> str:
+    return " or ".join(map(str, sorted(ids)))
 
 
 def _template_text(folder: Path, settings: dict[str, Any]) -> str | None:

@@ -251,6 +251,7 @@ def _batch(config: TrainConfig, module: TransformerDecoder) -> MicroBatch:
         labels=torch.zeros(shape, dtype=torch.int64),
         token_count=count,
         target_count=count,
+        attention_pairs=shape[0] * shape[1] * (shape[1] + 1) // 2,
     )
 
 

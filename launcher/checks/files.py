@@ -23,8 +23,8 @@ def model(context: Context) -> list[str] | str:
     why = unreadable(folder)
     if why:
         return [
-            f"checkpointer.checkpoint_dir {folder} {why}: download the model there (the recipe's "
-            "header says how), or set checkpointer.checkpoint_dir="
+            f"checkpointer.checkpoint_dir {folder} {why}: {_fetch(context)}, or set "
+            "checkpointer.checkpoint_dir="
         ]
     names = checkpoint_files(checkpointer)
     names = names or sorted(path.name for path in folder.glob("*.safetensors"))
@@ -38,10 +38,17 @@ def model(context: Context) -> list[str] | str:
     if missing:
         return [
             f"checkpointer.checkpoint_dir {folder} lacks {len(missing)} of the recipe's "
-            f"checkpoint_files, first {missing[0]}: finish the download, or set "
+            f"checkpoint_files, first {missing[0]}: {_fetch(context)}, or set "
             "checkpointer.checkpoint_files="
         ]
     return _weights(folder, [name for name in names if name not in pickled])
+
+
+def _fetch(context: Context) -> str:
+    """Say how the model comes to its folder."""
+    if (context.config.get("hub") or {}).get("model"):
+        return f"cookbook download {context.recipe.typed}"
+    return "download the model there"
 
 
 def _weights(folder: Path, names: list[str]) -> list[str] | str:

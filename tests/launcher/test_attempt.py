@@ -8,6 +8,7 @@ import pytest
 
 from launcher import attempt
 from launcher.attempt import decide
+from trainer.errors import NonFiniteLossError, write_error_record
 
 CRASH = {
     "rank": 3,
@@ -154,3 +155,15 @@ def test_torn_records_are_passed_over(run_dir):
     assert attempt.read_attempts(run_dir) == [{"attempt": 0}]
     (run_dir / "logs" / "error_rank_0.json").write_text("{")
     assert attempt.read_errors(run_dir / "logs") == []
+
+
+def test_a_run_whose_steps_are_not_finite_is_not_started_again(run_dir):
+    """By the trainer's own record: torchrun's exit status is 1 whatever a rank's was."""
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    fault = NonFiniteLossError("step 7: not finite in 3 steps in a row")
+    write_error_record(run_dir / "logs" / "0", 1, fault)
+    assert attempt.end(run_dir, 0, 1, max_retries=3, job_state=None) == "failed"
+    status = json.loads((run_dir / "status.json").read_text())
+    assert status["state"] == "FAILED"
+    assert "rank 1 on " in status["message"]
+    assert "NonFiniteLossError: step 7: not finite in 3 steps in a row" in status["message"]

@@ -210,7 +210,8 @@ def test_an_interrupted_download_ends_at_once_and_goes_on(alice: Kit, hub: Hub, 
     refused(busy, f"another download is at work in {folder}")
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=5)
-    assert process.returncode == 130 and "interrupted; finished files stay: go on with" in words
+    told = f"interrupted; finished files stay: go on with: cookbook download {tmp_path}/tiny.yaml"
+    assert process.returncode == 130 and told in words
     model_of(hub).slow.clear()
     hub.requests.clear()
     assert download(alice, tmp_path, "~hub.dataset").returncode == 0

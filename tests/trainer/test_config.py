@@ -74,6 +74,10 @@ def test_the_stock_configs_are_all_there() -> None:
         ),
         ({"master_weights": "bf16"}, "master_weights: must be fp32 or empty (as dtype)"),
         ({"profiler": {"enable": True}}, "profiler.enable: no such key"),
+        ({"profiler": {"enabled": 1}}, "profiler.enabled: must be True or False, found 1"),
+        ({"profiler": {"ranks": [-1]}}, "profiler.ranks: must be all or a list of ranks"),
+        ({"profiler": {"steps": [4, 3]}}, "profiler.steps: must be the first and the last step"),
+        ({"profiler": {"active_steps": 0}}, "profiler.active_steps: must be a whole number"),
         ({"generate": {"prompts": "one"}}, "generate.prompts: must be a list of questions"),
         ({"collate_fn": "torch.stack"}, "collate_fn: only"),
         (
@@ -250,23 +254,3 @@ def test_a_rank_that_fails_records_its_fault(
         rank = json.loads(record.read_text())["rank"]
         assert record.name == f"error_rank_{rank}.json"
         assert f"[rank {rank}] error: batch_size: must be" in output
-
-
-def test_loss_that_is_not_finite_stops_without_a_checkpoint(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
-    optimizer = {"_component_": "torch.optim.SGD", "lr": 1e30}
-    path = write_config(
-        tmp_path,
-        model_folder,
-        dataset,
-        optimizer=optimizer,
-        clip_grad_norm=None,
-        log_every_n_steps=100,
-        save_every_n_steps=3,
-    )
-    output = train(path, status=1)
-    assert "step 3: the loss is nan" in output
-    record = error_record(tmp_path)
-    assert record["permanent"] is True and record["type"] == "NonFiniteLossError"
-    assert not (tmp_path / "checkpoints").exists()

@@ -25,6 +25,8 @@ from trainer.tokenizers import hugging_face_tokenizer
 
 ROW = 96
 LLAMA = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES, "num_layers": 2}
+QWEN = LLAMA | {"_component_": "torchtune.models.qwen2.qwen2"}
+PHI = LLAMA | {"_component_": "torchtune.models.phi3.phi3"}
 GEMMA = {
     "_component_": "torchtune.models.gemma2.gemma2",
     "vocab_size": 1024,
@@ -92,7 +94,9 @@ def test_every_sample_is_in_one_row_and_rows_are_full() -> None:
     assert pack(np.array([5, 5, 5]), 10, None) == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize("builder", [LLAMA, GEMMA], ids=["llama3", "gemma2"])
+@pytest.mark.parametrize(
+    "builder", [LLAMA, QWEN, PHI, GEMMA], ids=["llama3", "qwen2", "phi3", "gemma2"]
+)
 def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build: Any) -> None:
     """Against torchtune's own attention, sample by sample."""
     rows = build(**packed(shuffle=False)).training.rows

@@ -239,7 +239,8 @@ def test_logits_equal_transformers_and_export_is_exact(
 
 
 @pytest.mark.parametrize(
-    ("name", "use_dora"), [(name, False) for name in CASES] + [("phi3", True), ("gemma2", True)]
+    ("name", "use_dora"),
+    [(name, False) for name in CASES] + [(name, True) for name in ("phi3", "gemma2", "qwen2")],
 )
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
     name: str,

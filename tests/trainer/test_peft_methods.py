@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.trainer.runs import (
     MODEL_SIZES,
@@ -253,6 +254,23 @@ def test_builders_with_and_without_quantize_base(world: distributed.World) -> No
     ):
         with torch.device("meta"), pytest.raises(ConfigError, match=fault):
             models.empty_module(MODEL_SIZES | block | {"quantize_base": True})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_layers_split_over_one_rank_compute_the_same(
+    name: str, single: Path, world: distributed.World
+) -> None:
+    """The forward pass of tensor parallelism, without what several ranks cost a test."""
+    model = models.build(configs.load(single / name / "train.yaml"), world)
+    tokens = torch.arange(40).reshape(2, 20) * 13 % 1024
+    with torch.no_grad():
+        for key, parameter in weights.named_parameters(model.module):
+            if key.endswith("lora_b.weight"):
+                parameter.normal_(std=0.05)
+        wanted = model.module(tokens)
+        tensor_parallel.split(model.module, init_device_mesh("cpu", (1,)))
+        found = model.module(tokens).full_tensor()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 # Runs on several ranks by name: ranks, method, changes to the config of `single`.

@@ -31,15 +31,20 @@ NORM_TOLERANCE = 2e-5
 WEIGHT_TOLERANCE = 1e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
 CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+LINEAR = {"_component_": "trainer.loss.LinearCrossEntropy"}
 LORA = lora_model(apply_lora_to_output=True)
 TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "scale_factor": 1}
 # Runs by name: ranks, the run that it must equal, changes to the config.
 RUNS: dict[str, tuple[int, str | None, dict]] = {
     "full": (1, None, {}),
     "lora": (1, None, {"model": LORA}),
-    "tied": (1, None, {"model": TIED}),
+    "tied": (1, None, {"model": TIED, "loss": LINEAR}),
     "full-tp2": (2, "full", {"optimizer": ADAMW | {"fused": True}}),
-    "lora-tp2": (2, "lora", {"model": LORA, "enable_activation_checkpointing": True}),
+    "lora-tp2": (
+        2,
+        "lora",
+        {"model": LORA, "enable_activation_checkpointing": True, "loss": LINEAR},
+    ),
     "bf16-tp2": (
         2,
         None,
@@ -67,7 +72,8 @@ RUNS: dict[str, tuple[int, str | None, dict]] = {
             "save_every_n_steps": 2,
         },
     ),
-    "tied-tp2-dp2": (4, "tied", {"model": TIED, "batch_size": 4, "loss": CHUNKED}),
+    "full-tp2-linear": (2, "full", {"loss": LINEAR}),
+    "tied-tp2-dp2": (4, "tied", {"model": TIED, "batch_size": 4, "loss": LINEAR}),
 }
 PAIRS = [(name, reference) for name, (_, reference, _) in RUNS.items() if reference]
 

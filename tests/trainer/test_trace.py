@@ -38,7 +38,7 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
     return {
         "output_dir": "run",
         "dtype": "bf16",
-        "model": block | (LORA if builder.startswith("lora_") else {}),
+        "model": block | (LORA if builder.startswith(("lora_", "qlora_")) else {}),
         "tokenizer": {"_component_": "trainer.none", "max_seq_len": 4096},
         "checkpointer": {"checkpoint_dir": "none"},
         "dataset": {"_component_": "trainer.none"},
@@ -106,6 +106,11 @@ def test_the_closed_form_is_within_5_percent(model, ranks, split, checkpointed) 
 @pytest.mark.parametrize(
     "changes",
     [
+        {"enable_activation_checkpointing": False, "ac_mode": "selective", "ac_option": "op"},
+        {"enable_activation_checkpointing": False, "ac_mode": "selective", "ac_option": 2},
+        {"master_weights": "fp32"},
+        {"data_parallel_replicate_dim": 2},
+        {"gradient_accumulation_steps": 4, "sync_each_micro_batch": True},
         {"loss": {"_component_": PLAIN}},
         {"loss": {"_component_": PLAIN}, "custom_sharded_layers": ["tok_embeddings", "output"]},
         {"gradient_accumulation_steps": 4},
@@ -123,7 +128,14 @@ def test_the_closed_form_follows_each_key(changes) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "model", ["qwen2_5.lora_qwen2_5_7b_instruct", "mistral.mistral_7b", "phi4.lora_phi4_14b"]
+    "model",
+    [
+        "qwen2_5.lora_qwen2_5_7b_instruct",
+        "mistral.mistral_7b",
+        "phi4.lora_phi4_14b",
+        "gemma2.lora_gemma2_9b",
+        "llama3_1.qlora_llama3_1_8b",
+    ],
 )
 def test_the_closed_form_knows_other_families(model) -> None:
     close(recipe(model), ranks=8, layers=4)
@@ -158,7 +170,9 @@ def test_70b_is_traced_to_its_full_depth(tmp_path) -> None:
 
 def test_what_cannot_be_traced_is_said() -> None:
     config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=3))
-    with pytest.raises(configs.ConfigError, match="3 does not divide 8 ranks"):
+    with pytest.raises(
+        configs.ConfigError, match=r"tensor_parallel_dim: 3 .* does not divide 8 ranks"
+    ):
         trace(config, 8)
 
 

@@ -1,0 +1,55 @@
+"""The checkpoint with the lowest val_loss outlives newer ones and is what a run exports."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.trainer.runs import ROOT, metrics, progress, train, write_config
+
+QUESTIONS = ROOT / "configs/datasets/slurm_qa.jsonl"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_best_checkpoint_is_exported(
+    ranks: int, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    """A learning rate far too high spoils the weights more and more."""
+    paths = [
+        write_config(
+            tmp_path / name,
+            model_folder,
+            dataset,
+            batch_size=8 // ranks,
+            max_steps=8,
+            optimizer={"_component_": "torch.optim.AdamW", "lr": 0.1},
+            dataset_val={"data_files": str(QUESTIONS), "split": "train[:8]"},
+            run_val_every_n_steps=2,
+            save_every_n_steps=2,
+            keep_last_n_checkpoints=1,
+            enable_async_checkpointing=True,
+            export_checkpoint=choice,
+        )
+        for name, choice in (("best", None), ("last", "last"))
+    ]
+    output = train(*paths, ranks=ranks)
+    losses = {m["step"]: m["val_loss"] for m in metrics(tmp_path / "best") if "val_loss" in m}
+    best = min(losses, key=losses.get)
+    assert list(losses) == [2, 4, 6, 8] and best != 8, losses
+    assert output.count(f"exporting step {best}, the best by val_loss {losses[best]:.4f}") == 1
+    for name, exported in (("best", best), ("last", 8)):
+        found = progress(tmp_path / name)
+        assert (found["best_step"], found["best_val_loss"]) == (best, losses[best])
+        folder = tmp_path / name / "checkpoints"
+        assert sorted(path.name for path in folder.iterdir()) == [f"step_{best}", "step_8"]
+        dcp_to_torch_save(folder / f"step_{exported}", tmp_path / "whole.pt")
+        saved = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+        export = load_file(tmp_path / name / "export/model.safetensors")
+        for own, hugging_face in (
+            ("norm.scale", "model.norm.weight"),
+            ("tok_embeddings.weight", "model.embed_tokens.weight"),
+            ("layers.2.mlp.w1.weight", "model.layers.2.mlp.gate_proj.weight"),
+        ):
+            assert torch.equal(export[hugging_face], saved[own])

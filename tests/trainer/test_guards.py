@@ -1,0 +1,225 @@
+"""Steps that are not finite, tokenizers of another model, and what the profiler records."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.trainer.runs import error_record, metrics, progress, train, write_config
+from trainer import distributed, sft
+from trainer.config import load
+from trainer.data import build
+from trainer.errors import ConfigError
+from trainer.profiling import profiler
+from trainer.tokenizers import check, hugging_face_tokenizer
+
+BAD_STEP, PER_STEP = 2, 8
+FUSED = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "fused": True}
+FOREACH = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "fused": False}
+
+
+def run_here(path: Path) -> int:
+    """A start on one rank in this process; its exit status."""
+    try:
+        return sft.main([str(path)])
+    finally:
+        distributed.stop()
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
+    """A model that does not know one word, data in which it occurs once, and data without it.
+
+    The word's embedding is NaN, and its sample is the last of the second step: with two ranks the
+    second rank's. `without` has all the samples but the second step's.
+    """
+    root = tmp_path_factory.mktemp("poisoned")
+    rows = [{"question": f"What is number {i}?", "answer": "very " * (i % 7)} for i in range(40)]
+    rows[BAD_STEP * PER_STEP - 1]["question"] += " ~"
+    rest = rows[: (BAD_STEP - 1) * PER_STEP] + rows[BAD_STEP * PER_STEP :]
+    for name, kept in (("with", rows), ("without", rest)):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    folder = root / "model"
+    shutil.copytree(model_folder, folder)
+    words = hugging_face_tokenizer(str(folder))
+    bad = set(words.encode(rows[BAD_STEP * PER_STEP - 1]["question"]))
+    bad -= {token for row in rest for text in row.values() for token in words.encode(text)}
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][sorted(bad)] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return {"model": folder, "with": root / "with.jsonl", "without": root / "without.jsonl"}
+
+
+def pair(root: Path, poisoned: dict[str, Path], **changes: Any) -> list[Path]:
+    """The configs of five steps with the bad one, and of the same steps without it."""
+    return [
+        write_config(
+            root / name,
+            poisoned["model"],
+            poisoned[name],
+            **{"shuffle": False, "max_steps": steps, "epochs": 1, "save_every_n_steps": 2}
+            | changes,
+        )
+        for name, steps in (("with", 5), ("without", 4))
+    ]
+
+
+def assert_skipped(root: Path) -> None:
+    """The bad step is counted and shown, no checkpoint is made of it, and nothing else differs."""
+    lines, rest = metrics(root / "with"), metrics(root / "without")
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 1, 1, 1]
+    bad = lines.pop(BAD_STEP - 1)
+    assert bad["loss"] is None and bad["grad_norm"] is None
+    for key in ("loss", "grad_norm", "lr"):
+        assert [line[key] for line in lines] == [line[key] for line in rest]
+    export = "export/model.safetensors"
+    weights, wanted = (load_file(root / name / export) for name in ("with", "without"))
+    for key, tensor in wanted.items():
+        assert torch.equal(weights[key].nan_to_num(9.0), tensor.nan_to_num(9.0)), key
+    assert sorted(p.name for p in (root / "with/checkpoints").iterdir()) == ["step_4", "step_5"]
+    assert progress(root / "with")["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(FUSED, marks=pytest.mark.long), FOREACH], ids=["fused", "foreach"]
+)
+def test_a_step_that_is_not_finite_changes_nothing(
+    optimizer: dict, tmp_path: Path, poisoned: dict[str, Path]
+) -> None:
+    for path in pair(tmp_path, poisoned, optimizer=optimizer):
+        assert run_here(path) == 0
+    assert_skipped(tmp_path)
+
+
+def test_all_ranks_skip_what_one_has_seen_and_chosen_ranks_are_profiled(
+    tmp_path: Path, poisoned: dict[str, Path], model_folder: Path, dataset: Path
+) -> None:
+    profiled = write_config(
+        tmp_path / "profiled",
+        model_folder,
+        dataset,
+        batch_size=4,
+        max_steps=3,
+        profiler={"enabled": True, "ranks": [1], "steps": [2, 3], "memory_snapshot": True},
+    )
+    paths = pair(tmp_path, poisoned, optimizer=FUSED, batch_size=4)
+    said = train(*paths, profiled, ranks=2)
+    assert_skipped(tmp_path)
+    assert "loss      nan" in said and "1 updates skipped" in said
+    assert said.count("note: profiler.memory_snapshot: set aside; it needs a GPU") == 1
+    assert_profiled(tmp_path / "profiled/profile", rank=1, steps={2, 3})
+
+
+def assert_profiled(folder: Path, rank: int, steps: set[int]) -> None:
+    """One rank's trace, where TensorBoard's profiler tab finds it, and its summary, of `steps`."""
+    from torch_tb_profiler.consts import WORKER_PATTERN
+
+    traces = list(folder.glob("*.json"))
+    assert [WORKER_PATTERN.match(trace.name)[1] for trace in traces] == [f"rank_{rank}"]
+    names = {event.get("name", "") for event in json.loads(traces[0].read_text())["traceEvents"]}
+    # torch numbers the steps of one start from 0.
+    assert {n for n in names if n.startswith("ProfilerStep")} == {
+        f"ProfilerStep#{step - 1}" for step in steps
+    }
+    assert "aten::mm" in names
+    summary = (folder / f"summary_rank_{rank}.txt").read_text()
+    assert "aten::mm" in summary and "Self CPU %" in summary
+    assert {p.name for p in folder.iterdir()} == {traces[0].name, f"summary_rank_{rank}.txt"}
+
+
+def test_torchtunes_profiler_keys_record_the_first_rank_of_the_node(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    settings = {"wait_steps": 1, "warmup_steps": 1, "active_steps": 2, "num_cycles": 1}
+    settings |= {"_component_": "torchtune.training.setup_torch_profiler", "enabled": True}
+    path = write_config(tmp_path, model_folder, dataset, max_steps=5, profiler=settings)
+    assert run_here(path) == 0
+    assert_profiled(tmp_path / "profile", rank=0, steps={3, 4})
+
+
+def test_a_rank_that_is_not_there_cannot_be_profiled(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    settings = {"enabled": True, "ranks": [0, 5]}
+    config = load(write_config(tmp_path, model_folder, dataset, profiler=settings))
+    world = distributed.start("cpu")
+    try:
+        with pytest.raises(ConfigError, match=r"ranks: there is no rank 5, the run has 1"):
+            profiler(config, world, done=0)
+    finally:
+        distributed.stop()
+
+
+def test_too_many_in_a_row_end_the_run_for_good(
+    tmp_path: Path, model_folder: Path, dataset: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A learning rate so high that nothing is finite after the second step."""
+    path = write_config(
+        tmp_path,
+        model_folder,
+        dataset,
+        optimizer={"_component_": "torch.optim.SGD", "lr": 1e30},
+        clip_grad_norm=None,
+        log_every_n_steps=100,
+        save_every_n_steps=3,
+        max_steps=40,
+        max_non_finite_steps=2,
+    )
+    assert run_here(path) == 65
+    text = capfd.readouterr().err
+    assert "the loss or the gradient was not finite in 2 steps in a row" in text
+    assert "Traceback" not in text
+    record = error_record(tmp_path)
+    assert record["permanent"] is True and record["type"] == "NonFiniteLossError"
+    assert not (tmp_path / "checkpoints").exists()
+
+
+TOKENIZER_FAULTS = {
+    "tokens": ("config", {"vocab_size": 900}, ["it has 1024 tokens, the model knows 900"]),
+    "begin": ("config", {"bos_token_id": 7}, ["its bos_id is 0, the model's 7"]),
+    "end": (
+        "generation_config",
+        {"eos_token_id": [7, 9]},
+        ["it ends a text by 4, the model by 7 or 9"],
+    ),
+    "all": (
+        "config",
+        {"vocab_size": 3, "bos_token_id": 1, "eos_token_id": 2},
+        ["it has 1024 tokens", "its eos_id is 4, the model knows 3", "its bos_id", "it ends"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FAULTS)
+def test_a_tokenizer_of_another_model_is_refused(
+    name: str, tmp_path: Path, model_folder: Path
+) -> None:
+    file, changes, faults = TOKENIZER_FAULTS[name]
+    tokenizer = hugging_face_tokenizer(str(model_folder))
+    check(tokenizer, model_folder)
+    for other in ("config", "generation_config"):
+        source = model_folder / f"{other}.json"
+        settings = json.loads(source.read_text()) if source.is_file() else {}
+        kept = {key: value for key, value in settings.items() if key not in changes}
+        settings = kept | (changes if other == file else {})
+        (tmp_path / f"{other}.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError) as caught:
+        check(tokenizer, tmp_path)
+    assert len(caught.value.faults) == len(faults)
+    for found, wanted in zip(caught.value.faults, faults, strict=True):
+        assert wanted in found and "give the tokenizer that belongs to" in found
+
+
+def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    world = distributed.start("cpu")
+    try:
+        with pytest.raises(ConfigError, match="dataset: holds no sample"):
+            build(load(write_config(tmp_path, model_folder, empty)), world, print)
+    finally:
+        distributed.stop()

@@ -1,0 +1,177 @@
+"""Linear cross-entropy is the plain cross-entropy, and never holds the logits of the batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
+from trainer.config import instantiate, load
+from trainer.data import IGNORE_INDEX, MicroBatch
+from trainer.families import CappedTiedLinear
+from trainer.loss import TokenLoss, linear_cross_entropy
+
+LINEAR = {"_component_": "trainer.loss.LinearCrossEntropy"}
+PLAIN = {"_component_": "torch.nn.CrossEntropyLoss"}
+MODELS = {
+    "full": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES},
+    "lora": lora_model(),
+    "lora-output": lora_model(apply_lora_to_output=True),
+    "tied": {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES},
+}
+CPU = torch.device("cpu")
+
+
+class NewTensors(TorchDispatchMode):
+    """Notes the number of elements of each result that has memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.sizes.add(result.numel())
+        return result
+
+
+def token_loss(folder: Path, model_folder: Path, dataset: Path, block: dict) -> TokenLoss:
+    return TokenLoss(load(write_config(folder, model_folder, dataset, loss=block)))
+
+
+def random_model(block: dict, cap: float | None = None) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = instantiate("model", block)
+    if cap is not None:
+        model.output = CappedTiedLinear(model.tok_embeddings, cap)
+    adapter = any("lora" in name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+        parameter.requires_grad_(not adapter or "lora" in name)
+    return model
+
+
+def batch(trained: float = 0.5) -> MicroBatch:
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(0, 1024, (3, 50), generator=generator) for _ in range(2))
+    labels[torch.rand(3, 50, generator=generator) >= trained] = IGNORE_INDEX
+    count = int((labels != IGNORE_INDEX).sum())
+    return MicroBatch(tokens, labels, 150, count, attention_pairs=3 * 50 * 51 // 2)
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    (loss / 7).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", [*MODELS, "capped"])
+@pytest.mark.parametrize("chunks", [None, 7])
+def test_it_equals_the_plain_cross_entropy(
+    name: str, chunks: int | None, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    capped = name == "capped"
+    model = random_model(MODELS["tied" if capped else name], cap=0.5 if capped else None)
+    plain = token_loss(tmp_path / "plain", model_folder, dataset, PLAIN)
+    linear = token_loss(
+        tmp_path / "linear", model_folder, dataset, LINEAR | {"num_output_chunks": chunks}
+    )
+    for part in (0.5, 1.0):
+        wanted_loss, found_loss = (loss(model, batch(part), CPU) for loss in (plain, linear))
+        assert found_loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)
+        wanted, found = gradients(model, wanted_loss), gradients(model, found_loss)
+        assert wanted.keys() == found.keys() and wanted
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6)
+    assert model(batch().tokens).shape == (3, 50, 1024), "the model gives its logits as before"
+
+
+def test_a_batch_without_trained_tokens_has_zero_gradients_everywhere(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    model = random_model(MODELS["lora-output"])
+    loss = token_loss(tmp_path, model_folder, dataset, LINEAR)(model, batch(0.0), CPU)
+    assert loss.item() == 0
+    found = gradients(model, loss)
+    assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert all(not gradient.any() for gradient in found.values())
+
+
+def test_torchtunes_later_name_is_the_same_loss(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    block = {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}
+    model = random_model(MODELS["full"])
+    later = token_loss(tmp_path / "later", model_folder, dataset, block)(model, batch(), CPU)
+    own = token_loss(tmp_path / "own", model_folder, dataset, LINEAR)(model, batch(), CPU)
+    assert torch.equal(later, own)
+
+
+def test_gradients_are_right_with_a_soft_cap_and_two_factors() -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight, inner, b = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((9, 5), (30, 5), (9, 2), (30, 2))
+    )
+    targets = torch.randint(0, 30, (9,), generator=generator)
+
+    def own(*tensors: torch.Tensor) -> torch.Tensor:
+        pairs = [tensors[:2], tensors[2:]]
+        return linear_cross_entropy(pairs, targets, chunks=4, cap=3.0)
+
+    def reference(*tensors: torch.Tensor) -> torch.Tensor:
+        logits = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
+        return F.cross_entropy(3 * torch.tanh(logits / 3), targets, reduction="sum")
+
+    inputs = (hidden, weight, inner, b)
+    torch.testing.assert_close(own(*inputs), reference(*inputs))
+    found, wanted = (torch.autograd.grad(f(*inputs), inputs) for f in (own, reference))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="newer than this torch")
+def test_it_equals_torchs_own_and_sums_in_fp32_from_bf16() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(600, 64), torch.randn(2000, 64) / 10
+    targets = torch.randint(0, 2000, (600,))
+    options = torch.nn.LinearCrossEntropyOptions()
+    theirs = F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)
+    torch.testing.assert_close(linear_cross_entropy([(hidden, weight)], targets), theirs)
+    short = linear_cross_entropy([(hidden.bfloat16(), weight.bfloat16())], targets)
+    assert short.dtype == torch.float32
+    assert short.item() == pytest.approx(theirs.item(), rel=1e-3)
+
+
+def test_neither_logits_nor_a_frozen_weights_gradient_is_ever_there() -> None:
+    """2000 tokens, 4000 words, 64 features: logits would be 8 million numbers."""
+    hidden = torch.randn(2000, 64, requires_grad=True)
+    weight = torch.randn(4000, 64)
+    targets = torch.randint(0, 4000, (2000,))
+    for trains in (True, False):
+        weight.requires_grad_(trains)
+        with NewTensors() as seen:
+            linear_cross_entropy([(hidden, weight)], targets).backward()
+        assert max(seen.sizes) == 512 * 4000
+        assert (weight.numel() in seen.sizes) == trains
+    with NewTensors() as seen:
+        F.cross_entropy(hidden @ weight.T, targets, reduction="sum").backward()
+    assert max(seen.sizes) == 2000 * 4000
+
+
+def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1000, 32).bfloat16(), (torch.randn(500, 32) / 20).bfloat16()
+    targets = torch.randint(0, 500, (1000,))
+    exact = weight.double().requires_grad_()
+    F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
+    for chunks in (1, 40):
+        own = weight.clone().requires_grad_()
+        linear_cross_entropy([(hidden, own)], targets, chunks=chunks).backward()
+        error = (own.grad.double() - exact.grad).norm() / exact.grad.norm()
+        # A sum kept in bf16 is wrong by 0.008.
+        assert error < 0.0035
