@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer import forwards
 from trainer.compat import Gemma2Attention, MultiHeadAttention
 
 # FlashAttention-2: Ampere and later, half precision, heads of up to 256 numbers.
@@ -47,13 +48,17 @@ def use_documents(model: nn.Module, device: torch.device) -> None:
         model: torchtune's decoder, after tensor parallelism.
         device: where it will run.
     """
+    kernels: dict[int | None, VarlenAttention | None] = {}
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
-            varlen = _varlen_attention(device, _window(module))
-            module.forward = partial(_forward, module, varlen)
+            window = _window(module)
+            if window not in kernels:
+                kernels[window] = _varlen_attention(device, window)
+            module.varlen_attention = kernels[window]
+            forwards.replace(module, _forward)
         elif isinstance(module, Gemma2Attention):
             # It caps the scores before the softmax, which no fused kernel here does.
-            module.forward = partial(_masked_forward, module.forward)
+            forwards.replace(module, _masked_forward(type(module).forward))
 
 
 def _window(module: MultiHeadAttention) -> int | None:
@@ -99,7 +104,6 @@ def _varlen(
 
 def _forward(
     module: MultiHeadAttention,
-    varlen: VarlenAttention | None,
     x: torch.Tensor,
     y: torch.Tensor,
     *,
@@ -121,6 +125,7 @@ def _forward(
     if module.q_norm is not None:
         query, key = module.q_norm(query), module.k_norm(key)
     dropout = module.attn_dropout if module.training else 0.0
+    varlen = module.varlen_attention
     if isinstance(mask, Documents) and varlen is not None and _fits_flash(query, dropout):
         # The row is the longest that a document can be: a constant, read without waiting.
         flat = (t.flatten(0, 1) for t in (query, key, value))
@@ -175,15 +180,20 @@ def _sdpa(
     return output.transpose(1, 2)
 
 
-def _masked_forward(
-    forward: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    y: torch.Tensor,
-    *,
-    mask: Documents | torch.Tensor | None = None,
-    input_pos: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Call an attention's own forward with the boolean mask that `Documents` stand for."""
-    if isinstance(mask, Documents):
-        mask = mask.mask()
-    return forward(x, y, mask=mask, input_pos=input_pos)
+@cache
+def _masked_forward(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An attention's own forward, called with the boolean mask that `Documents` stand for."""
+
+    def masked(
+        module: nn.Module,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        mask: Documents | torch.Tensor | None = None,
+        input_pos: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if isinstance(mask, Documents):
+            mask = mask.mask()
+        return forward(module, x, y, mask=mask, input_pos=input_pos)
+
+    return masked

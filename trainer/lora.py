@@ -6,13 +6,12 @@ with the norms of the rows held constant in the backward pass, as section 4.3 of
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer import nf4
+from trainer import forwards, nf4
 from trainer.compat import DoRALinear, LoRALinear, TransformerDecoder
 from trainer.parallel import whole
 
@@ -42,13 +41,7 @@ def prepare(model: TransformerDecoder, quantised: bool) -> None:
         nf4.pack_weight(model.get_submodule(name))
     for layer in model.modules():
         if isinstance(layer, DoRALinear) or hasattr(layer, "nf4_table"):
-            layer.__class__ = _with_forward(type(layer))
-
-
-@cache
-def _with_forward(kind: type[nn.Module]) -> type[nn.Module]:
-    # A class, so that tensor parallelism can put its own over it, and compiled code is shared.
-    return type(kind.__name__, (kind,), {"forward": forward})
+            forwards.replace(layer, forward)
 
 
 def method(model: nn.Module) -> str:

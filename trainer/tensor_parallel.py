@@ -10,7 +10,6 @@ the parameters, and does the communication and its gradients.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from trainer import lora, nf4
+from trainer import forwards, lora, nf4
 from trainer.compat import (
     GemmaNormEmbeddings,
     GemmaRMSNorm,
@@ -75,25 +74,15 @@ class LocalStyle(ParallelStyle):
                 name.rpartition(".")[2], nn.Parameter(split, parameter.requires_grad)
             )
         module.tensor_parallel_mesh = device_mesh
-        # A forward of the module's own, as adapters and NF4 have, would hide the class's.
-        vars(module).pop("forward", None)
-        module.__class__ = _with_forward(type(module), self._forward)
+        forwards.replace(module, _on_own_mesh(self._forward))
         return module
 
 
 @cache
-def _with_forward(
-    kind: type[nn.Module], local_forward: Callable[[nn.Module, DeviceMesh, torch.Tensor], Any]
-) -> type[nn.Module]:
-    """A subclass of `kind` with another forward.
-
-    Not a forward of each module's own: the compiler could not share one layer's code with others.
-    """
-
-    def forward(self: nn.Module, x: torch.Tensor) -> Any:
-        return local_forward(self, self.tensor_parallel_mesh, x)
-
-    return type(kind.__name__, (kind,), {"forward": forward})
+def _on_own_mesh(
+    local_forward: Callable[[nn.Module, DeviceMesh, torch.Tensor], torch.Tensor],
+) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    return lambda module, x: local_forward(module, module.tensor_parallel_mesh, x)
 
 
 def _embedding(layer: nn.Embedding, mesh: DeviceMesh, tokens: torch.Tensor) -> torch.Tensor:

@@ -214,9 +214,10 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(grouped: bool, build
     model = instantiate("model", LLAMA).to(torch.bfloat16)
     kernel = partial(attention._varlen, by_document, grouped)
     outputs = []
+    attention.use_documents(model, torch.device("cpu"))
     for varlen in (None, kernel):
         for layer in model.layers:
-            layer.attn.forward = partial(attention._forward, layer.attn, varlen)
+            layer.attn.varlen_attention = varlen
         with torch.inference_mode():
             outputs.append(model(batch.tokens, mask=batch.documents, input_pos=batch.positions))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
@@ -233,8 +234,9 @@ def test_the_gpus_kernel_gives_what_the_mask_gives(build: Any) -> None:
     outputs, gradients = [], []
     for varlen in (None, attention._varlen_attention(device)):
         inputs = x.clone().requires_grad_()
+        layer.varlen_attention = varlen
         out = attention._forward(
-            layer, varlen, inputs, inputs, mask=batch.documents, input_pos=batch.positions
+            layer, inputs, inputs, mask=batch.documents, input_pos=batch.positions
         )
         out.float().square().sum().backward()
         outputs.append(out)
