@@ -56,9 +56,10 @@ class Kit:
         return told if told["state"] in states else None
 
     def runs(self) -> list[Path]:
-        """Every entry of the runs folder, half-made ones too."""
+        """Every entry of the runs folder, half-made ones too, but the trainer's tokenised data."""
         folder = self.root / "runs"
-        return sorted(folder.iterdir()) if folder.is_dir() else []
+        found = sorted(folder.iterdir()) if folder.is_dir() else []
+        return [entry for entry in found if entry.name != ".data_cache"]
 
 
 def until(look: Callable[[], Any], timeout: float, explain: Callable[[], str] = lambda: "") -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def of_model(folder: Path, **options) -> preflight.Result:
-    overrides = [f"checkpointer.checkpoint_dir={folder}", "~checkpointer.checkpoint_files"]
+    overrides = [f"checkpointer.checkpoint_dir={folder}"]
     return found("llama1b_lora", overrides, **options)["model"]
 
 
@@ -55,6 +57,16 @@ def test_a_model_that_is_not_whole_is_named_file_by_file(model: Path):
     assert f"lacks {second.name}, which model.safetensors.index.json names" in "\n".join(
         of_model(model).lines
     )
+
+
+def test_files_that_the_recipe_lists_and_the_folder_lacks_are_counted(model: Path):
+    listed = [
+        "+checkpointer.checkpoint_files.filename_format=model-{}-of-{}.safetensors",
+        '+checkpointer.checkpoint_files.max_filename="00004"',
+        f"checkpointer.checkpoint_dir={model}",
+    ]
+    (line,) = found("llama1b_lora", listed)["model"].lines
+    assert "lacks 4 of the recipe's checkpoint_files, first model-00001-of-00004" in line
 
 
 def test_paths_of_the_nodes_are_excused(model: Path):
@@ -83,6 +95,36 @@ def test_a_layout_that_does_not_fit_is_one_fault(resources, overrides, told):
     nodes, gpus = resources
     result = found("demo", overrides, resources={"nodes": nodes, "gpus_per_node": gpus})["layout"]
     assert result.state == "failed" and len(result.lines) == 1 and told in result.lines[0]
+
+
+def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
+    loaded = recipe.load("llama8b_lora", ["batch_size=16"])
+    context = checks.Context(loaded, cluster.Cluster(gpu="a100-40"), local=True)
+    result = {each.name: each for each in preflight.check(context)}["memory"]
+    assert result.state == "failed" and "usable on a100-40 (the site's file" in result.lines[0]
+    assert "it would fit with ac_mode=full" in result.lines[0]
+    fits = recipe.load("llama8b_lora", ["batch_size=16", "ac_mode=full"])
+    context = checks.Context(fits, cluster.Cluster(gpu="h100-80"), local=True)
+    assert {each.name: each for each in preflight.check(context)}["memory"].state == "ok"
+
+
+def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**30))
+    result = found("llama70b_full", [])["disk"]
+    assert result.state == "failed" and "for 3 checkpoints of 394" in result.lines[0]
+
+
+def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, shared: Path):
+    """The second question is answered from the first, unless something that matters changed."""
+    times = []
+    for overrides in ([], ["max_steps=7"], ["optimizer.lrr=1"]):
+        began = time.monotonic()
+        done = kit.cookbook("check", "demo", "--local", "--json", *[f"+{o}" for o in overrides])
+        times.append(time.monotonic() - began)
+        rows = {row["check"]: row for row in json.loads(done.stdout)}
+    assert times[1] < times[0] / 2 and times[1] < times[2] / 2
+    assert rows["components"]["state"] == "failed"
+    assert "optimizer: torch.optim.AdamW does not take this" in rows["components"]["lines"][0]
 
 
 def test_a_layout_that_fits_tells_its_global_batch():

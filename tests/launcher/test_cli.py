@@ -94,24 +94,6 @@ def test_a_model_folder_that_cannot_be_read_is_named_with_all_else(user: Kit):
     assert user.runs() == []
 
 
-def test_a_half_downloaded_model_is_named(user: Kit, tmp_path):
-    folder = tmp_path / "model"
-    (folder / "original").mkdir(parents=True)
-    (folder / "original" / "tokenizer.model").touch()
-    (folder / "model-00001-of-00004.safetensors").touch()
-    told = "lacks 3 of the recipe's checkpoint_files, first model-00002-of-00004.safetensors"
-    refused(
-        user,
-        "submit",
-        "--recipe",
-        "llama8b_lora",
-        "--local",
-        f"checkpointer.checkpoint_dir={folder}",
-        status=1,
-        told=told,
-    )
-
-
 def test_broken_yaml_names_line_and_column(user: Kit, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("model:\n  rank: [1, 2\nseed: 3\n")
