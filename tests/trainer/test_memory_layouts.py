@@ -306,6 +306,7 @@ def test_optimizers_by_name(tmp_path: Path, model_folder: Path, dataset: Path) -
         "torch.optim.AdamW": {},
         "torch.optim.SGD": {"lr": 0.01, "momentum": 0.9},
         "torchao.optim.AdamW8bit": {},
+        "torchao.optim.AdamW4bit": {},
         "torchao.optim._AdamW": {"bf16_stochastic_round": True},
     }
     paths = [
