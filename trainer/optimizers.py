@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch.distributed.tensor import DTensor
 
 from trainer.config import instantiate
@@ -26,6 +27,10 @@ def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> torch.
         block = block | {"fused": True}
     if name.startswith("bitsandbytes."):
         _check_bitsandbytes(name, parameters)
+    if name.startswith("torchao."):
+        # It compiles its step, and torch's cache on the disk takes the code of sharded 8-bit state
+        # for that of 4-bit or plain state ("'Tensor' object has no attribute 'codes'").
+        torch._functorch.config.enable_autograd_cache = False
     optimizer = instantiate("optimizer", block, parameters)
     _try_a_step(block, parameters)
     return optimizer
