@@ -38,18 +38,21 @@ def check(context: Context, skip: bool = False) -> Iterator[Result]:
     for name, needed, look in CHECKS:
         if skip and not needed:
             yield Result(name, "skipped", ("--no-check",))
-            continue
-        try:
-            found = look(context)
-        except Skipped as why:
-            yield Result(name, "skipped", (str(why),))
-            continue
-        except CookbookError as error:
-            found = error.faults
-        if isinstance(found, str):
-            yield Result(name, "ok", (found,))
         else:
-            yield Result(name, "failed", tuple(found))
+            yield result(name, look, context)
+
+
+def result(name: str, look: Check, context: Context) -> Result:
+    """Return what one check found."""
+    try:
+        found = look(context)
+    except Skipped as why:
+        return Result(name, "skipped", (str(why),))
+    except CookbookError as error:
+        found = error.faults
+    if isinstance(found, str):
+        return Result(name, "ok", (found,))
+    return Result(name, "failed", tuple(found))
 
 
 def faults(context: Context, skip: bool = False) -> list[str]:

@@ -7,7 +7,7 @@ import shutil
 
 from launcher import estimate, paths, slurm, yamlfile
 from launcher.checks import Context, Skipped
-from launcher.errors import SlurmFault
+from launcher.errors import RecipeFault, SlurmFault
 from launcher.memory import GIB, Estimate, Plan
 from launcher.runs import runs_root
 
@@ -36,7 +36,10 @@ def _plan(context: Context) -> Plan:
     if context.recipe.entry != "sft":
         raise Skipped("only the kit's own trainer can be computed")
     resources = context.resources
-    return estimate.plan_of(context.config, resources.nodes, resources.gpus_per_node)
+    try:
+        return estimate.plan_of(context.config, resources.nodes, resources.gpus_per_node)
+    except RecipeFault as fault:
+        raise Skipped(f"it cannot be computed: {fault.faults[0]}") from fault
 
 
 def _gpu(context: Context) -> tuple[str, str]:

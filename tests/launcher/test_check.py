@@ -11,15 +11,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launcher import checks, cluster, preflight, recipe, slurm
+from launcher import checks, cluster, paths, preflight, recipe, slurm
 from launcher.checks import files, scheduler
 from tests.launcher.kit import Kit, until
+from trainer import demo
+
+LOOKS = {name: look for name, _, look in preflight.CHECKS}
 
 
-def found(name: str, overrides: list[str], **options) -> dict[str, preflight.Result]:
+def found(check: str, name: str, overrides: list[str], site=None, **options) -> preflight.Result:
+    """What one check finds in a recipe."""
     loaded = recipe.load(name, overrides, options.pop("resources", {}))
-    context = checks.Context(loaded, cluster.Cluster(), local=True, **options)
-    return {result.name: result for result in preflight.check(context)}
+    context = checks.Context(loaded, site or cluster.Cluster(), local=True, **options)
+    return preflight.result(check, LOOKS[check], context)
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 def of_model(folder: Path, **options) -> preflight.Result:
     overrides = [f"checkpointer.checkpoint_dir={folder}"]
-    return found("llama1b_lora", overrides, **options)["model"]
+    return found("model", "llama1b_lora", overrides, **options)
 
 
 def test_a_whole_model_is_ok(model: Path):
@@ -65,7 +69,7 @@ def test_files_that_the_recipe_lists_and_the_folder_lacks_are_counted(model: Pat
         '+checkpointer.checkpoint_files.max_filename="00004"',
         f"checkpointer.checkpoint_dir={model}",
     ]
-    (line,) = found("llama1b_lora", listed)["model"].lines
+    (line,) = found("model", "llama1b_lora", listed).lines
     assert "lacks 4 of the recipe's checkpoint_files, first model-00001-of-00004" in line
 
 
@@ -93,29 +97,32 @@ def test_paths_of_the_nodes_are_excused(model: Path):
 )
 def test_a_layout_that_does_not_fit_is_one_fault(resources, overrides, told):
     nodes, gpus = resources
-    result = found("demo", overrides, resources={"nodes": nodes, "gpus_per_node": gpus})["layout"]
+    resources = {"nodes": nodes, "gpus_per_node": gpus}
+    result = found("layout", "demo", overrides, resources=resources)
     assert result.state == "failed" and len(result.lines) == 1 and told in result.lines[0]
 
 
 def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
-    loaded = recipe.load("llama8b_lora", ["batch_size=16"])
-    context = checks.Context(loaded, cluster.Cluster(gpu="a100-40"), local=True)
-    result = {each.name: each for each in preflight.check(context)}["memory"]
+    small, large = cluster.Cluster(gpu="a100-40"), cluster.Cluster(gpu="h100-80")
+    result = found("memory", "llama8b_lora", ["batch_size=16"], small)
     assert result.state == "failed" and "usable on a100-40 (the site's file" in result.lines[0]
     assert "it would fit with ac_mode=full" in result.lines[0]
-    fits = recipe.load("llama8b_lora", ["batch_size=16", "ac_mode=full"])
-    context = checks.Context(fits, cluster.Cluster(gpu="h100-80"), local=True)
-    assert {each.name: each for each in preflight.check(context)}["memory"].state == "ok"
+    changed = ["batch_size=16", "ac_mode=full"]
+    assert found("memory", "llama8b_lora", changed, large).state == "ok"
+    assert found("memory", "llama8b_lora", changed).state == "skipped", "no GPU is named"
 
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**30))
-    result = found("llama70b_full", [])["disk"]
+    result = found("disk", "llama70b_full", [])
     assert result.state == "failed" and "for 3 checkpoints of 394" in result.lines[0]
 
 
 def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, shared: Path):
     """The second question is answered from the first, unless something that matters changed."""
+    folder = shared / "models" / "demo-llama"
+    if not folder.exists():
+        demo.make(folder, paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl")
     times = []
     for overrides in ([], ["max_steps=7"], ["optimizer.lrr=1"]):
         began = time.monotonic()
@@ -129,7 +136,7 @@ def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, shared:
 
 def test_a_layout_that_fits_tells_its_global_batch():
     overrides = ["tensor_parallel_dim=2", "batch_size=4", "gradient_accumulation_steps=3"]
-    result = found("demo", overrides, resources={"nodes": 2, "gpus_per_node": 4})["layout"]
+    result = found("layout", "demo", overrides, resources={"nodes": 2, "gpus_per_node": 4})
     told = "2 x 4 = 8 ranks, tensor parallel 2; 48 samples a step (batch 4 x 3 micro-steps x 4)"
     assert result.lines == (told,)
 
