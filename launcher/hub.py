@@ -341,7 +341,13 @@ def _record(listing: Listing, sums: Mapping[str, str]) -> dict[str, Any]:
         "asked_for": listing.wanted.revision,
         "checked": time.time(),
         "files": {
-            file.name: {"size": file.size, "sha256": sums[file.name]} for file in listing.files
+            file.name: {
+                "size": file.size,
+                "sha256": sums[file.name],
+                # Of the file that was hashed: unchanged, it need not be hashed again.
+                "mtime_ns": (listing.place / file.name).stat().st_mtime_ns,
+            }
+            for file in listing.files
         },
     }
 

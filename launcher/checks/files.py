@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from launcher import paths
 from launcher.checks import Context, Skipped, unreadable
+from launcher.errors import RunFault
 
 
 def model(context: Context) -> list[str] | str:
@@ -73,8 +76,44 @@ def _weights(folder: Path, names: list[str]) -> list[str] | str:
             found.append(f"{folder / name} is no safetensors file: download it again")
         elif promised != size:
             found.append(f"{folder / name} holds {size:,} bytes of {promised:,}: download it again")
+    record = _record(folder)
+    found += _differences(folder, record)
     files = f"{len(names)} file{'s' if len(names) != 1 else ''}"
-    return found or f"{folder}: {files}, {total / 2**30:.1f} GiB"
+    known = f", as downloaded from {record['repo']} at {record['revision'][:12]}" if record else ""
+    return found or f"{folder}: {files}, {total / 2**30:.1f} GiB{known}"
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """What cookbook download noted of the hub's index; {} where something else put the files."""
+    try:
+        return paths.read_json(folder / "cookbook-download.json") or {}
+    except RunFault:
+        return {}
+
+
+def _differences(folder: Path, record: dict[str, Any]) -> list[str]:
+    """Files that are not what the hub's index says; one that was touched since is hashed again."""
+    found = []
+    for name, noted in record.get("files", {}).items():
+        path = folder / name
+        if not path.is_file():
+            found.append(f"{path} is gone since the download: download it again")
+            continue
+        facts = path.stat()
+        same = facts.st_size == noted["size"]
+        if same and facts.st_mtime_ns != noted.get("mtime_ns"):
+            with path.open("rb") as file:
+                same = _sha256(file) == noted["sha256"]
+        if not same:
+            found.append(f"{path} differs from the hub's index: download it again")
+    return found
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(2**22):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _promised_bytes(path: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -61,6 +62,28 @@ def test_a_model_that_is_not_whole_is_named_file_by_file(model: Path):
     assert f"lacks {second.name}, which model.safetensors.index.json names" in "\n".join(
         of_model(model).lines
     )
+
+
+def test_a_file_that_changed_since_its_download_is_named(model: Path):
+    files = {
+        path.name: {
+            "size": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "mtime_ns": path.stat().st_mtime_ns,
+        }
+        for path in model.glob("*.safetensors")
+    }
+    record = {"repo": "acme/tiny", "revision": "0123456789abcdef", "files": files}
+    (model / "cookbook-download.json").write_text(json.dumps(record))
+    assert "as downloaded from acme/tiny at 0123456789ab" in of_model(model).lines[0]
+    first = sorted(model.glob("*.safetensors"))[0]
+    first.touch()
+    assert of_model(model).state == "ok", "touched, and hashed to be the same"
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    (line,) = of_model(model).lines
+    assert f"{first.name} differs from the hub's index" in line
 
 
 def test_files_that_the_recipe_lists_and_the_folder_lacks_are_counted(model: Path):
