@@ -37,7 +37,8 @@ def limits(context: Context) -> list[str] | str:
         ]
     found += _nodes_and_time(resources, chosen) + _node_shape(context, chosen)
     found += _account(resources)
-    return found or f"partition {', '.join(each.name for each in chosen)}"
+    names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
+    return found or f"partition {', '.join(names)}"
 
 
 def _nodes_and_time(resources: Resources, chosen: list[slurm.Partition]) -> list[str]:
@@ -53,11 +54,6 @@ def _nodes_and_time(resources: Resources, chosen: list[slurm.Partition]) -> list
         found.append(
             f"a time limit of {resources.time} is asked for, and {_each(chosen, 'time_limit')}: "
             "lower --time (the run goes on in a new job), or choose another --partition"
-        )
-    if not any(each.up for each in chosen):
-        found.append(
-            f"partition {', '.join(each.name for each in chosen)} is down: choose another "
-            "--partition, or wait"
         )
     return found
 
