@@ -40,8 +40,8 @@ HF_SIZES = {
     "attn_implementation": "eager",
     # A padding token has an embedding of zeros, and behind a norm a gradient without bound.
     "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 4,
 }
 # Shorter than the test's sequences, as is the length from which Llama 3.1 scales its angles.
 WINDOW = {"sliding_window": 16}
