@@ -514,24 +514,6 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
                 "activations": 0.0,
             },
         )
-    whole = 0.0
-    if tp > 1 and plan.is_full:
-        # DTensor's embedding gives a gradient of all rows, and splits a copy of it afterwards.
-        whole = e * shape.embedding
-        rest = gradients - gather * (root.trained * gradient_bytes / plan.shard - root_gradients)
-        yield (
-            "backward, embedding",
-            state
-            | {
-                "gathered weights": gather * root.gathered,
-                "gradients": rest + whole + (2 if shape.tied else gather) * whole / tp,
-                "gradient reduction": gather * FP32 * layer.trained,
-                "activations": 0.0,
-                "working memory": entry,
-            },
-        )
-    if sharded or shape.tied:
-        whole = 0.0
     # A fused update needs nothing; foreach a copy of all second moments, single two of the
     # largest tensor.
     biggest = max(embedding.trained, output.trained, layer.trained / 7) / plan.shard
@@ -548,8 +530,8 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         "optimizer step",
         state
         | {
-            "gradients": gradients + whole,
-            "working memory": 0.0 if whole else working,
+            "gradients": gradients,
+            "working memory": working,
         },
     )
 
