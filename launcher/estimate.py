@@ -86,6 +86,8 @@ _ARGUMENTS = {
     "vocab": "vocab_size",
     "max_seq_len": "max_seq_len",
 }
+# Families whose rotary tables torchtune makes as wide as Hugging Face does.
+_WHOLE_ROTARY = ("qwen2", "phi3", "phi4")
 _HUGGING_FACE = {
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
@@ -111,9 +113,10 @@ def shape_of(model: dict[str, Any], folder: Path | None) -> Shape:
     builder = str(model.get("_component_") or "")
     module, _, name = builder.rpartition(".")
     plain = f"{module}.{re.sub('^q?lora_', '', name)}"
-    if plain in _known_shapes():
-        return Shape(**_known_shapes()[plain])
     family = module.rpartition(".")[2]
+    if plain in _known_shapes():
+        whole = family.startswith(_WHOLE_ROTARY)
+        return Shape(**_known_shapes()[plain], whole_rotary=whole)
     if all(argument in model for argument in _ARGUMENTS.values()):
         return _built_shape(model, family)
     file = folder / "config.json" if folder else None
@@ -139,6 +142,7 @@ def _built_shape(model: dict[str, Any], family: str) -> Shape:
         qkv_bias=family.startswith("qwen2"),
         norms=4 if family == "gemma2" else 2,
         softcap=family == "gemma2",
+        whole_rotary=family.startswith(_WHOLE_ROTARY),
     )
 
 
@@ -160,6 +164,7 @@ def _hugging_face_shape(file: Path) -> Shape:
         qkv_bias=kind.startswith("qwen2"),
         norms=4 if kind == "gemma2" else 2,
         softcap=kind == "gemma2",
+        whole_rotary=kind.startswith(_WHOLE_ROTARY),
     )
 
 

@@ -31,7 +31,10 @@ Terms = dict[str, float]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder; `norms` of them in each layer."""
+    """The sizes of a decoder; `norms` of them in each layer.
+
+    whole_rotary: its rotary tables have a cosine and a sine for each feature, not for each pair.
+    """
 
     dim: int
     layers: int
@@ -45,6 +48,7 @@ class Shape:
     qkv_bias: bool = False
     norms: int = 2
     softcap: bool = False
+    whole_rotary: bool = False
 
     @property
     def query(self) -> int:
@@ -355,7 +359,10 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
     state: Terms = {
         "weights": on_gpu * all_units.kept / plan.shard,
         "optimizer": on_gpu * all_units.trained * _state_bytes(plan) / plan.shard,
-        "rotary tables": FP32 * shape.max_seq_len * shape.head_dim,
+        "rotary tables": FP32
+        * shape.max_seq_len
+        * shape.head_dim
+        * (2 if shape.whole_rotary else 1),
     }
     gradients = on_gpu * all_units.trained * gradient_bytes / plan.shard
     layer_gradients = on_gpu * layer.trained * gradient_bytes / plan.shard

@@ -170,6 +170,7 @@ def test_a_busy_cluster_is_not_waited_for(new_cluster, slurm_user: Kit):
         assert "1 nodes without GPUs" in text_of(findings, "partitions", "ok")
 
 
+@pytest.mark.long
 def test_the_node_check_asks_every_node_and_adds_up_over_them(slurm_user: Kit):
     status, findings, answer = doctor(slurm_user, "--node-check")
     assert status == 0, findings

@@ -250,6 +250,7 @@ def test_a_cancelled_run_ends_and_goes_on_when_asked(kit: Kit, slurm, undisturbe
     ends_like(run, undisturbed)
 
 
+@pytest.mark.long
 def test_a_job_submitted_by_hand_does_the_same(kit: Kit, slurm, undisturbed: Path) -> None:
     job, run = kit.submit(*SHORT, "--name", "by-hand")
     slurm.run(["scontrol", "hold", job])

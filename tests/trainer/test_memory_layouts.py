@@ -138,6 +138,7 @@ def assert_same(own: Path, wanted: Path, weight_tolerance: float = WEIGHT_TOLERA
         torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=weight_tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", names(QUICK))
 def test_equals_the_plain_single_process(name: str, root: Path) -> None:
     assert_same(root / name, root / name.partition("-")[0])
@@ -161,6 +162,7 @@ def gradient_sums(folder: Path) -> dict[str, int]:
 SHARDED_GROUPS = 4
 
 
+@pytest.mark.long
 def test_gradients_are_sent_once_a_step(root: Path) -> None:
     """Two micro-steps; the sums of the loss, of tokens and of the norm make up the rest."""
     assert gradient_sums(root / "full-copies")["c10d::_reduce_scatter_base_"] == SHARDED_GROUPS
@@ -173,6 +175,7 @@ def test_gradients_may_be_sent_within_a_copy_after_each_micro_step(long_root: Pa
     assert each["c10d::allreduce_"] == once["c10d::allreduce_"], "copies must agree once only"
 
 
+@pytest.mark.long
 def test_master_weights_keep_updates_that_bf16_loses(root: Path) -> None:
     """At a small learning rate most updates are smaller than bf16's spacing."""
     exact, short, masters = (
@@ -241,6 +244,7 @@ def test_dimensions_must_make_up_the_ranks(
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.long
 def test_the_layout_is_told(root: Path) -> None:
     """What the log says of the ranks, by run."""
     told = dict(re.findall(r"ranks +(.*)\n(?s:.*?)exported to .*/(.*)/export", said(root, 4)))

@@ -162,6 +162,7 @@ def test_the_layout_is_told_and_nothing_warns(
     assert "sequential all_gather" not in said[4]
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_the_same_and_in_another_layout(
     folders: tuple[dict[str, Path], dict[int, str]],
     tmp_path: Path,
