@@ -48,6 +48,8 @@ def tunnel(port: int) -> str:
 
 def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
     """Serve the runs' curves and traces until interrupted; return TensorBoard's exit status."""
+    # A shell that starts this in the background lets it ignore Ctrl-C; a signal must end it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A lost connection or a kill ends this too, and takes TensorBoard along.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
