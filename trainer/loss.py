@@ -271,7 +271,8 @@ class TokenLoss:
     tokens of all ranks and micro-steps, so that the gradient is the one of a single big batch.
 
     Raises:
-        ConfigError: the component is no cross-entropy, or skips other labels than -100.
+        ConfigError: the component is no cross-entropy, skips other labels than -100, or does not
+            know the model's kind of output layer.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -289,6 +290,13 @@ class TokenLoss:
         # The model then gives its logits in so many parts; 0 means whole. What has no logits
         # reads the output layer's weight by itself, so that FSDP must keep it with the root.
         without_logits = isinstance(self._component, LinearCrossEntropy)
+        dora = config.model.get("use_dora") and config.model.get("apply_lora_to_output")
+        if without_logits and dora:
+            raise ConfigError(
+                "loss: LinearCrossEntropy knows no DoRA on the output layer; set "
+                "model.apply_lora_to_output=False, or "
+                "loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
+            )
         self.output_chunks = (
             1 if without_logits else getattr(self._component, "num_output_chunks", 0)
         )

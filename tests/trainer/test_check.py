@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launcher import recipe, stock
-from tests.trainer.runs import ROOT, write_config
+from tests.trainer.runs import ROOT, lora_model, write_config
 from trainer import check
 from trainer.config import read_yaml
 
@@ -51,6 +51,15 @@ def test_a_fault_is_found_before_a_rank_starts(content: dict, change: dict, told
     for key, value in change.items():
         content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
     assert any(told in fault for fault in check.faults(content)), check.faults(content)
+
+
+def test_dora_on_the_output_layer_needs_a_loss_with_logits(content: dict) -> None:
+    content["model"] = lora_model(use_dora=True, apply_lora_to_output=True)
+    content["loss"] = {"_component_": "trainer.loss.LinearCrossEntropy"}
+    (fault,) = check.faults(content)
+    assert "knows no DoRA on the output layer; set model.apply_lora_to_output=False" in fault
+    content["loss"] = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+    assert check.faults(content) == []
 
 
 def test_a_sound_config_has_no_fault(content: dict) -> None:
