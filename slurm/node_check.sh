@@ -44,6 +44,20 @@ print("missing " + " ".join(missing) if missing else "finds torch and torchtune"
   tell import_ms $(($(now_ms) - started))
 }
 
+# What `compile: true` needs on a node: the compiler writes C against Python's headers.
+check_compiler() {
+  local name headers
+  [ -x "$VENV/bin/python" ] || return 0
+  for name in ${CC:-gcc clang cc}; do
+    if command -v "$name" >/dev/null; then break; fi
+    name=
+  done
+  headers=$("$VENV/bin/python" -I -S -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)
+  if [ -z "$name" ]; then tell compiler none; elif [ ! -r "$headers/Python.h" ]; then
+    tell compiler "headers $headers/Python.h"
+  else tell compiler "found $name"; fi
+}
+
 check_gpus() {
   tell gpus_given "${SLURM_GPUS_ON_NODE:-0}"
   if ! command -v nvidia-smi >/dev/null; then
@@ -111,6 +125,7 @@ check_network
 check_gpus
 check_files
 check_python
+check_compiler
 if [ "$FULL" = yes ]; then
   if answer=$(check_all_reduce 2>&1); then
     grep '^@ ' <<<"$answer"

@@ -19,6 +19,14 @@ CLUSTER_SH = Path(__file__).parents[1] / "slurm" / "dev-cluster" / "cluster.sh"
 SLURM_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
 
 
+# Ordinary users have no sbin in PATH; cluster.sh looks there too.
+_PROGRAMS = f"{os.environ['PATH']}:/usr/local/sbin:/usr/sbin:/sbin"
+NEEDS_ACCOUNTING = pytest.mark.skipif(
+    not all(shutil.which(name, path=_PROGRAMS) for name in ("slurmdbd", "mariadbd")),
+    reason="slurmdbd or mariadbd is not installed: bash setup.sh --test-all installs them",
+)
+
+
 @pytest.fixture(scope="session")
 def plain_env() -> dict[str, str]:
     """The tests' own environment less whatever another Slurm put there."""
@@ -106,8 +114,15 @@ def new_cluster(
     return partial(_cluster, cluster_root)
 
 
+@contextmanager
+def running_cluster(name: str, *options: str) -> Iterator[SlurmCluster]:
+    """A cluster in a folder of its own, for fixtures that outlive one test."""
+    with _state_root() as root, _cluster(root, name, *options) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
     """A private cluster of 2 nodes with 8 GPUs each, shared by the whole test session."""
-    with _state_root() as root, _cluster(root, "tests", "--requeue-delay", "5") as cluster:
+    with running_cluster("tests", "--requeue-delay", "5") as cluster:
         yield cluster

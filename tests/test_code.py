@@ -15,9 +15,9 @@ BIN = Path(sys.prefix) / "bin"
 # What stands lower may not import what stands higher.
 LAYERS = [
     {"errors", "yamlfile", "paths"},
-    {"stock"},
-    {"recipe", "slurm", "attempt", "snapshot", "memory"},
-    {"cluster", "render", "runs", "logs", "estimate", "provenance"},
+    {"environment", "stock"},
+    {"recipe", "limits", "slurm", "attempt", "snapshot", "memory", "communication"},
+    {"cluster", "render", "runs", "logs", "estimate", "scaling", "tuning", "provenance"},
     {"checks"},
     {"preflight", "jobs", "report", "tensorboard"},
     {"node_check", "hub"},

@@ -1,7 +1,11 @@
 """What a forward pass keeps for the backward pass: recomputed layers, and inputs on the CPU."""
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from trainer.attention import Documents
 from trainer.compat import TransformerDecoder
 from trainer.config import TrainConfig
 
@@ -28,18 +33,25 @@ SAVED_OPERATIONS = (
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_attention_math",
     "torch_attn._varlen_attn",
+    "higher_order.flex_attention",
+    # fp8's products, and the magnitudes that its scales are made of.
+    "aten._scaled_mm",
+    "aten.amax",
     # What tensor parallelism communicated is not communicated again.
     "_c10d_functional.all_gather_into_tensor",
     "_c10d_functional.reduce_scatter_tensor",
 )
 
+COMPILE_BACKEND = "TORCH_COMPILE_BACKEND"
+
 
 def prepare(model: TransformerDecoder, config: TrainConfig) -> None:
     """Compile and recompute the layers of `model` as `config` says, in place.
 
-    Each layer is compiled by itself: all layers share one compiled code. The first batch of
-    another length makes it general in the length, after which no length compiles again; packed
-    batches are all of one length and keep the faster code.
+    Each layer is compiled by itself: all layers share one compiled code, of which the first layer
+    behind a frozen embedding and the validation have variants of their own. Packed batches are
+    all of one shape; of others, the first batch of another length makes the code general in the
+    length, after which no length compiles again.
 
     A recomputed layer keeps its input only. With "op" it also keeps the results of matrix
     products, of attention and of communication.
@@ -57,12 +69,41 @@ def prepare(model: TransformerDecoder, config: TrainConfig) -> None:
         _compile(model)
 
 
+def missing_for_compile(device: torch.device) -> str | None:
+    """What this node lacks to compile with; None where it lacks nothing.
+
+    It writes C for a CPU, and for what starts the kernels on a GPU, against Python's headers.
+    """
+    names = ("g++", "clang++", "c++") if device.type == "cpu" else ("gcc", "clang", "cc")
+    own = os.environ.get("CXX" if device.type == "cpu" else "CC")
+    if not any(shutil.which(name) for name in ((own,) if own else names)):
+        return f"a C compiler ({own or names[0]})"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.is_file() else f"{header} (the package python3-dev or python3-devel)"
+
+
 def _compile(model: TransformerDecoder) -> None:
-    # One code for each of: lengths, a short last batch, the first layer, validation.
+    # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for layer in model.layers:
         # Not the call: FSDP's hooks and the checkpoint's stand around it.
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = compiled(layer.forward)
+    model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to be compiled when it is called.
+
+    As in torchtune the environment may choose another compiler, to look for what breaks.
+    """
+    return torch.compile(function, backend=os.environ.get(COMPILE_BACKEND, "inductor"))
+
+
+def mark_dynamic(model: TransformerDecoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """How many documents there are changes with each batch; no code may count on it."""
+    documents = kwargs.get("mask")
+    if isinstance(documents, Documents):
+        torch._dynamo.maybe_mark_dynamic(documents.offsets, 0)
 
 
 def _recompute(model: TransformerDecoder, step: int, **settings: Any) -> None:
@@ -83,7 +124,7 @@ def _policy() -> Callable[..., CheckpointPolicy]:
 def _operation(name: str) -> Any:
     namespace, _, operation = name.partition(".")
     found = getattr(getattr(torch.ops, namespace), operation, None)
-    return None if found is None else found.default
+    return getattr(found, "default", found)
 
 
 class InputOffloading:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainer import config as configs
-from trainer import models, optimizers, tensor_parallel, tokenizers
+from trainer import models, optimizers, tokenizers
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.loss import LATER_NAMES, TokenLoss
@@ -56,8 +56,8 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
             continue
         count, names = HANDED_OVER.get(key, (0, ()))
         arguments = {k: v for k, v in block.items() if k != "_component_"} | dict.fromkeys(names)
-        for ours in ("packed", "quantize_base", "split_across_pack"):
-            if key in ("dataset", "dataset_val", "model"):
+        if key in ("dataset", "dataset_val", "model"):
+            for ours in ("packed", "quantize_base", "split_across_pack"):
                 arguments.pop(ours, None)
         try:
             signature = inspect.signature(factory)
@@ -98,7 +98,7 @@ def _misfits(config: TrainConfig) -> list[str]:
     else:
         model = _tried(found, lambda: models.empty(config))
         if model is not None:
-            found += tensor_parallel.faults(model, config.tensor_parallel_dim)
+            found += models.layout_faults(model, config)
     length = config.tokenizer.get("max_seq_len")
     if model is not None and isinstance(length, int) and length > model.max_seq_len:
         found.append(

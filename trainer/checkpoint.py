@@ -6,7 +6,8 @@ before the folder is renamed to `step_<n>`. Loading verifies the hashes and fall
 checkpoint before where one is damaged.
 
 One thread a rank writes, over a process group of its own. An asynchronous save copies the rank's
-part to CPU memory and lets training go on beside the thread; any other waits for it.
+part to CPU memory and lets training go on beside the copying and the thread; the next update
+waits on the GPU for the copy. Any other save waits for the thread.
 """
 
 import copy
@@ -103,6 +104,8 @@ class Checkpoints:
         self._keep = keep
         self._asynchronous = asynchronous
         self._buffers: Any = None
+        self._copied: torch.cuda.Event | None = None
+        self._held: torch.optim.Optimizer | None = None
         self.blocked_s = 0.0
         """Seconds for which training has waited for checkpoints, in this start of the run."""
 
@@ -146,11 +149,14 @@ class Checkpoints:
                 **_tensors(model, optimizer),
                 "random": {str(self._world.rank): _random_state()},
             }
+            copied = None
             if self._asynchronous and not wait and self._fits(content):
-                content = self._buffers = stage(content, self._buffers)
+                content, copied = stage(content, self._buffers)
+                self._buffers = content
+                self._hold_updates(optimizer, copied)
             else:
                 wait = True
-            self._pending = self._writer.submit(self._write, content, copy.deepcopy(state))
+            self._pending = self._writer.submit(self._write, content, copied, copy.deepcopy(state))
             if wait:
                 self._join()
 
@@ -208,14 +214,35 @@ class Checkpoints:
         self._asynchronous = not short
         return not short
 
+    def _hold_updates(
+        self, optimizer: torch.optim.Optimizer, copied: torch.cuda.Event | None
+    ) -> None:
+        """Let the device, not this thread, wait for the copy before the next update changes it.
+
+        The next forward and backward pass need not wait: they only read what is copied.
+        """
+        self._copied = copied
+        if self._held is not optimizer:
+            self._held = optimizer
+            optimizer.register_step_pre_hook(self._await_copy)
+
+    def _await_copy(self, *_: Any) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
+
     def _use_own_gpu(self) -> None:
         # A new thread begins on GPU 0, and would take memory there for nothing.
         if self._world.device.type == "cuda":
             torch.cuda.set_device(self._world.device)
 
-    def _write(self, content: dict[str, Any], state: TrainerState) -> None:
+    def _write(
+        self, content: dict[str, Any], copied: torch.cuda.Event | None, state: TrainerState
+    ) -> None:
         """Write and commit one checkpoint; runs on the writer's thread of every rank."""
         world = self._writer_world
+        if copied is not None:
+            copied.synchronize()
         temporary = self._folder / f".tmp_step_{state.step}.{self._attempt}"
         world.on_main(lambda: self._prepare(temporary))
         try:

@@ -38,6 +38,8 @@ PROFILER_KEYS = {
     "steps": None,
     "memory_snapshot": False,
 }
+# How fp8 scales, the default first, and what its products take as rows: see trainer/fp8.py.
+FP8_RECIPES, FP8_MULTIPLE = ("tensorwise", "rowwise"), 16
 # The trainer collates by itself, with the results that these are meant to have.
 COLLATE_FNS = ("torchtune.data.padded_collate_sft", "torchtune.data.padded_collate_packed")
 REQUIRED = object()
@@ -73,6 +75,8 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "ac_option": ("any?", None),
     "enable_activation_offloading": ("flag", False),
     "compile": ("flag", False),
+    "enable_fp8_training": ("flag", False),
+    "fp8_recipe_name": ("text?", None),
     "log_every_n_steps": ("positive", 1),
     "profiler": ("block?", None),
     "run_val_every_n_steps": ("positive?", None),
@@ -90,6 +94,8 @@ USED_KEYS: dict[str, tuple[str, Any]] = {
     "fsdp_cpu_offload": ("flag", False),
     "custom_sharded_layers": ("list?", None),
     "fsdp_reshard_after_forward": ("flag", True),
+    "fsdp_prefetch": ("count?", None),
+    "fsdp_reduce_dtype": ("text?", None),
     "cudnn_deterministic_mode": ("count?", None),
 }
 # Accepted because stock configs hold them; each either changes nothing here or is refused below
@@ -141,6 +147,8 @@ class TrainConfig:
     ac_option: int | str | None
     enable_activation_offloading: bool
     compile: bool
+    enable_fp8_training: bool
+    fp8_recipe_name: str | None
     log_every_n_steps: int
     profiler: dict[str, Any] | None
     run_val_every_n_steps: int | None
@@ -158,6 +166,8 @@ class TrainConfig:
     fsdp_cpu_offload: bool
     custom_sharded_layers: list[str] | None
     fsdp_reshard_after_forward: bool
+    fsdp_prefetch: int | None
+    fsdp_reduce_dtype: str | None
     cudnn_deterministic_mode: int | None
     notes: tuple[str, ...]
 
@@ -175,6 +185,16 @@ class TrainConfig:
         if self.ac_mode == "selective":
             return "op" if self.ac_option == "op" else int(self.ac_option)
         return 1 if self.ac_mode == "full" or self.enable_activation_checkpointing else None
+
+    @property
+    def fp8_recipe(self) -> str | None:
+        """How the blocks' products are scaled in fp8; None without it."""
+        return (self.fp8_recipe_name or FP8_RECIPES[0]) if self.enable_fp8_training else None
+
+    @property
+    def row_multiple(self) -> int:
+        """What the length of every row must be divisible by, for tensor parallelism and fp8."""
+        return math.lcm(self.tensor_parallel_dim, FP8_MULTIPLE if self.enable_fp8_training else 1)
 
     @property
     def data_cache(self) -> Path:
@@ -417,9 +437,31 @@ def _memory_faults(values: dict[str, Any]) -> list[str]:
             "enable_activation_offloading: moves the inputs of recomputed layers; "
             "set enable_activation_checkpointing=True, or ac_mode=selective with a number"
         )
+    if values.get("enable_fp8_training"):
+        faults += _fp8_faults(values)
+    reduced = values.get("fsdp_reduce_dtype")
+    if reduced not in (None, "fp32", "bf16"):
+        faults.append(f"fsdp_reduce_dtype: must be one of fp32, bf16, found {reduced!r}")
     masters = values.get("master_weights")
     if masters not in (None, "fp32"):
         faults.append(f"master_weights: must be fp32 or empty (as dtype), found {masters!r}")
+    return faults
+
+
+def _fp8_faults(values: dict[str, Any]) -> list[str]:
+    faults = []
+    recipe, model = values.get("fp8_recipe_name"), values.get("model") or {}
+    if recipe not in (None, *FP8_RECIPES):
+        known = ", ".join(FP8_RECIPES)
+        faults.append(f"fp8_recipe_name: must be one of {known}, found {recipe!r}")
+    if values.get("dtype") == "fp32":
+        faults.append("enable_fp8_training: multiplies what is bf16; set dtype=bf16")
+    preset = str(model.get("_component_")).rpartition(".")[2].startswith("qlora_")
+    if model.get("quantize_base", preset):
+        faults.append(
+            "enable_fp8_training: the base is NF4 already; set model.quantize_base=False or "
+            "enable_fp8_training=False"
+        )
     return faults
 
 
@@ -447,6 +489,11 @@ def _notes(content: dict[str, Any]) -> list[str]:
         notes.append("tensor_parallel_plan: set aside; the trainer has a plan of its own")
     if content.get("memory_efficient_fsdp_wrap"):
         notes.append("memory_efficient_fsdp_wrap: set aside; each block is sharded by itself")
+    if content.get("enable_fp8_training") and not content.get("compile"):
+        notes.append(
+            "enable_fp8_training: its casts take longer than its products save unless they are "
+            "compiled; set compile=True"
+        )
     logger = str(_block(content, "metric_logger").get("_component_", ""))
     if logger and not logger.endswith(("DiskLogger", "StdoutLogger", "TensorBoardLogger")):
         notes.append(f"metric_logger: {logger} set aside; see metrics.jsonl and tensorboard/")

@@ -26,16 +26,18 @@ class MicroBatch:
     """What one rank runs in one forward pass.
 
     tokens, labels: int64 [batch, sequence], padded to the longest sample, and on to a length that
-    the tensor-parallel ranks divide; labels are already shifted (labels[b, s] is the target of
-    position s) and hold `IGNORE_INDEX` where nothing is trained. Packed rows all have one length,
-    and come with each token's position in its document, int64 [batch, sequence], and with the
-    documents; both are None where a row is one sample. token_count: real input tokens.
-    target_count: labels that are trained. attention_pairs: query-key pairs of real tokens, n(n+1)/2
-    for a document of n.
+    the tensor-parallel ranks divide and fp8 takes; labels are already shifted (labels[b, s] is the
+    target of position s) and hold `IGNORE_INDEX` where nothing is trained. Packed rows all have one
+    length, and come with each token's position in its document, int64 [batch, sequence], and with
+    the documents; both are None where a row is one sample. trained: int64 [target_count], where in
+    the flattened labels a target is, as only waiting for the GPU would tell how many there are.
+    token_count: real input tokens. target_count: labels that are trained. attention_pairs:
+    query-key pairs of real tokens, n(n+1)/2 for a document of n.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
+    trained: torch.Tensor
     token_count: int
     target_count: int
     attention_pairs: int
@@ -56,6 +58,7 @@ class MicroBatch:
             self,
             tokens=change(self.tokens),
             labels=change(self.labels),
+            trained=change(self.trained),
             positions=None if positions is None else change(positions),
             documents=None if documents is None else Documents(*map(change, documents)),
         )
@@ -133,12 +136,14 @@ class Rows(Dataset):
                 positions[line, end:] = np.arange(shape[1] - end)
                 numbers[line, end:] = len(row.documents)
                 offsets.append((line + 1) * shape[1])
+        trained_at = np.flatnonzero(labels != IGNORE_INDEX)
         counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
         return MicroBatch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
+            trained=torch.from_numpy(trained_at),
             token_count=sum(counted),
-            target_count=int((labels != IGNORE_INDEX).sum()),
+            target_count=len(trained_at),
             attention_pairs=sum(n * (n + 1) // 2 for n in counted),
             positions=torch.from_numpy(positions) if packed else None,
             documents=Documents(torch.from_numpy(numbers), torch.tensor(offsets, dtype=torch.int32))
@@ -151,8 +156,8 @@ class Batches:
     """Global batches in a fixed order, split over the ranks that see different data.
 
     Each epoch is a permutation by (seed, epoch). Nothing is dropped: the last global batch of an
-    epoch may be smaller, and a rank that has no row left in it runs a masked one, which adds
-    nothing to the loss. As one step takes one global batch, the step is the data position.
+    epoch may have fewer rows, and is filled up by masked ones, which add nothing to the loss. As
+    one step takes one global batch, the step is the data position.
 
     Args:
         seed: of the order; None keeps the rows' own.
@@ -212,7 +217,10 @@ class Batches:
             begin = (step % self.steps_per_epoch) * self.samples_per_step
             for micro in range(self._micro_steps):
                 offset = begin + (micro * world.data_size + world.data_rank) * self._batch_size
-                yield order[offset : offset + self._batch_size] or [~order[0]]
+                own = order[offset : offset + self._batch_size]
+                # Masked rows fill it up: every batch has one shape, for which layers are compiled
+                # once, and a rank without any row still runs the passes that the others run.
+                yield own + [~(own or order)[0]] * (self._batch_size - len(own))
 
     def _order(self, epoch: int) -> list[int]:
         if self._seed is None:
@@ -255,14 +263,13 @@ def build(config: TrainConfig, world: World, say: Callable[[str], None]) -> Data
     tokenizer = world.agree(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.agree(lambda: tokenizers.faults(tokenizer, config.model_folder))
     pad_id = getattr(tokenizer, "pad_id", 0)
-    multiple = world.tensor_parallel_dim
     seed = config.seed if config.shuffle else None
 
     def rows(key: str, block: dict[str, Any], packing_seed: int | None) -> Rows:
         samples = open_dataset(key, block, config, world, tokenizer, say)
         world.agree(lambda: _check_targets(key, samples, say))
         row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
-        return Rows(samples, pad_id, multiple, row_length, packing_seed)
+        return Rows(samples, pad_id, config.row_multiple, row_length, packing_seed)
 
     training = Batches(
         rows("dataset", config.dataset, seed),

@@ -27,6 +27,8 @@ class NonFiniteGuard:
         self._counts = torch.tensor([skipped, 0, 0], device=device)
         # A copy that arrives whenever the device comes to it: late, but without waiting.
         self._arrived = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # The same memory, read by no operator of torch.
+        self._known = self._arrived.numpy()
 
     def step(self, norm: torch.Tensor) -> None:
         """Step the optimizer unless `norm`, alike on all ranks, is not finite (a scalar)."""
@@ -44,7 +46,7 @@ class NonFiniteGuard:
 
     def exceeded(self) -> bool:
         """True once it is known here that too many came in a row; the ranks must agree on it."""
-        return int(self._arrived[2]) >= self._limit
+        return int(self._known[2]) >= self._limit
 
     def counts(self) -> tuple[int, int]:
         """(left out in all, in a row until now); waits for the device."""

@@ -1,4 +1,4 @@
-"""LoRA and DoRA over a plain or an NF4 base: which layers, their forward pass, their merging.
+"""Linear layers with LoRA, DoRA, an NF4 base or fp8: which, their forward pass, their merging.
 
 LoRA: W x + s B A x (Hu et al. 2021, arXiv 2106.09685). DoRA: (m / ||W + s B A||) (W x + s B A x)
 with the norms of the rows held constant in the backward pass, as section 4.3 of its paper has it
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer import forwards, nf4
+from trainer import forwards, fp8, nf4
 from trainer.compat import DoRALinear, LoRALinear, TransformerDecoder
 from trainer.parallel import whole
 
@@ -31,7 +31,7 @@ def base_layers(model: TransformerDecoder) -> list[str]:
 
 
 def prepare(model: TransformerDecoder, quantised: bool) -> None:
-    """Give layers the forward pass of this module where torchtune's does not serve.
+    """Give adapted and quantised layers the forward pass of this module.
 
     Args:
         model: on the meta device, as a builder without `quantize_base` made it.
@@ -40,8 +40,22 @@ def prepare(model: TransformerDecoder, quantised: bool) -> None:
     for name in base_layers(model) if quantised else []:
         nf4.pack_weight(model.get_submodule(name))
     for layer in model.modules():
-        if isinstance(layer, DoRALinear) or hasattr(layer, "nf4_table"):
+        if isinstance(layer, ADAPTED) or hasattr(layer, "nf4_table"):
             forwards.replace(layer, forward)
+
+
+def use_fp8(model: TransformerDecoder, recipe: str) -> None:
+    """Let `base_layers` multiply in fp8; A and B of an adapter stay as they are.
+
+    Args:
+        model: after `prepare`, with no NF4 in it.
+        recipe: tensorwise or rowwise.
+    """
+    frozen = method(model) != "full"
+    for name in base_layers(model):
+        layer = model.get_submodule(name)
+        fp8.prepare(layer, recipe, frozen)
+        forwards.replace(layer, forward)
 
 
 def method(model: nn.Module) -> str:
@@ -78,6 +92,8 @@ def base(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     """[..., in] to [..., out] by `weight`, the layer's own or this rank's part; without bias."""
     if hasattr(layer, "nf4_table"):
         return nf4.linear(x, weight, layer.nf4_table)
+    if hasattr(layer, "fp8_recipe"):
+        return fp8.linear(x, weight, layer.fp8_recipe, getattr(layer, "fp8_largest", None))
     return F.linear(x, weight)
 
 
@@ -98,8 +114,9 @@ def adapted(
         magnitude: [out], DoRA's.
         total: sums over the ranks that hold the other columns of the same rows.
     """
-    update = F.linear(F.linear(layer.dropout(x), a), b)
-    out = base(layer, x, weight) + scaling(layer) * update
+    # The factor meets r numbers a token, not all outputs, in the backward pass too.
+    inner = F.linear(layer.dropout(x), a) * scaling(layer)
+    out = base(layer, x, weight) + F.linear(inner, b)
     if magnitude is None:
         return out
     squares = _squares(layer, weight, a, b)

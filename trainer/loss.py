@@ -1,18 +1,17 @@
 """The loss as an exact sum over trained tokens, with or without logits of the whole batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from trainer import parallel
+from trainer import activations, parallel
 from trainer.compat import LoRALinear, TiedLinear, TransformerDecoder
 from trainer.config import TrainConfig, instantiate
 from trainer.data import IGNORE_INDEX, MicroBatch
@@ -51,40 +50,40 @@ class LinearCrossEntropy:
             raise ValueError("num_output_chunks must be a whole number from 1 on")
         self._chunks = num_output_chunks
         self.ignore_index = ignore_index
+        self.compiled = False
 
     @contextmanager
-    def in_place_of_logits(self, model: TransformerDecoder, labels: torch.Tensor) -> Iterator[None]:
+    def in_place_of_logits(
+        self, model: TransformerDecoder, labels: torch.Tensor, trained: torch.Tensor
+    ) -> Iterator[None]:
         """Within it `model` returns the summed loss (a scalar, fp32) instead of logits.
 
         The output layer's weight is whole only inside the forward pass of a model under FSDP.
 
         Args:
-            labels: int64 [batch, sequence] on the CPU; labels[b, s] is the target of position s.
+            labels: int64 [batch, sequence]; labels[b, s] is the target of position s.
+            trained: int64 [tokens], where in the flattened labels a target is.
         """
-        model.unembed = partial(self._summed_loss, model, labels)
+        targets = labels.flatten().index_select(0, trained)
+        model.unembed = partial(self._summed_loss, model, targets, trained)
         try:
             yield
         finally:
             del model.unembed
 
     def _summed_loss(
-        self, model: TransformerDecoder, labels: torch.Tensor, hidden: torch.Tensor
+        self,
+        model: TransformerDecoder,
+        targets: torch.Tensor,
+        trained: torch.Tensor,
+        hidden: torch.Tensor,
     ) -> torch.Tensor:
-        hidden = model.norm(hidden)
-        # Found on the CPU, so that nobody waits for the GPU to learn how many there are; by numpy,
-        # as a trace on fake tensors needs their number too.
-        trained = torch.from_numpy(np.flatnonzero(labels.numpy() != self.ignore_index))
-        targets = _to_device(labels.flatten()[trained], hidden.device)
-        rows = hidden.flatten(0, 1).index_select(0, _to_device(trained, hidden.device))
+        rows = model.norm(hidden).flatten(0, 1).index_select(0, trained)
         pairs, group = _factors(model.output, rows)
         cap = model.output.softcap if isinstance(model.output, CappedTiedLinear) else None
-        return linear_cross_entropy(pairs, targets, chunks=self._chunks, group=group, cap=cap)
-
-
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+        return linear_cross_entropy(
+            pairs, targets, chunks=self._chunks, group=group, cap=cap, compiled=self.compiled
+        )
 
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -131,6 +130,7 @@ def linear_cross_entropy(
     chunks: int | None = None,
     group: dist.ProcessGroup | None = None,
     cap: float | None = None,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Sum over tokens of -log softmax(logits)[target], for logits = sum of input @ weight.T.
 
@@ -144,6 +144,7 @@ def linear_cross_entropy(
         chunks: see LinearCrossEntropy.
         group: the ranks that the vocabulary is split over.
         cap: logits become cap * tanh(logits / cap).
+        compiled: make few kernels of what is done to the logits, where the vocabulary is whole.
 
     Returns:
         A scalar, summed in fp32 (fp64 for fp64 inputs); 0 with zero gradients for no token.
@@ -157,7 +158,7 @@ def linear_cross_entropy(
         size = max(1, -(-tokens // chunks))
     tensors = [tensor for pair in pairs for tensor in pair]
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
-    return _LinearCrossEntropy.apply(targets, size, group, cap, wanted, *tensors)
+    return _LinearCrossEntropy.apply(targets, size, group, cap, compiled, wanted, *tensors)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -170,6 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         size: int,
         group: dist.ProcessGroup | None,
         cap: float | None,
+        compiled: bool,
         wanted: list[bool],
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
@@ -181,20 +183,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for index, tensor in enumerate(tensors)
         ]
         columns = _own_columns(targets, tensors[1].shape[0], group)
+        function = _compiled_chunk if compiled and group is None else _chunk
         for begin in range(0, targets.numel(), size):
             part = slice(begin, begin + size)
-            logits = _logits(tensors, part).to(exact)
-            loss, slope = _chunk(logits, *(c[part] for c in columns), group, cap, any(wanted))
-            total += loss
-            if slope is None:
-                continue
-            slope = slope.to(tensors[0].dtype)
-            for index in range(0, len(tensors), 2):
-                inputs, weight = tensors[index : index + 2]
-                if wanted[index]:
-                    torch.mm(slope, weight, out=gradients[index][part])
-                if wanted[index + 1]:
-                    _add_product(gradients[index + 1], slope.t(), inputs[part])
+            total += _add_chunk(function, tensors, gradients, part, columns, group, cap)
         ctx.gradients = [
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, tensors, strict=True)
@@ -207,14 +199,62 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the backward pass of linear_cross_entropy runs once only")
         gradients, ctx.gradients = ctx.gradients, None
         scaled = (None if g is None else g.mul_(upstream) for g in gradients)
-        return None, None, None, None, None, *scaled
+        return None, None, None, None, None, None, *scaled
+
+
+def _add_chunk(
+    function: Callable[..., Any],
+    tensors: tuple[torch.Tensor, ...],
+    gradients: list[torch.Tensor | None],
+    part: slice,
+    columns: tuple[torch.Tensor, torch.Tensor],
+    group: dist.ProcessGroup | None,
+    cap: float | None,
+) -> torch.Tensor:
+    """Summed loss of one chunk of tokens; its part of the gradients is added to `gradients`.
+
+    In a function of its own, so that a chunk's logits are gone before the next one's are made.
+
+    Args:
+        function: `_chunk`, or its compiled form.
+    """
+    wanted = any(gradient is not None for gradient in gradients)
+    exact = torch.promote_types(tensors[0].dtype, torch.float32)
+    own, held = columns[0][part], columns[1][part]
+    # No name and no tuple for the logits: once they are made exact nothing must hold them.
+    loss, slope = function(_logits(tensors, part), own, held, exact, group, cap, wanted)
+    if slope is None:
+        return loss
+    for index in range(0, len(tensors), 2):
+        inputs, weight = tensors[index : index + 2]
+        if gradients[index] is not None:
+            torch.mm(slope, weight, out=gradients[index][part])
+        if gradients[index + 1] is not None:
+            _add_product(gradients[index + 1], slope.t(), inputs[part])
+    return loss
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     if total.dtype == right.dtype:
         total.addmm_(left, right)
+    elif total.dtype == torch.float32 and _adds_products_in_fp32(total.device):
+        torch.addmm(total, left, right, torch.float32, out=total)
     else:
         total += left @ right
+
+
+@cache
+def _adds_products_in_fp32(device: torch.device) -> bool:
+    """Whether this torch adds a product of bf16 matrices to fp32 in one go: some do, on GPUs."""
+    if device.type != "cuda":
+        return False
+    matrix = torch.eye(16, device=device, dtype=torch.bfloat16)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, matrix, matrix, torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 1 + matrix.float()).all())
 
 
 def _own_columns(
@@ -239,29 +279,50 @@ def _chunk(
     logits: torch.Tensor,
     columns: torch.Tensor,
     held: torch.Tensor,
+    exact: torch.dtype,
     group: dist.ProcessGroup | None,
     cap: float | None,
     slope_wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Summed loss of [tokens, vocabulary] logits, which are overwritten, and its slope in them."""
-    bend = None
+    """Summed loss of [tokens, vocabulary] logits, in `exact`, and its slope in them, as they are.
+
+    The logits may be overwritten.
+    """
+    dtype, bend = logits.dtype, None
+    logits = logits.to(exact)
     if cap is not None:
-        bend = torch.tanh(logits / cap)
+        bend = logits.div_(cap).tanh_()
         logits = cap * bend
     highest = logits.amax(1, keepdim=True)
     if group is not None:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     logits -= highest
-    columns, held = columns.unsqueeze(1), held.to(logits.dtype).unsqueeze(1)
-    chosen = logits.gather(1, columns) * held
-    sums = torch.cat([logits.exp_().sum(1, keepdim=True), chosen], 1)
+    columns, held = columns.unsqueeze(1), held.to(exact).unsqueeze(1)
+    chosen = logits.gather(1, columns)
+    sums = torch.cat([logits.exp_().sum(1, keepdim=True), chosen * held], 1)
     if group is not None:
         dist.all_reduce(sums, group=group)
     loss = (sums[:, 0].log() - sums[:, 1]).sum()
     if not slope_wanted:
         return loss, None
-    slope = logits.div_(sums[:, :1]).scatter_add_(1, columns, -held)
-    return loss, slope if bend is None else slope.mul_(1 - bend.square())
+    slope, own = logits.div_(sums[:, :1]), chosen.exp() / sums[:, :1] - held
+    if bend is not None:
+        own = own * (1 - bend.gather(1, columns).square())
+        slope *= bend.square_().neg_().add_(1)
+    # Each number is rounded once; what the target's is made of would cancel out in fewer digits.
+    return loss, slope.to(dtype).scatter_(1, columns, own.to(dtype))
+
+
+def _compiled_chunk(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, Any]:
+    # How many tokens are trained changes with each batch.
+    for tensor in (logits, *arguments[:2]):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled()(logits, *arguments)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return activations.compiled(_chunk)
 
 
 class TokenLoss:
@@ -290,6 +351,8 @@ class TokenLoss:
         # The model then gives its logits in so many parts; 0 means whole. What has no logits
         # reads the output layer's weight by itself, so that FSDP must keep it with the root.
         without_logits = isinstance(self._component, LinearCrossEntropy)
+        if without_logits:
+            self._component.compiled = config.compile
         dora = config.model.get("use_dora") and config.model.get("apply_lora_to_output")
         if without_logits and dora:
             raise ConfigError(
@@ -307,10 +370,10 @@ class TokenLoss:
         Logits that are split over the vocabulary need `vocabulary_split_loss` around this call
         and around the backward pass.
         """
-        if isinstance(self._component, LinearCrossEntropy):
-            with self._component.in_place_of_logits(model, batch.labels):
-                return _forward(model, batch.to(device))
         batch = batch.to(device)
+        if isinstance(self._component, LinearCrossEntropy):
+            with self._component.in_place_of_logits(model, batch.labels, batch.trained):
+                return _forward(model, batch)
         logits = _forward(model, batch)
         chunks = logits if isinstance(logits, list) else [logits]
         if batch.target_count == 0:

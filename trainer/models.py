@@ -14,6 +14,7 @@ from trainer import (
     activations,
     attention,
     families,
+    fp8,
     lora,
     nf4,
     parallel,
@@ -80,13 +81,14 @@ def build(
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    world.agree(lambda: _check_bf16(config, world.device))
+    world.agree(lambda: _check_dtypes(config, world.device))
     source, hf_config, module = world.agree(lambda: fitting(config, data_faults))
     lay_out(module, config, world, output_chunks)
     _allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     fill_rope_caches(module, world.device)
     nf4.fill_tables(module)
     world.agree(lambda: weights.load(module, source, hf_config))
+    fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
     module.train()
     return Model(module, hf_config, lora.method(module), DTYPES[config.dtype])
@@ -110,7 +112,7 @@ def lay_out(
     mesh = parallel.device_mesh(world, fsdp)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
-    attention.use_documents(module, world.device)
+    attention.use_documents(module, world.device, DTYPES[config.dtype])
     activations.prepare(module, config)
     if output_chunks:
         module.set_num_output_chunks(output_chunks)
@@ -121,7 +123,10 @@ def lay_out(
 def empty(config: TrainConfig) -> TransformerDecoder:
     """The model that `config` names, without weights, on the meta device."""
     with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
-        return empty_module(config.model)
+        module = empty_module(config.model)
+    if config.fp8_recipe is not None:
+        lora.use_fp8(module, config.fp8_recipe)
+    return module
 
 
 def fitting(
@@ -146,7 +151,7 @@ def fitting(
         if name not in names and not hasattr(module, str(name))
     ]
     faults += families.fit(module, hf_config, arguments_of("model", config.model))
-    faults += tensor_parallel.faults(module, config.tensor_parallel_dim)
+    faults += layout_faults(module, config)
     if data_faults is not None:
         faults += data_faults(module.tok_embeddings.num_embeddings, module.max_seq_len)
     faults += weights.mismatches(module, source, config.model_folder, hf_config)
@@ -155,9 +160,24 @@ def fitting(
     return source, hf_config, module
 
 
-def _check_bf16(config: TrainConfig, device: torch.device) -> None:
-    if config.dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+def layout_faults(module: TransformerDecoder, config: TrainConfig) -> list[str]:
+    """Why a model from `empty` cannot be split or multiply as `config` says, one line a reason."""
+    faults = tensor_parallel.faults(module, config.tensor_parallel_dim)
+    if config.fp8_recipe is not None:
+        faults += fp8.faults(lora.base_layers(module), module, config.tensor_parallel_dim)
+    return faults
+
+
+def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    if config.dtype == "bf16" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
+    if config.fp8_recipe and torch.cuda.get_device_capability(device) < fp8.CAPABILITY:
+        raise ConfigError(
+            f"enable_fp8_training: {torch.cuda.get_device_name(device)} has no fp8, H100 and L40S "
+            "are the oldest that do; set enable_fp8_training=False"
+        )
 
 
 def empty_module(block: dict[str, Any]) -> TransformerDecoder:

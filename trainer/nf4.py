@@ -114,7 +114,9 @@ def dequantise(packed: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) ->
     # hold 0 to 255 exactly.
     packed = packed.to(torch.uint8)
     values = F.embedding(packed[..., :CODE_BYTES].int(), table).flatten(2)
-    scale = packed[..., CODE_BYTES:].contiguous().view(torch.bfloat16)
+    # bf16 is the upper half of fp32. Bytes put together so are part of one compiled kernel.
+    low, high = (packed[..., CODE_BYTES + i, None].int() for i in range(SCALE_BYTES))
+    scale = (low << 16 | high << 24).view(torch.float32)
     return values.mul_(scale).to(dtype).flatten(1)
 
 
@@ -136,4 +138,22 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         packed, table = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            packed = _later(packed, gradient)
         return gradient @ dequantise(packed, table, gradient.dtype), None, None
+
+
+@torch.library.custom_op("slurm_cookbook::later", mutates_args=())
+def _later(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` that cannot be there before `event`.
+
+    The compiler would see that both passes dequantise alike, do it once, and keep the dense weight
+    of every layer from its forward to its backward pass. A copy of the bytes takes 1/4 of the
+    memory traffic of dequantising them.
+    """
+    return tensor.clone()
+
+
+@_later.register_fake
+def _(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor)

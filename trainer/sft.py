@@ -6,14 +6,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer import activations, data, distributed, models, optimizers, parallel
 from trainer import config as configs
-from trainer import data, distributed, models, optimizers, parallel
 from trainer import progress as progresses
 from trainer.checkpoint import Checkpoints, TrainerState
 from trainer.config import TrainConfig
@@ -46,8 +46,9 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, world: World, attempt: int) -> None:
         started = time.monotonic()
-        self.config, self.world = config, world
+        self.world = world
         self.say = say(world.is_main)
+        self.config = config = self._compilable(config)
         for note in config.notes:
             self.say(f"note: {note}")
         self.stop = StopRequest(world, config.output_dir)
@@ -89,6 +90,15 @@ class Trainer:
         self.clock = Clock(self.state.step)
         self._tell(time.monotonic() - started)
         self._report("running")
+
+    def _compilable(self, config: TrainConfig) -> TrainConfig:
+        """`config`, without `compile` where a node cannot: slower is better than not at all."""
+        lacks = activations.missing_for_compile(self.world.device) if config.compile else None
+        told = [(rank, what) for rank, what in enumerate(self.world.gather(lacks)) if what]
+        if not told:
+            return config
+        self.say(f"note: not compiled, as the node of rank {told[0][0]} lacks {told[0][1]}")
+        return replace(config, compile=False)
 
     def train(self) -> bool:
         """Train to the last step; False where a stop was asked for and honoured before it."""
@@ -338,6 +348,7 @@ class Trainer:
             "base_weights": self.base_weights,
             "dtype": self.config.dtype,
             "master_weights": self.config.master_weights,
+            "fp8_recipe_name": self.config.fp8_recipe,
             "optimizer": self.config.optimizer["_component_"],
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,

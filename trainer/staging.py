@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,32 @@ CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @torch.no_grad()
-def stage(state: Any, buffers: Any = None) -> Any:
+def stage(state: Any, buffers: Any = None) -> tuple[Any, torch.cuda.Event | None]:
     """A copy of nested dicts and lists of tensors with every byte in CPU memory.
 
     Sharded tensors stay sharded: of a DTensor, or of any tensor made of others (8-bit optimizer
-    states, NF4), the innermost tensors are copied. From a GPU the copies go to pinned memory.
+    states, NF4), the innermost tensors are copied. From a GPU the copies go to pinned memory over
+    a stream of their own, beside whatever is computed next.
 
     Args:
-        buffers: what an earlier call returned; its memory is used again where shapes are the same.
+        buffers: the copy that an earlier call returned; its memory is used again where shapes are
+            the same.
+
+    Returns:
+        The copy, and the event of its being there: before it nothing may read the copy or change
+        `state`. None where it is there at once.
     """
-    staged = _copied(state, buffers)
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
-    return staged
+    if not torch.cuda.is_initialized():
+        return _copied(state, buffers), None
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return _copied(state, buffers), stream.record_event()
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _copied(value: Any, buffer: Any) -> Any:
@@ -64,6 +78,9 @@ def _copied_tensor(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
     )
     if not reusable:
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if tensor.is_cuda:
+        # What is freed meanwhile is used again only when the copy is done.
+        tensor.record_stream(torch.cuda.current_stream())
     return buffer.copy_(tensor, non_blocking=True)
 
 

@@ -121,7 +121,7 @@ def open_dataset(
         # Rank 0 first, so that one process alone converts the files.
         first = world.on_main(lambda: opened or _opened(key, block, tokenizer))
         samples = world.agree(lambda: _opened(key, block, tokenizer) if first is None else first)
-        _make(key, folder, samples, tokenizer, world, say)
+        make(key, folder, samples, tokenizer, world, say)
     return world.agree(lambda: TokenisedDataset(_seen(folder)))
 
 
@@ -198,10 +198,19 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def _make(
+def make(
     key: str, folder: Path, samples: Any, tokenizer: Any, world: World, say: Callable[[str], None]
 ) -> None:
-    """Tokenise on all ranks, a range of samples each, and give the folder its name."""
+    """Tokenise on all ranks, a range of samples each, and give the folder its name.
+
+    Args:
+        key: the config's key, for messages.
+        samples: by index, mappings with the `tokens` and the `labels` of a sample.
+        tokenizer: its `max_seq_len` cuts samples, where it has one.
+
+    Raises:
+        ConfigError: the folder cannot be written to, or a sample cannot be tokenised.
+    """
     temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{secrets.token_hex(4)}"))[0]
     world.on_main(lambda: _begin(temporary))
     limit = getattr(tokenizer, "max_seq_len", None)

@@ -5,16 +5,20 @@
 The model is built and laid out by the trainer's own code on the meta device, for one rank of a
 process group that only pretends to communicate. Forward, backward and the optimizer's step then
 run on fake tensors, which have shapes but no data, while every storage that comes and goes is
-counted. Not counted: kernels' workspaces, NCCL's buffers, fragmentation, and what torch.compile
-saves by fusing.
+counted. With `compile` the layers keep for backward what the compiler chooses, and run operator by
+operator. Not counted: kernels' workspaces, NCCL's buffers, fragmentation, and what fusing saves
+within a layer.
 """
 
 import argparse
 import importlib
 import inspect
 import json
+import os
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +32,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer import attention, models, parallel
 from trainer import config as configs
-from trainer import models, parallel, tensor_parallel
+from trainer.activations import COMPILE_BACKEND
+from trainer.attention import Documents
 from trainer.compat import TransformerDecoder
 from trainer.config import TrainConfig, instantiate
 from trainer.data import MicroBatch
@@ -59,6 +65,11 @@ class MemoryTracker(TorchDispatchMode):
         self._alive: dict[int, tuple[int, weakref.ref]] = {}
         self._paused = False
         self._patched: list[tuple[type, str, Any]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch.compile takes no notice of this mode, instead of compiling nothing."""
+        return True
 
     def enter(self, phase: str) -> None:
         """Count towards `phase` from here on."""
@@ -164,8 +175,10 @@ def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
     Raises:
         ConfigError: the layout does not exist, or is one that only a GPU can run.
     """
-    config = replace(config, compile=False)
     refuse(config, ranks)
+    if config.compile:
+        # Past the limit of variants of one function the compiler would leave it as it is.
+        torch._dynamo.reset()
     copies = config.data_parallel_replicate_dim
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -193,14 +206,17 @@ def refuse(config: TrainConfig, ranks: int) -> None:
 
 
 def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
-    loss = TokenLoss(config)
+    # Compiled it fuses what it does to the logits; their buffers are the same.
+    loss = TokenLoss(replace(config, compile=False))
     module = models.empty(config)
-    faults = tensor_parallel.faults(module, config.tensor_parallel_dim)
+    faults = models.layout_faults(module, config)
     if faults:
         raise ConfigError(*faults)
     if layers is not None:
         module.layers = module.layers[:layers]
-    models.lay_out(module, config, world, loss.output_chunks)
+    with _compiled_without_kernels():
+        models.lay_out(module, config, world, loss.output_chunks)
+    _attend_as_on_a_gpu(module, config)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         module.to_empty(device=world.device)
@@ -237,6 +253,43 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     return Traced(len(module.layers), weights, tracker.now - weights, dict(tracker.peaks))
 
 
+def _attend_as_on_a_gpu(module: TransformerDecoder, config: TrainConfig) -> None:
+    """Let attention keep for backward what its kernels on a GPU keep, in bf16."""
+    if config.dtype != "bf16":
+        return
+    attention.use_flash(module, torch.bfloat16)
+    layers = [layer.attn for layer in module.layers]
+    if any(layer.varlen_attention is None for layer in layers):
+        attention.use_blocks(module, torch.device("cpu"))
+        for layer in layers:
+            layer.flex_attention = _in_place_of_blocks
+
+
+def _in_place_of_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """FlexAttention, which runs on GPUs only, as flash attention: both keep the same tensors."""
+    batch, heads, length, _ = query.shape
+    flat = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
+    output = attention.varlen_attention()(*flat, offsets, length)
+    return output.view(batch, length, heads, -1).transpose(1, 2)
+
+
+@contextmanager
+def _compiled_without_kernels() -> Iterator[None]:
+    """Let what is compiled within run on fake tensors: traced and partitioned, but no kernels."""
+    before = os.environ.get(COMPILE_BACKEND)
+    os.environ[COMPILE_BACKEND] = "aot_eager_decomp_partition"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[COMPILE_BACKEND]
+        else:
+            os.environ[COMPILE_BACKEND] = before
+
+
 def _arguments(component: str) -> Any:
     module, _, name = component.rpartition(".")
     return inspect.signature(getattr(importlib.import_module(module), name)).parameters
@@ -244,14 +297,21 @@ def _arguments(component: str) -> Any:
 
 def _batch(config: TrainConfig, module: TransformerDecoder) -> MicroBatch:
     length = min(config.tokenizer.get("max_seq_len") or module.max_seq_len, module.max_seq_len)
-    shape = config.batch_size, length + -length % config.tensor_parallel_dim
+    shape = config.batch_size, length + -length % config.row_multiple
     count = shape[0] * shape[1]
+    numbers = torch.zeros(shape, dtype=torch.int64)
+    offsets = torch.arange(0, count + 1, shape[1], dtype=torch.int32)
+    packed = bool(config.dataset.get("packed"))
     return MicroBatch(
-        tokens=torch.zeros(shape, dtype=torch.int64),
-        labels=torch.zeros(shape, dtype=torch.int64),
+        tokens=numbers,
+        labels=numbers,
+        trained=torch.arange(count),
         token_count=count,
         target_count=count,
         attention_pairs=shape[0] * shape[1] * (shape[1] + 1) // 2,
+        positions=numbers if packed else None,
+        # In bf16 single rows go through flash attention too, of which a trace has this form only.
+        documents=Documents(numbers.int(), offsets) if packed or config.dtype == "bf16" else None,
     )
 
 

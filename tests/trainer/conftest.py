@@ -7,6 +7,9 @@ import pytest
 
 from trainer import demo
 
+# Its assertions then show the numbers that differ, as those of a test file do.
+pytest.register_assert_rewrite("tests.trainer.runs")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120
@@ -174,6 +177,27 @@ def curve(folder: Path) -> list[tuple]:
     """What must be the same in any two runs that are the same, step by step."""
     keys = ("step", "epoch", "loss", "lr", "grad_norm", "tokens")
     return [tuple(line[key] for key in keys) for line in metrics(folder)]
+
+
+def assert_same_curve(
+    own: Path, wanted: Path, loss_tolerance: float, norm_tolerance: float | None = None
+) -> None:
+    """Two runs took the same steps; the norm's tolerance is relative, without one it is free."""
+    for line, own_line in zip(metrics(wanted), metrics(own), strict=True):
+        assert own_line["loss"] == pytest.approx(line["loss"], abs=loss_tolerance)
+        if norm_tolerance is not None:
+            assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=norm_tolerance)
+        assert (own_line["lr"], own_line["tokens"]) == (line["lr"], line["tokens"])
+
+
+def assert_same_tensors(
+    own: Path, wanted: Path, tolerance: float, file: str = "export/model.safetensors"
+) -> None:
+    """Two runs wrote the same names and, within an absolute tolerance, the same numbers."""
+    tensors, own_tensors = load_file(wanted / file), load_file(own / file)
+    assert tensors.keys() == own_tensors.keys()
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=tolerance)
 
 
 def progress(folder: Path) -> dict[str, Any]:

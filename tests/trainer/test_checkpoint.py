@@ -32,13 +32,13 @@ def world() -> Iterator[World]:
 class Model:
     """One layer that has taken a step, so that the optimizer has a state."""
 
-    def __init__(self, size: int = 8) -> None:
-        self.module = nn.Linear(size, size)
+    def __init__(self, size: int = 8, device: str = "cpu") -> None:
+        self.module = nn.Linear(size, size, device=device)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
         self.step()
 
     def step(self) -> None:
-        self.module(torch.ones(2, self.module.in_features)).sum().backward()
+        self.module(torch.ones_like(self.module.weight[:2])).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -82,7 +82,7 @@ def test_a_copy_holds_what_was_there_and_is_used_again(world: World) -> None:
     }
     codes = state["eight_bit"]["exp_avg"].codes
     expected = codes.clone()
-    staged = staging.stage(state)
+    staged, _ = staging.stage(state)
     assert staged["sharded"].placements == (Shard(0),) and staged["groups"][0] == {
         "lr": 0.5,
         "betas": (0.9, 0.99),
@@ -93,7 +93,7 @@ def test_a_copy_holds_what_was_there_and_is_used_again(world: World) -> None:
     assert torch.equal(staged["eight_bit"]["exp_avg"].codes, expected)
     assert torch.equal(staged["sharded"].to_local(), torch.arange(12.0).view(3, 4))
 
-    again = staging.stage(state, staged)
+    again, _ = staging.stage(state, staged)
     assert torch.equal(again["eight_bit"]["exp_avg"].codes, codes)
     assert again["sharded"].to_local().data_ptr() == staged["sharded"].to_local().data_ptr()
     held = {t.data_ptr(): t.numel() * t.element_size() for t in staging._tensors(again)}
@@ -126,6 +126,25 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, world: W
     other = Model(LARGE)
     state = checkpoints.load(other.module, other.optimizer, {})
     assert state is not None and state.step == 5
+    assert torch.equal(other.module.weight, saved) and not torch.equal(model.module.weight, saved)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_update_right_after_a_save_waits_for_the_copy(tmp_path: Path, world: World) -> None:
+    model = Model(LARGE, device="cuda")
+    checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=1, asynchronous=True)
+    # The first copy makes its memory, which the device waits for.
+    model.save(checkpoints, 1, wait=False)
+    checkpoints.wait()
+    saved = model.module.weight.detach().clone()
+    gradient = torch.ones_like(model.module.weight)
+    model.save(checkpoints, 2, wait=False)
+    for _ in range(3):
+        model.module.weight.grad = gradient
+        model.optimizer.step()
+    checkpoints.wait()
+    other = Model(LARGE, device="cuda")
+    checkpoints.load(other.module, other.optimizer, {})
     assert torch.equal(other.module.weight, saved) and not torch.equal(model.module.weight, saved)
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.trainer.runs import MODEL_SIZES, write_config
-from trainer import attention, data, distributed, tokenised
+from trainer import activations, attention, data, distributed, flex, tokenised
+from trainer.attention import Documents
 from trainer.config import instantiate, load
 from trainer.data import Batches, Data, MicroBatch
 from trainer.errors import ConfigError
@@ -114,18 +115,22 @@ def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build:
             logits = model(row.unsqueeze(0))[0, :-1]
             losses = F.cross_entropy(logits, row[1:], reduction="none")
             expected[tokens.tobytes()] = losses[torch.from_numpy(trained[1:])]
-    attention.use_documents(model, torch.device("cpu"))
+    attention.use_documents(model, torch.device("cpu"), torch.float32)
     seen = 0
-    for index in range(len(rows)):
-        batch = rows.collate([rows[index]])
-        with torch.inference_mode():
-            logits = model(batch.tokens, mask=batch.documents, input_pos=batch.positions)
-        losses = F.cross_entropy(logits[0], batch.labels[0], reduction="none")
-        for number, (tokens, _) in enumerate(rows[index].documents):
-            own = (batch.documents.numbers[0] == number) & (batch.labels[0] != IGNORE_INDEX)
-            torch.testing.assert_close(losses[own], expected[tokens.tobytes()], rtol=0, atol=1e-5)
-            seen += 1
-    assert seen == len(rows.samples) == 44
+    for by_blocks in (False, True):
+        if by_blocks:
+            attention.use_blocks(model, torch.device("cpu"))
+        for index in range(len(rows)):
+            batch = rows.collate([rows[index]])
+            with torch.inference_mode():
+                logits = model(batch.tokens, mask=batch.documents, input_pos=batch.positions)
+            losses = F.cross_entropy(logits[0], batch.labels[0], reduction="none")
+            for number, (tokens, _) in enumerate(rows[index].documents):
+                own = (batch.documents.numbers[0] == number) & (batch.labels[0] != IGNORE_INDEX)
+                wanted = expected[tokens.tobytes()]
+                torch.testing.assert_close(losses[own], wanted, rtol=0, atol=1e-5)
+                seen += 1
+    assert seen == 2 * len(rows.samples) == 2 * 44
 
 
 def test_what_one_document_says_changes_no_other(build: Any) -> None:
@@ -134,7 +139,7 @@ def test_what_one_document_says_changes_no_other(build: Any) -> None:
     first = batch.documents.numbers[0] == 0
     assert first.any() and not first.all()
     model = instantiate("model", LLAMA)
-    attention.use_documents(model, torch.device("cpu"))
+    attention.use_documents(model, torch.device("cpu"), torch.float32)
     changed = batch.tokens.clone()
     changed[0, first] = (changed[0, first] + 1) % 1024
     with torch.inference_mode():
@@ -172,18 +177,6 @@ def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
     assert torch.equal(masked.tokens[0], batch.tokens[0])
 
 
-def test_attention_compiles_without_a_break(build: Any) -> None:
-    rows = build(**packed()).training.rows
-    batch = rows.collate([rows[0], rows[1]])
-    model = instantiate("model", LLAMA)
-    attention.use_documents(model, torch.device("cpu"))
-    inputs = {"mask": batch.documents, "input_pos": batch.positions}
-    expected = model(batch.tokens, **inputs)
-    for layer in model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(model(batch.tokens, **inputs), expected, rtol=0, atol=1e-5)
-
-
 def by_document(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -192,35 +185,176 @@ def by_document(
     key_begins: torch.Tensor,
     longest: int,
     key_longest: int,
-    enable_gqa: bool = False,
+    window_size: list[int],
 ) -> torch.Tensor:
     """What torch documents of its variable-length attention, one document after the other."""
     assert begins.dtype == torch.int32 and torch.equal(begins, key_begins)
-    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert window_size == [-1, 0] and query.shape[1] == 2 * key.shape[1], "heads are shared"
     parts = []
     for begin, end in pairwise(begins.tolist()):
         assert end - begin <= longest == key_longest
         q, k, v = (t[begin:end].transpose(0, 1) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         parts.append(out.transpose(0, 1))
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_a_variable_length_kernel_gives_what_the_mask_gives(grouped: bool, build: Any) -> None:
-    """The GPU's path, with a kernel of the same arguments that runs anywhere."""
+@torch.library.custom_op("tests::by_document", mutates_args=())
+def as_operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor,
+    key_begins: torch.Tensor,
+    longest: int,
+    key_longest: int,
+    window_size: list[int],
+) -> torch.Tensor:
+    """`by_document` as the compiler meets a kernel: its inside is not seen."""
+    return by_document(
+        query, key, value, begins, key_begins, longest, key_longest, window_size
+    ).contiguous()
+
+
+as_operator.register_fake(lambda query, *_: torch.empty_like(query))
+
+
+@torch.inference_mode()
+def test_a_variable_length_kernel_gives_what_the_mask_gives(build: Any) -> None:
+    """The GPU's path, with a kernel of the same arguments that runs anywhere.
+
+    Layers are compiled once, for any number of documents.
+    """
     rows = build(**packed()).training.rows
-    batch = rows.collate([rows[0], rows[1]])
+    batches = [rows.collate([rows[i], rows[i + 1]]) for i in range(0, 8, 2)]
+    assert len({len(batch.documents.offsets) for batch in batches}) > 1
     model = instantiate("model", LLAMA).to(torch.bfloat16)
-    kernel = partial(attention._varlen, by_document, grouped)
-    outputs = []
-    attention.use_documents(model, torch.device("cpu"))
-    for varlen in (None, kernel):
+    attention.use_documents(model, torch.device("cpu"), torch.float32)
+
+    def outputs() -> list[torch.Tensor]:
+        return [model(b.tokens, mask=b.documents, input_pos=b.positions) for b in batches]
+
+    wanted = outputs()
+    for kernel in (by_document, as_operator):
         for layer in model.layers:
-            layer.attn.varlen_attention = varlen
-        with torch.inference_mode():
-            outputs.append(model(batch.tokens, mask=batch.documents, input_pos=batch.positions))
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+            options = {"window_size": [-1, 0]}
+            layer.attn.varlen_attention = partial(attention._varlen, partial(kernel, **options))
+        if kernel is as_operator:
+            torch._dynamo.reset()
+            for layer in model.layers:
+                layer.compile(backend="aot_eager", fullgraph=True)
+            model.register_forward_pre_hook(activations.mark_dynamic, with_kwargs=True)
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                found = outputs()
+        else:
+            found = outputs()
+        for own, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(own, other, rtol=0.02, atol=0.02)
+
+
+def documents_of(length: int, seed: int) -> torch.Tensor:
+    """Numbers [2, length] of documents of 1 to 400 tokens; one row is a single document."""
+    lengths = np.random.default_rng(seed).integers(1, 400, size=length)
+    row = np.repeat(np.arange(length, dtype=np.int32), lengths)[:length]
+    return torch.from_numpy(np.stack([row, np.zeros_like(row)]))
+
+
+@pytest.mark.parametrize("window", [None, 1, 150])
+@pytest.mark.parametrize("length", [128, 700, 1024])
+def test_blocks_hold_what_is_seen_and_little_else(length: int, window: int | None) -> None:
+    numbers = documents_of(length, seed=length)
+    position = torch.arange(length)
+    seen = (position[:, None] >= position) & (numbers.unsqueeze(2) == numbers.unsqueeze(1))
+    if window is not None:
+        seen &= position[:, None] - position < window
+    mask = flex.blocks(numbers, {window}).by_window[window]
+    count = -(-length // flex.BLOCK)
+    rows, queries, keys = torch.meshgrid(torch.arange(2), position, position, indexing="ij")
+    assert torch.equal(mask.mask_mod(rows, 0, queries, keys), seen)
+    for row in range(2):
+        for query in range(count):
+            by_rule, whole = (
+                listed[row, 0, query, : number[row, 0, query]].tolist()
+                for number, listed in (
+                    (mask.kv_num_blocks, mask.kv_indices),
+                    (mask.full_kv_num_blocks, mask.full_kv_indices),
+                )
+            )
+            chosen = {*by_rule, *whole}
+            assert len(chosen) == len(by_rule) + len(whole)
+            for key in range(count):
+                block = seen[row, query * 128 : query * 128 + 128, key * 128 : key * 128 + 128]
+                assert (key in whole) <= block.all(), "no rule is asked inside a whole block"
+                assert (key in chosen) == block.any()
+
+
+@torch.inference_mode()
+def test_layers_by_blocks_are_compiled_once() -> None:
+    """For any documents; what has a window, and what has none, is another kind of layer."""
+    model = instantiate("model", GEMMA)
+    device = torch.device("cpu")
+    attention.use_documents(model, device, torch.float32)
+    tokens = torch.arange(400).reshape(2, 200) % 1000
+    batches = [Documents(documents_of(200, seed), torch.zeros(2)) for seed in (1, 2, 3)]
+    wanted = [model(tokens, mask=documents) for documents in batches]
+    attention.use_blocks(model, device)
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    model(tokens, mask=batches[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for documents, other in zip(batches, wanted, strict=True):
+            found = model(tokens, mask=documents)
+            torch.testing.assert_close(found, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_compiled_kernel_by_blocks_gives_what_all_scores_give(cap: float | None) -> None:
+    """The compiler's kernel for the CPU, which leaves blocks out too; it has no backward pass."""
+    torch.manual_seed(0)
+    numbers = documents_of(700, seed=1)
+    layer = torch.nn.Module()
+    layer.softcapping, layer.scaling, layer.sliding_window_size = cap, 0.3, 150
+    flex.prepare(layer, torch.device("cpu"))
+    mask = flex.blocks(numbers, {150})
+    query, key, value = (torch.randn(2, 700, heads, 32) for heads in (4, 2, 2))
+    wanted = flex.attend(layer, query, key, value, mask)
+    layer.flex_attention = torch.compile(layer.flex_attention)
+    found = flex.attend(layer, query, key, value, mask)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_gpus_kernel_by_blocks_gives_what_all_scores_give(cap: float | None) -> None:
+    """With gradients, against one matrix of scores."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    numbers = documents_of(700, seed=1).to(device)
+    layer = torch.nn.Module()
+    layer.softcapping, layer.scaling, layer.sliding_window_size = cap, 0.3, 150
+    flex.prepare(layer, device)
+    mask = flex.blocks(numbers, {150})
+    shapes = [(2, 700, heads, 64) for heads in (4, 2, 2)]
+    own = [torch.randn(s, device=device, dtype=torch.bfloat16).requires_grad_() for s in shapes]
+    exact = [tensor.detach().float().requires_grad_() for tensor in own]
+    found = flex.attend(layer, *own, mask)
+    found.float().square().sum().backward()
+    query, key, value = (t.transpose(1, 2).repeat_interleave(4 // t.shape[2], 1) for t in exact)
+    scores = 0.3 * query @ key.transpose(2, 3)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    position = torch.arange(700, device=device)
+    distance = position[:, None] - position
+    seen = (numbers[:, :, None] == numbers[:, None]) & (distance >= 0) & (distance < 150)
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+    wanted = (scores.softmax(-1) @ value).transpose(1, 2)
+    wanted.square().sum().backward()
+    for tensor, other in (
+        (found, wanted),
+        *((a.grad, b.grad) for a, b in zip(own, exact, strict=True)),
+    ):
+        assert (tensor.float() - other).norm() < 0.02 * other.norm()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -232,7 +366,7 @@ def test_the_gpus_kernel_gives_what_the_mask_gives(build: Any) -> None:
         layer = instantiate("model", LLAMA).to(torch.bfloat16).layers[0].attn
         x = torch.randn(2, ROW, MODEL_SIZES["embed_dim"], dtype=torch.bfloat16)
     outputs, gradients = [], []
-    for varlen in (None, attention._varlen_attention(device)):
+    for varlen in (None, attention.varlen_attention()):
         inputs = x.clone().requires_grad_()
         layer.varlen_attention = varlen
         out = attention._forward(
@@ -276,16 +410,14 @@ def test_an_epoch_holds_each_sample_once_on_any_number_of_ranks(changes: dict, b
     rows = build(**changes).training.rows
     wanted = sorted(tokens.tobytes() for tokens, _ in rows.samples)
     for ranks in (1, 3):
-        found, masked = [], 0
+        found = []
         for rank in range(ranks):
             part = distributed.World(rank, ranks, rank, torch.device("cpu"), None)
-            order = [
-                i for indices in Batches(rows, part, 4, seed=5)._index_lists(0) for i in indices
-            ]
+            batches = list(Batches(rows, part, 4, seed=5)._index_lists(0))
+            assert {len(indices) for indices in batches} == {4}, "every batch has one shape"
+            order = [index for indices in batches for index in indices]
             found += [t.tobytes() for i in order if i >= 0 for t, _ in rows[i].documents]
-            masked += sum(i < 0 for i in order)
         assert sorted(found) == wanted
-        assert ranks > 1 or masked == 0
 
 
 # Kinds of datasets
@@ -438,7 +570,7 @@ def test_a_second_start_reads_what_the_first_has_made(
     folders = {first.folder}
     assert {p for p in cache.iterdir()} == folders
     with monkeypatch.context() as patch:
-        patch.setattr(tokenised, "_make", lambda *_: pytest.fail("tokenised a second time"))
+        patch.setattr(tokenised, "make", lambda *_: pytest.fail("tokenised a second time"))
         # Neither packing nor another run directory makes other tokens.
         again = build(**changes, batch_size=3).training.rows.samples
         assert again.folder == first.folder and again.sha256 == first.sha256
@@ -465,7 +597,7 @@ def test_the_slower_of_two_runs_takes_the_quicker_ones_folder(
     config = load(tmp_path / "run/train.yaml")
     tokenizer = instantiate("tokenizer", config.tokenizer)
     samples = instantiate("dataset", config.dataset, tokenizer)
-    tokenised._make("dataset", folder, samples, tokenizer, world, print)
+    tokenised.make("dataset", folder, samples, tokenizer, world, print)
     assert list(cache.iterdir()) == [folder]
     assert (folder / "meta.json").stat().st_mtime_ns == before
 

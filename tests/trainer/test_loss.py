@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
+from trainer import loss as losses
 from trainer.config import instantiate, load
 from trainer.data import IGNORE_INDEX, MicroBatch
 from trainer.families import CappedTiedLinear
@@ -60,8 +61,8 @@ def batch(trained: float = 0.5) -> MicroBatch:
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(0, 1024, (3, 50), generator=generator) for _ in range(2))
     labels[torch.rand(3, 50, generator=generator) >= trained] = IGNORE_INDEX
-    count = int((labels != IGNORE_INDEX).sum())
-    return MicroBatch(tokens, labels, 150, count, attention_pairs=3 * 50 * 51 // 2)
+    at = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
+    return MicroBatch(tokens, labels, at, 150, len(at), attention_pairs=3 * 50 * 51 // 2)
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -165,8 +166,9 @@ def test_neither_logits_nor_a_frozen_weights_gradient_is_ever_there() -> None:
 
 def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(1000, 32).bfloat16(), (torch.randn(500, 32) / 20).bfloat16()
-    targets = torch.randint(0, 500, (1000,))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        hidden, weight = torch.randn(1000, 32).bfloat16(), (torch.randn(500, 32) / 20).bfloat16()
+        targets = torch.randint(0, 500, (1000,))
     exact = weight.double().requires_grad_()
     F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
     for chunks in (1, 40):
@@ -175,3 +177,35 @@ def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() 
         error = (own.grad.double() - exact.grad).norm() / exact.grad.norm()
         # A sum kept in bf16 is wrong by 0.008.
         assert error < 0.0035
+
+
+@pytest.mark.parametrize(
+    ("backend", "cap"),
+    [
+        ("aot_eager", 3.0),
+        pytest.param("inductor", 3.0, marks=pytest.mark.long),
+        pytest.param("inductor", None, marks=pytest.mark.long),
+    ],
+)
+def test_compiled_it_is_the_same_for_any_number_of_tokens(
+    backend: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
+    losses._compiled.cache_clear()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    weight = torch.randn(1000, 32, dtype=torch.bfloat16, requires_grad=True)
+    for tokens in (40, 77, 41):
+        hidden = torch.randn(tokens, 32, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(1000, (tokens,))
+        found = []
+        for compiled in (False, True):
+            with torch._dynamo.config.patch(error_on_recompile=tokens != 40):
+                total = linear_cross_entropy(
+                    [(hidden, weight)], targets, chunks=3, cap=cap, compiled=compiled
+                )
+            found.append([total, *torch.autograd.grad(total * 0.1, [hidden, weight])])
+        for own, other in zip(*found, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-4)
+        assert found[0][0].item() == pytest.approx(found[1][0].item(), rel=1e-6)
+    losses._compiled.cache_clear()

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.trainer.runs import (
     MODEL_SIZES,
+    assert_same_curve,
+    assert_same_tensors,
     curve,
     finish,
     kill_rank,
@@ -112,6 +114,34 @@ def test_nf4_linear_keeps_only_the_packed_weight() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(wanted, x, gradient)[0])
 
 
+def test_a_compiled_layer_keeps_no_dense_weight() -> None:
+    """Both passes dequantise alike, and neither does it for the other."""
+    model = models.empty_module(lora_model(quantize_base=True))
+    nf4.fill_tables(model)
+    for name, parameter in model.named_parameters():
+        if nf4.is_packed(parameter):
+            parameter.copy_(nf4.quantise(torch.randn(nf4.dense_shape(parameter)) * 0.05))
+        elif "lora" not in name:
+            parameter.requires_grad_(False)
+    layer, kept = model.layers[0], []
+    x = torch.randn(2, 24, MODEL_SIZES["embed_dim"], requires_grad=True)
+    layer(x).sum().backward()
+    gradients = [x.grad, *(p.grad for p in layer.parameters() if p.requires_grad)]
+    layer.zero_grad()
+    x.grad = None
+    torch._dynamo.reset()
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        out = compiled(x)
+    dense = {torch.Size(nf4.dense_shape(p)) for p in layer.parameters() if nf4.is_packed(p)}
+    assert not dense & {shape for t in kept for shape in (t.shape, t.T.shape)}
+    assert sum(nf4.is_packed(tensor) for tensor in kept) == 7
+    out.sum().backward()
+    found = [x.grad, *(p.grad for p in layer.parameters() if p.requires_grad)]
+    for own, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 def test_dora_layer_is_torchtunes(quantised: bool) -> None:
     """Outputs and gradients, away from the start, where B is not zero and m is not the norm."""
@@ -162,14 +192,8 @@ def single(
 
 
 def test_qlora_is_lora_on_the_dequantised_base(single: Path) -> None:
-    for line, other in zip(metrics(single / "qlora"), metrics(single / "dense"), strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
-        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
-    file = "export/model.safetensors"
-    tensors, others = load_file(single / "qlora" / file), load_file(single / "dense" / file)
-    assert tensors.keys() == others.keys()
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(tensor, others[name], rtol=0, atol=1e-6)
+    assert_same_curve(single / "qlora", single / "dense", 1e-6, 1e-5)
+    assert_same_tensors(single / "qlora", single / "dense", 1e-6)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -322,14 +346,9 @@ def test_curve_norm_and_weights_equal_the_single_process(
 ) -> None:
     wanted, own = single / LAYOUTS[name][1], layouts[0] / name
     assert len(metrics(own)) == 6
-    for line, own_line in zip(metrics(wanted), metrics(own), strict=True):
-        assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
-        assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=NORM_TOLERANCE)
-    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        tensors, own_tensors = (load_file(folder / "export" / file) for folder in (wanted, own))
-        assert tensors.keys() == own_tensors.keys()
-        for key, tensor in tensors.items():
-            torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+    assert_same_curve(own, wanted, LOSS_TOLERANCE, NORM_TOLERANCE)
+    assert_same_tensors(own, wanted, WEIGHT_TOLERANCE)
+    assert_same_tensors(own, wanted, WEIGHT_TOLERANCE, "export/adapter/adapter_model.safetensors")
 
 
 @pytest.mark.long
@@ -363,11 +382,8 @@ def test_a_killed_qdora_run_resumes_the_same_and_on_one_process(
 
     path = write_config(alone, model_folder, dataset, model=lora_model(**METHODS["qdora"]))
     assert "resuming from checkpoints/step_" in train(path, attempt=1)
-    for line, own_line in zip(metrics(whole), metrics(alone), strict=True):
-        assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
-    tensors, own_tensors = load_file(whole / export), load_file(alone / export)
-    for key, tensor in tensors.items():
-        torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+    assert_same_curve(alone, whole, LOSS_TOLERANCE)
+    assert_same_tensors(alone, whole, WEIGHT_TOLERANCE)
 
 
 def test_blocks_that_the_ranks_do_not_divide_are_refused() -> None:

@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.trainer.runs import curve, lora_model, progress, train, write_config
+from tests.trainer.runs import (
+    assert_same_curve,
+    assert_same_tensors,
+    curve,
+    lora_model,
+    progress,
+    train,
+    write_config,
+)
 from tests.trainer.test_layouts import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 
 SAVED, STEPS, SAMPLES = 3, 6, 8
@@ -95,15 +101,6 @@ def folders(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_resumed_elsewhere_is_the_same_training(case: Case, folders: dict[str, Path]) -> None:
     whole, own = folders[f"whole-{case.lora}"], folders[case.name]
-    wanted, found = curve(whole), curve(own)
-    assert len(found) == len(wanted) == STEPS
-    for (*_, loss, lr, norm, tokens), (*_, own_loss, own_lr, own_norm, own_tokens) in zip(
-        wanted, found, strict=True
-    ):
-        assert own_loss == pytest.approx(loss, abs=LOSS_TOLERANCE)
-        assert own_norm == pytest.approx(norm, rel=1e-3)
-        assert (own_lr, own_tokens) == (lr, tokens)
-    weights, own_weights = (load_file(f / "export/model.safetensors") for f in (whole, own))
-    assert weights.keys() == own_weights.keys()
-    for name, tensor in weights.items():
-        torch.testing.assert_close(own_weights[name], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+    assert len(curve(own)) == STEPS
+    assert_same_curve(own, whole, LOSS_TOLERANCE, 1e-3)
+    assert_same_tensors(own, whole, WEIGHT_TOLERANCE)

@@ -113,6 +113,7 @@ def test_kill_then_stop_file_then_sigterm(
     assert "already finished" in train(path, ranks=1, attempt=4)
 
 
+@pytest.mark.long
 def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
     tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import (
     MODEL_SIZES,
+    assert_same_curve,
+    assert_same_tensors,
     curve,
     error_record,
     finish,
@@ -117,19 +119,13 @@ def test_curve_norm_and_weights_equal_the_single_process(
 ) -> None:
     wanted, own = folders[0][reference], folders[0][name]
     assert len(curve(own)) == 6
-    for line, own_line in zip(metrics(wanted), metrics(own), strict=True):
-        assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
-        assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=NORM_TOLERANCE)
-        assert own_line["tokens"] == line["tokens"]
+    assert_same_curve(own, wanted, LOSS_TOLERANCE, NORM_TOLERANCE)
     assert metrics(own)[-1]["loss"] < metrics(own)[0]["loss"], "the loss must fall"
-    files = ["model.safetensors"]
+    assert_same_tensors(own, wanted, WEIGHT_TOLERANCE)
     if reference == "lora":
-        files.append("adapter/adapter_model.safetensors")
-    for file in files:
-        tensors, own_tensors = (load_file(folder / "export" / file) for folder in (wanted, own))
-        assert tensors.keys() == own_tensors.keys()
-        for key, tensor in tensors.items():
-            torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+        assert_same_tensors(
+            own, wanted, WEIGHT_TOLERANCE, "export/adapter/adapter_model.safetensors"
+        )
 
 
 def test_tokens_per_second_are_shared_by_all_gpus(
@@ -187,11 +183,8 @@ def test_a_killed_run_resumes_the_same_and_in_another_layout(
     changes |= {"tensor_parallel_dim": 1, "batch_size": 8, "gradient_accumulation_steps": 1}
     path = write_config(single, model_folder, dataset, **changes)
     assert "resuming from checkpoints/step_" in train(path, ranks=1, attempt=1)
-    for line, own_line in zip(metrics(whole), metrics(single), strict=True):
-        assert own_line["loss"] == pytest.approx(line["loss"], abs=LOSS_TOLERANCE)
-    tensors, own_tensors = load_file(whole / export), load_file(single / export)
-    for key, tensor in tensors.items():
-        torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+    assert_same_curve(single, whole, LOSS_TOLERANCE)
+    assert_same_tensors(single, whole, WEIGHT_TOLERANCE)
 
 
 def test_a_model_that_cannot_be_split_is_refused_on_every_rank(

@@ -115,6 +115,7 @@ def test_the_closed_form_is_within_5_percent(model, ranks, split, checkpointed) 
         {"loss": {"_component_": PLAIN}},
         {"loss": {"_component_": PLAIN}, "custom_sharded_layers": ["tok_embeddings", "output"]},
         {"gradient_accumulation_steps": 4},
+        {"gradient_accumulation_steps": 4, "fsdp_reduce_dtype": "bf16"},
         {"fsdp_reshard_after_forward": False},
         {"dtype": "fp32"},
         {"batch_size": 1, "tokenizer": {"_component_": "trainer.none", "max_seq_len": 512}},
@@ -140,6 +141,21 @@ def test_the_closed_form_follows_each_key(changes) -> None:
 )
 def test_the_closed_form_knows_other_families(model) -> None:
     close(recipe(model), ranks=8, layers=4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
+@pytest.mark.parametrize("split", [1, 8])
+@pytest.mark.parametrize("model", ["lora_llama3_1_8b", "qlora_llama3_1_8b"])
+def test_the_closed_form_knows_dora_and_packed_rows(model, split, packed) -> None:
+    changes = {
+        "tensor_parallel_dim": split,
+        "enable_activation_checkpointing": False,
+        "dataset": {"_component_": "trainer.none", "packed": packed},
+    }
+    config = recipe(f"llama3_1.{model}", **changes)
+    config["model"]["use_dora"] = True
+    close(config, ranks=8, layers=3, within=0.02)
 
 
 @pytest.mark.long
@@ -215,13 +231,12 @@ def test_the_known_sizes_are_the_builders(builder) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", recipes.names())
 def test_the_closed_form_is_near_the_trace_over_the_catalogue(name: str, tmp_path: Path) -> None:
-    """Whole models as the recipes stand; Gemma 2's eager attention is 6 % more than computed."""
     loaded = recipes.load(name)
     config = loaded.train_config(tmp_path, str(tmp_path / "run"))
     optimizer = {key: value for key, value in config["optimizer"].items() if key != "fused"}
     config["optimizer"] = optimizer | {"foreach": False}
     resources = loaded.resources
     plan = estimates.plan_of(config, resources.nodes, resources.gpus_per_node)
-    traced = estimate(configs.parse(config), resources.world_size)
-    within = 0.07 if name.startswith("gemma") else 0.05
-    assert Estimate(plan).peak == pytest.approx(traced.peak, rel=within)
+    # In a process of its own, as for a user: torch keeps the layouts of earlier ones in a process.
+    traced = estimates.trace(config, resources.world_size)
+    assert Estimate(plan).peak == pytest.approx(traced["peak"], rel=0.05)

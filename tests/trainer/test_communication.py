@@ -1,0 +1,251 @@
+"""What ranks really send each other in a step, message by message, and the launcher's formulas."""
+
+import json
+import math
+import multiprocessing
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher import estimate as estimates
+from launcher.communication import Message, messages
+from tests.trainer.runs import lora_model, train, write_config
+from tests.trainer.test_trace import recipe
+from trainer import config as configs
+from trainer import trace
+
+BYTES = {"double": 8, "float": 4, "c10::BFloat16": 2, "unsigned char": 1}
+# What c10d calls each kind, and which argument holds all of it.
+SENT = {
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "allreduce_": ("all-reduce", 0),
+}
+# The same a level higher, where the result of a gather is not among the arguments.
+FUNCTIONAL = {
+    "all_gather_into_tensor": ("all-gather", None),
+    "reduce_scatter_tensor": ("reduce-scatter", 0),
+    "all_reduce": ("all-reduce", 0),
+}
+LINEAR = {"loss": {"_component_": "trainer.loss.LinearCrossEntropy"}}
+CHUNKED = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
+TP = {"tensor_parallel_dim": 2}
+COPIES = {"data_parallel_replicate_dim": 2}
+TWICE = {"gradient_accumulation_steps": 2}
+SYNCED = TWICE | {"sync_each_micro_batch": True}
+RECOMPUTED = {"enable_activation_checkpointing": True}
+BY_OPERATION = {"ac_mode": "selective", "ac_option": "op"}
+EVERY_SECOND = {"ac_mode": "selective", "ac_option": 2}
+APART = {"custom_sharded_layers": ["tok_embeddings", "output"]}
+BF16 = {"dtype": "bf16"}
+MASTERS = BF16 | {"master_weights": "fp32"}
+LORA = {"model": lora_model(lora_dropout=0.0)}
+QLORA = {"model": lora_model(lora_dropout=0.0, quantize_base=True)}
+DORA = {"model": lora_model(lora_dropout=0.0, use_dora=True)}
+LORA_OUTPUT = {"model": lora_model(lora_dropout=0.0, apply_lora_to_output=True)}
+LAST_MATRICES = {"model": lora_model(lora_dropout=0.0, lora_attn_modules=["output_proj"])}
+Runs = dict[int, dict[str, dict[str, Any]]]
+QUICK: Runs = {
+    2: {
+        "lora": LORA | BF16 | TWICE | RECOMPUTED | LINEAR,
+        "full tp": TP | TWICE | RECOMPUTED | CHUNKED,
+    }
+}
+LONG: Runs = {
+    2: {
+        "full": {},
+        "full recomputed apart": RECOMPUTED | APART | BF16 | LINEAR,
+        "full kept": {"fsdp_reshard_after_forward": False},
+        "full summed in bf16": BF16 | TWICE | {"fsdp_reduce_dtype": "bf16"},
+        "full tp by operation": TP | BY_OPERATION,
+        "full tp masters": TP | MASTERS,
+        "full two copies": COPIES | TWICE,
+        "lora apart": LORA | APART,
+        "lora tp": LORA | TP | LINEAR | BF16,
+        "lora tp output": LORA_OUTPUT | TP,
+        "lora tp last matrices": LAST_MATRICES | TP | RECOMPUTED,
+        "dora tp": DORA | TP | RECOMPUTED,
+        "qlora": QLORA | BF16,
+        "qlora fp32": QLORA,
+    },
+    4: {
+        "full copies synced": COPIES | SYNCED,
+        "full tp fsdp": TP | TWICE | RECOMPUTED | BF16,
+        "full copies": COPIES | TWICE | LINEAR,
+        "lora tp fsdp": LORA | TP | BF16 | RECOMPUTED | TWICE,
+        "full tp fsdp synced": TP | SYNCED | BF16,
+        "full tp copies": TP | COPIES,
+        "full tp fsdp every second": TP | EVERY_SECOND,
+        "qlora tp fsdp": QLORA | TP | BF16 | RECOMPUTED | LINEAR,
+        "lora copies": LORA | COPIES | BF16,
+    },
+}
+
+
+def counted(folder: Path) -> Counter[tuple[str, int]]:
+    """The messages of the step that the trainer's own profiler recorded: (kind, bytes)."""
+    (file,) = (folder / "profile").glob("*.json")
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if "args" in event]
+    # What gloo was given by one rank: c10d's own record does not say of what type lists are.
+    types = {
+        (event["name"], str(event["args"]["Input Dims"][0])): event["args"]["Input type"][0]
+        for event in events
+        if event.get("name") in ("gloo:all_gather", "gloo:all_reduce")
+    }
+    found: Counter[tuple[str, int]] = Counter()
+    for event in events:
+        space, _, name = event.get("name", "").partition("::")
+        if space != "c10d" or name not in SENT:
+            continue
+        kind, which = SENT[name]
+        dims, dtype = (event["args"][key] for key in ("Input Dims", "Input type"))
+        whole, own, dtype = dims[which], dims[1 - which], dtype[which]
+        if dtype == "TensorList":
+            (whole,) = whole
+            # gloo scatters a sum by an all-reduce.
+            gathers = kind == "all-gather"
+            name = "gloo:all_gather" if gathers else "gloo:all_reduce"
+            dtype = types[name, str(own[0] if gathers else whole)]
+        found[kind, math.prod(whole) * BYTES[dtype]] += 1
+    return found
+
+
+def predicted(found: list[Message]) -> Counter[tuple[str, int]]:
+    total: Counter[tuple[str, int]] = Counter()
+    for message in found:
+        total[message.kind, round(message.size)] += message.count
+    return total
+
+
+def train_all(runs: Runs, root: Path, model_folder: Path, dataset: Path) -> None:
+    """Three steps of each run; the second one is recorded."""
+    recorded = {"enabled": True, "ranks": [0], "steps": [2, 2], "warmup_steps": 1}
+    settings = {"max_steps": 3, "batch_size": 2, "save_every_n_steps": 0, "row_length": 64}
+    for ranks, changes in runs.items():
+        paths = [
+            write_config(root / name, model_folder, dataset, profiler=recorded, **settings | change)
+            for name, change in changes.items()
+        ]
+        train(*paths, ranks=ranks, limit_s=600)
+
+
+def assert_same(sent: Counter[tuple[str, int]], formula: list[Message], linear: bool) -> None:
+    """Every message has the predicted size and number, but those of the linear loss.
+
+    It sends sums for trained positions only, and the formula takes all of them to be trained.
+    """
+    if not linear:
+        assert sent == predicted(formula)
+        return
+    loss = predicted([message for message in formula if message.what == "loss"])
+    rest = predicted([message for message in formula if message.what != "loss"])
+    assert not rest - sent
+    assert (sent - rest).total() == loss.total()
+    assert 0 <= volume(sent - rest) <= volume(loss)
+
+
+def volume(sent: Counter[tuple[str, int]]) -> int:
+    return sum(size * count for (_, size), count in sent.items())
+
+
+def assert_as_predicted(folder: Path, ranks: int) -> None:
+    config = yaml.safe_load((folder / "train.yaml").read_text())
+    formula = messages(estimates.plan_of(config, 1, ranks))
+    assert_same(counted(folder), formula, config.get("loss") == LINEAR["loss"])
+
+
+def cases(runs: Runs) -> list[Any]:
+    return [pytest.param(name, ranks, id=name) for ranks, names in runs.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+    root = tmp_path_factory.mktemp("sent")
+    train_all(QUICK, root, model_folder, dataset)
+    return root
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+    root = tmp_path_factory.mktemp("sent_long")
+    train_all(LONG, root, model_folder, dataset)
+    return root
+
+
+@pytest.mark.parametrize(("name", "ranks"), cases(QUICK))
+def test_a_step_sends_what_is_predicted(name: str, ranks: int, quick: Path) -> None:
+    assert_as_predicted(quick / name, ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "ranks"), cases(LONG))
+def test_a_step_of_every_layout_sends_what_is_predicted(name: str, ranks: int, long: Path) -> None:
+    assert_as_predicted(long / name, ranks)
+
+
+# The real sizes: the trainer's own step on fake tensors, by one rank of many ----------------------
+
+
+class SentTracker(trace.MemoryTracker):
+    """Notes the messages of the two steps that are traced, too."""
+
+    found: Counter[tuple[str, int]]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        space, _, name = func._schema.name.partition("::")
+        known = {"c10d": SENT, "_c10d_functional": FUNCTIONAL}.get(space, {})
+        if result is not NotImplemented and name in known:
+            kind, which = known[name]
+            tensor = result if which is None else args[which]
+            self.found[kind, (tensor[0] if isinstance(tensor, list) else tensor).nbytes] += 1
+        return result
+
+
+def traced(model: str, ranks: int, layers: int, changes: dict[str, Any]) -> Counter:
+    """The messages of two steps; in a process of its own, as torch keeps meshes by their shape."""
+    SentTracker.found = Counter()
+    trace.MemoryTracker = SentTracker
+    trace.trace(configs.parse(recipe(model, **changes)), ranks, layers)
+    return SentTracker.found
+
+
+def assert_as_traced(model: str, ranks: int, **changes: Any) -> None:
+    layers = 3
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with context.Pool(1) as pool:
+        found = pool.apply(traced, (model, ranks, layers, changes))
+    plan = estimates.plan_of(recipe(model, **changes), 1, ranks)
+    plan = replace(plan, shape=replace(plan.shape, layers=layers))
+    # The trace has no other ranks to agree with.
+    formula = [message for message in messages(plan) if message.what != "agreement"]
+    assert_same(found, formula + formula, changes.get("loss") == LINEAR["loss"])
+
+
+def test_70b_over_512_gpus_sends_what_is_predicted() -> None:
+    assert_as_traced("llama3_3.lora_llama3_3_70b", 512, **TP | LINEAR)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("split", [1, 8])
+@pytest.mark.parametrize("copies", [1, 4])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama3_3.llama3_3_70b",
+        "llama3_3.lora_llama3_3_70b",
+        "llama3_1.qlora_llama3_1_8b",
+        "qwen2_5.qwen2_5_72b_instruct",
+        "llama3_2.lora_llama3_2_1b",
+    ],
+)
+def test_real_sizes_send_what_is_predicted(model, copies, split) -> None:
+    layout = {"tensor_parallel_dim": split, "data_parallel_replicate_dim": copies}
+    assert_as_traced(model, 64, **layout | LINEAR | APART | TWICE)

@@ -1,0 +1,168 @@
+"""What a step costs the CPU: it waits for no device, and compiles no layer again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.trainer.runs import ROOT, lora_model, write_config
+from trainer import distributed, sft
+from trainer.config import load
+
+LINEAR = {"loss": {"_component_": "trainer.loss.LinearCrossEntropy"}}
+CHUNKED = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
+RUNS: dict[str, dict[str, Any]] = {
+    "full": LINEAR
+    | {
+        "gradient_accumulation_steps": 2,
+        "batch_size": 2,
+        "ac_mode": "selective",
+        "ac_option": "op",
+    },
+    "lora-not-packed": CHUNKED | {"model": lora_model(lora_dropout=0.1), "row_length": None},
+    "qlora": LINEAR
+    | {"model": lora_model(quantize_base=True), "enable_activation_checkpointing": True},
+    "masters": {"master_weights": "fp32", "dtype": "bf16"},
+}
+# The first step is logged, and each fourth. The loader of the data asks for a seed at its start.
+LOGGED = {0, 1, 4, 8}
+
+
+class Waits(TorchDispatchMode):
+    """Notes each operator whose result the CPU must know before it can go on, by step."""
+
+    def __init__(self, trainer: sft.Trainer) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self.found: set[tuple[int, str]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        by_value = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        if by_value & set(func.tags) and not _by_numbers(func, args):
+            # The last step that was made, also while its own figures are being logged.
+            self.found.add((self._trainer.state.step, str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def _by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """An index of numbers has a shape that is known; one by a mask has not."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(index is None or index.dtype != torch.bool for index in args[1])
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[distributed.World]:
+    yield distributed.start("auto")
+    distributed.stop()
+
+
+@pytest.fixture(params=RUNS)
+def trainer(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: distributed.World,
+) -> sft.Trainer:
+    settings = {"row_length": 96, "batch_size": 4, "device": "auto", "max_steps": 8}
+    settings |= {"log_every_n_steps": 4, "save_every_n_steps": 4} | RUNS[request.param]
+    return sft.Trainer(load(write_config(tmp_path, model_folder, dataset, **settings)), world, 0)
+
+
+def test_only_steps_that_are_logged_wait(trainer: sft.Trainer) -> None:
+    with Waits(trainer) as waits:
+        assert trainer.train()
+    assert {step for step, _ in waits.found} == LOGGED, sorted(waits.found)
+
+
+VALIDATED = {
+    "dataset_val": {
+        "data_files": str(ROOT / "configs/datasets/slurm_qa.jsonl"),
+        "split": "train[:13]",
+    },
+    "run_val_every_n_steps": 4,
+}
+QLORA = {"model": lora_model(quantize_base=True, lora_dropout=0.1)}
+# What a layer is compiled for: a kind of pass, a kind of input.
+COMPILED: dict[str, tuple[dict[str, Any], int]] = {
+    # The first layer behind a frozen embedding, the others, validation; the loss with gradients
+    # and without.
+    "qlora": (QLORA | LINEAR | VALIDATED | {"enable_activation_checkpointing": True}, 5),
+    "full": (VALIDATED | {"gradient_accumulation_steps": 2, "batch_size": 3}, 2),
+    "full-by-operation": ({"ac_mode": "selective", "ac_option": "op"}, 1),
+    "lora-every-second": (
+        {"model": lora_model(), "ac_mode": "selective", "ac_option": 2},
+        2,
+    ),
+    "dora-masters": (
+        {"model": lora_model(use_dora=True), "master_weights": "fp32", "dtype": "bf16"},
+        2,
+    ),
+    # One length, all lengths.
+    "full-not-packed": ({"row_length": None}, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "qlora" else pytest.mark.long) for n in COMPILED]
+)
+def test_layers_are_compiled_whole_and_once(
+    name: str,
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: distributed.World,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two epochs, whose last batches are short, of rows with different documents."""
+    # It differs from the usual one in what it makes of the code, not in what is compiled.
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    changes, codes = COMPILED[name]
+    settings = {"row_length": 96, "batch_size": 5, "device": "auto", "max_steps": 12}
+    settings |= {"compile": True, "save_every_n_steps": 0} | changes
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    config = load(write_config(tmp_path, model_folder, dataset, **settings))
+    trainer = sft.Trainer(config, world, 0)
+    rows, steps = len(trainer.batches.rows), trainer.batches.steps_per_epoch
+    assert rows % trainer.batches.samples_per_step and steps < 12
+    assert trainer.train()
+    assert dict(counters["graph_break"]) == {}
+    assert counters["stats"]["unique_graphs"] == codes
+
+
+def test_a_node_without_a_compiler_trains_without_it(
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: distributed.World,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    settings = {"device": "auto", "max_steps": 2, "compile": True, "save_every_n_steps": 0}
+    trainer = sft.Trainer(load(write_config(tmp_path, model_folder, dataset, **settings)), world, 0)
+    compiler = "gcc" if torch.cuda.is_available() else "g++"
+    told = f"note: not compiled, as the node of rank 0 lacks a C compiler ({compiler})"
+    assert told in capsys.readouterr().out
+    assert not trainer.config.compile and trainer.train()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_driver_sees_no_wait_either(trainer: sft.Trainer) -> None:
+    """Copies from memory that is not pinned and the like are seen by no operator's tag."""
+    for number, batches in enumerate(trainer.batches.from_step(0)):
+        torch.cuda.set_sync_debug_mode("error" if number >= 2 else "default")
+        try:
+            norm = trainer._update(trainer._backward(batches, 100))
+            assert not trainer.guard.exceeded()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert norm.isfinite()
