@@ -23,7 +23,8 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
   COOKBOOK_PYTHON     the Python to make it with (default: the newest of python3.12, 3.11, 3.10 found)
 
 Where Slurm is missing and the machine is Debian or Ubuntu with root or sudo, the demo and the tests
-install slurm-wlm and munge and start a real one-host Slurm. Elsewhere --demo runs without Slurm.
+install slurm-wlm and munge and start a real one-host Slurm; --test-all installs slurmdbd and
+mariadb-server-core too, for the tests of accounts and limits. Elsewhere --demo runs without Slurm.
 END
 }
 
@@ -186,6 +187,11 @@ check_slurm() {
   esac
 }
 
+has_accounting() (
+  PATH=$PATH:/usr/sbin:/sbin
+  command -v slurmdbd >/dev/null && command -v mariadbd >/dev/null
+)
+
 # Leaves SLURM=cluster (it answers), one-host (started here) or none.
 find_slurm() {
   local cluster=$REPO/slurm/dev-cluster/cluster.sh
@@ -253,6 +259,10 @@ case $WANT in
     if ! command -v slurmctld >/dev/null && ! [ -x /usr/sbin/slurmctld ]; then
       can_install || die "the tests need a real Slurm, and this machine cannot install one: install slurm-wlm and munge"
       apt_install slurm-wlm munge
+    fi
+    if [ "$WANT" = test-all ] && ! has_accounting && can_install; then
+      # Another name of theirs on this system must not cost all other tests.
+      (apt_install slurmdbd mariadb-server-core) || say "the tests of accounts and limits are skipped"
     fi
     cd "$REPO"
     if [ "$WANT" = test ]; then exec "$VENV/bin/python" -m pytest; fi

@@ -27,6 +27,7 @@ _KEYS: dict[str, Kind] = {
     "shared_root": "text",
     "gpu": "text",
     "gpu_request": "text",
+    "network_gbits": "number",
     "network_interface": re.compile(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}\Z"),
     "signal": re.compile(r"(?:USR1|USR2|HUP|INT|CONT)\Z"),
     "signal_lead_s": "positive",
@@ -46,6 +47,7 @@ class Cluster:
     gpu: str | None = None
     gpu_request: str = "gpus-per-node"
     network_interface: str | None = None
+    network_gbits: float | None = None
     signal: str = "USR1"
     signal_lead_s: int = 300
     node_paths: tuple[str, ...] = ()
@@ -97,11 +99,17 @@ def _own_faults(config: dict[str, Any], origin: str) -> list[str]:
         faults.append(
             f"gpu_request must be one of {', '.join(GPU_REQUESTS)}, got {request!r}, in {origin}"
         )
-    gpu, known = config.get("gpu"), yamlfile.load(paths.GPUS)
-    if gpu is not None and gpu not in known:
-        faults.append(
-            f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}, in {origin}"
-        )
+    network = config.get("network_gbits")
+    if isinstance(network, (int, float)) and network <= 0:
+        faults.append(f"network_gbits must be more than 0, got {network}, in {origin}")
+    gpu = config.get("gpu")
+    if gpu is not None:
+        known = yamlfile.load(paths.GPUS)
+        if gpu not in known:
+            faults.append(
+                f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}, "
+                f"in {origin}"
+            )
     resources = config.get("resources")
     if isinstance(resources, dict):
         faults += faults_in(resources, RESOURCES, "resources.", origin, "sft")

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher import hub, node_check, paths, slurm, stock
+from launcher import environment, hub, node_check, paths, slurm
+from launcher.checks.scheduler import account_faults
 from launcher.cluster import Cluster
 from launcher.errors import CookbookError, SlurmFault, SlurmMissing, SlurmTimeout, nearest
+from launcher.limits import Rights
 from launcher.node_check import Finding, NodeReport, failed, ok, skipped, warning
 
 # An 8B model, its checkpoints with optimizer state and its export come to about this much.
@@ -104,6 +106,7 @@ class _Site:
     configuration: dict[str, str]
     partitions: dict[str, slurm.Partition]
     nodes: list[slurm.Node]
+    rights: Rights | None
 
     @property
     def partition(self) -> str | None:
@@ -143,7 +146,8 @@ def _slurm(cluster: Cluster) -> tuple[list[Finding], _Site | None]:
     try:
         controllers = slurm.controllers()
         configuration = slurm.configuration()
-        site = _Site(cluster, configuration, slurm.partitions(), slurm.nodes())
+        rights = slurm.rights(configuration)
+        site = _Site(cluster, configuration, slurm.partitions(), slurm.nodes(), rights)
     except SlurmFault as fault:
         # The other two kinds say themselves what to do.
         plain = not isinstance(fault, (SlurmMissing, SlurmTimeout))
@@ -201,19 +205,25 @@ def _partitions(site: _Site) -> list[Finding]:
 
 
 def _accounting(site: _Site) -> list[Finding]:
-    kind = site.configuration.get("AccountingStorageType", "")
-    if not kind or kind.endswith("/none") or kind == "(null)":
+    if not slurm.keeps_accounting(site.configuration):
         text = "this cluster keeps none; runs keep their own records, so nothing is missed"
         return [ok("accounting", text)]
-    mine = slurm.associations()
-    if mine is None:
-        text = f"this cluster keeps it ({kind}), and sacctmgr does not answer here"
+    rights = site.rights
+    if rights is None:
+        text = "this cluster keeps it, and sacctmgr does not answer here"
         return [warning("accounting", text, "tell the administrators; runs do without")]
-    accounts = sorted({each.account for each in mine})
-    if not accounts:
-        remedy = "ask the administrators for an account where jobs are refused"
-        return [warning("accounting", "it answers, and knows no account of yours", remedy)]
-    return [ok("accounting", f"it answers; your accounts: {', '.join(accounts)}")]
+    if not rights.mine:
+        remedy = "ask the administrators for an account"
+        if "associations" in rights.enforced:
+            text = "you have no account, and jobs without one are refused"
+            return [failed("accounting", text, remedy)]
+        text = "it answers, and knows no account of yours; jobs run without one"
+        return [ok("accounting", text)]
+    mine = sorted({f"{each.account}{' (default)' * each.default}" for each in rights.mine})
+    qos = sorted({name for each in rights.mine for name in each.qos})
+    text = f"it answers; your accounts: {', '.join(mine)}; QoS: {', '.join(qos) or 'none'}"
+    limited = "limits are enforced" if "limits" in rights.enforced else "no limits are enforced"
+    return [ok("accounting", f"{text}; {limited}")]
 
 
 def _site_settings(site: _Site) -> list[Finding]:
@@ -234,17 +244,9 @@ def _site_settings(site: _Site) -> list[Finding]:
         for name in str(asked["partition"] or "").split(",")
         if name and name not in site.partitions
     ]
-    # Without accounting nobody checks these names, sbatch neither.
-    mine = (slurm.associations() if asked["account"] or asked["qos"] else None) or []
-    known = {
-        "account": {each.account for each in mine},
-        "qos": {qos for each in mine for qos in each.qos},
-    }
-    for key, names in known.items():
-        value = asked[key]
-        if value and names and value not in names:
-            text = f"{key} {value!r} is none of yours{nearest(str(value), names)}"
-            found.append(failed(check, text, f"mend {origin}; yours: {', '.join(sorted(names))}"))
+    account, qos = (str(asked[key]) if asked[key] else None for key in ("account", "qos"))
+    for fault in account_faults(site.rights, account, qos):
+        found.append(failed(check, fault, f"mend {origin}"))
     return found or [ok(check, f"{named} of {origin}")]
 
 
@@ -361,7 +363,7 @@ def _of_node(report: NodeReport, question: node_check.Question) -> list[Finding]
 
 def torch_build() -> tuple[str | None, str | None]:
     """Return the environment's torch version and its CUDA version, read without importing it."""
-    packages = stock.site_packages()
+    packages = environment.site_packages()
     file = packages / "torch" / "version.py" if packages else None
     if file is None or not file.is_file():
         return None, None
@@ -373,9 +375,9 @@ def torch_build() -> tuple[str | None, str | None]:
 
 def _environment() -> list[Finding]:
     """Look at the environment's files; what importing them does, a node tells."""
-    venv, packages = paths.venv_root(), stock.site_packages()
+    venv, packages = paths.venv_root(), environment.site_packages()
     check, remedy = "environment", "bash setup.sh"
-    if packages is None or not (venv / "bin" / "python").exists():
+    if packages is None or not environment.python().exists():
         return [failed(check, f"there is no environment at {venv}", remedy)]
     found = []
     version = tuple(map(int, packages.parent.name.removeprefix("python").split(".")))
@@ -385,7 +387,9 @@ def _environment() -> list[Finding]:
     if not (venv / ".cookbook-setup").is_file():
         text = f"setup.sh has not finished {venv}, or did not make it"
         found.append(warning(check, text, remedy))
-    installed = _installed(packages)
+    installed = {
+        _normal(name): version.partition("+")[0] for name, version in environment.packages().items()
+    }
     pinned = _pinned(paths.REPO_ROOT / "constraints.txt")
     # Another build of torch than the pinned one is what setup.sh --torch is for.
     other = sorted(
@@ -406,12 +410,6 @@ def _environment() -> list[Finding]:
     text = f"{venv}: Python {packages.parent.name.removeprefix('python')}, torch {torch} for "
     text += f"{f'CUDA {cuda}' if cuda else 'CPUs'}, TensorBoard {installed['tensorboard']}; "
     return [ok(check, text + "packages as pinned")]
-
-
-def _installed(packages: Path) -> dict[str, str]:
-    """Return the packages' versions by normalised name, from their folders' names."""
-    pairs = (folder.stem.split("-")[:2] for folder in packages.glob("*.dist-info"))
-    return {_normal(pair[0]): pair[1].partition("+")[0] for pair in pairs if len(pair) == 2}
 
 
 def _pinned(file: Path) -> dict[str, str]:

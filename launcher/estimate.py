@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, yamlfile
+from launcher import environment, paths, yamlfile
 from launcher.errors import PreflightFault, RecipeFault, UsageFault, nearest
 from launcher.memory import ATTENTION, GIB, MLP, Estimate, Plan, Shape
-from launcher.recipe import Recipe
+from launcher.recipe import Recipe, method_of
 
 # Of a GPU's memory the CUDA context, NCCL's buffers, kernels' workspaces and the allocator's gaps
 # take a part that no formula gives: this much is kept back. An assumption.
@@ -25,17 +25,22 @@ DEFAULT_GPU = "h100-80"
 DEFAULT_MFU = 0.4
 # English text, Llama 3's and Qwen's tokenizers: roughly; for an epoch whose tokens nobody counted.
 BYTES_A_TOKEN = 4
+_FIGURES = ("memory_gib", "bf16_tflops", "memory_bandwidth_gbs", "link_gbs", "network_gbits")
 METHODS = ("full", "lora", "qlora")
 COMPARED_NODES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU, as configs/gpus.yaml knows it."""
+    """A kind of GPU, as configs/gpus.yaml knows it; match finds it in what a site calls it."""
 
     name: str
+    match: str
     memory_gib: float
     bf16_tflops: float
+    memory_bandwidth_gbs: float
+    link_gbs: float
+    network_gbits: float
 
     @property
     def usable_gib(self) -> float:
@@ -43,16 +48,24 @@ class Gpu:
         return self.memory_gib - RESERVED_GIB - RESERVED_SHARE * self.memory_gib
 
 
+@cache
+def gpus() -> dict[str, Gpu]:
+    """Return the kinds of GPU that configs/gpus.yaml names."""
+    return {
+        name: Gpu(name, facts["match"], *(float(facts[key]) for key in _FIGURES))
+        for name, facts in yamlfile.load(paths.GPUS).items()
+    }
+
+
 def gpu(name: str | None) -> Gpu:
     """Return the kind of GPU with this name; UsageFault lists those that are known."""
-    known = yamlfile.load(paths.GPUS)
-    name = name or DEFAULT_GPU
+    known, name = gpus(), name or DEFAULT_GPU
     if name not in known:
         raise UsageFault(
             f"there is no GPU {name!r}{nearest(name, known)} in configs/gpus.yaml: choose one of "
             f"{', '.join(known)}"
         )
-    return Gpu(name, float(known[name]["memory_gib"]), float(known[name]["bf16_tflops"]))
+    return known[name]
 
 
 def peak_gib(recipe: Recipe, root: Path) -> float:
@@ -64,8 +77,7 @@ def peak_gib(recipe: Recipe, root: Path) -> float:
 
 def smallest_gpu(gib: float) -> str | None:
     """Return the label of the smallest memory in which gib fits, such as 80 GB; None for none."""
-    known = yamlfile.load(paths.GPUS)
-    usable = sorted({gpu(name).usable_gib for name in known})
+    usable = sorted({each.usable_gib for each in gpus().values()})
     return next((f"{_label_gb(size)} GB" for size in usable if gib <= size), None)
 
 
@@ -180,7 +192,7 @@ def plan_of(config: dict[str, Any], nodes: int, gpus_per_node: int) -> Plan:
     ranks = nodes * gpus_per_node
     split = int(config.get("tensor_parallel_dim") or 1)
     copies = int(config.get("data_parallel_replicate_dim") or 1)
-    faults += _layout_faults(shape, ranks, split, copies, gpus_per_node)
+    faults += layout_faults(shape, ranks, split, copies)
     length = _block(config, "tokenizer").get("max_seq_len") or 0
     if not length:
         faults.append(
@@ -201,12 +213,14 @@ def plan_of(config: dict[str, Any], nodes: int, gpus_per_node: int) -> Plan:
         length=int(length),
         accumulation=int(config.get("gradient_accumulation_steps") or 1),
         element_bytes=4 if config.get("dtype") == "fp32" else 2,
+        reduce_bytes=2 if config.get("fsdp_reduce_dtype") == "bf16" else 4,
         fp32_master=config.get("master_weights") == "fp32" and config.get("dtype") != "fp32",
         checkpointing=_checkpointing(config),
         # Offloading reduces after every micro-step, as no GPU could keep all gradients.
         sync_each=offload or bool(config.get("sync_each_micro_batch")),
         cpu_offload=offload,
         activation_offload=bool(config.get("enable_activation_offloading")),
+        compiled=config.get("compile") is True,
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         apart=tuple(config.get("custom_sharded_layers") or ()),
         **_lora(model, method),
@@ -220,9 +234,8 @@ def _block(config: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _layout_faults(
-    shape: Shape, ranks: int, split: int, copies: int, gpus_per_node: int
-) -> list[str]:
+def layout_faults(shape: Shape, ranks: int, split: int, copies: int) -> list[str]:
+    """Return why a model cannot be laid out over so many ranks, one line a reason."""
     if ranks % (split * copies):
         return [
             f"tensor_parallel_dim {split} x data_parallel_replicate_dim {copies} does not divide "
@@ -239,16 +252,6 @@ def _layout_faults(
         for name, size in sizes.items()
         if size % split
     ]
-
-
-def method_of(model: dict[str, Any]) -> str:
-    """Return full, lora, dora or qlora, as a `model` block says."""
-    name = str(model.get("_component_") or "").rpartition(".")[2]
-    if not name.startswith(("lora_", "qlora_")):
-        return "full"
-    if name.startswith("qlora_") or model.get("quantize_base"):
-        return "qlora"
-    return "dora" if model.get("use_dora") else "lora"
 
 
 def _lora(model: dict[str, Any], method: str) -> dict[str, Any]:
@@ -281,7 +284,9 @@ def _optimizer(block: dict[str, Any]) -> dict[str, Any]:
         kind = "momentum" if block.get("momentum") else "none"
     else:
         kind = "adamw"
-    if block.get("fused") or "bit" in name:
+    # As trainer.optimizers: torch's Adam and AdamW are fused where neither form is asked for.
+    fused = name in ("adam", "adamw") and "foreach" not in block
+    if block.get("fused", fused) or "bit" in name:
         return {"optimizer": kind, "update": "fused"}
     return {"optimizer": kind, "update": "single" if block.get("foreach") is False else "foreach"}
 
@@ -394,6 +399,10 @@ def remedies(plan: Plan, device: Gpu, gpus_per_node: int, builder: str) -> list[
 
 
 def _changes(plan: Plan, gpus_per_node: int, builder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    one_copy = " data_parallel_replicate_dim=1" if plan.replicate > 1 else ""
+    if one_copy:
+        shard = plan.shard * plan.replicate
+        yield one_copy.strip(), {"shard": shard, "replicate": 1}
     if plan.checkpointing != "full":
         yield "ac_mode=full", {"checkpointing": "full"}
     if plan.loss != "linear":
@@ -410,21 +419,20 @@ def _changes(plan: Plan, gpus_per_node: int, builder: str) -> Iterator[tuple[str
             + (" sync_each_micro_batch=true" if plan.fsdp else ""),
             {"batch": 1, "accumulation": steps, "sync_each": plan.fsdp},
         )
-    data = plan.ranks // plan.replicate
     split = plan.tensor_parallel * 2
     while split <= gpus_per_node:
-        if not _layout_faults(plan.shape, data, split, 1, gpus_per_node):
+        if not layout_faults(plan.shape, plan.ranks, split, 1):
             yield (
-                f"tensor_parallel_dim={split}",
-                {"tensor_parallel": split, "shard": data // split},
+                f"tensor_parallel_dim={split}{one_copy}",
+                {"tensor_parallel": split, "shard": plan.ranks // split, "replicate": 1},
             )
         split *= 2
-    if plan.method != "qlora":
+    if not plan.is_quantised:
         module, _, name = builder.rpartition(".")
         name = re.sub("^lora_", "", name)
         yield (
             f"model._component_={module}.qlora_{name}",
-            {"method": "qlora", **_adapter_of(plan)},
+            {"method": "qdora" if plan.is_dora else "qlora", **_adapter_of(plan)},
         )
     if not plan.cpu_offload:
         yield "fsdp_cpu_offload=true", {"cpu_offload": True, "sync_each": True}
@@ -451,12 +459,13 @@ class Compared:
 def compare(plan: Plan, device: Gpu, gpus_per_node: int, mfu: float) -> list[Compared]:
     """Full, LoRA and QLoRA on 1, 2, 4 and 8 nodes, all else as in the plan."""
     cells = []
+    copy_a_node = plan.replicate == plan.ranks // gpus_per_node > 1
     for method in METHODS:
         for nodes in COMPARED_NODES:
-            ranks = nodes * gpus_per_node
-            split = plan.tensor_parallel
+            copies = nodes if copy_a_node else 1
+            shard = max(nodes * gpus_per_node // plan.tensor_parallel // copies, 1)
             other = {} if method == "full" else _adapter_of(plan)
-            cell = replace(plan, method=method, replicate=1, shard=max(ranks // split, 1), **other)
+            cell = replace(plan, method=method, replicate=copies, shard=shard, **other)
             peak = Estimate(cell).peak / GIB
             cells.append(
                 Compared(
@@ -475,25 +484,12 @@ def compare(plan: Plan, device: Gpu, gpus_per_node: int, mfu: float) -> list[Com
 
 def trace(train_config: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Return what `python -m trainer.trace` finds: the same step run on fake tensors."""
-    import subprocess
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "train.yaml"
-        file.write_text(yamlfile.dump(train_config), encoding="utf-8")
-        command = [str(paths.venv_root() / "bin" / "python"), "-m", "trainer.trace", str(file)]
-        try:
-            done = subprocess.run(
-                [*command, "--ranks", str(ranks)],
-                cwd=paths.REPO_ROOT,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-            )
-        except OSError as error:
-            raise PreflightFault(
-                f"cannot trace: {error}: set up the environment with: bash setup.sh"
-            ) from error
+    try:
+        done = environment.ask_trainer("trace", train_config, "--ranks", str(ranks))
+    except OSError as error:
+        raise PreflightFault(
+            f"cannot trace: {error}: set up the environment with: bash setup.sh"
+        ) from error
     if done.returncode != 0:
         words = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]

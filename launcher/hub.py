@@ -32,8 +32,6 @@ from launcher.errors import CookbookError, HubFault, RecipeFault, nearest
 from launcher.node_check import Finding, failed, ok, skipped
 from launcher.recipe import Recipe
 
-RECORD = "cookbook-download.json"
-
 Say = Callable[[str], None]
 
 # Pickles can run code when they are opened; original/ holds a second copy of the weights in them.
@@ -257,7 +255,7 @@ def _fetch(listing: Listing, say: Say) -> Path:
             f"{len(broken)} of the files of {wanted.repo}, first {broken[0].name}, differ from the "
             "hub's index twice in a row: is a proxy or the disk at fault? try again later"
         )
-    record = wanted.folder / RECORD
+    record = wanted.folder / paths.DOWNLOAD_RECORD
     paths.write_atomic(record, json.dumps(_record(listing, sums), indent=1) + "\n", mode=0o644)
     say(f"{wanted.repo}: all {len(files)} files are whole; noted in {record}")
     return record

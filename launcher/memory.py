@@ -92,7 +92,7 @@ class Plan:
     """What of a recipe and its layout decides the memory of a step."""
 
     shape: Shape
-    method: str  # full, lora, dora or qlora
+    method: str  # full, lora, dora, qlora or qdora
     shard: int = 1  # ranks that FSDP shards over
     replicate: int = 1  # HSDP: copies of that
     tensor_parallel: int = 1
@@ -100,10 +100,12 @@ class Plan:
     length: int = 4096
     accumulation: int = 1
     element_bytes: int = 2
+    reduce_bytes: int = 4  # of a number of a gradient while FSDP sums it over ranks
     fp32_master: bool = False
     checkpointing: str = "none"  # none, full, op, or a number: every so many-th layer
     optimizer: str = "adamw"  # or adamw8bit, adamw4bit, momentum, none
     update: str = "fused"  # or foreach, single
+    compiled: bool = False  # the layers, by torch.compile
     loss: str = "chunked"  # plain, chunked or linear
     chunks: int = 8  # 0: the linear one's own choice
     sync_each: bool = False  # gradients are reduced after every micro-step
@@ -137,6 +139,16 @@ class Plan:
         return self.method == "full"
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether the layers' base weights are NF4."""
+        return self.method.startswith("q")
+
+    @property
+    def is_dora(self) -> bool:
+        """Whether the adapters have magnitudes."""
+        return self.method.endswith("dora")
+
+    @property
     def samples_a_step(self) -> int:
         """Rows that one optimizer step sees over all ranks."""
         return self.batch * self.accumulation * self.shard * self.replicate
@@ -152,7 +164,7 @@ class Plan:
         )
         split = self.tensor_parallel if local else 1
         a, b = (split, 1) if name in ROWWISE else (1, split)
-        magnitude = outside / b if self.method == "dora" else 0
+        magnitude = outside / b if self.is_dora else 0
         return self.lora_rank * (inside / a + outside / b) + magnitude
 
     @property
@@ -224,7 +236,7 @@ def _layer(plan: Plan) -> Unit:
     shape, e = plan.shape, plan.element_bytes
     matrices = sum(a * b for a, b in shape.matrices.values()) / plan.tensor_parallel
     rest = shape.layer_parameters - sum(a * b for a, b in shape.matrices.values())
-    base = matrices * (NF4_BYTES if plan.method == "qlora" else e) + rest * e
+    base = matrices * (NF4_BYTES if plan.is_quantised else e) + rest * e
     trained = matrices + rest if plan.is_full else plan.adapter_layer
     if plan.is_full:
         return Unit(base, trained, (matrices + rest) * _weight_bytes(plan))
@@ -272,22 +284,26 @@ def saved_by_layer(plan: Plan) -> float:
     Norms compute in fp32: 4td for the input, 4td more for the normalised one where the scale is
     trained. A matrix keeps its input where it is trained or has an adapter: etd for q, k and v
     together and for w1 and w3 together, nothing new for output_proj (attention's own output).
-    Attention: e t (q + 2q + q) for queries, keys and values expanded to all heads, and the
-    output; 4t a head for the log-sum. MLP: e t f each for w1's and w3's output, the activation,
-    and their product where w2 needs it. Tensor parallelism divides all but the gathered inputs.
+    Attention: e t (q + 2 kv + q) for queries, keys, values and the output; 4t a head for the
+    log-sum. MLP: e t f each for w1's and w3's output, the activation, and their product where w2
+    needs it. Tensor parallelism divides all but the gathered inputs. What is compiled makes again
+    what is made element by element: it keeps a norm's input, etd, and no activation.
     """
     shape, e, tp = plan.shape, plan.element_bytes, plan.tensor_parallel
     t, d, f, q = plan.tokens, shape.dim, shape.intermediate, shape.query
-    norms = shape.norms * (FP32 * 2 if plan.is_full else FP32) * t * d / tp
+    norm = e if plan.compiled else FP32 * 2 if plan.is_full else FP32
+    norms = shape.norms * norm * t * d / tp
     inputs = sum(e * t * d for group in (ATTENTION[:3], ("w1", "w3")) if plan.trains(*group))
-    if shape.softcap:
-        # Not flash attention: tanh, softmax in fp32 and its copy, for every pair of positions.
-        scores = (2 * e + FP32) * shape.heads * t * plan.length / tp
-    else:
-        scores = FP32 * t * shape.heads / tp
-    attention = e * t * 4 * q / tp + scores
-    mlp = e * t * f * (4 if plan.trains("w2") else 3) / tp
+    # Flash attention shares the heads of keys and values; fp32 has none, and copies them.
+    kv = shape.kv_heads * shape.head_dim if e < FP32 else q
+    attention = (e * t * 2 * (q + kv) + FP32 * t * shape.heads) / tp
+    mlp = e * t * f * (2 + plan.trains("w2") + (not plan.compiled)) / tp
     return norms + inputs + attention + mlp + _saved_by_adapters(plan)
+
+
+def recomputed_elements(plan: Plan) -> float:
+    """Bytes that one layer makes again, element by element, where products are kept ("op")."""
+    return max(saved_by_layer(plan) - _saved_products(plan), 0.0)
 
 
 def _saved_by_adapters(plan: Plan) -> float:
@@ -298,9 +314,10 @@ def _saved_by_adapters(plan: Plan) -> float:
         each += e * t * plan.lora_rank
         if plan.dropout:
             each += (1 + e) * t * inside / (plan.tensor_parallel if name in ROWWISE else 1)
-        if plan.method == "dora":
-            # The sum that the magnitude scales.
-            each += e * t * plan.shape.matrices[name][1] / plan.tensor_parallel
+        if plan.is_dora and not (plan.compiled and name in MLP):
+            # The sum that the magnitude scales; of a matrix split by rows a share of all of it.
+            split = 1 if name in ROWWISE else plan.tensor_parallel
+            each += e * t * plan.shape.matrices[name][1] / split
     return each
 
 
@@ -330,6 +347,8 @@ def _saved_products(plan: Plan) -> float:
     shape, e, tp, t = plan.shape, plan.element_bytes, plan.tensor_parallel, plan.tokens
     kept = e * t * shape.query / tp + FP32 * t * shape.heads / tp
     for name, (_, outside) in shape.matrices.items():
+        if plan.compiled and name == "w2":
+            continue  # nothing in the layer needs its result again
         width = outside if name in ROWWISE else outside / tp
         kept += e * t * width
         if name in plan.lora_targets:
@@ -370,7 +389,7 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
     if plan.accumulation > 1:
         # Between micro-steps nothing is reduced: each rank holds all gradients, in fp32.
         every = sharded and not plan.sync_each
-        accumulated = all_units.trained * FP32 if every else gradients
+        accumulated = all_units.trained * plan.reduce_bytes if every else gradients
     kept, recomputed = _kept_layers(plan)
     entry = e * t * d / tp
     gather = 1 if sharded else 0
@@ -423,8 +442,10 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         "loss, forward",
         state
         | {
-            "gradients": accumulated + early,
-            "gathered weights": held or (gather * root.gathered if linear else 0.0),
+            # A trained weight's gradient is summed up in fp32.
+            "gradients": accumulated + early * FP32 / e,
+            "gathered weights": held
+            or (gather * (root.gathered + layer.gathered) if linear else 0.0),
             "activations": depth * kept + norm,
             "logits and loss": loss.forward,
         },
@@ -478,11 +499,11 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
         if plan.accumulation > 1:
             done = accumulated
             if every:
-                done += above * (layer_gradients - FP32 * layer.trained)
+                done += above * (layer_gradients - plan.reduce_bytes * layer.trained)
         present = index + 1 if kept_gathered else min(index + 1, 2)
         common = {
             "gathered weights": gather * (root.gathered + layer.gathered * present),
-            "gradient reduction": gather * FP32 * reduced,
+            "gradient reduction": gather * plan.reduce_bytes * reduced,
         }
         inside = e * t * f / tp
         yield (
@@ -516,8 +537,8 @@ def _phases(plan: Plan) -> Iterator[tuple[str, Terms]]:
             | {
                 "gradients": gradients
                 + root.trained * (e - gradient_bytes / plan.shard)
-                + (FP32 * root.trained if every else 0),
-                "gradient reduction": FP32 * root.trained,
+                + (plan.reduce_bytes * root.trained if every else 0),
+                "gradient reduction": plan.reduce_bytes * root.trained,
                 "activations": 0.0,
             },
         )
@@ -551,8 +572,8 @@ def _share_of_w2(plan: Plan) -> float:
 
 
 def _dequantised(plan: Plan) -> float:
-    """QLoRA: the largest matrix, in the compute dtype, while it is multiplied."""
-    if plan.method != "qlora":
+    """NF4: the largest matrix, in the compute dtype, while it is multiplied."""
+    if not plan.is_quantised:
         return 0.0
     return plan.element_bytes * plan.shape.dim * plan.shape.intermediate / plan.tensor_parallel
 
@@ -578,13 +599,25 @@ class Loss:
     gradient: float
 
 
+def linear_loss_rows(plan: Plan) -> int:
+    """Tokens at a time of the linear loss: as trainer.loss chooses, where no number is given.
+
+    That is about as many logits as there are hidden numbers, and not less than 512 tokens'.
+    """
+    if plan.chunks:
+        return -(-plan.tokens // plan.chunks)
+    columns = -(-plan.shape.vocab // plan.tensor_parallel // plan.shape.dim)
+    return max(512, -(-plan.tokens // columns))
+
+
 def _loss(plan: Plan) -> Loss:
     """Cross-entropy over t x V logits, split over the vocabulary by tensor parallelism.
 
     plain: the model turns its logits to fp32 (4tV), log-softmax keeps 4tV; backward holds that,
     the loss's gradient and log-softmax's. chunked: logits in e bytes, log-softmax in fp32, one
     chunk's temporaries; split over the vocabulary one copy more of a chunk. linear: one chunk of
-    logits in both dtypes, the rows that are trained, and their gradient.
+    logits in both dtypes, or its product with the hidden states on the way to the fp32 sum of a
+    trained weight's gradient; the rows that are trained, and their gradient.
     """
     e, tp, c = plan.element_bytes, plan.tensor_parallel, plan.chunks
     logits = plan.tokens * plan.shape.vocab / tp
@@ -603,10 +636,13 @@ def _loss(plan: Plan) -> Loss:
             FP32 * logits + (2 + more) * FP32 * logits / c,
             e * logits,
         )
-    # As trainer.loss chooses: about as many logits at a time as there are hidden numbers.
-    hidden = e * plan.tokens * plan.shape.dim
-    at_once = (
-        -(-plan.tokens // c) if c else max(512, plan.tokens * plan.shape.dim // plan.shape.vocab)
-    )
-    part = min(at_once, plan.tokens) * plan.shape.vocab / tp * (FP32 + e)
-    return Loss(hidden, 2 * hidden + part, 3 * hidden, 2 * hidden)
+    hidden, columns = e * plan.tokens * plan.shape.dim, plan.shape.vocab / tp
+    part = min(linear_loss_rows(plan), plan.tokens) * columns
+    # In fp32, and in bf16 before it or the slope after it; a cap keeps its tanh.
+    made = part * (FP32 + (FP32 if plan.shape.softcap else 0) + (e if e < FP32 else 0))
+    product = e * columns * plan.shape.dim if plan.is_full and e < FP32 else 0.0
+    # The trained rows, their gradient, the layers' result, and the norm's where nothing keeps it.
+    forward = (1 + 1 / tp + (not plan.is_full)) * hidden + max(made, e * part + product)
+    # The norm's backward pass is in fp32.
+    backward = (1 + 6 / tp if plan.is_full else 2 + 8 / tp) * hidden
+    return Loss(hidden, forward, backward, 2 * hidden)

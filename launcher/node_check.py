@@ -200,6 +200,7 @@ def findings(report: NodeReport, question: Question) -> list[Finding]:
         _files(report, question.cluster),
         _clock(report),
         _python(report),
+        _compiler(report),
         _gpus(report, question.cuda, question.gpus_per_node),
         *_faulty_gpus(report),
         _network(report, question.cluster.network_interface),
@@ -252,6 +253,19 @@ def _python(report: NodeReport) -> Finding:
     took = int(report.one("import_ms", "0")) / 1000
     text = f"Python {report.one('python')} of {venv} runs on {name}; {packages} ({took:.1f} s)"
     return ok("environment", text)
+
+
+def _compiler(report: NodeReport) -> Finding:
+    kind, _, what = report.one("compiler", "none").partition(" ")
+    name = report.name
+    if kind == "found":
+        return ok("compiler", f"{name} can compile ({what}), as recipes with compile: true do")
+    lacks = what if kind == "headers" else "a C compiler"
+    return warning(
+        "compiler",
+        f"{name} lacks {lacks}: recipes with compile: true go on uncompiled there, and slower",
+        "ask for gcc and python3-dev on the nodes, or load a module by the site's job_setup",
+    )
 
 
 def _gpus(report: NodeReport, cuda: str | None, expected: int) -> Finding:

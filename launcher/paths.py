@@ -18,6 +18,8 @@ BASES = REPO_ROOT / "configs" / "base"
 CLUSTERS = REPO_ROOT / "configs" / "clusters"
 GPUS = REPO_ROOT / "configs" / "gpus.yaml"
 TEMPLATES = REPO_ROOT / "templates"
+# What cookbook download notes in a model's folder.
+DOWNLOAD_RECORD = "cookbook-download.json"
 
 # An #SBATCH line has no escape that every Slurm version reads alike, % is a pattern in
 # --output, and # starts a comment: a path that holds one of these never reaches a script.

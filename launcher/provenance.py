@@ -12,6 +12,7 @@ from typing import Any
 
 from launcher import paths, slurm, yamlfile
 from launcher.cluster import Cluster
+from launcher.environment import packages
 from launcher.recipe import Recipe
 
 
@@ -27,7 +28,7 @@ def of(recipe: Recipe, cluster: Cluster, files: Mapping[str, str]) -> dict[str, 
         "kit": _git_state(paths.REPO_ROOT),
         "model": _model_revision(recipe, cluster),
         "python": sys.version.split()[0],
-        "packages": packages(),
+        "packages": [f"{name}=={version}" for name, version in packages().items()],
         "slurm": slurm.version(),
     }
 
@@ -65,7 +66,7 @@ def _model_revision(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     checkpointer = recipe.resolved(cluster.root, "run").get("checkpointer") or {}
     folder = Path(str(checkpointer.get("checkpoint_dir", "")))
     note = folder / ".cache" / "huggingface" / "download" / "config.json.metadata"
-    revision, record = None, paths.read_json(folder / "cookbook-download.json")
+    revision, record = None, paths.read_json(folder / paths.DOWNLOAD_RECORD)
     if record:
         revision = record.get("revision")
     elif folder.parent.name == "snapshots":
@@ -73,9 +74,3 @@ def _model_revision(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     elif note.is_file():
         revision = note.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
     return {"folder": str(folder), "revision": revision}
-
-
-def packages() -> list[str]:
-    """Return the environment's packages as name==version, read from their folders' names."""
-    found = paths.venv_root().glob("lib*/python*/site-packages/*.dist-info")
-    return sorted({"==".join(path.stem.split("-")[:2]) for path in found})

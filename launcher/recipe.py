@@ -114,6 +114,8 @@ TRAINER_KEYS: dict[str, Kind] = {
     "lr_scheduler": "mapping",
     "loss": "mapping",
     "compile": "bool",
+    "enable_fp8_training": "bool",
+    "fp8_recipe_name": "text",
     "master_weights": "text",
     "enable_activation_checkpointing": "bool",
     "enable_activation_offloading": "bool",
@@ -123,6 +125,8 @@ TRAINER_KEYS: dict[str, Kind] = {
     "fsdp": "mapping",
     "fsdp_cpu_offload": "bool",
     "fsdp_reshard_after_forward": "bool",
+    "fsdp_prefetch": "count",
+    "fsdp_reduce_dtype": "text",
     "memory_efficient_fsdp_wrap": "bool",
     "low_cpu_ram": "bool",
     "tensor_parallel_dim": "positive",
@@ -246,12 +250,7 @@ class Recipe:
         """full, lora, dora, qlora or qdora, as the model block says; script for the user's own."""
         if self.script:
             return "script"
-        model = self.config.get("model", {})
-        builder = str(model.get("_component_", "")).rpartition(".")[2]
-        if not builder.startswith(("lora", "qlora")):
-            return "full"
-        quantised = model.get("quantize_base", builder.startswith("qlora"))
-        return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
+        return method_of(self.config.get("model", {}))
 
     def resolved(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return the whole recipe with every ${...} filled in for a run in run_dir."""
@@ -266,6 +265,15 @@ class Recipe:
     def parameters(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return what the user's own script is handed over as a YAML file."""
         return dict(self.resolved(root, run_dir).get("parameters") or {})
+
+
+def method_of(model: Mapping[str, Any]) -> str:
+    """Return full, lora, dora, qlora or qdora, as a `model` block says."""
+    builder = str(model.get("_component_") or "").rpartition(".")[2]
+    if not builder.startswith(("lora_", "qlora_")):
+        return "full"
+    quantised = model.get("quantize_base", builder.startswith("qlora_"))
+    return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
 
 
 def places(root: Path) -> dict[str, str]:
@@ -351,7 +359,12 @@ def load(
         if key in values:
             values[key] = str(values[key])
     recipe = Recipe(path.stem, path, config, Resources(**values), overrides)
-    recipe.resolved(paths.REPO_ROOT, "unset")  # an interpolation that leads nowhere is a fault now
+    # An interpolation that leads nowhere, or to what its key does not take, is a fault now.
+    resolved = recipe.resolved(paths.REPO_ROOT, "unset")
+    filled = {key: resolved[key] for key, value in config.items() if _is_reference(value)}
+    faults = faults_in(filled, _known(recipe.entry), "", str(path), recipe.entry)
+    if faults:
+        raise RecipeFault(faults)
     return recipe
 
 
@@ -511,8 +524,9 @@ def _changed_type(old: Any, new: Any) -> str | None:
 def _faults(config: dict[str, Any], origin: str) -> list[str]:
     entry = entry_of(config)
     is_script = entry.startswith("script:")
-    own = SCRIPT_KEYS if is_script else TRAINER_KEYS
-    faults = faults_in(config, {**own, **LAUNCHER_KEYS}, "", origin, entry)
+    # What stands for another key's value is checked once it has it.
+    given = {key: value for key, value in config.items() if not _is_reference(value)}
+    faults = faults_in(given, _known(entry), "", origin, entry)
     faults += environment_faults(config.get("env"), "env", origin)
     faults += _secrets_faults(config.get("secrets"), origin)
     resources = config.get("resources")
@@ -550,6 +564,10 @@ def _faults(config: dict[str, Any], origin: str) -> list[str]:
                     f"unknown key 'prepare.{key}' in {origin}: it takes module, args and creates"
                 )
     return faults
+
+
+def _known(entry: str) -> dict[str, Kind]:
+    return {**(SCRIPT_KEYS if entry.startswith("script:") else TRAINER_KEYS), **LAUNCHER_KEYS}
 
 
 def environment_faults(environment: Any, key: str, origin: str) -> list[str]:
@@ -630,6 +648,10 @@ def _expected(kind: Kind, value: Any, key: str) -> str | None:
 # Interpolation ------------------------------------------------------------------------------
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
 def resolve(config: dict[str, Any], extra: Mapping[str, str], origin: str) -> dict[str, Any]:

@@ -12,9 +12,12 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from launcher import limits
 from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
+from launcher.limits import Rights, Rules
 
 # Read from slurm.h's states; a word that stands in none of these means "keep watching".
 ACTIVE = frozenset(
@@ -74,24 +77,42 @@ REASONS: tuple[tuple[str, str], ...] = (
         "its reservation has not begun, or maintenance is near: a shorter --time fits",
     ),
     (r"PartitionTimeLimit", "it asks for more time than the partition gives: lower --time"),
-    (r"PartitionNodeLimit", "it asks for more nodes than the partition gives: lower --nodes"),
+    (
+        r"PartitionNodeLimit",
+        "it asks for more, or fewer, nodes than the partition gives a job: change --nodes",
+    ),
     (r"PartitionDown|PartitionInactive", "the partition takes no jobs to nodes now"),
     (r"BadConstraints", "no node has what is asked for: see resources.constraint and the GPU type"),
-    (r"AccountNotAllowed|InvalidAccount", "the account may not use this partition: --account"),
-    (r"InvalidQOS|QOSNotAllowed", "the QoS may not be used here: --qos"),
-    (r"QOS\w*GRES|Assoc\w*GRES|\w*Gres|\w*TRES", "the GPU limit of your account or QoS is used up"),
+    (r"PartitionConfig", "the partition gives a job less than it asks for, or is not for it"),
     (
-        r"(QOS|Assoc)\w*(Wall|Time|Minutes)",
-        "your account's or QoS's time limit or budget is used up",
+        r"AccountNotAllowed|InvalidAccount|Job's account",
+        "the account may not use this partition: --account",
     ),
-    (r"(QOS|Assoc)\w*(Cpu|Node|Memory)", "your account's or QoS's limit on CPUs, nodes or memory"),
-    (r"(QOS|Assoc)\w*Job", "your account or QoS has as many jobs as it may"),
+    (r"InvalidQOS|QOSNotAllowed|Job's QOS", "the QoS may not be used here: --qos"),
+    (r"QOSTimeLimit", "the time that your QoS gives is used up"),
+    (r"QOSUsageThreshold|QOSResourceLimit", "your QoS's limit is reached"),
     (r"JobArrayTaskLimit", "as many tasks of this array run as may"),
     (r"Licenses", "a licence that it needs is in use"),
     (r"JobHeldUser|JobHeldAdmin", "it is held"),
     (r"launch failed|JobLaunchFailure", "a node could not start it: it is held for a look"),
     (r"Cleaning|Prolog", "the nodes are being made ready"),
 )
+
+# Limits of accounting have names made of parts, such as QOSMaxGRESPerUser, MaxGRESPerAccount (a
+# QoS's too) and AssocGrpCPURunMinutesLimit.
+_LIMIT = re.compile(
+    r"(?P<owner>QOS|Assoc|)(?P<kind>Grp|Max|Min)"
+    r"(?P<what>SubmitJobs?|Jobs|WallDuration|Wall|GRES|CPU|Cpu|Memory|Mem|Node|[A-Z][A-Za-z]*?)"
+    r"(?P<minutes>(?:Run)?Minutes)?(?:Per(?P<per>Job|Node|User|Account))?(?:Limit|NotSatisfied)?\Z"
+)
+_LIMITED = {
+    "GRES": "GPUs",
+    "CPU": "CPUs",
+    "Cpu": "CPUs",
+    "Node": "nodes",
+    "Mem": "memory",
+    "Memory": "memory",
+}
 
 _TIMED_OUT = re.compile(
     r"timed out|Unable to contact slurm controller|Transport endpoint", re.IGNORECASE
@@ -141,14 +162,6 @@ class Partition:
     @property
     def nodes(self) -> int:
         return sum(kind.count for kind in self.kinds)
-
-
-@dataclass(frozen=True)
-class Association:
-    """What accounting lets this user do: an account, and the QoS that it may use."""
-
-    account: str
-    qos: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -322,10 +335,46 @@ def accounting(job_ids: Iterable[str]) -> dict[str, str]:
 
 def why_pending(reason: str) -> str:
     """Return Slurm's reason with what it means; a reason never seen before stands alone."""
+    limit = _LIMIT.match(reason)
+    if limit:
+        return f"{reason}: {_limit_meaning(**limit.groupdict())}"
     for pattern, meaning in REASONS:
         if re.match(pattern, reason):
             return f"{reason}: {meaning}"
     return reason
+
+
+def with_meaning(words: str) -> str:
+    """Return Slurm's words with the meaning of the limit that they name, if they name one."""
+    found = map(_LIMIT.match, re.findall(r"\b(?:QOS|Assoc|Grp|Max|Min)[A-Z]\w+", words))
+    limit = next(filter(None, found), None)
+    return f"{words} ({_limit_meaning(**limit.groupdict())})" if limit else words
+
+
+def _limit_meaning(owner: str, kind: str, what: str, minutes: str | None, per: str | None) -> str:
+    whose, option = ("account", "--account") if owner == "Assoc" else ("QoS", "--qos")
+    things = _LIMITED.get(what, what.lower())
+    never = f"it never starts as it is: cancel it and ask for less, or for another {option}"
+    shared = "it waits until others end, and for ever where it alone asks for more than that"
+    if what.startswith("Submit"):
+        return f"your {whose} has as many jobs in the queue as it may: wait until one ends"
+    if what == "Jobs":
+        return f"as many jobs run as your {whose} lets run at a time: it waits until one ends"
+    if what == "WallDuration":
+        return f"its time limit is longer than your {whose} gives a job: lower --time, or {option}"
+    if what == "Wall":
+        return f"the time that your {whose} has for all its jobs is spent"
+    if kind == "Min":
+        return f"it asks for fewer {things} than your {whose} demands, so {never}"
+    if kind == "Grp" and minutes:
+        gone = "taken by jobs that run" if minutes.startswith("Run") else "spent"
+        return f"the time on {things} that your {whose} has for all its jobs is {gone}"
+    if kind == "Grp":
+        return f"your {whose} limits the {things} of all its jobs together: {shared}"
+    if per in ("User", "Account"):
+        return f"your {whose} limits the {things} of one {per.lower()}'s jobs together: {shared}"
+    asked = f"{things} x minutes" if minutes else f"{things} a node" if per == "Node" else things
+    return f"it asks for more {asked} than your {whose} gives one job, so {never}"
 
 
 def cancel(job_id: str) -> None:
@@ -333,11 +382,11 @@ def cancel(job_id: str) -> None:
     _run(["scancel", job_id])
 
 
-def partitions() -> dict[str, Partition]:
-    """Return the partitions that this user may see, by name."""
+def partitions(hidden: bool = False) -> dict[str, Partition]:
+    """Return the partitions that this user may see, by name; hidden: all others too."""
     found: dict[str, Partition] = {}
-    text = _run(["sinfo", "--noheader", "--format=%R|%P|%D|%l|%a|%G|%m|%c"], timeout_s=20)
-    for line in text.splitlines():
+    argv = ["sinfo", "--noheader", "--format=%R|%P|%D|%l|%a|%G|%m|%c"]
+    for line in _run([*argv, "--all"] if hidden else argv, timeout_s=20).splitlines():
         fields = line.strip().split("|")
         if len(fields) != 8:
             continue
@@ -362,16 +411,39 @@ def gpus_of(gres: str) -> dict[str, int]:
     return found
 
 
-def associations() -> list[Association] | None:
-    """Return this user's accounts, None where the cluster keeps no accounting that says so."""
-    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations"]
-    argv += [f"user={pwd.getpwuid(os.getuid()).pw_name}", "format=account,qos"]
+def rules() -> dict[str, Rules]:
+    """Return the rules of every partition by name, also of those that are hidden from this user."""
+    return limits.read_rules(_run(["scontrol", "--all", "--oneliner", "show", "partition"]))
+
+
+def rights(configured: dict[str, str]) -> Rights | None:
+    """Return what accounting lets this user do; None where the cluster keeps none or is silent.
+
+    configured is the controller's configuration. What may be used is asked of the database; what
+    the accounts' limits are and how much is left, of the controller, which enforces them.
+    """
+    if not keeps_accounting(configured):
+        return None
+    # Not at the top: few commands ask, and all would wait for it.
+    from concurrent.futures import ThreadPoolExecutor
+
+    user = pwd.getpwuid(os.getuid()).pw_name
+    listed = ["sacctmgr", "--noheader", "--parsable2", "show"]
+    places = [*listed, "user", f"name={user}", "withassoc", f"format={limits.PLACE_FIELDS}"]
+    qos = [*listed, "qos", f"format={limits.QOS_FIELDS}"]
+    accounts = ["scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc"]
     try:
-        text = _run(argv, timeout_s=10)
+        # At once: the database takes its time for each.
+        with ThreadPoolExecutor() as pool:
+            texts = list(pool.map(partial(_run, timeout_s=10), (places, qos, accounts)))
     except SlurmFault:
         return None
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
-    return [Association(account, tuple(qos.split(",")) if qos else ()) for account, qos in rows]
+    return limits.read_rights(configured, *texts)
+
+
+def keeps_accounting(configured: dict[str, str]) -> bool:
+    """Whether the cluster has a database of accounts."""
+    return configured.get("AccountingStorageType", "").endswith("/slurmdbd")
 
 
 def test_only(script: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from launcher import paths
+from launcher.environment import site_packages
 
 # What trainer.sft does in the place of these recipes, for the models that it builds.
 _OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)\Z")
@@ -37,11 +37,6 @@ class Stock:
     path: Path
     distributed: bool
     configs: tuple[str, ...]
-
-
-def site_packages() -> Path | None:
-    """Return the folder of the environment's packages, None where there is no environment."""
-    return next(paths.venv_root().glob("lib/python*/site-packages"), None)
 
 
 @cache

@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from launcher import slurm
 from launcher.cluster import Cluster
+from launcher.limits import Rights
 from launcher.recipe import Recipe, Resources
 from launcher.render import with_site_defaults
 
@@ -38,6 +40,16 @@ class Context:
     @cached_property
     def resources(self) -> Resources:
         return with_site_defaults(self.recipe.resources, self.cluster)
+
+    @cached_property
+    def partitions(self) -> dict[str, slurm.Partition]:
+        """What sinfo says; SlurmFault where it does not answer, asked again then."""
+        return slurm.partitions(hidden=True)
+
+    @cached_property
+    def rights(self) -> Rights | None:
+        """What accounting lets the user do, None where there is none; SlurmFault as above."""
+        return slurm.rights(slurm.configuration())
 
     def here(self, path: Path) -> bool:
         """Whether a path is to be found on this machine."""

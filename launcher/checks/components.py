@@ -6,11 +6,10 @@ import hashlib
 import json
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, provenance, yamlfile
+from launcher import environment, paths
 from launcher.checks import Context, Skipped
 from launcher.errors import RunFault
 from launcher.recipe import TRAINER_KEYS
@@ -58,32 +57,24 @@ def _key(config: dict[str, Any], stock: bool) -> str:
     sources += sorted(folder.iterdir()) if folder.is_dir() else []
     seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     asked = {key: value for key, value in config.items() if key not in _PLAIN}
-    text = json.dumps([asked, stock, str(paths.venv_root()), provenance.packages(), seen])
+    text = json.dumps([asked, stock, str(paths.venv_root()), environment.packages(), seen])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _ask(config: dict[str, Any], stock: bool) -> dict[str, Any]:
-    python = paths.venv_root() / "bin" / "python"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "train.yaml"
-        path.write_text(yamlfile.dump(config), encoding="utf-8")
-        argv = [str(python), "-m", "trainer.check", str(path), *(["--stock"] if stock else [])]
-        try:
-            done = subprocess.run(
-                argv,
-                cwd=paths.REPO_ROOT,
-                env={**os.environ, "PYTHONPATH": str(paths.REPO_ROOT), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            answer = json.loads(done.stdout.splitlines()[-1])
-        except FileNotFoundError as error:
-            raise Skipped(f"there is no {python}: set up the environment: bash setup.sh") from error
-        except subprocess.TimeoutExpired as error:
-            raise Skipped("the trainer did not answer within five minutes") from error
-        except (ValueError, IndexError) as error:
-            words = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            raise Skipped(f"the trainer cannot be asked in {paths.venv_root()}: {words}") from error
+    try:
+        done = environment.ask_trainer(
+            "check", config, *(["--stock"] if stock else []), timeout_s=300
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except OSError as error:
+        raise Skipped(
+            f"{environment.python()} cannot be started ({error.strerror}): set up the environment: "
+            "bash setup.sh"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise Skipped("the trainer did not answer within five minutes") from error
+    except (ValueError, IndexError) as error:
+        words = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise Skipped(f"the trainer cannot be asked in {paths.venv_root()}: {words}") from error
     return dict(answer)

@@ -86,7 +86,7 @@ def _weights(folder: Path, names: list[str]) -> list[str] | str:
 def _record(folder: Path) -> dict[str, Any]:
     """What cookbook download noted of the hub's index; {} where something else put the files."""
     try:
-        return paths.read_json(folder / "cookbook-download.json") or {}
+        return paths.read_json(folder / paths.DOWNLOAD_RECORD) or {}
     except RunFault:
         return {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 
-from launcher import estimate, paths, slurm, yamlfile
+from launcher import estimate
 from launcher.checks import Context, Skipped
 from launcher.errors import RecipeFault, SlurmFault
 from launcher.memory import GIB, Estimate, Plan
@@ -49,7 +49,7 @@ def _gpu(context: Context) -> tuple[str, str]:
     named, source = context.resources.gpu_type, "resources.gpu_type"
     if not named and not context.local:
         try:
-            known = slurm.partitions()
+            known = context.partitions
         except SlurmFault as fault:
             raise Skipped(f"nobody says which GPUs there are: {fault.faults[0]}") from fault
         wanted = (context.resources.partition or "").split(",")
@@ -59,9 +59,8 @@ def _gpu(context: Context) -> tuple[str, str]:
         types = {kind for part in chosen for nodes in part.kinds for kind in nodes.gpus if kind}
         named, source = (types.pop() if len(types) == 1 else None), "sinfo"
     if named:
-        gpus = yamlfile.load(paths.GPUS)
-        for name, facts in gpus.items():
-            if named.lower() == name or re.search(facts["match"], named, re.IGNORECASE):
+        for name, device in estimate.gpus().items():
+            if named.lower() == name or re.search(device.match, named, re.IGNORECASE):
                 return name, f"{source}: {named}"
     raise Skipped(
         "nobody says which GPUs there are: write gpu: with a name of configs/gpus.yaml into the "

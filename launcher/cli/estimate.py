@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -25,6 +26,15 @@ from launcher.cli.common import cluster_option
     help="Model FLOP utilisation that the time is worked out for.",
 )
 @click.option("--compare", is_flag=True, help="Full, LoRA and QLoRA on 1, 2, 4 and 8 nodes.")
+@click.option("--scaling", is_flag=True, help="What ranks send, and layouts on 2 to 64 nodes.")
+@click.option("--tune", is_flag=True, help="The fastest settings that fit, each with its change.")
+@click.option(
+    "--network",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GBITS",
+    help="Gbit/s of each GPU between nodes, for --scaling and --tune. "
+    "[default: the cluster's, or the GPU's]",
+)
 @click.option("--trace", is_flag=True, help="Also run the step on fake tensors: up to a minute.")
 @click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
 @cluster_option
@@ -34,6 +44,9 @@ def estimate(
     gpu: str | None,
     mfu: float,
     compare: bool,
+    scaling: bool,
+    tune: bool,
+    network: float | None,
     trace: bool,
     as_json: bool,
     cluster: str | None,
@@ -45,6 +58,21 @@ def estimate(
     Nothing is measured, nothing is started and no GPU is needed.
     """
     recipe = recipe_file.load(recipe_name, overrides, resources)
-    root = clusters.load(cluster).root
-    found = estimates.Report.of(recipe, root, gpu, mfu, compare, trace)
-    click.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
+    site = clusters.load(cluster)
+    report = estimates.Report.of(recipe, site.root, gpu, mfu, compare, trace)
+    parts: dict[str, Any] = {}
+    # Imported late: the estimate alone stays as quick as it was.
+    if scaling:
+        from launcher.scaling import Scaling
+
+        parts["scaling"] = Scaling(report, network or site.network_gbits)
+    if tune:
+        from launcher.tuning import Tuning
+
+        parts["tuning"] = Tuning(report, network or site.network_gbits)
+    if as_json:
+        found = report.as_json() | {name: part.as_json() for name, part in parts.items()}
+        click.echo(json.dumps(found, indent=1))
+    else:
+        texts = (report, *parts.values())
+        click.echo("\n\n".join("\n".join(text.lines()) for text in texts))

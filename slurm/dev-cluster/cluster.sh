@@ -3,13 +3,15 @@
 #
 # One munged, one slurmctld and a slurmd per node, all run by the calling user (root or not), with a
 # private configuration, munge key and socket, ports and state folder, so that several clusters can
-# stand side by side. No process but those of the named cluster is ever signalled.
+# stand side by side. --accounting adds a slurmdbd, and a mariadbd that nobody but it can reach. No
+# process but those of the named cluster is ever signalled.
 set -euo pipefail
 umask 022
 
 readonly PROGRAM=${0##*/}
 SCRIPT=$(realpath -- "${BASH_SOURCE[0]}") && readonly SCRIPT
 readonly PACKAGES_HINT="apt-get install slurm-wlm munge"
+readonly ACCOUNTING_PACKAGES="slurmdbd mariadb-server-core"
 readonly READY_TIMEOUT_S=30
 readonly STOP_TIMEOUT_S=5
 # Unix socket paths end at 107 characters, and slurmd adds up to 34 to the state folder.
@@ -38,11 +40,18 @@ declare -A SETTINGS=(
 )
 declare -A CHANGED=()
 
+# A small database that is thrown away: no network, little memory, no wait for the disk.
+readonly DATABASE=(
+    --no-defaults --skip-networking --skip-grant-tables --skip-log-bin
+    --innodb-buffer-pool-size=32M --innodb-log-file-size=16M --innodb-flush-log-at-trx-commit=2
+    --aria-pagecache-buffer-size=8M --aria-log-file-size=8M --key-buffer-size=1M
+)
+
 usage() {
     case ${1:-} in
     up) cat <<EOT ;;
 usage: $PROGRAM up [--nodes N] [--gpus G] [--gpu-type TYPE] [--requeue-delay SECONDS]
-       [--set KEY=VALUE ...] [--name NAME] [--state DIR]
+       [--accounting] [--set KEY=VALUE ...] [--name NAME] [--state DIR]
 
 Start a cluster and return when a job has run on every node. Where it is up already with the same
 shape, only daemons that died are started again.
@@ -51,6 +60,9 @@ shape, only daemons that died are started again.
   --gpus G                 stand-in GPUs a node (default 8; 0 for none)
   --gpu-type TYPE          their type, as in --gres=gpu:TYPE:G (default h100)
   --requeue-delay SECONDS  wait of a requeued job, also the life of a job credential (default 10)
+  --accounting             keep accounts, QoS and ended jobs in a database, for sacctmgr and sacct;
+                           you are in its account 'users'. What sacctmgr allows is enforced with
+                           --set AccountingStorageEnforce=associations,limits,qos
   --set KEY=VALUE          another slurm.conf setting, such as KillWait=2; may be repeated
 EOT
     down) cat <<EOT ;;
@@ -104,7 +116,7 @@ wrong_usage() {
 # --- Options and places ---------------------------------------------------------------------------
 
 parse_options() {
-    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay_s=10
+    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay_s=10 accounting=0
     root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
     while (($#)); do
         case $1 in
@@ -113,11 +125,16 @@ parse_options() {
             exit 0
             ;;
         --name | --state) ;;
-        --nodes | --gpus | --gpu-type | --requeue-delay | --set)
+        --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting)
             [[ $COMMAND == up ]] || wrong_usage "$1 belongs to 'up', not to '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
         esac
+        if [[ $1 == --accounting ]]; then
+            accounting=1
+            shift
+            continue
+        fi
         (($# > 1)) || wrong_usage "$1 needs a value"
         case $1 in
         --name) name=$2 ;;
@@ -136,6 +153,7 @@ parse_options() {
     state=$root/$name
     conf=$state/slurm.conf
     socket=$state/munge.socket
+    database=$state/database
 }
 
 set_option() {
@@ -165,12 +183,17 @@ check_number() { # option value least most
 require_programs() {
     # Ordinary users have no sbin in PATH.
     PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
-    local program missing=()
-    for program in munged slurmctld slurmd sbatch scancel scontrol sinfo squeue srun; do
+    local program missing=() hint=$PACKAGES_HINT
+    local programs=(munged slurmctld slurmd sbatch scancel scontrol sinfo squeue srun)
+    if ((accounting)); then
+        programs+=(slurmdbd mariadbd sacctmgr)
+        hint+=" $ACCOUNTING_PACKAGES"
+    fi
+    for program in "${programs[@]}"; do
         command -v "$program" >/dev/null || missing+=("$program")
     done
     ((!${#missing[@]})) ||
-        fail "not installed: ${missing[*]}. On Debian and Ubuntu, as root: $PACKAGES_HINT"
+        fail "not installed: ${missing[*]}. On Debian and Ubuntu, as root: $hint"
 }
 
 # munged serves only a socket whose folders everybody may pass and nobody else may change.
@@ -227,18 +250,23 @@ pids_matching() { # file-in-/proc grep-option...
 }
 
 # A daemon is known by its name and by this cluster's file among its arguments: a pid file may
-# name a process that took the pid over.
+# name a process that took the pid over. slurmdbd takes no file, only SLURM_CONF.
 daemon_pids() { # [daemon [node]]
     local pid daemon
-    for pid in $(pids_matching cmdline -zxF -e "$conf" -e "--socket=$socket"); do
+    for pid in $(pids_matching cmdline -zxF -e "$conf" -e "--socket=$socket" \
+        -e "--socket=$database/socket"); do
         daemon=$(cat "/proc/$pid/comm" 2>/dev/null) || continue
         [[ $daemon == "${1:-$daemon}" ]] || continue
         case $daemon in
         slurmd) [[ ! ${2:-} ]] || grep -qzxF -- "$2" "/proc/$pid/cmdline" 2>/dev/null || continue ;;
-        munged | slurmctld) ;;
+        munged | slurmctld | mariadbd) ;;
         *) continue ;;
         esac
         echo "$pid"
+    done
+    [[ ${1:-slurmdbd} == slurmdbd ]] || return 0
+    for pid in $(pids_matching comm -xF slurmdbd); do
+        ! grep -qzxF "SLURM_CONF=$conf" "/proc/$pid/environ" 2>/dev/null || echo "$pid"
     done
 }
 
@@ -284,6 +312,9 @@ end_processes() { # signals lister [argument...]
 
 none_left() { [[ ! $("$@") ]]; }
 
+# A daemon that goes into the background changes its process id on the way: one look may miss it.
+twice() { "$@" && sleep 0.3 && "$@"; }
+
 wait_until() { # seconds command...
     local deadline=$((EPOCHSECONDS + $1))
     shift
@@ -311,6 +342,7 @@ shape() {
     local key
     printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
         "$nodes" "$gpus" "$gpu_type" "$requeue_delay_s"
+    ((!accounting)) || printf ' accounting=1'
     for key in $(sorted "${!CHANGED[@]}"); do printf ' %s=%s' "$key" "${CHANGED[$key]}"; done
 }
 
@@ -336,6 +368,7 @@ free_ports() { # count; prints the first of as many neighbouring TCP ports that 
 
 write_state() {
     local i
+    local port
     mkdir -m 0711 -- "$state" "$state"/{dev,spool}
     shape >"$state/shape"
     mkdir -m 0700 -- "$state"/{controller,log}
@@ -343,14 +376,44 @@ write_state() {
     # slurmd asks for character devices, and links to /dev/null need no rights to make.
     for ((i = 0; i < gpus; i++)); do ln -s /dev/null "$state/dev/nvidia$i"; done
     (umask 077 && head -c 128 /dev/urandom >"$state/munge.key" && chmod 0400 "$state/munge.key")
+    port=$(free_ports $((nodes + 1 + accounting)))
+    ((!accounting)) || write_database
     write_configuration
 }
 
+# Nobody but this user can pass the folder of the database's socket, so that it asks for no password.
+# The server's own tables are made because slurmdbd keeps a procedure in them.
+write_database() {
+    local tables
+    for tables in /usr/share/{mysql,mariadb}/{mysql,mariadb}_system_tables.sql; do
+        [[ ! -r $tables ]] || break
+    done
+    [[ -r $tables ]] || fail "mariadbd's own tables are missing: $ACCOUNTING_PACKAGES gives them"
+    mkdir -m 0700 -- "$database"
+    { printf 'create database mysql;\nuse mysql;\n' && cat -- "$tables"; } |
+        env -i PATH="$PATH" mariadbd "${DATABASE[@]}" --datadir="$database" --bootstrap \
+            >"$state/log/mariadbd.log" 2>&1 9>&- || give_up mariadbd "mariadbd made no database"
+    cat >"$state/slurmdbd.conf" <<EOT
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort=$((port + nodes + 1))
+SlurmUser=$(id -un)
+AuthType=auth/munge
+AuthInfo=socket=$socket
+PidFile=$state/slurmdbd.pid
+LogFile=$state/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=$(id -un)
+StorageLoc=slurm
+EOT
+    chmod 0600 "$state/slurmdbd.conf"
+}
+
 write_configuration() {
-    local version port key user host node_gres=''
+    local version key user host node_gres=''
     user=$(id -un) host=$(uname -n)
     version=$(slurmd -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
-    port=$(free_ports $((nodes + 1)))
     {
         cat <<EOT
 ClusterName=$name
@@ -372,6 +435,13 @@ FirstJobId=$((EPOCHSECONDS % 10000000 + 1))
 EOT
         for key in $(sorted "${!SETTINGS[@]}"); do echo "$key=${SETTINGS[$key]}"; done
         echo
+        if ((accounting)); then
+            echo "AccountingStorageType=accounting_storage/slurmdbd"
+            echo "AccountingStorageHost=127.0.0.1"
+            echo "AccountingStoragePass=$socket"
+            echo "AccountingStoragePort=$((port + nodes + 1))"
+            ((!gpus)) || echo "AccountingStorageTRES=gres/gpu,gres/gpu:$gpu_type"
+        fi
         if ((gpus)); then
             echo "GresTypes=gpu"
             node_gres=" Gres=gpu:$gpu_type:$gpus"
@@ -399,6 +469,7 @@ start_cluster() {
             --pid-file="$state/munged.pid" --log-file="$state/log/munged.log" \
             --seed-file="$state/munge.seed" --num-threads=2 || give_up munged "munged did not start"
     fi
+    ((!accounting)) || start_accounting
     if none_left daemon_pids slurmctld; then
         start_daemon slurmctld slurmctld -f "$conf" || give_up slurmctld "slurmctld did not start"
     fi
@@ -414,10 +485,47 @@ start_cluster() {
         give_up "slurmd-$(missing_nodes | head -n 1)" "not ready: $(missing_nodes | tr '\n' ' ')"
 }
 
-# Ready, or so dead that waiting longer is idle.
-controller_settled() { controller_answers || none_left daemon_pids slurmctld; }
+start_accounting() {
+    if none_left daemon_pids mariadbd; then
+        start_daemon mariadbd --fork mariadbd "${DATABASE[@]}" --user="$(id -un)" \
+            --datadir="$database" --socket="$database/socket" --pid-file="$database/pid"
+        wait_until "$READY_TIMEOUT_S" database_settled || true
+        [[ -S $database/socket ]] || give_up mariadbd "mariadbd did not start"
+    fi
+    if none_left daemon_pids slurmdbd; then
+        # How the database's client library is told of another socket than the system's.
+        start_daemon slurmdbd env MYSQL_UNIX_PORT="$database/socket" slurmdbd ||
+            give_up slurmdbd "slurmdbd did not start"
+    fi
+    wait_until "$READY_TIMEOUT_S" accounting_settled || true
+    accounting_answers || give_up slurmdbd "slurmdbd does not answer"
+    # Without its cluster there, and a user's account, the controller would refuse every job.
+    if ((fresh)); then
+        add cluster "$name"
+        add account users Description=users Organization=users
+        add user "$(id -un)" Account=users DefaultAccount=users
+    fi
+}
 
-nodes_settled() { none_left missing_nodes || ! every_daemon_runs; }
+add() {
+    isolated timeout 20 sacctmgr --immediate --quiet add "$@" >>"$state/log/sacctmgr.log" 2>&1 ||
+        give_up sacctmgr "sacctmgr could not add $1 $2"
+}
+
+database_settled() {
+    [[ -S $database/socket ]] || grep -q 'ERROR. Aborting' "$state/log/mariadbd.log"
+}
+
+accounting_settled() { accounting_answers || twice none_left daemon_pids slurmdbd; }
+
+accounting_answers() { isolated timeout 5 sacctmgr --noheader show cluster >/dev/null 2>&1; }
+
+# Ready, or so dead that waiting longer is idle.
+controller_settled() { controller_answers || twice none_left daemon_pids slurmctld; }
+
+nodes_settled() { none_left missing_nodes || twice a_daemon_is_dead; }
+
+a_daemon_is_dead() { ! every_daemon_runs; }
 
 controller_answers() { isolated timeout 5 scontrol ping 2>/dev/null | grep -q 'is UP'; }
 
@@ -461,8 +569,10 @@ stop_cluster() {
     end_processes KILL helper_pids slurmstepd
     end_processes KILL orphan_pids
     end_processes KILL daemon_pids slurmd
+    end_processes "TERM KILL" daemon_pids slurmdbd
+    end_processes KILL daemon_pids mariadbd
     end_processes "TERM KILL" daemon_pids munged
-    rm -f -- "$socket" "$socket.lock"
+    rm -f -- "$socket" "$socket.lock" "$database/socket"
 }
 
 # Through Slurm first, so that waiting srun and sbatch commands end and nothing is requeued.
@@ -513,6 +623,7 @@ cluster_up() {
 every_daemon_runs() {
     local i
     [[ $(daemon_pids munged) && $(daemon_pids slurmctld) ]] || return 1
+    ((!accounting)) || [[ $(daemon_pids mariadbd) && $(daemon_pids slurmdbd) ]] || return 1
     for ((i = 1; i <= nodes; i++)); do
         [[ $(daemon_pids slurmd "n$i") ]] || return 1
     done
@@ -522,6 +633,7 @@ description() {
     local text="$nodes nodes"
     ((nodes > 1)) || text="1 node"
     ((!gpus)) || text+=", $gpus $gpu_type GPUs each"
+    ((!accounting)) || text+=", with accounting"
     echo "$text"
 }
 
@@ -546,6 +658,7 @@ read_shape() {
     [[ -f $state/shape ]] || return 1
     read -r nodes gpus gpu_type _ <"$state/shape"
     nodes=${nodes#*=} gpus=${gpus#*=} gpu_type=${gpu_type#*=}
+    ! grep -qw accounting=1 "$state/shape" || accounting=1
 }
 
 cluster_status() {
@@ -555,6 +668,7 @@ cluster_status() {
             "$SCRIPT up --name $name --state $root"
         return 1
     fi
+    ((!accounting)) || daemons+=(mariadbd slurmdbd)
     for ((i = 1; i <= nodes; i++)); do daemons+=("slurmd n$i"); done
     echo "cluster $name: $(<"$state/shape")"
     for daemon in "${daemons[@]}"; do

@@ -218,14 +218,23 @@ def test_gpus_are_read_as_sinfo_writes_them(gres, gpus):
     ("reason", "told"),
     [
         ("Resources", "are busy"),
-        ("Priority", "other jobs come first"),
         ("ReqNodeNotAvail, UnavailableNodes:n[3-4]", "down, drained or reserved"),
-        ("QOSMaxGRESPerUser", "GPU limit"),
-        ("AssocGrpGRES", "GPU limit"),
-        ("AssocGrpCPUMinutesLimit", "time limit or budget"),
-        ("QOSMaxWallDurationPerJobLimit", "time limit or budget"),
-        ("QOSMaxJobsPerUserLimit", "as many jobs as it may"),
         ("PartitionTimeLimit", "lower --time"),
+        # Limits of accounting that the tests on a real slurmdbd do not bring about.
+        ("AssocGrpCpuLimit", "your account limits the CPUs of all its jobs together"),
+        ("QOSMaxMemoryPerUser", "your QoS limits the memory of one user's jobs together"),
+        (
+            "AssocGrpCPURunMinutesLimit",
+            "the time on CPUs that your account has for all its jobs is",
+        ),
+        ("QOSMaxGRESMinutesPerJob", "more GPUs x minutes than your QoS gives one job"),
+        ("AssocMaxWallDurationPerJobLimit", "its time limit is longer than your account gives"),
+        ("QOSGrpWallLimit", "the time that your QoS has for all its jobs is spent"),
+        ("AssocMaxJobsLimit", "as many jobs run as your account lets run at a time"),
+        ("AssocGrpSubmitJobsLimit", "your account has as many jobs in the queue as it may"),
+        ("QOSMinNode", "fewer nodes than your QoS demands"),
+        ("MaxNodePerAccount", "your QoS limits the nodes of one account's jobs together"),
+        ("AssocGrpLicense", "your account limits the license of all its jobs together"),
     ],
 )
 def test_reasons_have_plain_words(reason, told):
@@ -234,26 +243,6 @@ def test_reasons_have_plain_words(reason, told):
 
 def test_a_reason_never_seen_before_stands_alone():
     assert slurm.why_pending("SomethingNew") == "SomethingNew"
-
-
-def sacctmgr(folder: Path, text: str) -> None:
-    program = folder / "sacctmgr"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
-    program.chmod(0o755)
-
-
-def test_account_and_qos_are_held_against_accounting(tmp_path, monkeypatch):
-    """The one-host Slurm keeps no accounting, so sacctmgr's answer is replayed."""
-    sacctmgr(tmp_path, "physics|normal,high\nchemistry|normal")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    asked = recipe.Resources
-    assert scheduler._account(asked(account="physics", qos="high")) == []
-    (fault,) = scheduler._account(asked(account="phisics"))
-    assert "no account 'phisics' (did you mean physics?)" in fault
-    (fault,) = scheduler._account(asked(account="chemistry", qos="high"))
-    assert "may not use the QoS 'high'" in fault and "normal with --qos" in fault
-    (tmp_path / "sacctmgr").write_text("#!/bin/sh\necho no database >&2; exit 1\n")
-    assert scheduler._account(asked(account="anything")) == []
 
 
 @pytest.mark.parametrize(

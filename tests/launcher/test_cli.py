@@ -124,7 +124,7 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path)
     # What the kit found, and then what Slurm itself says of the very script.
     for options, told, faults in (
         (["--nodes", "3"], "3 nodes are asked for, and partition gpu has 2", 2),
-        (["--nodes", "3", "--partition", "debug,gpu"], "debug has 2 and partition gpu has 2", 2),
+        (["--nodes", "3", "--partition", "debug,gpu"], "partition debug has 2: the job", 3),
         (["--partition", "debug", "--time", "1:00:00"], "debug has 30:00: lower --time", 1),
         (["+resources.gpu_type=h10"], "GPUs of type 'h10' (did you mean h100?): it has h100", 2),
         (["resources.cpus_per_gpu=200"], "400 CPUs a node are asked for, and the nodes of", 2),
@@ -205,9 +205,9 @@ def test_recipes_lists_and_shows(user: Kit):
     assert {row["name"] for row in json.loads(user.cookbook("recipes", "--json").stdout)} >= {
         "demo"
     }
-    assert "38.0 GiB  48 GB    Llama 3.3 70B Instruct, full" in listed
-    shown = user.cookbook("recipes", "llama70b_full").stdout
-    assert "tensor_parallel_dim: 8" in shown and "${" not in shown
+    assert "63.7 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
+    shown = user.cookbook("recipes", "llama70b_lora").stdout
+    assert "data_parallel_replicate_dim: 2" in shown and "${" not in shown
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,28 @@ def test_the_terms_add_up_and_the_peak_is_the_highest_phase(user: Kit, recipe):
     assert found["checkpoint_gib"] == pytest.approx(70.553706496e9 * 6 / 2**30, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("component", "given", "update"),
+    [
+        ("torch.optim.AdamW", {}, "fused"),
+        ("torch.optim.AdamW", {"fused": False}, "foreach"),
+        ("torch.optim.AdamW", {"foreach": False}, "single"),
+        ("torch.optim.AdamW", {"foreach": True}, "foreach"),
+        ("torch.optim.SGD", {}, "foreach"),
+        ("torch.optim.SGD", {"fused": True}, "fused"),
+    ],
+)
+def test_the_update_is_the_one_that_the_trainer_makes(component, given, update):
+    import torch  # of all tests here this one alone needs it
+
+    from trainer import optimizers
+
+    block = {"_component_": component, "lr": 1e-4, **given}
+    assert estimates._optimizer(block)["update"] == update
+    chosen = optimizers.build(block, [torch.nn.Parameter(torch.zeros(2, 2))]).defaults
+    assert bool(chosen["fused"]) == (update == "fused")
+
+
 def test_time_follows_from_the_flops_and_the_dataset(user: Kit, recipe, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "' + "x" * 3986 + '"}\n' * 1 + "\n")
@@ -159,13 +181,16 @@ def test_a_fault_is_one_line(user: Kit, recipe, arguments, line):
 
 
 def test_it_prints_within_twice_the_time_of_help(user: Kit):
+    # As for a user, whose Python keeps the compiled code.
+    env = {key: value for key, value in user.env.items() if key != "PYTHONDONTWRITEBYTECODE"}
+
     def seconds(*arguments: str) -> float:
         best = 1e9
         for _ in range(5):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run(
                 [sys.executable, "-m", "launcher", *arguments],
-                env=user.env,
+                env=env,
                 cwd=paths.REPO_ROOT,
                 stdout=subprocess.DEVNULL,
                 check=True,

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import NEEDS_ACCOUNTING
+
 CLUSTER_SH = Path(__file__).parents[2] / "slurm" / "dev-cluster" / "cluster.sh"
+ENFORCED = ["--set", "AccountingStorageEnforce=associations,limits,qos"]
 JOB_SCRIPT = """#!/bin/bash
 echo "batch $SLURM_CONF home=$HOME secret=${SECRET:-none}"
 srun --ntasks-per-node=1 bash -c 'echo "step $SLURMD_NODENAME $SLURM_CONF"'
@@ -133,6 +136,8 @@ def test_down_of_one_cluster_leaves_the_other_and_foreign_processes(
 
 def test_up_twice_is_once(slurm) -> None:
     place = ["--name", slurm.name, "--state", slurm.root]
+    # The step of an earlier job may be on its way out.
+    wait_for(lambda: not any("slurmstepd" in name for name in processes_of(slurm.state).values()))
     before = processes_of(slurm.state)
     again = cluster_sh("up", *place, "--requeue-delay", "5")
     assert (again.returncode, again.stdout) == (0, "")
@@ -223,6 +228,54 @@ def test_up_starts_a_dead_daemon_again(cluster_root: Path, new_cluster) -> None:
         assert (status.returncode, status.stdout.count("gpu:h100:8")) == (0, 2), status.stderr
 
 
+@pytest.mark.long
+@NEEDS_ACCOUNTING
+def test_accounting_outlives_its_daemons_and_is_reached_by_nobody_else(
+    cluster_root: Path, new_cluster
+) -> None:
+    with new_cluster("books", "--accounting", "--nodes", "1") as cluster:
+        place = ["--name", "books", "--state", str(cluster_root)]
+        assert cluster.run(["sacctmgr", "--immediate", "add", "account", "lab"]).returncode == 0
+        database = {
+            name: pid
+            for pid in processes_of(cluster.state)
+            if (name := (Path("/proc") / str(pid) / "comm").read_text().strip())
+            in ("mariadbd", "slurmdbd")
+        }
+        assert sorted(database) == ["mariadbd", "slurmdbd"]
+        # The database listens on its socket alone, in a folder that is this user's own.
+        assert not listening_ports(database["mariadbd"])
+        assert len(listening_ports(database["slurmdbd"])) == 1
+        assert (cluster.state / "database").stat().st_mode & 0o077 == 0
+        assert (cluster.state / "slurmdbd.conf").stat().st_mode & 0o077 == 0
+        for pid in database.values():
+            os.kill(pid, signal.SIGKILL)
+        status = cluster_sh("status", *place)
+        assert (status.returncode, status.stdout.count(" dead\n")) == (1, 2)
+        up = cluster_sh("up", "--accounting", "--nodes", "1", *place)
+        assert up.returncode == 0, up.stderr
+        accounts = cluster.run(["sacctmgr", "--noheader", "--parsable2", "show", "account"])
+        assert "lab|" in accounts.stdout
+        assert cluster_sh("down", *place).returncode == 0
+    assert processes_of(cluster_root) == {}
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports on which a process listens."""
+    sockets = set()
+    for entry in (Path("/proc") / str(pid) / "fd").iterdir():
+        target = os.readlink(entry)
+        if target.startswith("socket:"):
+            sockets.add(target[len("socket:[") : -1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
+
+
 def test_a_failed_start_shows_the_log_and_stops_what_it_started(
     cluster_root: Path, new_cluster
 ) -> None:
@@ -260,6 +313,10 @@ def test_a_failed_start_shows_the_log_and_stops_what_it_started(
         (
             ["env", "--nodes", "2"],
             "cluster.sh: --nodes belongs to 'up', not to 'env' (see cluster.sh env --help)",
+        ),
+        (
+            ["down", "--accounting"],
+            "cluster.sh: --accounting belongs to 'up', not to 'down' (see cluster.sh down --help)",
         ),
         (
             ["down", "--state", ""],
@@ -342,13 +399,23 @@ def test_missing_slurm_names_the_packages(cluster_root: Path, tmp_path: Path, pl
     for tool in ("bash", "realpath"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
     env = plain_env | {"PATH": str(tmp_path)}
+    hint = "as root: apt-get install slurm-wlm munge"
     up = cluster_sh("up", "--state", cluster_root, env=env)
     assert up.returncode == 1
     assert "sbatch" in up.stderr
-    assert up.stderr.endswith("as root: apt-get install slurm-wlm munge\n")
+    assert up.stderr.endswith(f"{hint}\n")
+    up = cluster_sh("up", "--accounting", "--state", cluster_root, env=env)
+    assert up.returncode == 1
+    assert "sacctmgr" in up.stderr
+    assert up.stderr.endswith(f"{hint} slurmdbd mariadb-server-core\n")
 
 
-def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env) -> None:
+@pytest.mark.parametrize(
+    "accounting",
+    [[], pytest.param(["--accounting", *ENFORCED], marks=[pytest.mark.long, NEEDS_ACCOUNTING])],
+    ids=["plain", "accounting"],
+)
+def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env, accounting) -> None:
     # A checkout may be closed to other users; the script needs nothing but itself.
     script = Path(shutil.copy(CLUSTER_SH, cluster_root / "cluster.sh"))
     state = cluster_root / "user"
@@ -364,7 +431,7 @@ def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env) -> None:
             [*as_user, *argv], env=env, cwd=cluster_root, capture_output=True, text=True, timeout=90
         )
 
-    up = user_runs(script, "up", "--state", state)
+    up = user_runs(script, "up", "--state", state, *accounting)
     try:
         assert up.returncode == 0, up.stderr
         (conf,) = state.glob("default/slurm.conf")
@@ -379,6 +446,15 @@ def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env) -> None:
         assert sorted(steps) == [f"step n1 {conf}", f"step n2 {conf}"]
         owners = {os.stat(f"/proc/{pid}").st_uid for pid in processes_of(state)}
         assert owners == {state.stat().st_uid}
+        if accounting:
+            sacct = [
+                "sacct",
+                "--noheader",
+                "--parsable2",
+                "--allocations",
+                "--format=Account,State",
+            ]
+            wait_for(lambda: "users|COMPLETED" in user_runs(*sacct).stdout)
     finally:
         del env["SLURM_CONF"]
         down = user_runs(script, "down", "--state", state)
