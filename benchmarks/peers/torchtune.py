@@ -1,0 +1,196 @@
+"""torchtune's stock recipes: packed rows, compiled, chunked cross-entropy, fused AdamW.
+
+One process runs the single-device recipes, several the distributed ones with FSDP. On a CPU the
+latter need what torchtune asks of every device and a CPU does not have; that alone is put in.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from benchmarks.peers import engine
+from benchmarks.peers.engine import Job, Recorder
+
+RECIPES = {
+    ("full", False): ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice"),
+    ("lora", False): ("lora_finetune_single_device", "LoRAFinetuneRecipeSingleDevice"),
+    ("full", True): ("full_finetune_distributed", "FullFinetuneRecipeDistributed"),
+    ("lora", True): ("lora_finetune_distributed", "LoRAFinetuneRecipeDistributed"),
+}
+
+
+class PackedRows(Dataset):
+    """The job's rows as torchtune's PackedDataset gives its packs."""
+
+    def __init__(self, tokenizer: Any, job_file: str, packed: bool = True) -> None:
+        self._rows = engine.read_job(job_file).rows()
+
+    def __len__(self) -> int:
+        return len(self._rows["tokens"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        positions = self._rows["positions"][index]
+        begins = torch.nonzero(positions == 0).flatten()
+        ends = torch.cat([begins[1:], torch.tensor([len(positions)])])
+        return {
+            "tokens": self._rows["tokens"][index],
+            "labels": self._rows["labels"][index],
+            "input_pos": positions,
+            "seq_lens": ends - begins,
+        }
+
+
+class StepLogger:
+    """A torchtune metric logger that hands each step to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        """One optimizer step is done."""
+        self._recorder.step(payload["loss"], payload["grad_norm"])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def recipe_config(job: Job) -> dict[str, Any]:
+    """A config of the stock recipes; `job.settings` may change its top-level keys."""
+    files = sorted(path.name for path in job.model_folder.glob("*.safetensors"))
+    config: dict[str, Any] = {
+        "output_dir": str(Path(job.out) / "run"),
+        "seed": job.seed,
+        "shuffle": False,
+        "device": job.device,
+        "dtype": job.dtype,
+        "model": job.model,
+        "tokenizer": {
+            "_component_": "trainer.tokenizers.hugging_face_tokenizer",
+            "path": str(job.model_folder),
+            "max_seq_len": job.sequence,
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(job.model_folder),
+            "checkpoint_files": files,
+            "output_dir": str(Path(job.out) / "run"),
+            "model_type": job.model_type,
+        },
+        "resume_from_checkpoint": False,
+        "save_adapter_weights_only": True,
+        "dataset": {
+            "_component_": "benchmarks.peers.torchtune.PackedRows",
+            "job_file": str(Path(job.out) / engine.JOB),
+            "packed": True,
+        },
+        "batch_size": job.batch_size,
+        "epochs": 1,
+        "max_steps_per_epoch": job.total_steps,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {
+            "_component_": "torch.optim.AdamW",
+            "fused": True,
+            "lr": job.lr,
+            "betas": list(engine.BETAS),
+            "eps": engine.EPSILON,
+            "weight_decay": engine.WEIGHT_DECAY,
+        },
+        "optimizer_in_bwd": False,
+        "lr_scheduler": {
+            "_component_": "trainer.schedule.get_constant_schedule_with_warmup",
+            "num_warmup_steps": engine.LR_WARMUP_STEPS,
+        },
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "clip_grad_norm": engine.CLIP,
+        "compile": job.device == "cuda",
+        "enable_activation_checkpointing": bool(job.setting("activation_checkpointing", False)),
+        "enable_activation_offloading": False,
+        "log_every_n_steps": 1,
+        "log_peak_memory_stats": False,
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": str(Path(job.out) / "run"),
+        },
+    }
+    own = {"activation_checkpointing", "flex"}
+    return config | {key: value for key, value in job.settings.items() if key not in own}
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train by the stock recipe, without the save at its end."""
+    from omegaconf import OmegaConf
+
+    if not job.setting("flex", True):
+        _without_flex_attention()
+    distributed = job.ranks > 1
+    if distributed and job.device == "cpu":
+        _on_cpu_ranks()
+    if distributed and job.method != "full":
+        # The full recipe does this by itself, this one's own start can do it for GPUs only.
+        backend = "cuda:nccl,cpu:gloo" if job.device == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend)
+    Path(job.out, "run").mkdir(parents=True, exist_ok=True)
+    config = OmegaConf.create(recipe_config(job))
+    method = "full" if job.method == "full" else "lora"
+    recipe = stock_recipe(*RECIPES[method, distributed])(cfg=config)
+    recipe.setup(cfg=config)
+    if method == "lora":
+        from trainer.weights import initialise_adapter
+
+        # torchtune draws the adapter from the global random state; all begin with the same one.
+        initialise_adapter(recipe._model, job.seed)
+    recorder = Recorder(job)
+    recipe._metric_logger = StepLogger(recorder)
+    # The full recipe over ranks saves through its client.
+    saver = getattr(recipe, "_checkpoint_client", recipe)
+    saver.save_checkpoint = lambda *_, **__: None
+    recipe.train()
+    return recorder.result(
+        recipe=RECIPES[method, distributed][0],
+        compile=config.compile,
+        activation_checkpointing=config.enable_activation_checkpointing,
+        attention="flex" if _uses_flex() else "sdpa",
+        loss=config.loss._component_.rpartition(".")[2],
+    )
+
+
+def stock_recipe(file: str, name: str) -> type:
+    """A recipe class from its file; torchtune's recipes folder refuses to be imported."""
+    path = Path(importlib.util.find_spec("recipes").origin).parent / f"{file}.py"
+    spec = importlib.util.spec_from_file_location(file, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _uses_flex() -> bool:
+    from torchtune.modules import attention_utils
+
+    return attention_utils._SUPPORTS_FLEX_ATTENTION
+
+
+def _without_flex_attention() -> None:
+    from torchtune.modules import attention_utils
+
+    attention_utils._SUPPORTS_FLEX_ATTENTION = False
+
+
+def _on_cpu_ranks() -> None:
+    """What torchtune 0.6.1 calls on every device, for the one that lacks it."""
+    from torchtune import training
+
+    torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda *_: None
+    training.get_memory_stats = lambda device, reset_stats=True: {}
+    training.log_memory_stats = lambda stats, message="": None
+
+
+if __name__ == "__main__":
+    engine.main(
+        run,
+        packages=("torch", "torchtune", "torchao"),
+        ranks="torchrun",
+        fallback={"flex": False},
+    )

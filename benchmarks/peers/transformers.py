@@ -1,0 +1,168 @@
+"""transformers' Trainer, with PEFT for adapters: packed rows, its fastest attention at hand.
+
+On a GPU that is FlashAttention 2 where flash-attn is installed, else compiled flex attention; the
+Liger kernels are used where they are installed. Weights are kept and computed in the job's dtype.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers import engine
+from benchmarks.peers.engine import Job, Recorder
+
+FLASH = "flash_attention_2"
+
+
+class Rows(torch.utils.data.Dataset):
+    """The job's rows as the Trainer takes samples."""
+
+    def __init__(self, job: Job) -> None:
+        self._rows = job.rows()
+
+    def __len__(self) -> int:
+        return len(self._rows["tokens"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": self._rows["tokens"][index],
+            "labels": self._rows["labels"][index],
+            "position_ids": self._rows["positions"][index],
+        }
+
+
+def collator(flat: bool) -> Any:
+    """Batches without a mask: positions that begin again tell the model its documents.
+
+    Args:
+        flat: the rows side by side in one, as DataCollatorWithFlattening has it.
+    """
+
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+        return {k: v.view(1, -1) for k, v in batch.items()} if flat else batch
+
+    return collate
+
+
+def attention(job: Job) -> str:
+    """The name of the attention implementation."""
+    if job.device == "cpu":
+        return job.setting("attention", "sdpa")
+    return job.setting("attention", FLASH if find_spec("flash_attn") else "flex_attention")
+
+
+def base_model(job: Job) -> torch.nn.Module:
+    """The model with its weights, and with the job's adapter where it has one."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    dtype = getattr(torch, engine.DTYPES[job.dtype])
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention(job)}
+    if job.method == "qlora":
+        import bitsandbytes  # noqa: F401 (without it from_pretrained asks for another package)
+
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+        options["device_map"] = {"": job.device}
+    model = AutoModelForCausalLM.from_pretrained(job.model_folder, **options)
+    model.config.use_cache = False
+    if job.method != "full":
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(
+            model, job.adapter_folder, is_trainable=True, autocast_adapter_dtype=False
+        )
+    return model
+
+
+def arguments(job: Job) -> dict[str, Any]:
+    """The Trainer's arguments; `job.settings` may change them."""
+    recomputes = bool(job.setting("activation_checkpointing", False))
+    return {
+        "output_dir": str(Path(job.out) / "run"),
+        "max_steps": job.total_steps,
+        "per_device_train_batch_size": job.batch_size,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": job.lr,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": engine.LR_WARMUP_STEPS,
+        "optim": "adamw_torch_fused",
+        "adam_beta1": engine.BETAS[0],
+        "adam_beta2": engine.BETAS[1],
+        "adam_epsilon": engine.EPSILON,
+        "weight_decay": engine.WEIGHT_DECAY,
+        "max_grad_norm": engine.CLIP,
+        **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if recomputes else {}),
+        "gradient_checkpointing": recomputes,
+        "use_liger_kernel": job.device == "cuda" and find_spec("liger_kernel") is not None,
+        "torch_compile": False,
+        "dataloader_num_workers": 2 if job.device == "cuda" else 0,
+        "remove_unused_columns": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": job.device == "cpu",
+        "ddp_backend": "gloo" if job.device == "cpu" and job.ranks > 1 else None,
+        "ddp_find_unused_parameters": False,
+        "seed": job.seed,
+    } | {
+        k: v for k, v in job.settings.items() if k not in ("activation_checkpointing", "attention")
+    }
+
+
+def fit(job: Job, model: torch.nn.Module, collate: Any) -> tuple[Recorder, dict[str, Any]]:
+    """Train by transformers.Trainer; the recorder, and the arguments that it ran with.
+
+    Args:
+        collate: makes a batch of samples of `Rows`.
+    """
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    recorder, given = Recorder(job), arguments(job)
+
+    class Steps(TrainerCallback):
+        """Hands each step to the recorder."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "grad_norm" in (logs or {}):
+                recorder.step(logs["loss"], logs["grad_norm"])
+
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**given),
+        train_dataset=Rows(job),
+        data_collator=collate,
+        callbacks=[Steps()],
+    )
+    trainer.train()
+    return recorder, given
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train the model; with several ranks it is DDP."""
+    if job.ranks > 1 and job.method == "full":
+        raise engine.Skip("full fine-tuning over several ranks is not set up here")
+    recorder, given = fit(job, base_model(job), collator(flat=attention(job) == FLASH))
+    return recorder.result(
+        attention=attention(job),
+        compile=given["torch_compile"],
+        activation_checkpointing=given["gradient_checkpointing"],
+        liger=given["use_liger_kernel"],
+        autocast=bool(given.get("bf16", False)),
+    )
+
+
+if __name__ == "__main__":
+    engine.main(
+        run,
+        packages=("torch", "transformers", "peft", "accelerate", "liger_kernel", "flash_attn"),
+        ranks="torchrun",
+        fallback={"attention": "sdpa"},
+    )

@@ -1,0 +1,275 @@
+"""Trains the same model by this trainer and by its peers: python -m benchmarks.train
+
+    python -m benchmarks.train --workload llama8b_lora llama8b_full --out results
+    python -m benchmarks.train --workload tiny_lora --device cpu
+
+Each engine (a file in benchmarks/peers/) starts with the same weights, made from a seed, takes the
+same packed rows, and is timed over the same steps, in a process of its own. Writes train.json and
+train.md into --out after every engine; nothing is downloaded. --peers ours:compile=false gives an
+engine settings by its own names; --python litgpt=/path/bin/python gives it an interpreter.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks import report, workloads
+from benchmarks.peers import engine
+from benchmarks.peers.engine import Job
+
+ROOT = Path(__file__).parents[1]
+# By importance, as the time may end.
+PEERS = (
+    "ours",
+    "torchtune",
+    "transformers",
+    "unsloth",
+    "transformers:torch_compile=true",
+    "litgpt",
+    "automodel",
+)
+# No engine is begun with less than this, and nothing is left unwritten at the end.
+LEAST_S, RESERVE_S = 30.0, 10.0
+LOG_LINES = 40
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--workload", nargs="+", choices=tuple(workloads.WORKLOADS), required=True)
+    made.add_argument("--peers", nargs="+", default=list(PEERS), metavar="NAME[:KEY=VALUE...]")
+    made.add_argument("--python", nargs="*", type=_pair, default=[], metavar="NAME=INTERPRETER")
+    made.add_argument("--device", choices=("cuda", "cpu"), default=None)
+    made.add_argument("--steps", type=int, default=20, help="measured steps (20)")
+    made.add_argument("--warmup-steps", type=int, default=5, help="steps before these (5)")
+    made.add_argument("--batch-size", type=int, help="rows a rank and step")
+    made.add_argument("--sequence", type=int, help="tokens a row")
+    made.add_argument("--dtype", choices=("bf16", "fp32"))
+    made.add_argument("--documents", choices=("packed", "whole"), default="packed")
+    made.add_argument("--ranks", type=int, default=1, help="processes, a GPU each (1)")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--budget-s", type=float, default=540.0, help="seconds for all of it (540)")
+    made.add_argument("--out", type=Path, default=Path("benchmark-results"))
+    made.add_argument("--work", type=Path, help="keep models and logs here; else they are deleted")
+    return made
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if name not in available() or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=INTERPRETER of {available()}")
+    return name, value
+
+
+def _program(path: str) -> str:
+    # It is started from the repository's root; a virtual environment's link must stay one.
+    return str(Path(path).absolute()) if os.sep in path else path
+
+
+class Comparison:
+    """One run of the command."""
+
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        self.options, self.work = options, work
+        self.end = time.monotonic() + options.budget_s - RESERVE_S
+        self.deadline = self.end
+        # To count takes no memory on the GPU, which the engines need whole.
+        self.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
+        self.pythons = {name: _program(path) for name, path in options.python}
+        self.report: dict[str, Any] = {
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "commit": _commit(),
+            "command": shlex.join(["python", "-m", "benchmarks.train", *sys.argv[1:]]),
+            "convention": report.CONVENTION,
+            "machine": self._machine(),
+            "workloads": [],
+        }
+
+    def run(self) -> None:
+        """Measure what there is time for, each workload in its share of what is left."""
+        names = self.options.workload
+        for number, name in enumerate(names):
+            now = time.monotonic()
+            self.deadline = now + (self.end - now) / (len(names) - number)
+            self._workload(name)
+            self._write()
+
+    def _workload(self, name: str) -> None:
+        asked = self._job(name)
+        began = time.monotonic()
+        made = workloads.prepare(asked)
+        print(f"{name}: made in {time.monotonic() - began:.1f} s", flush=True)
+        part = {
+            "workload": name,
+            "job": {k: v for k, v in asdict(asked).items() if k not in ("folder", "out")},
+            "filled": made.filled,
+            "tolerances": report.tolerances(asked),
+            "rows": [],
+        }
+        self.report["workloads"].append(part)
+        longest = 0.0
+        for number, label in enumerate(self.options.peers, 1):
+            began = time.monotonic()
+            row = self._row(label, replace(asked, out=f"{asked.folder}_{name}_{number}"), longest)
+            if row["status"] == "ok":
+                longest = max(longest, time.monotonic() - began)
+                row |= report.measured(row, asked, made, self.report["machine"])
+            part["rows"].append(row)
+            report.compare(part["rows"], asked)
+            self._write()
+            print(report.summary(row), flush=True)
+
+    def _job(self, name: str) -> Job:
+        options = self.options
+        given = {k: getattr(options, k) for k in ("batch_size", "sequence", "dtype")}
+        dtype = options.dtype or workloads.WORKLOADS[name].dtype
+        # Workloads of one model share its folder.
+        shape = name.partition("_")[0]
+        return workloads.job(
+            name,
+            self.work / f"{shape}_{dtype}_{options.seed}",
+            device=self.device,
+            ranks=options.ranks,
+            warmup_steps=options.warmup_steps,
+            steps=options.steps,
+            seed=options.seed,
+            documents=options.documents,
+            **{k: v for k, v in given.items() if v is not None},
+        )
+
+    def _row(self, label: str, asked: Job, expected_s: float) -> dict[str, Any]:
+        """One engine's answer; where it fails in a way that a setting may mend, it tries again."""
+        peer, *pairs = label.split(":")
+        settings = {k: yaml.safe_load(v) for k, _, v in (pair.partition("=") for pair in pairs)}
+        before: list[str] = []
+        while True:
+            left = self.deadline - time.monotonic()
+            if left < max(LEAST_S, expected_s if not before else 0):
+                answer = {"status": "skipped", "reason": f"no time: {max(left, 0):.0f} s left"}
+                break
+            job = replace(asked, settings=settings)
+            answer = self._start(peer, job, left)
+            if not (again := answer.pop("retry_with", None)):
+                break
+            before.append(f"{answer['status']} ({answer['reason']}) without {again}")
+            settings = {**settings, **again}
+        return {"engine": label, "peer": peer, **answer, "before": before}
+
+    def _start(self, peer: str, job: Job, limit_s: float) -> dict[str, Any]:
+        shutil.rmtree(job.out, ignore_errors=True)
+        path = engine.write_job(job)
+        log, answer = path.with_name("log"), path.with_name(engine.RESULT)
+        python = self.pythons.get(peer, sys.executable)
+        with open(log, "w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                [python, "-m", f"benchmarks.peers.{peer}", str(path)],
+                env=_environment(self.work, self.device, self.options.ranks),
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return {"status": "skipped", "reason": f"not done in the {limit_s:.0f} s left"}
+            finally:
+                engine.end(process)
+        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        found = {
+            "status": "failed",
+            "reason": f"exit status {process.returncode}: {lines[-1][:300]}",
+        }
+        if answer.exists():
+            found = json.loads(answer.read_text())
+        # The log itself goes with the work folder.
+        return found if found["status"] == "ok" else found | {"log": lines[-LOG_LINES:]}
+
+    def _machine(self) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.machine", self.device],
+            env=_environment(self.work, self.device, self.options.ranks),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def _write(self) -> None:
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        engine.write_json(self.options.out / "train.json", self.report)
+        (self.options.out / "train.md").write_text(report.markdown(self.report), encoding="utf-8")
+
+
+def _environment(work: Path, device: str, ranks: int) -> dict[str, str]:
+    # Not every engine can be told to leave a GPU alone, or the others.
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    return {
+        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        **offline,
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus.split(",")[:ranks]) if device == "cuda" else "",
+        "HF_HOME": str(work / "hf"),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _commit() -> str | None:
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.stdout.strip() or None
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; exit status 0 where ours was measured in each workload, else 1."""
+    options = parser().parse_args(arguments)
+    unknown = {label.split(":")[0] for label in options.peers} - set(available())
+    if unknown:
+        known = ", ".join(available())
+        parser().error(f"--peers: no engine {', '.join(sorted(unknown))}; there are {known}")
+    work = options.work or Path(tempfile.mkdtemp(prefix="cookbook-train-"))
+    work = work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        comparison = Comparison(options, work)
+        comparison.run()
+    finally:
+        if options.work is None:
+            shutil.rmtree(work, ignore_errors=True)
+    print(report.markdown(comparison.report))
+    parts = comparison.report["workloads"]
+    rows = [row for part in parts for row in part["rows"] if row["peer"] == "ours"]
+    return int(any(row["status"] != "ok" for row in rows))
+
+
+def available() -> list[str]:
+    """The engines that there is a file for."""
+    files = (ROOT / "benchmarks" / "peers").glob("*.py")
+    return sorted(path.stem for path in files if path.stem != "engine")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

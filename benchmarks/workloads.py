@@ -1,0 +1,368 @@
+"""What is trained: real shapes, weights from a seed, and the rows that every engine gets."""
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.peers import ours
+from benchmarks.peers.engine import IGNORE_INDEX, TARGETS, Job, write_json
+from trainer import data, distributed, families, models, weights
+from trainer.compat import get_adapter_params
+from trainer.config import TrainConfig, parse
+from trainer.flops import ModelFlops, model_flops
+from trainer.packing import pack
+
+METHODS = ("full", "lora", "qlora")
+LORA_RANK, LORA_ALPHA = 16, 32
+MAX_SHARD_BYTES = 4 * 2**30
+BEGIN, END, FIRST_WORD = 0, 1, 2
+# Two numbers tell the documents' lengths: log-normal, as conversations are.
+MEDIAN_SHARE, SIGMA, SHORTEST = 0.1, 1.0, 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama by its sizes, those of its config.json."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    builder: str
+    rope_factor: float
+    tied: bool = False
+
+    def hf_config(self) -> dict[str, Any]:
+        """config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.width // self.heads,
+            "hidden_act": "silu",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": self.rope_factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": self.tied,
+            "vocab_size": self.vocabulary,
+            "bos_token_id": BEGIN,
+            "eos_token_id": END,
+        }
+
+    def model_block(self, method: str) -> dict[str, Any]:
+        """The `model` block of a torchtune config."""
+        name = self.builder if method == "full" else f"lora_{self.builder}"
+        block: dict[str, Any] = {
+            "_component_": f"torchtune.models.{self.builder}.{name}",
+            "vocab_size": self.vocabulary,
+            "num_layers": self.layers,
+            "num_heads": self.heads,
+            "num_kv_heads": self.kv_heads,
+            "embed_dim": self.width,
+            "intermediate_dim": self.inner,
+            "max_seq_len": 131072,
+            "rope_base": 500000,
+            "norm_eps": 1e-05,
+            "scale_factor": int(self.rope_factor),
+        }
+        if method != "full":
+            block |= {
+                "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+                "apply_lora_to_mlp": True,
+                "apply_lora_to_output": False,
+                "lora_rank": LORA_RANK,
+                "lora_alpha": LORA_ALPHA,
+                "lora_dropout": 0.0,
+            }
+        return block | ({"quantize_base": True} if method == "qlora" else {})
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of the model folder."""
+        keys = self.width // self.heads * self.kv_heads
+        found = {"model.embed_tokens.weight": (self.vocabulary, self.width)}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            found |= {
+                prefix + "input_layernorm.weight": (self.width,),
+                prefix + "self_attn.q_proj.weight": (self.width, self.width),
+                prefix + "self_attn.k_proj.weight": (keys, self.width),
+                prefix + "self_attn.v_proj.weight": (keys, self.width),
+                prefix + "self_attn.o_proj.weight": (self.width, self.width),
+                prefix + "post_attention_layernorm.weight": (self.width,),
+                prefix + "mlp.gate_proj.weight": (self.inner, self.width),
+                prefix + "mlp.up_proj.weight": (self.inner, self.width),
+                prefix + "mlp.down_proj.weight": (self.width, self.inner),
+            }
+        found["model.norm.weight"] = (self.width,)
+        return found if self.tied else found | {"lm_head.weight": (self.vocabulary, self.width)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a method, and what one GPU takes in a step: batch_size rows of `sequence` tokens."""
+
+    shape: Shape
+    method: str
+    batch_size: int
+    sequence: int = 4096
+    dtype: str = "bf16"
+
+    @property
+    def lr(self) -> float:
+        """Learning rate."""
+        return 2e-5 if self.method == "full" else 3e-4
+
+
+LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256, "llama3_1", 8.0)
+LLAMA_1B = Shape(16, 2048, 8192, 32, 8, 128256, "llama3_2", 32.0, tied=True)
+# Of the same structure, for a CPU; torchao's NF4 takes no smaller matrices.
+TINY = Shape(2, 256, 512, 4, 2, 512, "llama3_1", 8.0)
+
+WORKLOADS = {
+    "llama8b_lora": Workload(LLAMA_8B, "lora", 2),
+    "llama8b_full": Workload(LLAMA_8B, "full", 2),
+    "llama8b_qlora": Workload(LLAMA_8B, "qlora", 2),
+    "llama1b_full": Workload(LLAMA_1B, "full", 4),
+    "llama1b_lora": Workload(LLAMA_1B, "lora", 4),
+    **{f"tiny_{m}": Workload(TINY, m, 2, sequence=128, dtype="fp32") for m in METHODS},
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was made for a workload, and what one of its steps is.
+
+    tokens, targets, pairs: real tokens, trained positions and query-key pairs of each step.
+    """
+
+    flops: ModelFlops
+    tokens: list[int]
+    targets: list[int]
+    pairs: list[int]
+    filled: float
+
+    def step_flops(self, step: int) -> float:
+        """Model FLOPs of a step, counted from 1, over all ranks."""
+        at = step - 1
+        return self.flops.of(self.tokens[at], self.targets[at], self.pairs[at])
+
+
+def job(name: str, folder: Path, **given: Any) -> Job:
+    """The job of a workload; `given` is what the workload does not say, or says otherwise."""
+    workload = WORKLOADS[name]
+    said = {
+        "folder": str(folder),
+        "out": str(folder),
+        "workload": name,
+        "method": workload.method,
+        "model": workload.shape.model_block(workload.method),
+        "model_type": "LLAMA3_2" if workload.shape.builder == "llama3_2" else "LLAMA3",
+        "batch_size": workload.batch_size,
+        "sequence": workload.sequence,
+        "dtype": workload.dtype,
+        "lr": workload.lr,
+        "lora_rank": LORA_RANK,
+        "lora_alpha": LORA_ALPHA,
+    }
+    return Job(**said | given)
+
+
+def prepare(asked: Job) -> Prepared:
+    """Write the model, the adapter, the documents and the rows into the job's folder.
+
+    The same seed gives the same bytes on every machine. A model that is there already is kept.
+    """
+    shape = WORKLOADS[asked.workload].shape
+    if not (asked.model_folder / "config.json").exists():
+        write_model(asked.model_folder, shape, asked.dtype, asked.seed)
+    write_corpus(asked, shape.vocabulary)
+    config = parse(ours.train_config(asked, Path(asked.folder) / "run"))
+    module = models.empty(config)
+    adapter = get_adapter_params(module)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not adapter or name in adapter)
+    if adapter:
+        write_adapter(asked, module, shape)
+    return write_rows(asked, config, model_flops(module))
+
+
+def write_model(folder: Path, shape: Shape, dtype: str, seed: int) -> None:
+    """A Hugging Face folder of random weights, normal with deviation 0.02, and its tokenizer.
+
+    Layers that write to the residual stream start smaller (Radford et al. 2019, GPT-2).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = models.DTYPES[dtype]
+
+    def tensor(name: str, size: tuple[int, ...]) -> torch.Tensor:
+        if len(size) == 1:
+            return torch.ones(size, dtype=kind)
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+        deviation = 0.02 / ((2 * shape.layers) ** 0.5 if writes else 1)
+        return torch.empty(size).normal_(0, deviation, generator=generator).to(kind)
+
+    files = _shards(shape.tensors(), kind.itemsize)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for number, sizes in enumerate(files, 1):
+            made = pool.map(tensor, sizes.keys(), sizes.values())
+            path = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
+            save_file(dict(zip(sizes, made, strict=True)), path, metadata={"format": "pt"})
+    index = {
+        name: f"model-{number:05}-of-{len(files):05}.safetensors"
+        for number, sizes in enumerate(files, 1)
+        for name in sizes
+    }
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+    write_tokenizer(folder, shape.vocabulary)
+    write_json(folder / "generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": END})
+    # Last, as it says that the folder is complete.
+    name = str(kind).removeprefix("torch.")
+    write_json(folder / "config.json", shape.hf_config() | {"dtype": name})
+
+
+def _shards(sizes: dict[str, tuple[int, ...]], itemsize: int) -> list[dict[str, tuple[int, ...]]]:
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    room = MAX_SHARD_BYTES
+    for name, size in sizes.items():
+        needed = int(np.prod(size)) * itemsize
+        if needed > room and files[-1]:
+            files.append({})
+            room = MAX_SHARD_BYTES
+        files[-1][name] = size
+        room -= needed
+    return files
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A tokenizer of whole words: token n is the word w<n>."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    words = {"<s>": BEGIN, "</s>": END} | {f"w{n}": n for n in range(FIRST_WORD, vocabulary)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_corpus(asked: Job, vocabulary: int) -> None:
+    """Documents of words whose frequencies fall as 1 / rank (Zipf), enough for all steps.
+
+    Packed: log-normal lengths around a tenth of a row, cut at a row. Whole: a row each, less one
+    token, as torchtune's text dataset cuts there.
+    """
+    rows = asked.total_steps * asked.batch_size * asked.ranks
+    random = np.random.default_rng(asked.seed)
+    longest = asked.sequence - 1
+    if asked.documents == "whole":
+        lengths = np.full(rows, longest)
+    else:
+        lengths = np.empty(0, dtype=np.int64)
+        while not len(lengths) or len(pack(lengths, asked.sequence, None)) < rows:
+            drawn = random.lognormal(np.log(asked.sequence * MEDIAN_SHARE), SIGMA, 16 * rows)
+            lengths = np.append(lengths, drawn.clip(SHORTEST, longest).astype(np.int64))
+    chance = 1 / np.arange(1, vocabulary - FIRST_WORD + 1)
+    edges = np.cumsum(chance / chance.sum())
+    with open(asked.corpus, "w", encoding="utf-8") as file:
+        for length in lengths:
+            # Two of its tokens are the begin and the end.
+            words = FIRST_WORD + np.searchsorted(edges, random.random(length - 2)).clip(
+                max=vocabulary - FIRST_WORD - 1
+            )
+            file.write(json.dumps({"text": " ".join(f"w{word}" for word in words)}) + "\n")
+
+
+def write_adapter(asked: Job, module: torch.nn.Module, shape: Shape) -> None:
+    """The adapter that the trainer begins with, as PEFT reads it; B is zero.
+
+    Args:
+        module: on the meta device.
+    """
+    family = families.of(shape.hf_config())
+    for name, layer in module.named_modules():
+        if name.endswith(("lora_a", "lora_b")):
+            layer.to_empty(device="cpu")
+    weights.initialise_adapter(module, asked.seed)
+    tensors = {}
+    for name, parameter in module.named_parameters():
+        base, _, part = name.removesuffix(".weight").rpartition(".")
+        if part in ("lora_a", "lora_b"):
+            place = family.hf_name(f"{base}.weight").removesuffix(".weight")
+            kind = "lora_A" if part == "lora_a" else "lora_B"
+            tensors[f"base_model.model.{place}.{kind}.weight"] = parameter.detach().contiguous()
+    folder = asked.adapter_folder
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(asked.model_folder),
+        "r": asked.lora_rank,
+        "lora_alpha": asked.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(TARGETS),
+        "bias": "none",
+        "inference_mode": False,
+    }
+    write_json(folder / "adapter_config.json", settings)
+
+
+def write_rows(asked: Job, config: TrainConfig, flops: ModelFlops) -> Prepared:
+    """The rows as the trainer's own loader gives them, for those that do not read the corpus."""
+    world = distributed.start("cpu")
+    # One rank with all ranks' rows: they go round in this order.
+    config = replace(config, batch_size=asked.batch_size * asked.ranks)
+    try:
+        batches = data.build(config, world, lambda text: None).training.from_step(0)
+        steps = [next(batches)[0] for _ in range(asked.total_steps)]
+    finally:
+        distributed.stop()
+    shifted = torch.cat([batch.labels for batch in steps])
+    labels = torch.full_like(shifted, IGNORE_INDEX)
+    labels[:, 1:] = shifted[:, :-1]
+    rows = {
+        "tokens": torch.cat([batch.tokens for batch in steps]),
+        "labels": labels,
+        "positions": torch.cat([batch.positions for batch in steps]),
+    }
+    save_file({name: tensor.int() for name, tensor in rows.items()}, asked.rows_file)
+    return Prepared(
+        flops,
+        [batch.token_count for batch in steps],
+        [batch.target_count for batch in steps],
+        [batch.attention_pairs for batch in steps],
+        sum(batch.token_count for batch in steps) / rows["tokens"].numel(),
+    )

@@ -1,0 +1,217 @@
+"""The benchmark of single levers: what it measures, and that a wrong variant is told."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import levers
+from benchmarks.parts import attention, measure
+from benchmarks.parts.measure import SIZES, Case, Ready, Setting, Variant
+
+TINY = Setting(
+    torch.device("cpu"),
+    torch.float32,
+    SIZES["tiny"],
+    compiled=False,
+    rounds=measure.FEWEST_ROUNDS,
+    stretch_s=0.0,
+)
+# What needs a GPU, another package or a compiler; all else must run, and be equal, anywhere.
+MAY_BE_SKIPPED = (
+    "compiled",
+    "by blocks",
+    "varlen",
+    "torchao Adam",
+    "bitsandbytes",
+    "Liger",
+    "PEFT",
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other would take longer than these shapes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def results_of(parts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {
+        "date": "now",
+        "commit": None,
+        "hardware": levers.hardware(torch.device("cpu")),
+        "versions": levers.versions(),
+        "device": "cpu",
+        "dtype": "float32",
+        "size": "tiny",
+        "parts": {name: {"cases": cases} for name, cases in parts.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(p, marks=[pytest.mark.long] if p == "block" else []) for p in levers.PARTS],
+)
+def test_every_variant_of_a_part_is_measured_and_equal_to_its_reference(part):
+    records = list(levers.run_part(part, TINY))
+    results = results_of({part: records})
+    assert levers.faults(results) == []
+    page = levers.markdown(results)
+    for record in records:
+        assert f"### {part}: {record['case']}" in page
+        for variant in record["variants"]:
+            assert f"\n| {variant['name']} |" in page
+            if "skipped" in variant:
+                assert any(word in variant["name"] for word in MAY_BE_SKIPPED), variant
+                continue
+            assert variant["equal"] and variant["errors"], variant
+            assert variant["seconds"]["rounds"] == measure.FEWEST_ROUNDS
+            assert 0 < variant["seconds"]["low"] <= variant["seconds"]["high"]
+            assert variant["peak_bytes"] >= 0 and variant["rate"] > 0
+        assert record["variants"][0]["ratio"] == 1
+    assert json.loads(json.dumps(results)) == results
+
+
+def off(ready: Ready, name: str) -> Ready:
+    """The same variant with one of its results 1 % too large."""
+    if ready.results is not None:
+        results = ready.results
+
+        def wrong() -> dict[str, torch.Tensor]:
+            return {key: value * (1.01 if key == name else 1) for key, value in results().items()}
+
+        return replace(ready, results=wrong)
+    if name == "output":
+        return replace(ready, run=lambda: TooLarge.apply(ready.run()))
+
+    @contextmanager
+    def hooked() -> Iterator[None]:
+        handle = ready.leaves[name].register_hook(lambda gradient: gradient * 1.01)
+        yield
+        handle.remove()
+
+    return replace(ready, around=hooked)
+
+
+class TooLarge(torch.autograd.Function):
+    """The value alone is off, its gradient is right."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value * 1.01
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("part", ["attention", "loss", "lora", "nf4", "optimizer"])
+def test_each_result_that_is_off_is_told(part):
+    case = next(iter(levers.module_of(part).cases(TINY)))
+    first, names = case.variants[0], list(case.reference())
+    wrong = [Variant(f"wrong {n}", lambda n=n: off(first.prepare(), n)) for n in names]
+    record = measure.run_case(replace(case, variants=[first, *wrong]), TINY)
+    assert [variant["equal"] for variant in record["variants"]] == [True] + [False] * len(names)
+    results = results_of({part: [record]})
+    told = levers.faults(results)
+    assert [line.partition(":")[0] for line in told] == [
+        f"{part}, {case.name}, wrong {name}" for name in names
+    ]
+    page = levers.markdown(results)
+    assert page.count("NOT EQUAL") == len(names) and all(line in page for line in told)
+
+
+def test_attention_that_looks_into_another_document_is_told():
+    case = next(iter(attention.cases(TINY)))
+    leaves = case.variants[0].prepare().leaves
+    leaking = Variant("leaking", lambda: attention.causal(leaves))
+    record = measure.run_case(replace(case, variants=[leaking]), TINY)
+    [variant] = record["variants"]
+    assert not variant["equal"] and variant["errors"]["output"] > 0.1
+
+
+def test_what_breaks_is_a_fault_and_what_cannot_run_is_not():
+    def absent() -> Ready:
+        import no_such_package  # noqa: F401
+
+        return Ready(lambda: None)
+
+    def breaks() -> Ready:
+        raise ValueError("no kernel\nfor this shape")
+
+    case = Case(
+        "a case",
+        "nothing",
+        [Variant("absent", absent), Variant("breaking", breaks)],
+        reference=dict,
+        tolerance=0.0,
+    )
+    record = measure.run_case(case, TINY)
+    assert record["variants"] == [
+        {"name": "absent", "skipped": "no_such_package is not installed"},
+        {"name": "breaking", "failed": "ValueError: no kernel"},
+    ]
+    assert levers.faults(results_of({"x": [record]})) == [
+        "x, a case, breaking: ValueError: no kernel"
+    ]
+    late = measure.run_case(case, replace(TINY, deadline=time.monotonic()))
+    assert {variant["skipped"] for variant in late["variants"]} == {"no time was left for it"}
+
+
+def test_deviation_sees_one_wrong_row_among_many():
+    exact = torch.randn(1000, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact[:500] *= 1e-9
+    value = exact.clone()
+    value[700] *= 1.1
+    assert measure.deviation(value, exact) == pytest.approx(0.1, rel=0.1)
+    # A row of almost zeros counts by what it adds to the rest.
+    value = exact.clone()
+    value[3] *= 2
+    assert measure.deviation(value, exact) < 1e-6
+    value[3] = torch.nan
+    assert measure.deviation(value, exact) == math.inf
+    assert measure.deviation(exact[1:], exact) == math.inf
+
+
+def test_peak_memory_is_what_lives_at_once():
+    def call() -> torch.Tensor:
+        first = torch.zeros(2**18)
+        second = first + 1
+        del first
+        return second * 2
+
+    assert measure.peak_bytes(call, torch.device("cpu")) == pytest.approx(2 * 2**20, rel=1e-4)
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["optimizer", "--device", "cpu", "--size", "tiny", "--no-compile"]
+    assert levers.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (tmp_path / "levers.md").read_text()
+    results = json.loads((tmp_path / "levers.json").read_text())
+    names = [case["case"] for case in results["parts"]["optimizer"]["cases"]]
+    assert names == ["full fine-tuning", "LoRA"]
+    assert results["versions"]["torch"] == torch.__version__
+
+    with pytest.raises(SystemExit, match="2"):
+        levers.main(["no_part"])
+    assert "no part no_part; known: attention, block" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", levers.PARTS)
+def test_what_compiles_is_equal_too(part):
+    torch._dynamo.reset()
+    records = list(levers.run_part(part, replace(TINY, compiled=True)))
+    assert levers.faults(results_of({part: records})) == []
+    skipped = [v["name"] for r in records for v in r["variants"] if "skipped" in v]
+    assert not [name for name in skipped if "compiled" in name and "fp8 rowwise" not in name]
