@@ -12,6 +12,12 @@ from torch import nn
 from trainer import flex, forwards
 from trainer.compat import Gemma2Attention, MultiHeadAttention, TransformerDecoder
 
+# At once: recomputation keeps this operator's results, and must find it before a layer is prepared.
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
 # FlashAttention-2: Ampere and later, half precision, heads of up to 256 numbers.
 FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -117,9 +123,7 @@ def _fits_flash(layer: nn.Module, dtype: torch.dtype) -> bool:
 @cache
 def varlen_attention(window: int | None = None) -> VarlenAttention | None:
     """(query, key, value, offsets, longest) -> output, all [tokens, heads, head_dim], or None."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
+    if varlen_attn is None:
         return None
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     # The kernel always shares key heads; torch 2.13 wants to be told so, and 2.11 does not ask.

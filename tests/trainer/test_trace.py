@@ -185,6 +185,20 @@ def test_70b_is_traced_to_its_full_depth(tmp_path) -> None:
     assert Estimate(estimates.plan_of(config, 2, 8)).peak == pytest.approx(found["peak"], rel=0.05)
 
 
+def test_the_first_trace_of_a_process_is_as_the_next(tmp_path) -> None:
+    """An operator that is not yet imported when a layer is prepared would be recomputed."""
+    by_operation = {"enable_activation_checkpointing": False, "ac_mode": "selective"}
+    file = tmp_path / "train.yaml"
+    file.write_text(yaml.safe_dump(recipe("llama3_2.llama3_2_1b", **by_operation, ac_option="op")))
+    code = (
+        "import sys; from trainer import config, trace; c = config.load(sys.argv[1]);"
+        "assert trace.trace(c, 8, 2) == trace.trace(c, 8, 2)"
+    )
+    command = [sys.executable, "-c", code, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_cannot_be_traced_is_said() -> None:
     config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=3))
     with pytest.raises(
