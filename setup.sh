@@ -20,7 +20,7 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
   --help
 
   COOKBOOK_VENV       folder of the environment (default: .venv in the checkout)
-  COOKBOOK_PYTHON     the Python to make it with (default: the newest of python3.12, 3.11, 3.10 found)
+  COOKBOOK_PYTHON     the Python to make it with (default: the newest of python3.13, 3.12, 3.11 found)
 
 Where Slurm is missing and the machine is Debian or Ubuntu with root or sudo, the demo and the tests
 install slurm-wlm and munge and start a real one-host Slurm; --test-all installs slurmdbd and
@@ -84,17 +84,17 @@ version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/de
 
 find_python() {
   local candidate version seen=''
-  for candidate in ${COOKBOOK_PYTHON:-python3.12 python3.11 python3.10 python3}; do
+  for candidate in ${COOKBOOK_PYTHON:-python3.13 python3.12 python3.11 python3}; do
     version=$(version_of "$candidate") || continue
     case $version in
-      3.10 | 3.11 | 3.12)
+      3.11 | 3.12 | 3.13)
         command -v "$candidate"
         return
         ;;
     esac
     seen="$seen $candidate is $version;"
   done
-  die "no Python 3.10, 3.11 or 3.12 found (${seen:-no python3 at all}): install one, or 'module load' one, or name it with COOKBOOK_PYTHON"
+  die "no Python 3.11, 3.12 or 3.13 found (${seen:-no python3 at all}): install one, or 'module load' one, or name it with COOKBOOK_PYTHON"
 }
 
 check_disk() {
@@ -109,7 +109,7 @@ check_disk() {
 make_venv() {
   local python
   if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-    case $(version_of "$VENV/bin/python") in 3.10 | 3.11 | 3.12) return ;; esac
+    case $(version_of "$VENV/bin/python") in 3.11 | 3.12 | 3.13) return ;; esac
   fi
   python=$(find_python)
   if ! "$python" -c 'import ensurepip' 2>/dev/null; then

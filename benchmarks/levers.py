@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     results = {
         "what": "one lever at a time",
         "command": ["python", "-m", "benchmarks.levers", *arguments],
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(device),
         "versions": versions(),
         "commit": _commit(),

@@ -94,7 +94,7 @@ class Comparison:
         self.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
         self.pythons = {name: _program(path) for name, path in options.python}
         self.report: dict[str, Any] = {
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "commit": _commit(),
             "command": shlex.join(["python", "-m", "benchmarks.train", *sys.argv[1:]]),
             "convention": report.CONVENTION,

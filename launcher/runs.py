@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def runs_root(root: Path) -> Path:
 
 def new_name(label: str) -> str:
     """Return a new run's name: time, label and four random hex digits."""
-    return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{label}-{secrets.token_hex(2)}"
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{label}-{secrets.token_hex(2)}"
 
 
 def create(root: Path, name: str, files: dict[str, str], code: Path | None = None) -> Run:
@@ -295,9 +295,7 @@ def _reason(job: slurm.QueuedJob, run: Run) -> str:
 
 def age(run: Run) -> str:
     """Return how long ago a run was made, in the largest fitting unit."""
-    made = (
-        datetime.strptime(run.name[:15], "%Y%m%d-%H%M%S").replace(tzinfo=timezone.utc).timestamp()
-    )
+    made = datetime.strptime(run.name[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
     return duration(time.time() - made)
 
 

@@ -44,6 +44,17 @@ def faults(names: list[str], model: nn.Module, ranks: int) -> list[str]:
     ]
 
 
+def missing(recipe: str, device: torch.device) -> str | None:
+    """What `device` lacks to multiply by `recipe`; None where it lacks nothing."""
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < CAPABILITY:
+            name = torch.cuda.get_device_name(device)
+            return f"{name} has no fp8, H100 and L40S are the oldest that do"
+    elif recipe == "rowwise" and torch.__version__ < (2, 12):
+        return f"torch {torch.__version__} knows no scales of rows on a CPU, 2.12 is the first"
+    return None
+
+
 def prepare(layer: nn.Module, recipe: str, frozen: bool) -> None:
     """Note how `layer` (on the meta device) multiplies.
 

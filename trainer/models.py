@@ -169,15 +169,11 @@ def layout_faults(module: TransformerDecoder, config: TrainConfig) -> list[str]:
 
 
 def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    if config.dtype == "bf16" and not torch.cuda.is_bf16_supported():
+    on_gpu = device.type == "cuda"
+    if on_gpu and config.dtype == "bf16" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
-    if config.fp8_recipe and torch.cuda.get_device_capability(device) < fp8.CAPABILITY:
-        raise ConfigError(
-            f"enable_fp8_training: {torch.cuda.get_device_name(device)} has no fp8, H100 and L40S "
-            "are the oldest that do; set enable_fp8_training=False"
-        )
+    if config.fp8_recipe and (lack := fp8.missing(config.fp8_recipe, device)):
+        raise ConfigError(f"enable_fp8_training: {lack}; set enable_fp8_training=False")
 
 
 def empty_module(block: dict[str, Any]) -> TransformerDecoder:

@@ -183,9 +183,8 @@ def _ready(
 ) -> Ready:
     if way.compiled and not setting.compiled:
         raise Unavailable("compiling is switched off")
-    gpu = setting.device.type == "cuda"
-    if way.fp8 and gpu and torch.cuda.get_device_capability(setting.device) < fp8.CAPABILITY:
-        raise Unavailable("this GPU has no products in fp8")
+    if way.fp8 and (lack := fp8.missing(way.fp8, setting.device)):
+        raise Unavailable(lack)
     size, device = setting.size, setting.device
     model = _model(size, method, device, setting.dtype, way)
     leaves = _leaves(model, x)

@@ -36,8 +36,8 @@ def _case(setting: Setting, name: str, inputs: int, outputs: int, trained: bool)
     ) -> Variant:
         def prepare() -> Ready:
             own = weight.clone().requires_grad_(trained)
-            if recipe is not None:
-                _check(setting)
+            if recipe and (lack := fp8.missing(recipe, setting.device)):
+                raise Unavailable(lack)
             function, own = make(own, recipe)
             function = compile_for(setting, function) if compiled else function
             leaves = {"x": leaf(x)} | ({"weight": own} if trained else {})
@@ -65,12 +65,6 @@ def _case(setting: Setting, name: str, inputs: int, outputs: int, trained: bool)
         upstream=upstream,
         rate=("TFLOP/s", 2 * (3 if trained else 2) * size.tokens * weight.numel() / 1e12),
     )
-
-
-def _check(setting: Setting) -> None:
-    gpu = setting.device.type == "cuda"
-    if gpu and torch.cuda.get_device_capability(setting.device) < fp8.CAPABILITY:
-        raise Unavailable("this GPU has no products in fp8")
 
 
 def _plain(weight: torch.Tensor, recipe: None) -> tuple[Callable, torch.Tensor]:

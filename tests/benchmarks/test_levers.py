@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -71,7 +72,8 @@ def test_every_variant_of_a_part_is_measured_and_equal_to_its_reference(part):
         for variant in record["variants"]:
             assert f"\n| {variant['name']} |" in page
             if "skipped" in variant:
-                assert any(word in variant["name"] for word in MAY_BE_SKIPPED), variant
+                older_torch = variant["skipped"].startswith(("this torch has no", "torch 2.11"))
+                assert older_torch or any(w in variant["name"] for w in MAY_BE_SKIPPED), variant
                 continue
             assert variant["equal"] and variant["errors"], variant
             assert variant["seconds"]["rounds"] == measure.FEWEST_ROUNDS
@@ -200,7 +202,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     results = json.loads((tmp_path / "levers.json").read_text())
     names = [case["case"] for case in results["parts"]["optimizer"]["cases"]]
     assert names == ["full fine-tuning", "LoRA"]
-    assert results["versions"]["torch"] == torch.__version__
+    assert results["versions"]["torch"] == version("torch")
 
     with pytest.raises(SystemExit, match="2"):
         levers.main(["no_part"])

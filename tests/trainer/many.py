@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import warnings
 
 # The trainer imports these where it needs them, which would be in every fork again.
 import datasets  # noqa: F401
@@ -18,6 +19,8 @@ def fork(path: str, port: int) -> int:
     """Do one run in a child, so that nothing of the run before is left; its exit status."""
     # Each run meets at a store of its own: torchrun's would still hold the last run's keys.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    # Python from 3.12 on warns of every fork with threads; the child starts none before its run.
+    warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     child = os.fork()
     if child == 0:
         status = sft.main([path])

@@ -31,6 +31,7 @@ FP8 |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
 ROWWISE = FP8 | {"fp8_recipe_name": "rowwise"}
 BF16 = FP8 | {"enable_fp8_training": False}
 LORA = {"model": lora_model()}
+CPU = torch.device("cpu")
 # Of losses that fall from 7 to 4.7 in six steps. Seen: 0.027 for full training, 0.006 for LoRA.
 LOSS_TOLERANCE = 0.04
 
@@ -39,6 +40,8 @@ LOSS_TOLERANCE = 0.04
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_products_are_torchaos(recipe: str, dtype: torch.dtype) -> None:
     """With magnitudes that differ by column, which a scale a tensor holds less well."""
+    if lack := fp8.missing(recipe, CPU):
+        pytest.skip(lack)
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -77,7 +80,7 @@ def test_a_frozen_weight_has_no_gradient_and_keeps_no_input() -> None:
 
 def test_zeros_and_rows_of_zeros_stay_zeros() -> None:
     x, weight = torch.zeros(16, 32), torch.randn(16, 32)
-    for recipe in FP8_RECIPES:
+    for recipe in [name for name in FP8_RECIPES if fp8.missing(name, CPU) is None]:
         assert torch.equal(fp8.linear(x, weight, recipe), torch.zeros(16, 16))
         assert fp8.linear(weight, x, recipe).eq(0).all()
 
@@ -181,6 +184,8 @@ def layouts(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path
 ) -> tuple[Path, str]:
     """Every layout trained in two starts, the references beside them; and what they said."""
+    if lack := fp8.missing("rowwise", CPU):
+        pytest.skip(lack)
     root = tmp_path_factory.mktemp("fp8")
     starts: dict[int, list[Path]] = {1: [], 2: []}
     for name, changes in REFERENCES.items():
