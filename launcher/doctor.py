@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,7 +25,7 @@ from launcher.node_check import Finding, NodeReport, failed, ok, skipped, warnin
 
 # An 8B model, its checkpoints with optimizer state and its export come to about this much.
 _ROOMY_GIB = 100
-_PYTHONS = ((3, 10), (3, 12))
+_PYTHONS = ((3, 11), (3, 13))
 # Filesystems that belong to one machine, as /proc/mounts names them.
 _LOCAL_FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "f2fs"}
 
@@ -413,16 +412,9 @@ def _environment() -> list[Finding]:
 
 
 def _pinned(file: Path) -> dict[str, str]:
-    """Return the pins of constraints.txt, those with a marker where they fit this Python."""
-    found = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        pin = re.match(r"([A-Za-z0-9._-]+)==([^ ;#]+)(; python_version ([<>]=?) \"3\.11\")?", line)
-        if not pin:
-            continue
-        fits = {"<": sys.version_info < (3, 11), ">=": sys.version_info >= (3, 11)}
-        if not pin.group(4) or fits.get(pin.group(4), True):
-            found[_normal(pin.group(1))] = pin.group(2)
-    return found
+    """Return the pins of constraints.txt."""
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;#\n]+)", file.read_text(encoding="utf-8"), re.M)
+    return {_normal(name): version for name, version in pins}
 
 
 def _normal(name: str) -> str:

@@ -14,6 +14,9 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
+# Rows of less than 128 tokens would else go to the kernel for decoding, which cannot be compiled
+# for blocks of this size (torch 2.11).
+KERNEL = {"BACKEND": "TRITON"}
 
 
 class Blocks(NamedTuple):
@@ -116,5 +119,6 @@ def attend(
         block_mask=mask.by_window[getattr(module, "sliding_window_size", None)],
         scale=getattr(module, "scaling", None),
         enable_gqa=query.shape[2] != key.shape[2],
+        kernel_options=KERNEL,
     )
     return output.transpose(1, 2)

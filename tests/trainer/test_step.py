@@ -34,6 +34,9 @@ LOGGED = {0, 1, 4, 8}
 class Waits(TorchDispatchMode):
     """Notes each operator whose result the CPU must know before it can go on, by step."""
 
+    # FlexAttention is one.
+    supports_higher_order_operators = True
+
     def __init__(self, trainer: sft.Trainer) -> None:
         super().__init__()
         self._trainer = trainer
