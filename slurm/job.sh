@@ -91,11 +91,13 @@ ask_to_stop() {
   touch "$RUN_DIR/.stop"
 }
 
+job_state() { scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p'; }
+
 # A TERM may be scancel, the time limit or preemption: Slurm's own state of the job tells which.
 terminated() {
   local state=CANCELLED
   if under_slurm; then
-    state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+    state=$(job_state)
   elif [ -n "${LAUNCHED:-}" ]; then
     kill -TERM "$LAUNCHED" 2>/dev/null
     wait "$LAUNCHED"
@@ -111,8 +113,10 @@ terminated() {
 end_attempt() {
   local ended=$ATTEMPT
   ATTEMPT=
-  NEXT=$(record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES" \
-    --timeout-s "${TIMEOUT_S:-0}") || NEXT=failed
+  # By a file: bash 5.2 loses one in a hundred signals that come while it reads a $(...) of several
+  # lines, and what ends srun is often what sends this script a TERM.
+  record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES" \
+    --timeout-s "${TIMEOUT_S:-0}" >"$LOGS/next" && read -r NEXT <"$LOGS/next" || NEXT=failed
   # A node that was lost a moment ago is still part of the allocation until Slurm takes note.
   if [ "$NEXT" = run ] && under_slurm && ! nodes_answer; then
     say "a node of this allocation does not answer"
@@ -130,6 +134,8 @@ finish() {
       say "back into the queue: the next attempt goes on from the last checkpoint"
       # This ends the script at once, so all state is written before it.
       scontrol requeue "$SLURM_JOB_ID" && exit 0
+      # Slurm may have put it there itself a moment ago, for want of a node.
+      [ "$(job_state)" = PENDING ] && exit 0
       record failed --cause "Slurm refused to requeue job $SLURM_JOB_ID: go on with: cookbook resume last"
     fi
     NEXT=failed

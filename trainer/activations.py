@@ -143,14 +143,21 @@ class InputOffloading:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function` as torch.utils.checkpoint.checkpoint would."""
         # Inside, the checkpoint's own hooks stand before these: they see its inputs only.
-        with saved_tensors_hooks(self._pack, _Input.take):
+        with saved_tensors_hooks(self._pack, _unpack):
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
-    def _pack(self, tensor: torch.Tensor) -> "_Input":
+    def _pack(self, tensor: torch.Tensor) -> "_Input | torch.Tensor":
+        if not tensor.numel():
+            # Beside the inputs torch 2.11 keeps an empty tensor, which lies on the CPU.
+            return tensor
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream()
         self._newest = _Input(tensor, self._newest, self._stream)
         return self._newest
+
+
+def _unpack(kept: "_Input | torch.Tensor") -> torch.Tensor:
+    return kept.take() if isinstance(kept, _Input) else kept
 
 
 class _Input:

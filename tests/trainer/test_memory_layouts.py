@@ -27,7 +27,7 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import distributed, models, optimizers
-from trainer.activations import InputOffloading
+from trainer.activations import InputOffloading, _Input
 from trainer.config import load
 from trainer.errors import ConfigError
 
@@ -223,6 +223,39 @@ def test_offloaded_inputs_are_let_go_and_come_back() -> None:
     assert (kept, offloaded) == (3, 0)
     for gradient, same in zip(gradients, same_gradients, strict=True):
         assert torch.equal(gradient, same)
+
+
+def test_an_offloaded_input_is_back_before_its_layer_is_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch 2.11 keeps beside it, an empty tensor of the CPU, takes no part."""
+    events: list[tuple[str, int]] = []
+    fetch = _Input._fetch
+
+    def fetched(kept: _Input) -> None:
+        if kept._fetched is None:
+            assert kept._host.numel(), "nothing to fetch"
+            events.append(("fetched", int(kept._host.min())))
+        fetch(kept)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        events.append(("computed", int(x.min())))
+        return (x + 1).exp().log()
+
+    monkeypatch.setattr(_Input, "_fetch", fetched)
+    offloading, out = InputOffloading(), torch.ones(4, dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        out = offloading(layer, out.round(decimals=6))
+    events.clear()
+    out.sum().backward()
+    assert events == [
+        ("fetched", 3),
+        ("fetched", 2),
+        ("computed", 3),
+        ("fetched", 1),
+        ("computed", 2),
+        ("computed", 1),
+    ]
 
 
 @pytest.mark.long

@@ -8,10 +8,11 @@ from safetensors.torch import load_file
 
 from tests.trainer.runs import ROOT, curve, lora_model, metrics, train, write_config
 
-# fp32 on the CPU: only the order of summation differs, which Adam enlarges from step to step.
-LOSS_TOLERANCE = 2e-5
+# fp32 on the CPU: only the order of summation differs, which Adam enlarges from step to step, most
+# at the third with its gradient of norm 32. How much depends on the CPU: 3e-5 and 1e-4 were seen.
+LOSS_TOLERANCE = 1e-4
 FIRST_NORM_TOLERANCE = 5e-6
-NORM_TOLERANCE = 1e-4
+NORM_TOLERANCE = 4e-4
 WEIGHT_TOLERANCE = 5e-4
 # Odd, so that tensor parallelism must lengthen the rows.
 ROW = 95
