@@ -316,6 +316,23 @@ def test_a_held_job_says_why_and_is_cancelled_before_it_starts(kit: Kit, slurm) 
         slurm.run(["scontrol", "update", "partitionname=gpu", "state=up"])
 
 
+def test_a_job_that_slurm_has_requeued_already_is_no_failure(kit: Kit, slurm, tmp_path) -> None:
+    """As when a node is lost just before the script asks for it; a job that is gone is one."""
+    (tmp_path / "status.json").write_text('{"state": "REQUEUED"}')
+    env = {**kit.env, "RUN_DIR": str(tmp_path), "COOKBOOK": str(Path.cwd()), "VENV": sys.prefix}
+
+    def finish(job: str) -> tuple[int, str]:
+        code = "source slurm/job.sh; NEXT=requeue SLURM_JOB_ID=$1; finish"
+        done = subprocess.run(["bash", "-c", code, "-", job], env=env, capture_output=True)
+        return done.returncode, json.loads((tmp_path / "status.json").read_text())["state"]
+
+    held = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
+    job = slurm.run(held).stdout.strip()
+    assert finish(job) == (0, "REQUEUED")
+    slurm.run(["scancel", job])
+    assert finish("1") == (1, "FAILED")
+
+
 def test_a_controller_that_hangs_during_submit_gets_exactly_one_job(kit: Kit, slurm) -> None:
     (pid,) = [int(path.read_text()) for path in slurm.state.rglob("slurmctld.pid")]
     slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
