@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from trainer.compat import (
 from trainer.config import TrainConfig, arguments_of, component, instantiate
 from trainer.distributed import World
 from trainer.errors import ConfigError
+
+# torchtune's norms compute in fp32 with bf16 weights; compiled, that is one kernel all the same.
+warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
