@@ -1,14 +1,13 @@
 """Run a command on a GPU that holds memory and computes nothing, where there is none.
 
-    python -m benchmarks.null_gpu python -m benchmarks.train --device cuda --workload llama1b_full \\
-        --peers ours:max_non_finite_steps=1000000000
+    python -m benchmarks.null_gpu python -m benchmarks.train --device cuda \\
+        --workload llama1b_full --peers ours:max_non_finite_steps=1000000000
 
 torch, torchtune, Triton and the command take it for an H100. What is real: all Python, what torch
 dispatches and in which order, its allocator with every peak of memory, kernels compiled for sm_90,
 and the time that the host takes for a step. What is not: every number that a kernel would compute,
 and with it losses, whatever depends on them, and all time of the device. There is no cuDNN, no
-NCCL and no second GPU. Device memory takes host memory where something is copied to it: a model's
-weights.
+NCCL and no second GPU, and what is larger than 1 MiB is not copied either.
 
 It needs a build of torch for CUDA 13, as pip installs on Linux, and g++.
 """
@@ -31,12 +30,10 @@ def build(folder: Path) -> Path:
     own, triton = (_folder(name) for name in ("nvidia", "triton"))
     includes = [own / "cu13/include", triton / "backends/nvidia/include"]
     library = folder / LIBRARY
-    subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{LIBRARY}"]
-        # CUDA's wheel lacks a folder of headers that Triton's has, of an older version.
-        + [f"-I{includes[0]}", f"-idirafter{includes[1]}", str(SOURCE), "-o", str(library), "-ldl"],
-        check=True,
-    )
+    compiler = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{LIBRARY}"]
+    # CUDA's wheel lacks a folder of headers that Triton's has, of an older version.
+    compiler += [f"-I{includes[0]}", f"-idirafter{includes[1]}"]
+    subprocess.run([*compiler, str(SOURCE), "-o", str(library), "-ldl"], check=True)
     (folder / "libcuda.so").symlink_to(LIBRARY)
     return library
 

@@ -1,8 +1,8 @@
 // A CUDA runtime, driver and cuBLAS that hold memory and compute nothing: see __main__.py.
 //
 // One shared object stands for all three. What torch calls and is not here comes from its own CUDA
-// runtime. Device memory is memory of the host that costs nothing until it is written to; copies
-// copy; kernels, cuBLAS and waiting do nothing, so results are whatever the memory held.
+// runtime. Device memory is memory of the host that costs nothing until it is written to. Kernels,
+// cuBLAS, waiting and large copies do nothing, so results are whatever the memory held.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -18,10 +18,13 @@
 namespace {
 
 // One H100 SXM.
-const char *kName = "NVIDIA H100 80GB HBM3";
+const char *kName = "NVIDIA H100 (null GPU: computes nothing)";  // stands in every report
 const size_t kMemory = 85899345920 - 965345280;  // 79.1 GiB, what torch sees of one
 const int kMajor = 9, kMinor = 0, kProcessors = 132, kThreads = 2048, kRegisters = 65536;
 const int kShared = 49152, kSharedOptIn = 232448, kSharedProcessor = 233472, kL2 = 52428800;
+
+// Tokens and counters are copied and filled, weights are not: they would take the host's memory.
+const size_t kCopied = 1 << 20;
 
 std::mutex mutex;
 std::map<char *, size_t> device, pinned;  // where blocks begin, and their bytes
@@ -52,7 +55,7 @@ bool holds(const std::map<char *, size_t> &blocks, const void *p) {
 }
 
 cudaError_t copy(void *to, const void *from, size_t bytes) {
-  if (bytes) memmove(to, from, bytes);
+  if (bytes <= kCopied) memmove(to, from, bytes);
   return cudaSuccess;
 }
 
@@ -198,9 +201,12 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
          static_cast<const char *>(from) + row * from_pitch, width);
   return cudaSuccess;
 }
-cudaError_t cudaMemset(void *p, int value, size_t n) { return memset(p, value, n), cudaSuccess; }
+cudaError_t cudaMemset(void *p, int value, size_t n) {
+  if (n <= kCopied) memset(p, value, n);
+  return cudaSuccess;
+}
 cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t) {
-  return memset(p, value, n), cudaSuccess;
+  return cudaMemset(p, value, n);
 }
 NOTHING(cudaMemcpyToSymbol, const void *, const void *, size_t, size_t, cudaMemcpyKind)
 cudaError_t cudaGetSymbolAddress(void **p, const void *) {
