@@ -113,8 +113,8 @@ terminated() {
 end_attempt() {
   local ended=$ATTEMPT
   ATTEMPT=
-  # By a file: bash 5.2 loses one in a hundred signals that come while it reads a $(...) of several
-  # lines, and what ends srun is often what sends this script a TERM.
+  # By a file: of signals that come while it reads a $(...) bash 5.2 loses one in a hundred, and what
+  # ends srun is often what sends this script a TERM.
   record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES" \
     --timeout-s "${TIMEOUT_S:-0}" >"$LOGS/next" && read -r NEXT <"$LOGS/next" || NEXT=failed
   # A node that was lost a moment ago is still part of the allocation until Slurm takes note.
