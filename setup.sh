@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the shared environment of the cookbook; can be run again at any time. bash setup.sh --help
+# Makes the virtual environment of the cookbook; can be run again at any time. bash setup.sh --help
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 VENV=${COOKBOOK_VENV:-$REPO/.venv}
@@ -11,20 +11,21 @@ Usage: bash setup.sh [--demo | --test | --test-all] [--torch VERSION] [--torch-i
 Makes the virtual environment that login and compute nodes share, with every package at the version
 in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
 
-  --demo              all set-up, then a two-node fine-tune through Slurm, to the finished model
-  --test              all set-up, then the quick tests (about ten minutes on two cores)
-  --test-all          all set-up, then every test, the long ones too
+  --demo              set up, then fine-tune a small model on two nodes through Slurm
+  --test              set up, then run the quick tests (ten to fifteen minutes on two cores)
+  --test-all          set up, then run every test, also the long ones
   --torch VERSION     another torch, 2.11 to 2.13 (default: the one in constraints.txt)
-  --torch-index URL   where that build lies: the --index-url that PyTorch's own install page shows
-                      for your CUDA, or a folder of wheels
+  --torch-index URL   where to get it: the --index-url that PyTorch's install page shows for your
+                      CUDA version, or a folder of wheels
   --help
 
-  COOKBOOK_VENV       folder of the environment (default: .venv in the checkout)
-  COOKBOOK_PYTHON     the Python to make it with (default: the newest of python3.13, 3.12, 3.11 found)
+  COOKBOOK_VENV       folder of the virtual environment (default: .venv in the checkout)
+  COOKBOOK_PYTHON     the Python to make it with (default: the newest of python3.13, 3.12, 3.11)
 
-Where Slurm is missing and the machine is Debian or Ubuntu with root or sudo, the demo and the tests
-install slurm-wlm and munge and start a real one-host Slurm; --test-all installs slurmdbd and
-mariadb-server-core too, for the tests of accounts and limits. Elsewhere --demo runs without Slurm.
+If there is no Slurm, and the machine is Debian or Ubuntu with root or sudo, the demo and the tests
+install slurm-wlm and munge and start a real Slurm on this host; --test-all also installs slurmdbd
+and mariadb-server-core, for the tests of accounts and limits. On other machines --demo runs without
+Slurm.
 END
 }
 
@@ -57,7 +58,7 @@ done
 [[ -z $TORCH || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
   die "--torch $TORCH: this kit runs on torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu130" 2
 [[ $REPO$VENV != *[[:space:]]* ]] ||
-  die "the path of the checkout or of COOKBOOK_VENV holds a blank, which job scripts cannot carry: move it"
+  die "the path of the checkout or of COOKBOOK_VENV contains a space, which job scripts cannot handle: move it"
 
 # Parts ----------------------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ apt_install() {
   say "installing $* with apt-get ($1 is missing on this machine)"
   local log
   log=$(mktemp)
-  # A list that was never fetched, or an old one, does not know the packages.
+  # Without an up-to-date list of packages apt-get does not find them.
   if ! { as_root apt-get update -qq &&
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"; } >"$log" 2>&1; then
     tail -n 5 "$log" >&2
@@ -94,7 +95,7 @@ find_python() {
     esac
     seen="$seen $candidate is $version;"
   done
-  die "no Python 3.11, 3.12 or 3.13 found (${seen:-no python3 at all}): install one, or 'module load' one, or name it with COOKBOOK_PYTHON"
+  die "no Python 3.11, 3.12 or 3.13 found (${seen:-no python3 at all}): install one, or 'module load' one, or set COOKBOOK_PYTHON to one"
 }
 
 check_disk() {
@@ -102,7 +103,7 @@ check_disk() {
   while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
   free_gb=$(($(df -Pk "$folder" | awk 'NR == 2 {print $4}') / 1048576))
   [ "$free_gb" -ge 3 ] ||
-    die "$folder has $free_gb GiB free; the environment takes 2 GiB, with CUDA 8: make room, or set COOKBOOK_VENV"
+    die "$folder has $free_gb GiB free; the packages take 2 GiB, with CUDA 8: make room, or set COOKBOOK_VENV"
   if [ "$free_gb" -lt 10 ]; then say "warning: $folder has only $free_gb GiB free; a CUDA build of torch takes about 8"; fi
 }
 
@@ -113,15 +114,15 @@ make_venv() {
   fi
   python=$(find_python)
   if ! "$python" -c 'import ensurepip' 2>/dev/null; then
-    # Debian keeps this part of Python in a package of its own.
-    can_install || die "$python cannot make virtual environments: install python3-venv, or name another with COOKBOOK_PYTHON"
+    # Debian ships this part of Python as a separate package.
+    can_install || die "$python cannot make virtual environments: install python3-venv, or set COOKBOOK_PYTHON to another"
     apt_install python3-venv
   fi
-  say "making the environment $VENV with Python $(version_of "$python")"
+  say "making the virtual environment $VENV with Python $(version_of "$python")"
   "$python" -m venv --clear "$VENV" || die "$python could not make $VENV: see above"
 }
 
-# What decides whether anything has to be installed.
+# Changes if anything has to be installed.
 fingerprint() {
   { cat "$REPO/constraints.txt" "$REPO/pyproject.toml" && printf '%s|%s|%s|%s' "$1" "$TORCH" "$TORCH_INDEX" "$REPO"; } |
     sha256sum | cut -d' ' -f1
@@ -130,9 +131,9 @@ fingerprint() {
 install_packages() {
   local extra=$1 stamp=$VENV/.cookbook-setup log=$VENV/setup.log constraints now started=$SECONDS
   now=$(fingerprint "$extra")
-  # An environment with the test tools serves without them too.
+  # A virtual environment with the test tools is also right without --test.
   if [ -f "$stamp" ] && grep -qxF -e "$now" -e "$(fingerprint '[dev]')" "$stamp"; then
-    say "the environment $VENV is up to date"
+    say "the virtual environment $VENV is up to date"
     return
   fi
   rm -f "$stamp"
@@ -144,7 +145,7 @@ install_packages() {
   say "installing the pinned packages (some minutes; log in $log)"
   local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$constraints")
   if ! {
-    # torch first and by itself where it comes from another place, so that nothing else does.
+    # torch alone from its own index: every other package comes from the default one.
     if [ -n "$TORCH_INDEX" ]; then
       local from=(--index-url "$TORCH_INDEX")
       if [ -d "$TORCH_INDEX" ]; then from=(--find-links "$TORCH_INDEX"); fi
@@ -154,9 +155,9 @@ install_packages() {
       "${pip[@]}" --no-build-isolation --editable "$REPO$extra"
   } >"$log" 2>&1; then
     grep -iE '^ *error' "$log" | tail -n 5 >&2 || tail -n 5 "$log" >&2
-    die "the packages could not be installed: see $log, mend the cause (network? proxy? disk?) and run this again"
+    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk), then run this again"
   fi
-  "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the environment does not work: see the end of $log"
+  "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not work: see the end of $log"
 import torch, torchtune, transformers, tensorboard, launcher, trainer
 print("torch", torch.__version__, "cuda", torch.version.cuda)
 PY
@@ -181,7 +182,7 @@ check_slurm() {
   case $kind in
     ext2/ext3 | xfs | btrfs | tmpfs | overlayfs | zfs)
       if [ "$hosts" -gt 1 ]; then
-        say "warning: $VENV lies on $kind, which other nodes usually do not see: use a checkout (or COOKBOOK_VENV) on a shared filesystem"
+        say "warning: $VENV lies on $kind, which other nodes usually do not see: put the checkout (or COOKBOOK_VENV) on a shared filesystem"
       fi
       ;;
   esac
@@ -192,7 +193,7 @@ has_accounting() (
   command -v slurmdbd >/dev/null && command -v mariadbd >/dev/null
 )
 
-# Leaves SLURM=cluster (it answers), one-host (started here) or none.
+# Sets SLURM to cluster (it answers), one-host (started here) or none.
 find_slurm() {
   local cluster=$REPO/slurm/dev-cluster/cluster.sh
   SLURM=none
@@ -202,7 +203,7 @@ find_slurm() {
   fi
   if ! command -v slurmctld >/dev/null && ! [ -x /usr/sbin/slurmctld ]; then
     if command -v sbatch >/dev/null; then
-      say "Slurm's controller does not answer and this machine has no slurmctld to start one of its own"
+      say "Slurm's controller does not answer, and this machine has no slurmctld to start a one-host Slurm"
       return
     fi
     can_install || return 0
@@ -218,13 +219,13 @@ find_slurm() {
 mkdir -p "$(dirname "$VENV")" || die "cannot make $(dirname "$VENV"): set COOKBOOK_VENV to a folder of yours"
 exec 9>"$VENV.lock" || die "cannot write $VENV.lock: set COOKBOOK_VENV to a folder of yours"
 if ! flock --nonblock 9; then
-  say "another setup.sh is at work on $VENV: waiting for it"
+  say "another setup.sh is working on $VENV: waiting for it"
   flock 9
 fi
 check_disk
 make_venv
 if [[ $WANT = test* ]]; then install_packages '[dev]'; else install_packages ''; fi
-# What is started from here on must not hold the lock.
+# What is started from here on must not keep the lock.
 exec 9>&-
 check_slurm
 
@@ -243,25 +244,25 @@ case $WANT in
     find_slurm demo
     options=(--recipe demo --nodes 2 --watch)
     if [ "$SLURM" = none ]; then
-      say "no Slurm here and no way to install it: the same job runs on this host without it"
+      say "there is no Slurm, and it cannot be installed here: the same job runs on this host without it"
       options+=(--local)
     fi
     say "+ cookbook submit ${options[*]}"
     "$VENV/bin/cookbook" submit "${options[@]}"
     if [ "$SLURM" = one-host ]; then
       say ''
-      say "the one-host Slurm goes on running:"
+      say "the one-host Slurm keeps running:"
       say "  use it    source $VENV/bin/activate; eval \"\$(bash $REPO/slurm/dev-cluster/cluster.sh env --name demo)\"; squeue"
       say "  stop it   bash $REPO/slurm/dev-cluster/cluster.sh down --name demo"
     fi
     ;;
   test | test-all)
     if ! command -v slurmctld >/dev/null && ! [ -x /usr/sbin/slurmctld ]; then
-      can_install || die "the tests need a real Slurm, and this machine cannot install one: install slurm-wlm and munge"
+      can_install || die "the tests need a real Slurm, and setup.sh cannot install it here: install slurm-wlm and munge"
       apt_install slurm-wlm munge
     fi
     if [ "$WANT" = test-all ] && ! has_accounting && can_install; then
-      # Another name of theirs on this system must not cost all other tests.
+      # If this system names them differently, the other tests still run.
       (apt_install slurmdbd mariadb-server-core) || say "the tests of accounts and limits are skipped"
     fi
     cd "$REPO"

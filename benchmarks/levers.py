@@ -1,12 +1,13 @@
-"""Measures one lever of speed at a time: python -m benchmarks.levers [names ...]
+"""Measures one speed optimization ("lever") at a time: python -m benchmarks.levers [part ...]
 
-Each part (attention, loss, optimizer, lora, nf4, fp8, block, loading, checkpoint) runs several ways
-to do the same work in turns, in a process of its own, and holds every result and gradient against a
-reference in higher precision. Writes levers.json and levers.md, after each part what there is, and
-prints the tables. On a GPU the shapes are Llama 3.1 8B's; on a CPU an eighth of its widths.
+Each part (attention, block, loss, lora, fp8, nf4, optimizer, checkpoint, loading) runs in its own
+process. It times several implementations of the same computation in turns and checks every result
+and gradient against a reference in higher precision. levers.json and levers.md are updated after
+each part; the tables are printed at the end. On a GPU the shapes are those of Llama 3.1 8B; on a
+CPU all widths are divided by 8.
 
-Status 1 where a result is not what it must be or a variant broke. What cannot run here is skipped
-with its reason.
+A variant that cannot run on this machine is skipped with a reason. The exit status is 1 if a result
+is outside its tolerance or a variant fails.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from benchmarks.parts.measure import SIZES, Setting, run_case
 
 ROOT = Path(__file__).resolve().parents[1]
-# By importance, as the time may end: the module, and its share of the time.
+# Most important first, because the time may run out: module and weight in sharing the time.
 PARTS = {
     "attention": ("attention", 3),
     "block": ("block", 7),
@@ -55,20 +56,20 @@ PACKAGES = (
     "liger_kernel",
     "bitsandbytes",
 )
-# A part that has not ended so long after its time is ended; a compiler may take its time.
+# A part is killed this long after its time is over; a compilation in progress may finish.
 GRACE_S = 60.0
-# Of what is left of a part's time, for one case.
+# One case gets this share of the part's remaining time.
 CASE_SHARE = 0.5
-# Starting a part's process takes about so long.
+# Start-up time of a part's process.
 START_S = 8.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; its exit status."""
-    options = _parsed(arguments)
+    """Run the command; returns its exit status."""
+    options = _parse(arguments)
     device = torch.device(options.device)
-    if options.alone:
-        return _alone(options, device)
+    if options.in_process:
+        return _run_in_process(options, device)
     options.out.mkdir(parents=True, exist_ok=True)
     results = {
         "what": "one lever at a time",
@@ -88,27 +89,33 @@ def main(arguments: list[str]) -> int:
         print(f"{name} ...", file=sys.stderr, flush=True)
         weights = [PARTS[later][1] for later in names[index:]]
         left = deadline - time.monotonic()
-        results["parts"][name] = _part(name, options, left * weights[0] / sum(weights))
+        results["parts"][name] = _run_in_subprocess(name, options, left * weights[0] / sum(weights))
         _write(options.out, results)
     print(markdown(results))
     return 1 if faults(results) else 0
 
 
-def _parsed(arguments: list[str]) -> argparse.Namespace:
+def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.levers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("names", nargs="*", metavar="part", help=f"of {', '.join(PARTS)} (all)")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16 on a GPU")
-    parser.add_argument("--size", choices=tuple(SIZES), help="shapes; 8b on a GPU, else small")
-    parser.add_argument("--budget-s", type=float, default=540.0, help="for all parts (540)")
-    parser.add_argument("--no-compile", action="store_true", help="skip what compiles")
-    parser.add_argument("--out", type=Path, default=Path("runs/levers"), help="for the results")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="bfloat16 on a GPU, else float32"
+    )
+    parser.add_argument("--size", choices=tuple(SIZES), help="shapes: 8b on a GPU, else small")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for all parts (540)")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="skip variants that use torch.compile"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/levers"), help="folder for the results"
+    )
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}; known: {', '.join(PARTS)}")
@@ -120,17 +127,17 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _part(name: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Run a part in a process of its own, so that its end is not the end of the others."""
+def _run_in_subprocess(name: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Run a part in its own process, so that a crash does not end the other parts."""
     began = time.monotonic()
     if seconds < START_S:
-        return {"skipped": "no time was left for it", "cases": []}
+        return {"skipped": "no time left", "cases": []}
     with tempfile.TemporaryDirectory(prefix="levers-") as folder:
-        command = [sys.executable, "-m", "benchmarks.levers", name, "--alone", "--out", folder]
+        command = [sys.executable, "-m", "benchmarks.levers", name, "--in-process", "--out", folder]
         command += ["--device", options.device, "--dtype", options.dtype, "--size", options.size]
         command += ["--budget-s", str(seconds - START_S)]
         command += ["--no-compile"] if options.no_compile else []
-        broken = None
+        failure = None
         try:
             status = subprocess.run(
                 command,
@@ -138,21 +145,21 @@ def _part(name: str, options: argparse.Namespace, seconds: float) -> dict[str, A
                 timeout=seconds + GRACE_S,
                 env=os.environ | {"TQDM_DISABLE": "1"},
             ).returncode
-            broken = f"its process ended with status {status}" if status else None
+            failure = f"exit status {status}" if status else None
         except subprocess.TimeoutExpired:
-            broken = f"it was ended after {seconds + GRACE_S:.0f} s"
+            failure = f"killed after {seconds + GRACE_S:.0f} s"
         path = Path(folder) / "cases.json"
         cases = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     return {
         "seconds": round(time.monotonic() - began, 1),
         "cases": cases,
-        **({} if broken is None else {"failed": broken}),
+        **({} if failure is None else {"failed": failure}),
     }
 
 
-def _alone(options: argparse.Namespace, device: torch.device) -> int:
-    """Run one part in this process; after each case what there is goes into cases.json."""
-    # Products in fp32 are the references.
+def _run_in_process(options: argparse.Namespace, device: torch.device) -> int:
+    """Run one part in this process; writes cases.json again after each case."""
+    # The references are fp32 matrix products, which must not use TF32.
     torch.set_float32_matmul_precision("highest")
     setting = Setting(
         device,
@@ -171,23 +178,23 @@ def _alone(options: argparse.Namespace, device: torch.device) -> int:
 
 
 def module_of(name: str) -> ModuleType:
-    """The file of a part."""
+    """The module of a part."""
     return importlib.import_module(f"benchmarks.parts.{PARTS[name][0]}")
 
 
 def run_part(name: str, setting: Setting) -> Iterator[dict[str, Any]]:
-    """The record of each case of a part, one by one."""
+    """Run the cases of a part; yields the record of each."""
     for case in module_of(name).cases(setting):
-        # Something is left for each of the others.
+        # The other cases need time too.
         limit = time.monotonic() + CASE_SHARE * (setting.deadline - time.monotonic())
         yield run_case(case, replace(setting, deadline=limit))
-        # Its tensors go before the next case's come.
+        # Frees its tensors before the next case allocates.
         del case
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    found: dict[str, Any] = {
+    """CPU, GPU and memory of this machine."""
+    machine: dict[str, Any] = {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -195,13 +202,13 @@ def hardware(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        found |= {
+        machine |= {
             "gpu": gpu.name,
             "gpu_memory_gib": round(gpu.total_memory / 2**30, 1),
             "capability": f"{gpu.major}.{gpu.minor}",
             "cuda": torch.version.cuda,
         }
-    return found
+    return machine
 
 
 def _cpu() -> str:
@@ -212,7 +219,7 @@ def _cpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what is compared; packages that are not installed are left out."""
+    """Versions of Python and of the installed packages in PACKAGES."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -233,7 +240,7 @@ def _commit() -> str | None:
 
 
 def faults(results: dict[str, Any]) -> list[str]:
-    """What broke, and what is not equal to its reference."""
+    """Every failure, and every result outside its tolerance."""
     found = []
     for name, part in results["parts"].items():
         if "failed" in part:
@@ -244,7 +251,7 @@ def faults(results: dict[str, Any]) -> list[str]:
                 if "failed" in variant:
                     found.append(f"{where}: {variant['failed']}")
                 elif not variant.get("equal", True):
-                    found.append(f"{where}: not equal, {_worst(variant)}")
+                    found.append(f"{where}: wrong result, error {_worst(variant)}")
     return found
 
 
@@ -256,20 +263,22 @@ def _write(folder: Path, results: dict[str, Any]) -> None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The results as a page: a table a case."""
-    told = [f"{key} {value}" for key, value in results["versions"].items()]
+    """The results as a Markdown page, one table per case."""
+    versions = [f"{key} {value}" for key, value in results["versions"].items()]
     lines = [
-        "# One lever at a time",
+        "# Speed optimizations, one at a time",
         "",
         f"{results['date']}, commit {results['commit']}; "
         f"{', '.join(f'{key} {value}' for key, value in results['hardware'].items())}; "
-        f"{', '.join(told)}.",
+        f"{', '.join(versions)}.",
         "",
-        f"Device {results['device']}, {results['dtype']}, size {results['size']}. Times are those "
-        "of forward and backward pass together, medians with the quartiles of all rounds; the "
-        "ratio is the median of each round's time to that of the first line. A forward pass keeps "
-        "what a backward pass needs. Memory is the peak beyond what was there before the call. "
-        "The error is the worst row of any result or gradient, relative, and what it may be.",
+        f"Device {results['device']}, {results['dtype']}, size {results['size']}. "
+        "`total ms` is the median time of forward and backward pass together, `quartiles ms` its "
+        "quartiles over all rounds, `time ratio` the median over the rounds of the time relative "
+        "to the first variant. The forward pass saves what the backward pass needs. `peak MiB` "
+        "is the peak memory beyond what was allocated before the call. `error / tolerance` is the "
+        "largest relative error of any row of a result or gradient, its limit, and the tensor's "
+        "name.",
     ]
     for name, part in results["parts"].items():
         lines += ["", f"## {name}"]
@@ -285,14 +294,14 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _table(case: dict[str, Any]) -> list[str]:
     unit = case["rate_unit"] or "rate"
-    heads = ["variant", "forward ms", "backward ms", "ms", "quartiles", "ratio", unit]
-    heads += ["peak MiB", "error / bound", "remark"]
-    rows = [f"| {' | '.join(heads)} |", "|---" + "|---:" * 8 + "|---|"]
+    headings = ["variant", "forward ms", "backward ms", "total ms", "quartiles ms", "time ratio"]
+    headings += [unit, "peak MiB", "error / tolerance", "notes"]
+    rows = [f"| {' | '.join(headings)} |", "|---" + "|---:" * 8 + "|---|"]
     for variant in case["variants"]:
         reason = variant.get("skipped") or variant.get("failed")
         if reason is not None:
-            word = "skipped" if "skipped" in variant else "FAILED"
-            cells = [variant["name"], *[""] * 8, f"{word}: {reason}"]
+            status = "skipped" if "skipped" in variant else "FAILED"
+            cells = [variant["name"], *[""] * 8, f"{status}: {reason}"]
         else:
             cells = _cells(variant)
         rows.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
@@ -300,21 +309,21 @@ def _table(case: dict[str, Any]) -> list[str]:
 
 
 def _cells(variant: dict[str, Any]) -> list[str]:
-    whole, forward = variant["seconds"], variant["forward_s"]
+    total, forward = variant["seconds"], variant["forward_s"]
     first = f"first call {variant['first_s']:.1f} s"
-    remarks = [f"{key} {value}" for key, value in variant["figures"].items()]
-    remarks += [first] if variant["first_s"] > 10 * whole["median"] + 1 else []
+    notes = [f"{key} {value}" for key, value in variant["figures"].items()]
+    notes += [first] if variant["first_s"] > 10 * total["median"] + 1 else []
     return [
         variant["name"],
         _ms(forward["median"]) if forward else "",
-        _ms(max(0.0, whole["median"] - forward["median"])) if forward else "",
-        _ms(whole["median"]),
-        f"{_ms(whole['low'])} to {_ms(whole['high'])}",
+        _ms(max(0.0, total["median"] - forward["median"])) if forward else "",
+        _ms(total["median"]),
+        f"{_ms(total['low'])} to {_ms(total['high'])}",
         f"{variant['ratio']:.2f}",
         f"{variant['rate']:.3g}" if "rate" in variant else "",
         f"{variant['peak_bytes'] / 2**20:.1f}",
         _worst(variant),
-        "; ".join(remarks + ([] if variant["equal"] else ["NOT EQUAL"])),
+        "; ".join(notes + ([] if variant["equal"] else ["WRONG RESULT"])),
     ]
 
 
@@ -323,7 +332,7 @@ def _ms(seconds: float) -> str:
 
 
 def _worst(variant: dict[str, Any]) -> str:
-    """The result that comes closest to its bound, or is farthest beyond it."""
+    """The result closest to its tolerance, or farthest beyond it."""
     errors, bounds = variant["errors"], variant["tolerances"]
     if not errors:
         return "nothing compared"

@@ -1,7 +1,7 @@
-"""What this machine is and what it can do at best: python -m benchmarks.machine cuda|cpu
+"""Hardware, versions and measured limits of this machine: python -m benchmarks.machine cuda|cpu
 
-Prints JSON: names, versions, and two ceilings measured now, a large matrix product and a large
-copy. It runs in a process of its own, so that nothing stays in the GPU's memory.
+Prints JSON. The limits are the speeds of a large matrix product and of a large copy, measured now.
+It runs in its own process, so that it leaves nothing in GPU memory.
 """
 
 import json
@@ -19,17 +19,17 @@ import torch
 from benchmarks.peers.engine import version
 
 PACKAGES = ("torch", "torchtune", "torchao", "transformers", "peft", "triton")
-# Side of the matrices and bytes of the copy: large enough that starting them costs nothing.
-SIDE = {"cuda": 8192, "cpu": 1024}
+# Matrix size and bytes copied: so large that launch overhead does not matter.
+SIDE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**28}
 WARMUPS, ROUNDS = 3, 10
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Hardware, versions and ceilings.
+    """Hardware, versions and measured limits.
 
-    matmul_tflops: 2 n^3 operations over the median time of an [n, n] @ [n, n] product of normal
-    numbers, by dtype. copy_gbs: 10^9 bytes a second, read and written bytes both counted.
+    matmul_tflops: 2 n^3 FLOPs divided by the median time of an [n, n] @ [n, n] product of normal
+    random numbers, by dtype. copy_gbs: 10^9 bytes per second, bytes read plus bytes written.
     """
     gpu = torch.cuda.get_device_properties(0) if device == "cuda" else None
     return {
@@ -61,25 +61,25 @@ def matmul_tflops(device: str, dtype: torch.dtype) -> float:
 
 
 def copy_gbs(device: str) -> float:
-    """GB/s of a large copy within the device's memory."""
+    """GB/s of a large copy within device memory."""
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds(lambda: target.copy_(source), device) / 1e9
 
 
 def _seconds(task: Callable[[], Any], device: str) -> float:
-    """Median time of a task."""
+    """Median time of a task in seconds."""
     times = []
     for _ in range(WARMUPS + ROUNDS):
-        _wait(device)
+        _synchronize(device)
         began = time.perf_counter()
         task()
-        _wait(device)
+        _synchronize(device)
         times.append(time.perf_counter() - began)
     return median(times[WARMUPS:])
 
 
-def _wait(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""What was measured, as rates and ratios, and as a Markdown table."""
+"""The measurements as rates and ratios, and as a Markdown table."""
 
 from statistics import median
 from typing import Any
@@ -6,27 +6,28 @@ from typing import Any
 from benchmarks.peers.engine import Job
 from benchmarks.workloads import Prepared
 
-# How far losses of the same steps may differ (nats), the first, which all compute on the same
-# weights, and all; and the gradient norms, relatively. Step 1 changes no weights.
+# Largest allowed differences between two engines: of the first loss (computed from identical
+# weights; step 1 changes no weights) and of all losses, in nats; of gradient norms, relative.
 TOLERANCES = {
     "fp32": {"first": 1e-4, "loss": 1e-3, "norm": 1e-2},
     "bf16": {"first": 0.02, "loss": 0.05, "norm": 0.1},
 }
 CONVENTION = (
-    "Model FLOPs are the matrix products that the gradient needs, whatever an engine does beside: "
-    "2n a token and weight forward, 2n for the input's gradient where one is needed, 2n for the "
-    "weight's where it is trained (6n full, about 4n LoRA); attention counts the keys that a query "
-    "may see, the output layer the trained positions; padding, recomputation, embedding, norms and "
-    "optimizer count nothing. MFU is over the data sheet's dense bf16 peak, `of matmul` over the "
-    "matrix product measured in this run. Tokens are real ones, without padding. Times run from "
-    "one step's loss to the next one's, data loading included; `allocated` and `reserved` are "
-    "the peaks of the measured steps."
+    "Model FLOPs count the matrix products that the gradient needs, whatever else an engine "
+    "computes. Per token and weight: 2 FLOPs forward, 2 for the gradient of the input if it is "
+    "needed, 2 for the gradient of the weight if it is trained (6 for full fine-tuning, about 4 "
+    "for LoRA). Attention counts only the query-key pairs that the mask allows, the output layer "
+    "only the trained tokens. Padding, recomputation, embedding, norms and optimizer are not "
+    "counted. MFU is relative to the data sheet's dense bf16 peak, `of matmul` to the matrix "
+    "product measured in this run. Tokens are real tokens, without padding. The time of a step "
+    "runs from its previous step's loss to its own, data loading included. `allocated` and "
+    "`reserved` are the peaks of torch's CUDA allocator in the measured steps."
 )
 HEADINGS = (
     "engine",
-    "ran with",
+    "settings",
     "tok/s/GPU",
-    "ours is",
+    "speedup of ours",
     "TFLOP/s/GPU",
     "MFU",
     "of matmul",
@@ -35,16 +36,16 @@ HEADINGS = (
     "step s",
     "loss",
     "grad norm",
-    "same curve",
+    "same loss curve",
 )
 
 
-def measured(answer: dict[str, Any], job: Job, made: Prepared, machine: dict) -> dict[str, Any]:
-    """The rates of an engine's measured steps, per GPU."""
+def measured(answer: dict[str, Any], job: Job, workload: Prepared, machine: dict) -> dict[str, Any]:
+    """Rates per GPU of an engine's measured steps, without the warm-up steps."""
     steps = answer["steps"][job.warmup_steps :]
     seconds = sum(step["seconds"] for step in steps)
-    tokens = sum(made.tokens[step["step"] - 1] for step in steps)
-    tflops = sum(made.step_flops(step["step"]) for step in steps) / seconds / job.ranks / 1e12
+    tokens = sum(workload.tokens[step["step"] - 1] for step in steps)
+    tflops = sum(workload.step_flops(step["step"]) for step in steps) / seconds / job.ranks / 1e12
     peak = machine["peak_bf16_tflops"] if job.dtype == "bf16" else None
     return {
         "tokens_per_second_per_gpu": tokens / seconds / job.ranks,
@@ -56,26 +57,26 @@ def measured(answer: dict[str, Any], job: Job, made: Prepared, machine: dict) ->
 
 
 def compare(rows: list[dict[str, Any]], job: Job) -> None:
-    """Add to each measured row its ratio to the first row of ours, and whether it did the same."""
+    """Add to each measured row the speedup of our first row and the differences from it."""
     ours = next((row for row in rows if row["status"] == "ok" and row["peer"] == "ours"), None)
     for row in rows:
         if row["status"] != "ok" or ours is None:
             continue
         rates = ours["tokens_per_second_per_gpu"], row["tokens_per_second_per_gpu"]
-        row["ours_is_times_as_fast"] = rates[0] / rates[1]
-        row["differs"] = differences(row["steps"], ours["steps"], job)
+        row["speedup_of_ours"] = rates[0] / rates[1]
+        row["differences"] = differences(row["steps"], ours["steps"], job)
 
 
 def tolerances(job: Job) -> dict[str, float]:
-    """How far an engine may be from ours and still count as having done the same."""
-    # Two ways to quantise do not give quite the same base.
+    """How far an engine's curve may be from ours and still count as the same."""
+    # Engines quantise differently, so that their NF4 base weights differ slightly.
     return TOLERANCES["bf16" if job.method == "qlora" else job.dtype]
 
 
-def differences(steps: list[dict], wanted: list[dict], job: Job) -> list[str]:
-    """Where two engines' curves differ by more than TOLERANCES; none where they are the same."""
+def differences(steps: list[dict], expected: list[dict], job: Job) -> list[str]:
+    """Where an engine's curve differs from the expected one by more than the tolerances."""
     limits = tolerances(job)
-    pairs = list(zip(steps, wanted, strict=True))
+    pairs = list(zip(steps, expected, strict=True))
     gaps = [abs(own["loss"] - other["loss"]) for own, other in pairs]
     found = []
     if not gaps[0] <= limits["first"]:
@@ -91,7 +92,7 @@ def differences(steps: list[dict], wanted: list[dict], job: Job) -> list[str]:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """A row in one line, for whoever waits."""
+    """A row as one line of progress output."""
     if row["status"] != "ok":
         return f"{row['engine']}: {row['status']}: {row['reason']}"
     return (
@@ -102,7 +103,7 @@ def summary(row: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The whole report as a page."""
+    """The whole report as a Markdown page."""
     machine = report["machine"]
     lines = [
         "# Training speed by engine",
@@ -111,9 +112,9 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"- {_hardware(machine)}",
         "- " + ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v),
-        "- Ceilings measured in this run: matrix product "
+        "- Limits measured in this run: matrix product "
         + ", ".join(f"{v:.4g} TFLOP/s {k}" for k, v in machine["matmul_tflops"].items())
-        + f"; copy {machine['copy_gbs']:.0f} GB/s (read + written).",
+        + f"; copy {machine['copy_gbs']:.0f} GB/s (bytes read plus written).",
         "",
         CONVENTION,
     ]
@@ -140,10 +141,10 @@ def _setup(part: dict[str, Any]) -> str:
     limits = part["tolerances"]
     return (
         f"{job['method']}, {job['dtype']}, {job['ranks']} rank(s), {job['batch_size']} rows of "
-        f"{job['sequence']} tokens a rank and step ({job['documents']} documents, "
-        f"{100 * part['filled']:.1f} % filled), AdamW lr {job['lr']:g}; {job['steps']} steps "
-        f"measured after {job['warmup_steps']}. Same curve: losses within {limits['loss']:g} of "
-        f"ours (the first within {limits['first']:g}), gradient norms within "
+        f"{job['sequence']} tokens per rank and step ({job['documents']} documents, "
+        f"{100 * part['filled']:.1f} % real tokens), AdamW lr {job['lr']:g}; {job['steps']} steps "
+        f"measured after {job['warmup_steps']}. Same loss curve: losses within "
+        f"{limits['loss']:g} of ours (the first within {limits['first']:g}), gradient norms within "
         f"{100 * limits['norm']:g} %."
     )
 
@@ -153,12 +154,12 @@ def _row(row: dict[str, Any]) -> str:
         return f"| {row['engine']} | {row['status']} |" + " |" * (len(HEADINGS) - 2)
     first, last = row["steps"][0], row["steps"][-1]
     settings = ", ".join(f"{k} {_plain(v)}" for k, v in row["settings"].items())
-    differs = row.get("differs")
+    found = row.get("differences")
     cells = [
         row["engine"],
         settings,
         f"{row['tokens_per_second_per_gpu']:,.0f}",
-        _number(row.get("ours_is_times_as_fast"), "{:.2f} x"),
+        _number(row.get("speedup_of_ours"), "{:.2f} x"),
         f"{row['tflops_per_second_per_gpu']:.4g}",
         _number(row["mfu"], "{:.1%}"),
         f"{row['share_of_matmul']:.1%}",
@@ -167,7 +168,7 @@ def _row(row: dict[str, Any]) -> str:
         f"{row['step_s']:.4g}",
         f"{first['loss']:.4f} to {last['loss']:.4f}",
         _number(first["grad_norm"], "{:.4g}") + " to " + _number(last["grad_norm"], "{:.4g}"),
-        "not compared" if differs is None else "no" if differs else "yes",
+        "not compared" if found is None else "no" if found else "yes",
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -178,9 +179,9 @@ def _notes(row: dict[str, Any]) -> list[str]:
         notes = ["versions: " + ", ".join(versions)]
     else:
         notes = [f"{row['status']}: {row['reason']}"]
-    if row.get("differs"):
-        notes.append("differs from ours: " + ", ".join(row["differs"]))
-    return notes + [f"before that, {text}" for text in row.get("before", [])]
+    if row.get("differences"):
+        notes.append("differs from ours: " + ", ".join(row["differences"]))
+    return notes + [f"earlier attempt: {text}" for text in row.get("before", [])]
 
 
 def _plain(value: Any) -> str:

@@ -1,12 +1,13 @@
-"""Trains the same model by this trainer and by its peers: python -m benchmarks.train
+"""Compares this trainer with other training engines: python -m benchmarks.train
 
     python -m benchmarks.train --workload llama8b_lora llama8b_full --out results
     python -m benchmarks.train --workload tiny_lora --device cpu
 
-Each engine (a file in benchmarks/peers/) starts with the same weights, made from a seed, takes the
-same packed rows, and is timed over the same steps, in a process of its own. Writes train.json and
-train.md into --out after every engine; nothing is downloaded. --peers ours:compile=false gives an
-engine settings by its own names; --python litgpt=/path/bin/python gives it an interpreter.
+Each engine (one file in benchmarks/peers/) runs in its own process. All start from the same
+weights, generated from a seed, train on the same packed rows, and are timed over the same steps.
+train.json and train.md in --out are updated after every engine. Nothing is downloaded.
+--peers ours:compile=false passes settings to an engine, under the engine's own names;
+--python litgpt=/path/bin/python selects its Python interpreter.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from benchmarks.peers import engine
 from benchmarks.peers.engine import Job
 
 ROOT = Path(__file__).parents[1]
-# By importance, as the time may end.
+# Most important first, because the time may run out.
 PEERS = (
     "ours",
     "torchtune",
@@ -41,58 +42,66 @@ PEERS = (
     "litgpt",
     "automodel",
 )
-# No engine is begun with less than this, and nothing is left unwritten at the end.
-LEAST_S, RESERVE_S = 30.0, 10.0
+# No engine is started with less time left; and time kept for writing the results.
+MIN_START_S, RESERVE_S = 30.0, 10.0
 LOG_LINES = 40
 
 
-def parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--workload", nargs="+", choices=tuple(workloads.WORKLOADS), required=True)
-    made.add_argument("--peers", nargs="+", default=list(PEERS), metavar="NAME[:KEY=VALUE...]")
-    made.add_argument("--python", nargs="*", type=_pair, default=[], metavar="NAME=INTERPRETER")
-    made.add_argument("--device", choices=("cuda", "cpu"), default=None)
-    made.add_argument("--steps", type=int, default=20, help="measured steps (20)")
-    made.add_argument("--warmup-steps", type=int, default=5, help="steps before these (5)")
-    made.add_argument("--batch-size", type=int, help="rows a rank and step")
-    made.add_argument("--sequence", type=int, help="tokens a row")
-    made.add_argument("--dtype", choices=("bf16", "fp32"))
-    made.add_argument("--documents", choices=("packed", "whole"), default="packed")
-    made.add_argument("--ranks", type=int, default=1, help="processes, a GPU each (1)")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--budget-s", type=float, default=540.0, help="seconds for all of it (540)")
-    made.add_argument("--out", type=Path, default=Path("benchmark-results"))
-    made.add_argument("--work", type=Path, help="keep models and logs here; else they are deleted")
-    return made
+    parser.add_argument("--workload", nargs="+", choices=tuple(workloads.WORKLOADS), required=True)
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), metavar="NAME[:KEY=VALUE...]")
+    parser.add_argument("--python", nargs="*", type=_pair, default=[], metavar="NAME=INTERPRETER")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=None)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps (20)")
+    parser.add_argument(
+        "--warmup-steps", type=int, default=5, help="warm-up steps before these (5)"
+    )
+    parser.add_argument("--batch-size", type=int, help="rows per rank and step")
+    parser.add_argument("--sequence", type=int, help="tokens per row")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"))
+    parser.add_argument("--documents", choices=("packed", "whole"), default="packed")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each (1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--budget-s", type=float, default=540.0, help="seconds for everything (540)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
+    parser.add_argument(
+        "--work", type=Path, help="keep models and logs in this folder; default: a temporary folder"
+    )
+    return parser
 
 
 def _pair(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if name not in available() or not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=INTERPRETER of {available()}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=INTERPRETER; NAME is one of {available()}"
+        )
     return name, value
 
 
-def _program(path: str) -> str:
-    # It is started from the repository's root; a virtual environment's link must stay one.
+def _absolute(path: str) -> str:
+    # Engines start in the repository's root. Links stay: a virtual environment's python is one.
     return str(Path(path).absolute()) if os.sep in path else path
 
 
 class Comparison:
-    """One run of the command."""
+    """One run of the benchmark: its options, time limits and report."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options, self.work = options, work
         self.end = time.monotonic() + options.budget_s - RESERVE_S
         self.deadline = self.end
-        # To count takes no memory on the GPU, which the engines need whole.
+        # device_count() allocates nothing on the GPU, whose memory the engines need.
         self.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
-        self.pythons = {name: _program(path) for name, path in options.python}
+        self.pythons = {name: _absolute(path) for name, path in options.python}
         self.report: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "commit": _commit(),
@@ -103,7 +112,7 @@ class Comparison:
         }
 
     def run(self) -> None:
-        """Measure what there is time for, each workload in its share of what is left."""
+        """Measure the workloads; each gets an equal share of the time that is left."""
         names = self.options.workload
         for number, name in enumerate(names):
             now = time.monotonic()
@@ -112,37 +121,37 @@ class Comparison:
             self._write()
 
     def _workload(self, name: str) -> None:
-        asked = self._job(name)
+        job = self._job(name)
         began = time.monotonic()
-        made = workloads.prepare(asked)
-        print(f"{name}: made in {time.monotonic() - began:.1f} s", flush=True)
+        prepared = workloads.prepare(job)
+        print(f"{name}: weights and data generated in {time.monotonic() - began:.1f} s", flush=True)
         part = {
             "workload": name,
-            "job": {k: v for k, v in asdict(asked).items() if k not in ("folder", "out")},
-            "filled": made.filled,
-            "tolerances": report.tolerances(asked),
+            "job": {k: v for k, v in asdict(job).items() if k not in ("folder", "out")},
+            "filled": prepared.filled,
+            "tolerances": report.tolerances(job),
             "rows": [],
         }
         self.report["workloads"].append(part)
         longest = 0.0
         for number, label in enumerate(self.options.peers, 1):
             began = time.monotonic()
-            row = self._row(label, replace(asked, out=f"{asked.folder}_{name}_{number}"), longest)
+            row = self._measure(label, replace(job, out=f"{job.folder}_{name}_{number}"), longest)
             if row["status"] == "ok":
                 longest = max(longest, time.monotonic() - began)
-                row |= report.measured(row, asked, made, self.report["machine"])
+                row |= report.measured(row, job, prepared, self.report["machine"])
             part["rows"].append(row)
-            report.compare(part["rows"], asked)
+            report.compare(part["rows"], job)
             self._write()
             print(report.summary(row), flush=True)
 
     def _job(self, name: str) -> Job:
         options = self.options
-        given = {k: getattr(options, k) for k in ("batch_size", "sequence", "dtype")}
+        overrides = {k: getattr(options, k) for k in ("batch_size", "sequence", "dtype")}
         dtype = options.dtype or workloads.WORKLOADS[name].dtype
-        # Workloads of one model share its folder.
+        # Workloads with the same model share its folder.
         shape = name.partition("_")[0]
-        return workloads.job(
+        return workloads.make_job(
             name,
             self.work / f"{shape}_{dtype}_{options.seed}",
             device=self.device,
@@ -151,21 +160,20 @@ class Comparison:
             steps=options.steps,
             seed=options.seed,
             documents=options.documents,
-            **{k: v for k, v in given.items() if v is not None},
+            **{k: v for k, v in overrides.items() if v is not None},
         )
 
-    def _row(self, label: str, asked: Job, expected_s: float) -> dict[str, Any]:
-        """One engine's answer; where it fails in a way that a setting may mend, it tries again."""
+    def _measure(self, label: str, job: Job, expected_s: float) -> dict[str, Any]:
+        """Run one engine; if it fails and a setting may fix that, try again with the setting."""
         peer, *pairs = label.split(":")
         settings = {k: yaml.safe_load(v) for k, _, v in (pair.partition("=") for pair in pairs)}
         before: list[str] = []
         while True:
             left = self.deadline - time.monotonic()
-            if left < max(LEAST_S, expected_s if not before else 0):
+            if left < max(MIN_START_S, expected_s if not before else 0):
                 answer = {"status": "skipped", "reason": f"no time: {max(left, 0):.0f} s left"}
                 break
-            job = replace(asked, settings=settings)
-            answer = self._start(peer, job, left)
+            answer = self._start(peer, replace(job, settings=settings), left)
             if not (again := answer.pop("retry_with", None)):
                 break
             before.append(f"{answer['status']} ({answer['reason']}) without {again}")
@@ -189,7 +197,7 @@ class Comparison:
             try:
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                return {"status": "skipped", "reason": f"not done in the {limit_s:.0f} s left"}
+                return {"status": "skipped", "reason": f"not finished in the {limit_s:.0f} s left"}
             finally:
                 engine.end(process)
         lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
@@ -199,7 +207,7 @@ class Comparison:
         }
         if answer.exists():
             found = json.loads(answer.read_text())
-        # The log itself goes with the work folder.
+        # The log file is deleted with the work folder.
         return found if found["status"] == "ok" else found | {"log": lines[-LOG_LINES:]}
 
     def _machine(self) -> dict[str, Any]:
@@ -220,7 +228,7 @@ class Comparison:
 
 
 def _environment(work: Path, device: str, ranks: int) -> dict[str, str]:
-    # Not every engine can be told to leave a GPU alone, or the others.
+    # Some engines use every visible GPU and have no option to change that.
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
@@ -244,12 +252,12 @@ def _commit() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; exit status 0 where ours was measured in each workload, else 1."""
-    options = parser().parse_args(arguments)
+    """Run the command; exit status 0 if our trainer was measured in each workload, else 1."""
+    options = argument_parser().parse_args(arguments)
     unknown = {label.split(":")[0] for label in options.peers} - set(available())
     if unknown:
         known = ", ".join(available())
-        parser().error(f"--peers: no engine {', '.join(sorted(unknown))}; there are {known}")
+        argument_parser().error(f"--peers: no engine {', '.join(sorted(unknown))}; known: {known}")
     work = options.work or Path(tempfile.mkdtemp(prefix="cookbook-train-"))
     work = work.absolute()
     work.mkdir(parents=True, exist_ok=True)
@@ -266,7 +274,7 @@ def main(arguments: list[str]) -> int:
 
 
 def available() -> list[str]:
-    """The engines that there is a file for."""
+    """Names of the engines: the files in benchmarks/peers/."""
     files = (ROOT / "benchmarks" / "peers").glob("*.py")
     return sorted(path.stem for path in files if path.stem != "engine")
 

@@ -1,4 +1,4 @@
-"""What is trained: real shapes, weights from a seed, and the rows that every engine gets."""
+"""What the engines train: real model shapes, weights from a seed, and the same rows for all."""
 
 import hashlib
 import json
@@ -14,23 +14,27 @@ from safetensors.torch import save_file
 
 from benchmarks.peers import ours
 from benchmarks.peers.engine import IGNORE_INDEX, TARGETS, Job, write_json
-from trainer import data, distributed, families, models, weights
-from trainer.compat import get_adapter_params
+from runspec.flops import ModelFlops
 from trainer.config import TrainConfig, parse
-from trainer.flops import ModelFlops, model_flops
-from trainer.packing import pack
+from trainer.data import batches as data
+from trainer.data.packing import pack
+from trainer.flops import model_flops
+from trainer.models import build as models
+from trainer.models.decoder import Decoder
+from trainer.parallel import world as distributed
+from trainer.storage import weights
 
 METHODS = ("full", "lora", "qlora")
 LORA_RANK, LORA_ALPHA = 16, 32
 MAX_SHARD_BYTES = 4 * 2**30
-BEGIN, END, FIRST_WORD = 0, 1, 2
-# Two numbers tell the documents' lengths: log-normal, as conversations are.
-MEDIAN_SHARE, SIGMA, SHORTEST = 0.1, 1.0, 8
+BOS, EOS, FIRST_WORD = 0, 1, 2
+# Document lengths are log-normal, like those of conversations: median as a share of a row, sigma.
+MEDIAN_SHARE, SIGMA, MIN_TOKENS = 0.1, 1.0, 8
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama by its sizes, those of its config.json."""
+    """Sizes of a Llama model, as in its config.json."""
 
     layers: int
     width: int
@@ -43,7 +47,7 @@ class Shape:
     tied: bool = False
 
     def hf_config(self) -> dict[str, Any]:
-        """config.json."""
+        """The content of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -70,8 +74,8 @@ class Shape:
             "initializer_range": 0.02,
             "tie_word_embeddings": self.tied,
             "vocab_size": self.vocabulary,
-            "bos_token_id": BEGIN,
-            "eos_token_id": END,
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
         }
 
     def model_block(self, method: str) -> dict[str, Any]:
@@ -102,7 +106,7 @@ class Shape:
         return block | ({"quantize_base": True} if method == "qlora" else {})
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor of the model folder."""
+        """Name and shape of each tensor in the model folder."""
         keys = self.width // self.heads * self.kv_heads
         found = {"model.embed_tokens.weight": (self.vocabulary, self.width)}
         for layer in range(self.layers):
@@ -124,7 +128,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a method, and what one GPU takes in a step: batch_size rows of `sequence` tokens."""
+    """A model, a method, and the batch per GPU and step: batch_size rows of `sequence` tokens."""
 
     shape: Shape
     method: str
@@ -140,7 +144,7 @@ class Workload:
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256, "llama3_1", 8.0)
 LLAMA_1B = Shape(16, 2048, 8192, 32, 8, 128256, "llama3_2", 32.0, tied=True)
-# Of the same structure, for a CPU; torchao's NF4 takes no smaller matrices.
+# The same structure for a CPU, with the smallest matrices that torchao's NF4 accepts.
 TINY = Shape(2, 256, 512, 4, 2, 512, "llama3_1", 8.0)
 
 WORKLOADS = {
@@ -155,9 +159,10 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was made for a workload, and what one of its steps is.
+    """Sizes of a prepared workload, from which model FLOPs and rates are computed.
 
-    tokens, targets, pairs: real tokens, trained positions and query-key pairs of each step.
+    tokens, targets, pairs: real tokens, trained tokens and query-key pairs of each step.
+    filled: real tokens divided by all positions.
     """
 
     flops: ModelFlops
@@ -167,15 +172,15 @@ class Prepared:
     filled: float
 
     def step_flops(self, step: int) -> float:
-        """Model FLOPs of a step, counted from 1, over all ranks."""
-        at = step - 1
-        return self.flops.of(self.tokens[at], self.targets[at], self.pairs[at])
+        """Model FLOPs of a step on all ranks; the first step is 1."""
+        index = step - 1
+        return self.flops.of(self.tokens[index], self.targets[index], self.pairs[index])
 
 
-def job(name: str, folder: Path, **given: Any) -> Job:
-    """The job of a workload; `given` is what the workload does not say, or says otherwise."""
+def make_job(name: str, folder: Path, **overrides: Any) -> Job:
+    """The job of a workload; `overrides` add to or replace the workload's values."""
     workload = WORKLOADS[name]
-    said = {
+    values = {
         "folder": str(folder),
         "out": str(folder),
         "workload": name,
@@ -189,51 +194,50 @@ def job(name: str, folder: Path, **given: Any) -> Job:
         "lora_rank": LORA_RANK,
         "lora_alpha": LORA_ALPHA,
     }
-    return Job(**said | given)
+    return Job(**values | overrides)
 
 
-def prepare(asked: Job) -> Prepared:
+def prepare(job: Job) -> Prepared:
     """Write the model, the adapter, the documents and the rows into the job's folder.
 
-    The same seed gives the same bytes on every machine. A model that is there already is kept.
+    The same seed gives the same bytes on every machine. An existing model is kept.
     """
-    shape = WORKLOADS[asked.workload].shape
-    if not (asked.model_folder / "config.json").exists():
-        write_model(asked.model_folder, shape, asked.dtype, asked.seed)
-    write_corpus(asked, shape.vocabulary)
-    config = parse(ours.train_config(asked, Path(asked.folder) / "run"))
-    module = models.empty(config)
-    adapter = get_adapter_params(module)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not adapter or name in adapter)
-    if adapter:
-        write_adapter(asked, module, shape)
-    return write_rows(asked, config, model_flops(module))
+    shape = WORKLOADS[job.workload].shape
+    if not (job.model_folder / "config.json").exists():
+        write_model(job.model_folder, shape, job.dtype, job.seed)
+    write_corpus(job, shape.vocabulary)
+    config = parse(ours.train_config(job, Path(job.folder) / "run"))
+    model = models.empty(config)
+    models.freeze_base(model)
+    if job.method != "full":
+        model.fit(shape.hf_config(), config)
+        write_adapter(job, model)
+    return write_rows(job, config, model_flops(model))
 
 
 def write_model(folder: Path, shape: Shape, dtype: str, seed: int) -> None:
-    """A Hugging Face folder of random weights, normal with deviation 0.02, and its tokenizer.
+    """Write a Hugging Face folder: random weights (normal, standard deviation 0.02), tokenizer.
 
-    Layers that write to the residual stream start smaller (Radford et al. 2019, GPT-2).
+    Projections into the residual stream are divided by sqrt(2 layers) (Radford et al. 2019, GPT-2).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    kind = models.DTYPES[dtype]
+    torch_dtype = models.DTYPES[dtype]
 
     def tensor(name: str, size: tuple[int, ...]) -> torch.Tensor:
         if len(size) == 1:
-            return torch.ones(size, dtype=kind)
+            return torch.ones(size, dtype=torch_dtype)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-        deviation = 0.02 / ((2 * shape.layers) ** 0.5 if writes else 1)
-        return torch.empty(size).normal_(0, deviation, generator=generator).to(kind)
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.02 / ((2 * shape.layers) ** 0.5 if residual else 1)
+        return torch.empty(size).normal_(0, std, generator=generator).to(torch_dtype)
 
-    files = _shards(shape.tensors(), kind.itemsize)
+    files = _shards(shape.tensors(), torch_dtype.itemsize)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for number, sizes in enumerate(files, 1):
-            made = pool.map(tensor, sizes.keys(), sizes.values())
+            tensors = pool.map(tensor, sizes.keys(), sizes.values())
             path = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
-            save_file(dict(zip(sizes, made, strict=True)), path, metadata={"format": "pt"})
+            save_file(dict(zip(sizes, tensors, strict=True)), path, metadata={"format": "pt"})
     index = {
         name: f"model-{number:05}-of-{len(files):05}.safetensors"
         for number, sizes in enumerate(files, 1)
@@ -241,31 +245,31 @@ def write_model(folder: Path, shape: Shape, dtype: str, seed: int) -> None:
     }
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
     write_tokenizer(folder, shape.vocabulary)
-    write_json(folder / "generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": END})
-    # Last, as it says that the folder is complete.
-    name = str(kind).removeprefix("torch.")
+    write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+    # Written last: it marks the folder as complete.
+    name = str(torch_dtype).removeprefix("torch.")
     write_json(folder / "config.json", shape.hf_config() | {"dtype": name})
 
 
 def _shards(sizes: dict[str, tuple[int, ...]], itemsize: int) -> list[dict[str, tuple[int, ...]]]:
     files: list[dict[str, tuple[int, ...]]] = [{}]
-    room = MAX_SHARD_BYTES
+    left = MAX_SHARD_BYTES
     for name, size in sizes.items():
         needed = int(np.prod(size)) * itemsize
-        if needed > room and files[-1]:
+        if needed > left and files[-1]:
             files.append({})
-            room = MAX_SHARD_BYTES
+            left = MAX_SHARD_BYTES
         files[-1][name] = size
-        room -= needed
+        left -= needed
     return files
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A tokenizer of whole words: token n is the word w<n>."""
+    """Write a word-level tokenizer: token n is the word w<n>."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
 
-    words = {"<s>": BEGIN, "</s>": END} | {f"w{n}": n for n in range(FIRST_WORD, vocabulary)}
+    words = {"<s>": BOS, "</s>": EOS} | {f"w{n}": n for n in range(FIRST_WORD, vocabulary)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="</s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -278,60 +282,59 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def write_corpus(asked: Job, vocabulary: int) -> None:
-    """Documents of words whose frequencies fall as 1 / rank (Zipf), enough for all steps.
+def write_corpus(job: Job, vocabulary: int) -> None:
+    """Write documents with Zipf-distributed words, enough for all steps.
 
-    Packed: log-normal lengths around a tenth of a row, cut at a row. Whole: a row each, less one
-    token, as torchtune's text dataset cuts there.
+    Packed: log-normal lengths with a median of a tenth of a row, truncated at a row. Whole: one row
+    per document, less one token, because torchtune's text dataset truncates there.
     """
-    rows = asked.total_steps * asked.batch_size * asked.ranks
-    random = np.random.default_rng(asked.seed)
-    longest = asked.sequence - 1
-    if asked.documents == "whole":
+    rows = job.total_steps * job.batch_size * job.ranks
+    random = np.random.default_rng(job.seed)
+    longest = job.sequence - 1
+    if job.documents == "whole":
         lengths = np.full(rows, longest)
     else:
         lengths = np.empty(0, dtype=np.int64)
-        while not len(lengths) or len(pack(lengths, asked.sequence, None)) < rows:
-            drawn = random.lognormal(np.log(asked.sequence * MEDIAN_SHARE), SIGMA, 16 * rows)
-            lengths = np.append(lengths, drawn.clip(SHORTEST, longest).astype(np.int64))
-    chance = 1 / np.arange(1, vocabulary - FIRST_WORD + 1)
-    edges = np.cumsum(chance / chance.sum())
-    with open(asked.corpus, "w", encoding="utf-8") as file:
+        while not len(lengths) or len(pack(lengths, job.sequence, None)) < rows:
+            drawn = random.lognormal(np.log(job.sequence * MEDIAN_SHARE), SIGMA, 16 * rows)
+            lengths = np.append(lengths, drawn.clip(MIN_TOKENS, longest).astype(np.int64))
+    frequencies = 1 / np.arange(1, vocabulary - FIRST_WORD + 1)
+    cumulative = np.cumsum(frequencies / frequencies.sum())
+    with open(job.corpus, "w", encoding="utf-8") as file:
         for length in lengths:
-            # Two of its tokens are the begin and the end.
-            words = FIRST_WORD + np.searchsorted(edges, random.random(length - 2)).clip(
+            # Two of its tokens are BOS and EOS.
+            words = FIRST_WORD + np.searchsorted(cumulative, random.random(length - 2)).clip(
                 max=vocabulary - FIRST_WORD - 1
             )
             file.write(json.dumps({"text": " ".join(f"w{word}" for word in words)}) + "\n")
 
 
-def write_adapter(asked: Job, module: torch.nn.Module, shape: Shape) -> None:
-    """The adapter that the trainer begins with, as PEFT reads it; B is zero.
+def write_adapter(job: Job, model: Decoder) -> None:
+    """Write the trainer's initial adapter in PEFT's format; B is zero.
 
     Args:
-        module: on the meta device.
+        model: on the meta device.
     """
-    family = families.of(shape.hf_config())
-    for name, layer in module.named_modules():
+    for name, layer in model.named_modules():
         if name.endswith(("lora_a", "lora_b")):
             layer.to_empty(device="cpu")
-    weights.initialise_adapter(module, asked.seed)
+    weights.initialise_adapter(model, job.seed)
     tensors = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in model.named_parameters():
         base, _, part = name.removesuffix(".weight").rpartition(".")
         if part in ("lora_a", "lora_b"):
-            place = family.hf_name(f"{base}.weight").removesuffix(".weight")
-            kind = "lora_A" if part == "lora_a" else "lora_B"
-            tensors[f"base_model.model.{place}.{kind}.weight"] = parameter.detach().contiguous()
-    folder = asked.adapter_folder
+            hf_name = model.hub_name(f"{base}.weight").removesuffix(".weight")
+            matrix = "lora_A" if part == "lora_a" else "lora_B"
+            tensors[f"base_model.model.{hf_name}.{matrix}.weight"] = parameter.detach().contiguous()
+    folder = job.adapter_folder
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(asked.model_folder),
-        "r": asked.lora_rank,
-        "lora_alpha": asked.lora_alpha,
+        "base_model_name_or_path": str(job.model_folder),
+        "r": job.lora_rank,
+        "lora_alpha": job.lora_alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(TARGETS),
         "bias": "none",
@@ -340,14 +343,14 @@ def write_adapter(asked: Job, module: torch.nn.Module, shape: Shape) -> None:
     write_json(folder / "adapter_config.json", settings)
 
 
-def write_rows(asked: Job, config: TrainConfig, flops: ModelFlops) -> Prepared:
-    """The rows as the trainer's own loader gives them, for those that do not read the corpus."""
+def write_rows(job: Job, config: TrainConfig, flops: ModelFlops) -> Prepared:
+    """Write the rows as the trainer's data loader returns them; other engines read these."""
     world = distributed.start("cpu")
-    # One rank with all ranks' rows: they go round in this order.
-    config = replace(config, batch_size=asked.batch_size * asked.ranks)
+    # One rank with the rows of all ranks: the ranks take them in turns.
+    config = replace(config, batch_size=job.batch_size * job.ranks)
     try:
         batches = data.build(config, world, lambda text: None).training.from_step(0)
-        steps = [next(batches)[0] for _ in range(asked.total_steps)]
+        steps = [next(batches)[0] for _ in range(job.total_steps)]
     finally:
         distributed.stop()
     shifted = torch.cat([batch.labels for batch in steps])
@@ -358,7 +361,7 @@ def write_rows(asked: Job, config: TrainConfig, flops: ModelFlops) -> Prepared:
         "labels": labels,
         "positions": torch.cat([batch.positions for batch in steps]),
     }
-    save_file({name: tensor.int() for name, tensor in rows.items()}, asked.rows_file)
+    save_file({name: tensor.int() for name, tensor in rows.items()}, job.rows_file)
     return Prepared(
         flops,
         [batch.token_count for batch in steps],

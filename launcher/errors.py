@@ -3,13 +3,13 @@
     CookbookError             exit 1   something outside the command line failed
     |-- UsageFault            exit 2   what was typed or written in a file is wrong
     |   |-- RecipeFault                a recipe, a cluster file or an override
-    |   `-- UnknownRun                 no run, or several, answer to that name
+    |   `-- UnknownRun                 no run, or several, match that name
     |-- PreflightFault        exit 1   the recipe is well formed, this machine cannot run it
     |-- SlurmFault            exit 1   Slurm refused; its own words are in the message
     |   |-- SlurmMissing               no Slurm command on this machine
     |   `-- SlurmTimeout               Slurm did not answer; the job may exist all the same
-    |-- HubFault              exit 1   a model or dataset cannot be had from the hub
-    `-- RunFault              exit 1   a run's folder or files cannot be used
+    |-- HubFault              exit 1   a model or dataset cannot be fetched from the hub
+    `-- RunFault              exit 1   a run's directory or files cannot be used
 
 An error carries one or more faults. Each fault is one line that says what is wrong, where,
 and what to type next; all faults that can be found are found before the error is raised.
@@ -18,11 +18,12 @@ and what to type next; all faults that can be found are found before the error i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+
+from runspec.hints import nearest as nearest
 
 
 class CookbookError(Exception):
-    """One or more faults, each a line of its own, and the command's exit status."""
+    """One or more faults, each one line, and the exit status of the command."""
 
     exit_code = 1
 
@@ -42,7 +43,7 @@ class RecipeFault(UsageFault):
 
 
 class UnknownRun(UsageFault):
-    """No run, or more than one, answers to the given name."""
+    """No run, or more than one, matches the given name."""
 
 
 class PreflightFault(CookbookError):
@@ -66,13 +67,4 @@ class HubFault(CookbookError):
 
 
 class RunFault(CookbookError):
-    """A run's folder or one of its files cannot be read or written."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint ' (did you mean X?)' for a mistyped name, or '' where nothing is near."""
-    known = list(known)
-    longer = [other for other in known if len(name) > 2 and other.startswith(name)]
-    close = sorted(longer, key=lambda other: (len(other), other))
-    close = close or get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """A run's directory or one of its files cannot be read or written."""

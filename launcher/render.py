@@ -1,34 +1,38 @@
-"""A recipe and a cluster in, the text of a job script out; reads templates, changes nothing."""
+"""Renders a recipe for a cluster as the text of its job script."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from dataclasses import fields, replace
+import subprocess
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from launcher import paths, slurm, stock
-from launcher.cluster import Cluster
-from launcher.errors import RecipeFault, nearest
-from launcher.recipe import Recipe, Resources
+from launcher import paths
+from launcher.errors import RecipeFault
+from launcher.executors import slurm, token
+from launcher.recipes.recipe import Recipe
+from launcher.site import Site, with_site_defaults
+from runspec import files
 
-# The trainer may need this long to finish a step and write a checkpoint; a short job gives it a
-# quarter of its time.
-_LEAD_SHARE = 4
+# The trainer may need the cluster's signal_lead_s to finish a step and write a checkpoint; a short
+# job gives it this part of its time limit at most.
+_MAX_LEAD_SHARE = 4
 
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:=@+/&|*()\[\]-]+\Z")
 
 
 def _directive(value: Any) -> str:
-    """Let a value into an #SBATCH line, which knows no quoting: a newline would add a directive."""
+    """Check a value of an #SBATCH line, which knows no quoting: a newline would add a directive."""
     text = str(value)
     if not _DIRECTIVE.match(text):
         raise RecipeFault(
-            f"the value {text!r} cannot stand in an #SBATCH line: use letters, digits and . _ -"
+            f"the value {text!r} cannot be used in an #SBATCH line: use letters, digits and . _ -"
         )
     return text
 
@@ -47,62 +51,27 @@ def _template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def with_site_defaults(resources: Resources, cluster: Cluster) -> Resources:
-    """Return resources with the cluster's values where the recipe and the options say nothing."""
-    unset = Resources()
-    missing = {
-        item.name: cluster.resources[item.name]
-        for item in fields(Resources)
-        if getattr(resources, item.name) == getattr(unset, item.name)
-        and cluster.resources.get(item.name) is not None
-    }
-    for key in ("mem", "time"):
-        if key in missing:
-            missing[key] = str(missing[key])
-    return replace(resources, **missing)
-
-
-def command(recipe: Recipe, config: dict[str, Any]) -> str:
-    """Return what torchrun starts as each rank, as shell text for the node script.
-
-    config is the recipe resolved for its run.
-    """
-    if recipe.entry == "sft":
-        return 'python -m trainer.sft "$RUN_DIR/train.yaml"'
-    if recipe.script and recipe.code_root:
-        # It runs in the copy of its folder.
-        words = [os.path.relpath(recipe.script, recipe.code_root), *(config.get("args") or [])]
-        return f"python {shlex.join(map(str, words))}"
-    name, known = recipe.entry.removeprefix("torchtune:"), stock.recipes()
-    if name not in known:
-        raise RecipeFault(
-            f"torchtune has no recipe {name!r}{nearest(name, known)}; it has "
-            f"{', '.join(known) or 'none'} in {paths.venv_root()}"
-        )
-    if not known[name].distributed and recipe.resources.world_size > 1:
-        raise RecipeFault(
-            f"torchtune's {name} runs on one GPU, and {recipe.resources.nodes} x "
-            f"{recipe.resources.gpus_per_node} are asked for: --nodes 1 --gpus-per-node 1"
-        )
-    return f'python {shlex.quote(str(known[name].path))} --config "$RUN_DIR/train.yaml"'
-
-
-def job_script(recipe: Recipe, cluster: Cluster, run_dir: Path, job_name: str) -> str:
-    """Return the whole job script of a run whose folder is run_dir."""
+def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> str:
+    """Return the whole job script of a run whose directory is run_dir."""
     resources = with_site_defaults(recipe.resources, cluster)
     lead_s = cluster.signal_lead_s
     if resources.time_s:
-        lead_s = max(1, min(lead_s, resources.time_s // _LEAD_SHARE))
+        lead_s = max(1, min(lead_s, resources.time_s // _MAX_LEAD_SHARE))
     gpus = f"{resources.gpus_per_node}"
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
     root = cluster.root
     config = recipe.resolved(root, str(run_dir))
+    site_file = f"configs/clusters/{cluster.name}.yaml"
+    faults = _setup_faults(cluster.job_setup, site_file)
+    if faults:
+        raise RecipeFault(faults)
     return _template("job.sbatch.j2").render(
         recipe=recipe.name,
+        umask=recipe.umask,
         run=run_dir.name,
         run_dir=run_dir,
-        script=run_dir / "job.sbatch",
+        script=run_dir / files.JOB_SCRIPT,
         job_name=job_name,
         token=token(run_dir.name),
         nodes=resources.nodes,
@@ -123,13 +92,24 @@ def job_script(recipe: Recipe, cluster: Cluster, run_dir: Path, job_name: str) -
         environment=cluster.environment,
         job_setup=cluster.job_setup,
         own_environment=config.get("env") or {},
+        own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
+        site_file=site_file,
+        files=files,
         secrets=recipe.secrets,
         timeout_s=recipe.timeout_s,
-        is_script=recipe.script is not None,
-        command=command(recipe, config),
+        is_script=recipe.entry.own_code,
+        command=recipe.entry.command(recipe, config),
     )
 
 
-def token(run: str) -> str:
-    """Return the mark that a run's jobs carry in their comment, by which they are found again."""
-    return f"cookbook:{run}"
+def _setup_faults(lines: Sequence[str], origin: str) -> list[str]:
+    """Return the lines of a site's job_setup that bash cannot read."""
+    faults = []
+    for line in lines:
+        done = subprocess.run(
+            ["bash", "-n", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        if done.returncode:
+            words = done.stderr.partition("\n")[0].rpartition(": ")[2]
+            faults.append(f"bash cannot read the job_setup line {line!r} in {origin}: {words}")
+    return faults

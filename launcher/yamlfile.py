@@ -1,53 +1,16 @@
-"""Reading YAML the way torchtune does: 1e-4 is a number, 12:00:00 is not, a key stands once."""
+"""Reading YAML the way torchtune does: 1e-4 is a number, 12:00:00 is not, each key once."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from launcher.errors import RecipeFault
+from runspec import yamlrules
 
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_Base):  # type: ignore[misc]
-    """PyYAML's safe loader with the number rules of YAML 1.2, and no duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(key)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-# YAML 1.1 reads 1e-4 as text, 12:30:00 as 45000 and 2026-01-02 as a date; a learning rate or a
-# time limit must not depend on that.
-_NUMBERS = {
-    "tag:yaml.org,2002:int": r"[-+]?(?:0|[1-9]\d*)\Z",
-    "tag:yaml.org,2002:float": (
-        r"(?:[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
-    ),
-}
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern)
-        for tag, pattern in resolvers
-        if tag not in _NUMBERS and tag != "tag:yaml.org,2002:timestamp"
-    ]
-    for first, resolvers in _Base.yaml_implicit_resolvers.items()
-}
-for _tag, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
+_Loader = yamlrules.loader(yaml)
 
 
 def parse(text: str, origin: str) -> Any:
@@ -58,14 +21,14 @@ def parse(text: str, origin: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark else origin
         what = error.problem or error.context or "not YAML"
-        raise RecipeFault(f"broken YAML in {where}: {what}: mend that line") from error
+        raise RecipeFault(f"broken YAML in {where}: {what}: fix that line") from error
     except (yaml.YAMLError, ValueError) as error:
         what = " ".join(str(error).split())
         raise RecipeFault(f"broken YAML in {origin}: {what}") from error
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; RecipeFault where it cannot be read or is none."""
+    """Return the mapping in a YAML file; RecipeFault if it cannot be read or is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -78,6 +41,19 @@ def load(path: Path) -> dict[str, Any]:
     return value
 
 
+def line_of(path: Path, key: str) -> int | None:
+    """Return the line on which a YAML file gives a dotted key, None if it does not."""
+    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+    line = None
+    for part in key.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = next(((name, value) for name, value in pairs if name.value == part), None)
+        if found is None:
+            return None
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
 class _Dumper(yaml.SafeDumper):
     """Block style, keys in the order they were written, lists indented under their key."""
 
@@ -88,7 +64,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-# What parse() would read as a number has to be quoted where it is text.
+# Text that parse() would read as a number has to be quoted.
 _Dumper.yaml_implicit_resolvers = {
     first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *resolvers]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Large enough for the bandwidth to show; gloo on a slow network still ends within seconds.
+# Large enough to measure the bandwidth; gloo on a slow network still ends within seconds.
 _MIB = {"cuda": 256, "cpu": 16}
 _ROUNDS = {"cuda": 10, "cpu": 3}
 

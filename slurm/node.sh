@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced on every node before torchrun: sets the environment, and proves within seconds that the
+# Sourced on every node before torchrun: sets the environment, and checks within seconds that the
 # node sees the shared files and reaches the first node. Needs RUN_DIR, VENV, LOGS, HEAD_ADDR,
 # HEAD_PORT, ONE_HOST, NODES, RANKS_PER_NODE; sets NODE_RANK.
 
@@ -7,12 +7,12 @@ NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
 export NODE_RANK NODE_NAME
 
-# Leaves a fault where the job script finds it. permanent: true where a retry cannot help.
+# Leaves a fault where the job script finds it. permanent: true if a retry cannot help.
 node_fault() {
   local permanent=$1 message=$2
   printf 'cookbook: fault on node %s: %s\n' "$NODE_NAME" "$message"
   message=${message//\\/\\\\}
-  printf '{"rank": null, "host": "%s", "time": %s, "type": "NodeFault", "message": "%s", "permanent": %s}\n' \
+  printf '{"rank": null, "host": "%s", "time": %s, "type": "fault", "message": "%s", "permanent": %s}\n' \
     "$NODE_NAME" "$(date +%s)" "${message//\"/\'}" "$permanent" >"$LOGS/error_node_$NODE_RANK.json"
   exit 1
 }
@@ -23,7 +23,7 @@ read_secret() {
   export "$1=$(<"$2")"
 }
 
-# A file written on the login node a moment ago may need some seconds to show on a network filesystem.
+# On a network filesystem a file that the login node wrote a moment ago may appear seconds later.
 for ((waited = 0; waited < ${FILES_WAIT_S:-30}; waited++)); do
   [ -r "$RUN_DIR/recipe.yaml" ] && [ -x "$VENV/bin/python" ] && break
   sleep 1
@@ -32,30 +32,31 @@ done
 [ -r "$RUN_DIR/recipe.yaml" ] ||
   node_fault true "node $NODE_NAME cannot read $RUN_DIR/recipe.yaml: keep runs on a filesystem that all nodes mount (COOKBOOK_ROOT)"
 [ -x "$VENV/bin/python" ] ||
-  node_fault true "node $NODE_NAME cannot see the environment $VENV: put it on a filesystem that all nodes mount (COOKBOOK_VENV)"
+  node_fault true "node $NODE_NAME cannot see the virtual environment $VENV: put it on a filesystem that all nodes mount (COOKBOOK_VENV)"
 
 export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
 unset PYTHONHOME PYTHONPATH
 # The kit's own code, from the checkout that submitted the run.
 export PYTHONPATH=$COOKBOOK
 
-# Compiled kernels are written by every rank at once, which a network filesystem does not survive.
-# The folder is on local disk, outlives the attempt, and is used only where it is this user's own.
+# Every rank writes compiled kernels at once, which is too much for a network filesystem. This folder
+# is on the local disk, outlives the attempt, and is used only if it belongs to this user.
 local_cache=${TMPDIR:-/tmp}/cookbook-$(id -u)
 mkdir -m 700 "$local_cache" 2>/dev/null
 if [ ! -O "$local_cache" ] || [ -L "$local_cache" ]; then local_cache=$(mktemp -d); fi
-export TRITON_CACHE_DIR=$local_cache/triton TORCHINDUCTOR_CACHE_DIR=$local_cache/inductor
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$local_cache/triton}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$local_cache/inductor}
 
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
   OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$RANKS_PER_NODE} / RANKS_PER_NODE))
   export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 1 ? OMP_NUM_THREADS : 1))
 fi
-# A hung collective ends the attempt, with the flight recorder's trace beside the logs.
-export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
+# A collective that hangs ends the attempt, with the flight recorder's trace beside the logs.
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$LOGS/nccl_trace_rank_
 
 if [ "$NODES" -gt 1 ]; then
-  # Prints the interface that reaches the first node; says why on standard error where none does.
+  # Prints the interface that reaches the first node; says on standard error why none does.
   if ! interface=$("$VENV/bin/python" -I -S "$COOKBOOK/slurm/rendezvous.py" 2>"$LOGS/rendezvous_$NODE_RANK.log"); then
     node_fault false "$(tail -n 1 "$LOGS/rendezvous_$NODE_RANK.log")"
   fi

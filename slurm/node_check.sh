@@ -1,30 +1,30 @@
 # shellcheck shell=bash
-# Run by `cookbook doctor` on a node, handed over as text: it has to work where the node sees none
-# of the kit's files. Each finding is a line "@ key value"; everything else is passed over.
+# Run by `cookbook doctor` on a node and passed as text: it must work even if the node sees none of
+# the kit's files. Each answer is a line "@ key value"; everything else is ignored.
 # Needs SHARED, VENV, COOKBOOK, FULL (yes or no), NODES, RANKS_PER_NODE, ACCELERATOR.
 
-tell() { printf '@ %s\n' "$*"; }
+report() { printf '@ %s\n' "$*"; }
 
 # Milliseconds since the epoch.
 now_ms() { date +%s%3N; }
 
 check_files() {
-  # What was written on the login node a moment ago may need some seconds to show here.
+  # On a network filesystem a new file may need some seconds to show here.
   local waited
   for ((waited = 0; waited < 10; waited++)); do
     [ -r "$SHARED/from_login" ] && break
     sleep 0.5
   done
-  if [ -r "$SHARED/from_login" ]; then tell shared_read yes; else tell shared_read no; fi
-  if { printf 'seen' >"$SHARED/from_$NODE_NAME"; } 2>/dev/null; then tell shared_write yes; else tell shared_write no; fi
-  if [ -r "$COOKBOOK/slurm/node.sh" ]; then tell checkout yes; else tell checkout no; fi
+  if [ -r "$SHARED/from_login" ]; then report shared_read yes; else report shared_read no; fi
+  if { printf 'seen' >"$SHARED/from_$NODE_NAME"; } 2>/dev/null; then report shared_write yes; else report shared_write no; fi
+  if [ -r "$COOKBOOK/slurm/node.sh" ]; then report checkout yes; else report checkout no; fi
 }
 
-# An import takes seconds on a network filesystem: without FULL it is only looked whether one could.
+# An import takes seconds on a network filesystem: without FULL the packages are only searched for.
 check_python() {
   local program answer started
   if [ ! -x "$VENV/bin/python" ]; then
-    tell python missing
+    report python missing
     return
   fi
   if [ "$FULL" = yes ]; then
@@ -37,14 +37,14 @@ missing = [name for name in ("torch", "torchtune") if importlib.util.find_spec(n
 print("missing " + " ".join(missing) if missing else "finds torch and torchtune")'
   fi
   started=$(now_ms)
-  # cd: Python puts the folder it stands in before its packages.
+  # cd: Python searches the current folder before its packages.
   answer=$(cd / && PYTHONNOUSERSITE=1 "$VENV/bin/python" -c "$program" 2>&1) || answer="fault ${answer##*$'\n'}"
-  tell python "$("$VENV/bin/python" -I -S -c 'import platform; print(platform.python_version())' 2>&1 | tail -n 1)"
-  tell packages "$answer"
-  tell import_ms $(($(now_ms) - started))
+  report python "$("$VENV/bin/python" -I -S -c 'import platform; print(platform.python_version())' 2>&1 | tail -n 1)"
+  report packages "$answer"
+  report import_ms $(($(now_ms) - started))
 }
 
-# What `compile: true` needs on a node: the compiler writes C against Python's headers.
+# What `compile: true` needs on a node: a C compiler and Python's headers.
 check_compiler() {
   local name headers
   [ -x "$VENV/bin/python" ] || return 0
@@ -53,28 +53,28 @@ check_compiler() {
     name=
   done
   headers=$("$VENV/bin/python" -I -S -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)
-  if [ -z "$name" ]; then tell compiler none; elif [ ! -r "$headers/Python.h" ]; then
-    tell compiler "headers $headers/Python.h"
-  else tell compiler "found $name"; fi
+  if [ -z "$name" ]; then report compiler none; elif [ ! -r "$headers/Python.h" ]; then
+    report compiler "headers $headers/Python.h"
+  else report compiler "found $name"; fi
 }
 
 check_gpus() {
-  tell gpus_given "${SLURM_GPUS_ON_NODE:-0}"
+  report gpus_given "${SLURM_GPUS_ON_NODE:-0}"
   if ! command -v nvidia-smi >/dev/null; then
-    tell gpu_tool none
+    report gpu_tool none
     return
   fi
   local line query=index,name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total
   local output
   if ! output=$(timeout 20 nvidia-smi --query-gpu=$query --format=csv,noheader,nounits 2>&1); then
-    tell gpu_tool "fault $(tail -n 1 <<<"$output")"
+    report gpu_tool "fault $(tail -n 1 <<<"$output")"
     return
   fi
-  tell gpu_tool nvidia-smi
-  while read -r line; do [ -z "$line" ] || tell gpu "$line"; done <<<"$output"
-  # Most sites keep the kernel's log to themselves.
+  report gpu_tool nvidia-smi
+  while read -r line; do [ -z "$line" ] || report gpu "$line"; done <<<"$output"
+  # Many sites let only root read the kernel's log.
   line=$(dmesg 2>/dev/null | grep 'NVRM: Xid' | tail -n 1)
-  [ -z "$line" ] || tell xid "$line"
+  [ -z "$line" ] || report xid "$line"
 }
 
 check_network() {
@@ -82,22 +82,22 @@ check_network() {
   for folder in /sys/class/net/*; do
     name=${folder##*/} state=$(cat "$folder/operstate" 2>/dev/null)
     # lo says unknown; so do some virtual ones, which are up.
-    [ "$name" = lo ] || tell interface "$name ${state:-unknown}"
+    [ "$name" = lo ] || report interface "$name ${state:-unknown}"
   done
   for folder in /sys/class/infiniband/*/ports/*; do
     [ -r "$folder/state" ] || continue
     name=${folder#/sys/class/infiniband/}
-    tell infiniband "${name%%/*} $(sed 's/^.*: //' "$folder/state") $(cat "$folder/rate" 2>/dev/null)"
+    report infiniband "${name%%/*} $(sed 's/^.*: //' "$folder/state") $(cat "$folder/rate" 2>/dev/null)"
   done
 }
 
 check_disk() {
   local folder=${TMPDIR:-/tmp}
-  tell disk "$folder $(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 {print $4}')"
+  report disk "$folder $(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 {print $4}')"
 }
 
-# Adds up numbers over all ranks of all nodes, the way a training job would: same rendezvous, same
-# environment. On the first node alone it prints what came of it.
+# Runs an all-reduce over all ranks of all nodes as a training job would: with the same rendezvous
+# and the same variables. Only rank 0 prints the result.
 check_all_reduce() (
   export RUN_DIR=$SHARED LOGS=$SHARED ATTEMPT=0 HEAD_ADDR HEAD_PORT ONE_HOST NODES RANKS_PER_NODE
   export VENV COOKBOOK RENDEZVOUS_WAIT_S=60 FILES_WAIT_S=5
@@ -108,7 +108,7 @@ check_all_reduce() (
   HEAD_ADDR=${HEAD_ADDR:-$head}
   ONE_HOST=no
   if [ "$(sort -u <<<"$addresses" | wc -l)" = 1 ]; then ONE_HOST=yes; fi
-  # Below the ports that the kernel hands out, the same on every node, another for every job.
+  # Below the kernel's ephemeral ports; the same on every node, different for every job.
   HEAD_PORT=$((20000 + SLURM_JOB_ID % 12000))
   # shellcheck source=slurm/node.sh
   source "$COOKBOOK/slurm/node.sh"
@@ -118,8 +118,8 @@ check_all_reduce() (
 )
 
 NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
-tell node "$NODE_NAME"
-tell time "$(now_ms)"
+report node "$NODE_NAME"
+report time "$(now_ms)"
 check_disk
 check_network
 check_gpus
@@ -130,7 +130,7 @@ if [ "$FULL" = yes ]; then
   if answer=$(check_all_reduce 2>&1); then
     grep '^@ ' <<<"$answer"
   else
-    tell all_reduce_fault "$(grep -v '^ *$' <<<"$answer" | grep -m 1 -E 'fault on node|Error|error' || tail -n 1 <<<"$answer")"
+    report all_reduce_fault "$(grep -v '^ *$' <<<"$answer" | grep -m 1 -E 'fault on node|Error|error' || tail -n 1 <<<"$answer")"
   fi
 fi
-tell finished yes
+report finished yes

@@ -1,9 +1,9 @@
-"""Prove on every node, before torchrun, that the first node's address leads to the first node.
+"""Check on every node, before torchrun, that the first node's address leads to the first node.
 
-Run by slurm/node.sh on each node. The first node listens on HEAD_PORT and waits until all others
-have called; each other node calls until it is answered. Prints the network interface that carries
-HEAD_ADDR here; ends with status 1 and one line that names the node where something fails.
-Standard library only, and quick to start: it stands between the allocation and the training.
+Run by slurm/node.sh on each node. The first node listens on HEAD_PORT until all others have
+connected; each other node tries until it is answered. Prints the network interface that has the
+address used here. If something fails, exit status 1 and one line that names the node.
+Standard library only, and quick to start: the GPUs wait for it.
 """
 
 import fcntl
@@ -26,12 +26,12 @@ def main() -> None:
     except OSError as error:
         fail(
             f"node {node} cannot resolve the first node's address {address} ({error}): ask the "
-            "site's administrators, or name a node's address in Slurm's NodeAddr"
+            "site's administrators, or set the node's address as NodeAddr in slurm.conf"
         )
     if target[0].startswith(("127.", "::1")) and os.environ["ONE_HOST"] != "yes":
         fail(
-            f"node {node} takes the first node's address {address} for a loopback ({target[0]}): "
-            "mend /etc/hosts or NodeAddr"
+            f"node {node} resolves the first node's address {address} to a loopback ({target[0]}): "
+            "fix /etc/hosts or NodeAddr in slurm.conf"
         )
     started = time.monotonic()
     local = (
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def listen(family: int, target: tuple, node: str, nodes: int, run: str) -> str:
-    """Answer each other node once; return the address that was listened on."""
+    """Answer each other node once; return the address on which this node listened."""
     deadline, met = time.monotonic() + WAIT_S, {0}
     with socket.socket(family, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,7 +57,7 @@ def listen(family: int, target: tuple, node: str, nodes: int, run: str) -> str:
         except OSError as error:
             fail(
                 f"the first node {node} cannot listen on {target[0]}:{target[1]} "
-                f"({error.strerror}): is that address its own?"
+                f"({error.strerror}): check that this address is its own"
             )
         server.listen(nodes)
         while len(met) < nodes:
@@ -67,9 +67,9 @@ def listen(family: int, target: tuple, node: str, nodes: int, run: str) -> str:
             except OSError:
                 missing = ", ".join(str(k) for k in range(nodes) if k not in met)
                 fail(
-                    f"no call from node number {missing} within {WAIT_S:.0f} s at the first node "
-                    f"{node} ({target[0]}:{target[1]}): see logs of those nodes, and whether a "
-                    "firewall stands between"
+                    f"node number {missing} did not connect to the first node {node} "
+                    f"({target[0]}:{target[1]}) within {WAIT_S:.0f} s: see the logs of "
+                    "those nodes, and check for a firewall between them"
                 )
             with connection:
                 connection.settimeout(5)
@@ -78,7 +78,7 @@ def listen(family: int, target: tuple, node: str, nodes: int, run: str) -> str:
                     if said == run:
                         connection.sendall(b"welcome")
                         met.add(int(rank))
-                        # The caller hangs up first, so that this port stays free of TIME_WAIT.
+                        # The other side closes first, so that this port has no TIME_WAIT.
                         connection.recv(1)
                 except (OSError, ValueError):
                     continue
@@ -86,7 +86,7 @@ def listen(family: int, target: tuple, node: str, nodes: int, run: str) -> str:
 
 
 def call(family: int, target: tuple, node: str, rank: int, run: str) -> str:
-    """Call the first node until it answers; return this node's address on that road."""
+    """Connect to the first node until it answers; return this node's address of the connection."""
     deadline, last = time.monotonic() + WAIT_S, "no answer"
     while time.monotonic() < deadline:
         try:
@@ -94,18 +94,18 @@ def call(family: int, target: tuple, node: str, rank: int, run: str) -> str:
                 connection.sendall(f"{run} {rank}".encode())
                 if connection.recv(16) == b"welcome":
                     return connection.getsockname()[0]
-                last = "somebody else answers there"
+                last = "another program answers there"
         except OSError as error:
             last = error.strerror or str(error)
         time.sleep(0.2)
     fail(
-        f"node {node} does not reach the first node at {target[0]}:{target[1]} within "
-        f"{WAIT_S:.0f} s ({last}): is a firewall between them?"
+        f"node {node} did not reach the first node at {target[0]}:{target[1]} within "
+        f"{WAIT_S:.0f} s ({last}): check for a firewall between them"
     )
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has this IPv4 address, '' where none is found."""
+    """Return the name of the interface that has this IPv4 address, '' if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

@@ -1,7 +1,8 @@
-"""Fixtures that every test may use: a real Slurm cluster on this host."""
+"""A real Slurm cluster on this host for every test, and which worker runs what."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -25,6 +26,77 @@ NEEDS_ACCOUNTING = pytest.mark.skipif(
     not all(shutil.which(name, path=_PROGRAMS) for name in ("slurmdbd", "mariadbd")),
     reason="slurmdbd or mariadbd is not installed: bash setup.sh --test-all installs them",
 )
+
+
+# Files that take long, longest first: begun early, so that the workers end at about the same time.
+LONG_FILES = (
+    "test_trace.py",
+    "test_memory_layouts.py",
+    "test_communication.py",
+    "test_reshard.py",
+    "test_train.py",
+    "test_tensor_parallel.py",
+    "test_layouts.py",
+    "test_resume.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes run the tests: two, or none beside pytest's own for chosen files.
+
+    A worker starts with all imports and with its own fork server, which a few tests do not repay.
+    """
+    chosen = any(".py" in argument for argument in config.args)
+    return 0 if chosen or len(os.sched_getaffinity(0)) < 2 else 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file share their fixtures on one worker, those of the `slurm` fixture too."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, tests of the shared cluster go first to one of them: they wait most."""
+    if not hasattr(config, "workerinput"):
+        return
+
+    def turn(item: pytest.Item) -> int:
+        # Later they would wait for a long test to end, and let no other begin.
+        if item.get_closest_marker("alone"):
+            return -2
+        if "slurm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+            return -1
+        name = item.path.name
+        return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+
+    items.sort(key=turn)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """No other worker runs a test beside one that is marked `alone`, because it measures time."""
+    kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    # Locks need files, and these two are there for every worker of this checkout.
+    with open(__file__) as door, open(item.config.rootpath / "pyproject.toml") as room:
+        # Who waits for an empty room keeps the door shut for all others.
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, kind)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            # Expressly: a process that the test has forked may have the file open too.
+            fcntl.flock(room, fcntl.LOCK_UN)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The code's own rules: format, lint, types, shell files, imports and words."""
+"""Rules for the code: format, lint, types, shellcheck, imports, pins, and the README's tree."""
 
 from __future__ import annotations
 
@@ -12,22 +12,74 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.prefix) / "bin"
-# What stands lower may not import what stands higher.
-LAYERS = [
-    {"errors", "yamlfile", "paths"},
-    {"environment", "stock"},
-    {"recipe", "limits", "slurm", "attempt", "snapshot", "memory", "communication"},
-    {"cluster", "render", "runs", "logs", "estimate", "scaling", "tuning", "provenance"},
-    {"checks"},
-    {"preflight", "jobs", "report", "tensorboard"},
-    {"node_check", "hub"},
-    {"doctor"},
-    {"cli", "__main__"},
+# A row may import itself and the rows above it, nothing below it. The longest matching name counts,
+# so that a module can be in another row than its package.
+FLOORS = [
+    ["runspec"],
+    ["launcher.errors", "launcher.paths", "launcher.yamlfile", "launcher.checks.finding"],
+    ["launcher.venv"],
+    ["launcher.recipes", "launcher.executors"],
+    ["launcher.site"],
+    ["launcher.runs", "launcher.sizing", "launcher.render"],
+    ["launcher.checks", "launcher.observe", "launcher.hub"],
+    ["launcher.workflows"],
+    ["launcher.cli", "launcher.__main__", "launcher"],
+    ["trainer.errors", "trainer.config", "trainer.components", "trainer.rules"],
+    # models/decoder.py is what these may ask of a model; the models themselves are further down.
+    ["trainer.layers", "trainer.parallel", "trainer.models.decoder"],
+    ["trainer.models", "trainer.data", "trainer.storage", "trainer.optimizers", "trainer.flops"],
+    [
+        "trainer.metrics",
+        "trainer.progress",
+        "trainer.profiling",
+        "trainer.guard",
+        "trainer.generate",
+    ],
+    ["trainer.objectives"],
+    ["trainer.reporting", "trainer.validation"],
+    ["trainer.loop"],
+    ["trainer"],
 ]
+# The first words of dotted names that a package may import beside those that are not in FLOORS.
+MAY_IMPORT = {
+    "runspec": {"runspec"},
+    "launcher": {"launcher", "runspec"},
+    "trainer": {"trainer", "runspec"},
+}
+# Names of torchtune for which Hugging Face has others; only trainer/models/torchtune may use them.
+TORCHTUNES = {
+    "DoRALinear",
+    "FeedForward",
+    "LoRALinear",
+    "MultiHeadAttention",
+    "TiedLinear",
+    "TransformerDecoder",
+    "attn",
+    "attn_dropout",
+    "chunked_output",
+    "get_adapter_params",
+    "mlp_norm",
+    "mlp_scale",
+    "output_proj",
+    "pos_embeddings",
+    "rope_init",
+    "sa_norm",
+    "sa_scale",
+    "set_num_output_chunks",
+    "sliding_window_size",
+    "softcapping",
+    "tied_module",
+    "tok_embeddings",
+    "w1",
+    "w2",
+    "w3",
+}
+# Heavy packages, which the launcher must not import.
+HEAVY = ("torch", "torchtune", "torchao", "trainer", "transformers", "datasets", "numpy", "pandas")
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """The files of the project that match, whether committed yet or not."""
+    """The files of the project that match the patterns, committed or not."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
         cwd=ROOT,
@@ -63,28 +115,65 @@ def test_shellcheck():
 
 
 def imports(path: Path) -> set[str]:
-    """The dotted names of what a file imports."""
+    """The dotted names that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-def test_the_launcher_imports_downwards_and_never_the_trainer_or_torch():
-    level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    for path in tracked("launcher/*.py"):
-        relative = path.relative_to(ROOT / "launcher")
-        own = relative.parts[0].removesuffix(".py")
+def floor(module: str) -> int | None:
+    """Index of the row of a dotted name, by its longest prefix; None for an external package."""
+    known = [(name, number) for number, names in enumerate(FLOORS) for name in names]
+    found = [each for each in known if f"{module}.".startswith(f"{each[0]}.")]
+    return max(found, key=lambda each: len(each[0]))[1] if found else None
+
+
+def test_imports_go_down_only():
+    wrong = []
+    for path in tracked("launcher/*.py", "runspec/*.py", "trainer/*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for name in imports(path):
-            first, _, rest = name.partition(".")
-            assert first not in ("torch", "torchtune", "trainer", "transformers"), path
-            used = rest.partition(".")[0]
-            if first == "launcher" and used in level and own != "__init__":
-                assert own in level, f"{path} stands in no layer"
-                assert level[used] <= level[own], f"{path} imports launcher.{used}"
+            package, imported = module.partition(".")[0], name.partition(".")[0]
+            if imported in HEAVY and package != "trainer":
+                wrong.append(f"{module} imports {name}")
+            if imported in MAY_IMPORT and imported not in MAY_IMPORT[package]:
+                wrong.append(f"{module} imports {name}")
+            above = floor(name)
+            if above is not None and above > floor(module):
+                wrong.append(f"{module} imports {name}, which is in a later row of FLOORS")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_what_runs_on_the_cluster_needs_only_the_standard_library():
+    """The job's records and the rendezvous start fast, and work if the environment is broken."""
+    allowed = {*sys.stdlib_module_names, "runspec", "slurm"}
+    for path in tracked("slurm/*.py"):
+        if path.name != "all_reduce.py":
+            assert {name.partition(".")[0] for name in imports(path)} <= allowed, path
+    for path in tracked("launcher/*.py"):
+        assert not [name for name in imports(path) if name.startswith("slurm.")], path
+
+
+def test_only_one_package_names_torchtunes_attributes():
+    """The rest of the trainer asks a Decoder; a component's name in a config is text, not code."""
+    wrong = []
+    for path in tracked("trainer/*.py"):
+        if path.is_relative_to(ROOT / "trainer" / "models" / "torchtune"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Constant) else None
+            words = {getattr(node, key, None) for key in ("attr", "id", "name", "arg")}
+            # A dotted name such as layers.*.attn.q_proj.
+            if isinstance(text, str) and re.fullmatch(r"[\w.*]+", text):
+                words |= set(text.split("."))
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                words |= {alias.name for alias in node.names}
+            wrong += [f"{path}:{node.lineno}: {word}" for word in words & TORCHTUNES]
+    assert not wrong, "\n".join(sorted(wrong))
 
 
 def test_every_pin_is_exact():
@@ -95,7 +184,7 @@ def test_every_pin_is_exact():
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[^=<>~ ;]+(; python_version [<>=]+ \"3\.11\")?", pin)
 
 
-def test_what_the_readme_shows_exists():
+def test_links_and_tree_of_the_readme_exist():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"\]\(([A-Za-z0-9_./-]+)\)", text):
         assert (ROOT / name).exists(), name

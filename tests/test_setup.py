@@ -1,6 +1,6 @@
-"""setup.sh: what it refuses, its lock, and a second run that changes nothing.
+"""setup.sh: wrong usage, its lock, and a second run that changes nothing.
 
-That it makes the environment from nothing is shown by every clean run: the tests run in it.
+The tests run in the environment that setup.sh made, so its creation is tested by every fresh clone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def setup(*arguments: str, timeout: float = 120, **env: str) -> subprocess.Compl
 
 @pytest.fixture
 def installed() -> dict[str, str]:
-    """The environment that the tests run in, where setup.sh made it."""
+    """Selects the environment of the tests, which setup.sh must have made."""
     stamp = Path(sys.prefix) / ".cookbook-setup"
     assert stamp.is_file(), "run the tests through: bash setup.sh --test"
     return {"COOKBOOK_VENV": sys.prefix}
@@ -39,7 +39,7 @@ def installed() -> dict[str, str]:
 def test_help_names_every_option():
     done = setup("--help")
     assert done.returncode == 0
-    for word in (
+    for option in (
         "--demo",
         "--test",
         "--test-all",
@@ -48,11 +48,11 @@ def test_help_names_every_option():
         "COOKBOOK_VENV",
         "COOKBOOK_PYTHON",
     ):
-        assert word in done.stdout
+        assert option in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--dmeo"], "unknown option '--dmeo'"),
         (["--demo", "--test"], "give one of"),
@@ -61,19 +61,19 @@ def test_help_names_every_option():
         (["--torch", "2.13.0; rm -rf x"], "runs on torch 2.11 to 2.13"),
     ],
 )
-def test_wrong_usage_is_one_line(arguments, told, tmp_path):
+def test_wrong_usage_is_one_line(arguments, message, tmp_path):
     done = setup(*arguments, COOKBOOK_VENV=str(tmp_path / "venv"))
-    assert done.returncode == 2 and told in done.stderr
+    assert done.returncode == 2 and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_path_with_a_blank_is_refused(tmp_path):
     done = setup(COOKBOOK_VENV=str(tmp_path / "my venv"))
-    assert done.returncode == 1 and "holds a blank" in done.stderr
+    assert done.returncode == 1 and "contains a space" in done.stderr
 
 
-def test_a_python_that_does_not_fit_is_named(tmp_path):
+def test_an_unsupported_python_is_named(tmp_path):
     old = tmp_path / "python3"
     old.write_text("#!/bin/sh\necho 3.9\n")
     old.chmod(0o755)
@@ -83,7 +83,7 @@ def test_a_python_that_does_not_fit_is_named(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
-def test_an_unwritable_place_is_named():
+def test_a_folder_that_is_not_writable_is_named():
     done = setup(COOKBOOK_VENV="/proc/nowhere/venv")
     assert done.returncode == 1 and "set COOKBOOK_VENV to a folder of yours" in done.stderr
 
@@ -111,10 +111,10 @@ def test_a_second_setup_waits_for_the_first(installed):
         assert second.poll() is None, "it did not wait"
         fcntl.flock(lock, fcntl.LOCK_UN)
     _, words = second.communicate(timeout=60)
-    assert second.returncode == 0 and "another setup.sh is at work" in words
+    assert second.returncode == 0 and "another setup.sh is working" in words
 
 
-def test_slurm_is_told_of(installed, slurm):
+def test_slurm_is_reported(installed, slurm):
     done = setup(**installed, SLURM_CONF=slurm.env["SLURM_CONF"])
     assert "Slurm: slurm" in done.stderr and "answers; 1 host(s)" in done.stderr
     assert done.stderr.splitlines()[-1].strip() == "cookbook submit --recipe demo --nodes 2 --watch"

@@ -1,4 +1,4 @@
-"""The demo's instruction dataset: one well-formed, distinct question and answer a line."""
+"""The demo's instruction dataset: one well-formed and distinct question and answer per line."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_lengths_in_words(pairs):
     assert [text for text in answers if not 8 <= len(text.split()) <= 35] == []
 
 
-def test_answers_are_one_or_two_plain_sentences(pairs):
+def test_answers_are_one_or_two_sentences_without_markup(pairs):
     answers = [pair["answer"] for pair in pairs]
     assert [text for text in answers if len(re.findall(r"[.?!](?:\s|$)", text)) > 2] == []
     markup = re.compile(r"`|\*\*|<\w+>|https?://(?!localhost)")
     assert [text for text in answers if markup.search(text)] == []
 
 
-def test_no_question_comes_twice(pairs):
+def test_questions_are_distinct(pairs):
     plain = [" ".join(re.findall(r"[a-z0-9]+", pair["question"].lower())) for pair in pairs]
     assert [question for question, count in Counter(plain).items() if count > 1] == []
 
@@ -71,7 +71,7 @@ def test_commands_of_the_kit_exist(pairs):
     assert mentioned <= COMMANDS
 
 
-def test_the_demo_can_be_asked_how_to_submit_itself(pairs):
+def test_the_dataset_answers_how_to_submit_the_demo(pairs):
     answers = {pair["question"]: pair["answer"] for pair in pairs}
     answer = answers["How do I submit the demo recipe on two nodes?"]
     assert "cookbook submit --recipe demo --nodes 2 --watch" in answer

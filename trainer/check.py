@@ -1,8 +1,8 @@
 """Whether a config's components exist, take their arguments and fit: python -m trainer.check <yaml>
 
-Prints one JSON object: {"faults": [a line each], "found": what was looked at}. Weights and data are
+Prints one JSON object: {"faults": [one line each], "found": the components}. Weights and data are
 not read, nothing is computed and no rank is started. With --stock only the components themselves
-are looked at, as torchtune's own recipes give them further arguments.
+are checked, because torchtune's own recipes give them further arguments.
 """
 
 import inspect
@@ -16,18 +16,23 @@ import torch
 from torch import nn
 
 from trainer import config as configs
-from trainer import models, optimizers, tokenizers
+from trainer import optimizers
 from trainer.config import TrainConfig
+from trainer.data import tokenizers
 from trainer.errors import ConfigError
-from trainer.loss import LATER_NAMES, TokenLoss
+from trainer.layers.loss import LATER_NAMES, TokenLoss
+from trainer.models import build as models
+from trainer.models import sources
 
-# What the trainer itself hands to a component: so many positional arguments, and these names.
+# What the trainer itself gives to a component: so many positional arguments, and these names.
 HANDED_OVER = {
     "optimizer": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
     "dataset": (1, ()),
     "dataset_val": (1, ()),
 }
+# Keys of a block that the trainer reads and its component does not take.
+OWN_KEYS = dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack"))
 
 
 def faults(content: dict[str, Any]) -> list[str]:
@@ -48,7 +53,7 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
     """
     found: list[str] = []
     for key, block in _blocks("", content):
-        # Loggers are set aside, and those of torchtune's later names are ours.
+        # Loggers are ignored, and losses by torchtune's later names are ours.
         if key == "metric_logger" or block["_component_"] in LATER_NAMES:
             continue
         factory = _tried(found, lambda k=key, b=block: configs.component(k, b["_component_"]))
@@ -56,9 +61,8 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
             continue
         count, names = HANDED_OVER.get(key, (0, ()))
         arguments = {k: v for k, v in block.items() if k != "_component_"} | dict.fromkeys(names)
-        if key in ("dataset", "dataset_val", "model"):
-            for ours in ("packed", "quantize_base", "split_across_pack"):
-                arguments.pop(ours, None)
+        ours = sources.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
+        arguments = {name: value for name, value in arguments.items() if name not in ours}
         try:
             signature = inspect.signature(factory)
             bind = signature.bind if complete and key in HANDED_OVER else signature.bind_partial
@@ -66,7 +70,7 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         except TypeError as error:
             found.append(f"{key}: {block['_component_']} does not take this: {error}")
         except ValueError:
-            continue  # a component of C code has no signature to look at
+            continue  # a component in C has no signature
     return found
 
 
@@ -82,7 +86,7 @@ def _blocks(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _misfits(config: TrainConfig) -> list[str]:
-    """Where model, tokenizer, loss and optimizer do not fit together or to the model's folder."""
+    """Why model, tokenizer, loss and optimizer do not fit together, or not the model's folder."""
     found: list[str] = []
     _tried(found, lambda: TokenLoss(config))
     optimizer = _tried(
@@ -91,7 +95,7 @@ def _misfits(config: TrainConfig) -> list[str]:
     if optimizer is not None:
         _tried(found, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 10))
     if config.model_folder.is_dir():
-        model = _tried(found, lambda: models.fitting(config)[2])
+        model = _tried(found, lambda: models.fitting(config)[1])
         tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
         if tokenizer is not None:
             found += tokenizers.faults(tokenizer, config.model_folder)
@@ -109,7 +113,7 @@ def _misfits(config: TrainConfig) -> list[str]:
 
 
 def _tried(found: list[str], task: Callable[[], Any]) -> Any:
-    """What `task` gives; None where it fails, with its faults added to `found`."""
+    """What `task` returns; None if it fails, with its faults added to `found`."""
     try:
         return task()
     except ConfigError as error:

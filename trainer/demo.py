@@ -6,6 +6,7 @@ dataset give the same bytes.
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import sys
@@ -24,8 +25,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 ARCHITECTURE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
     "hidden_size": 128,
     "intermediate_size": 512,
     "num_hidden_layers": 3,
@@ -35,13 +34,12 @@ ARCHITECTURE = {
     "hidden_act": "silu",
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
-    "dtype": "float32",
 }
 README = """# Demo model
 
@@ -59,14 +57,17 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
         ConfigError: the dataset is missing, is no JSON lines, or holds no text.
     """
     texts = _texts(dataset)
+    # transformers imports torchao if it is there, and no kernel of torchao is used here.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
     temporary = folder.with_name(f".tmp_{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        vocab = _write_tokenizer(temporary, texts)
-        _write_model(temporary, seed, vocab)
+        tokenizer = _tokenizer(texts)
+        tokenizer.save_pretrained(temporary)
+        _model(seed, tokenizer).save_pretrained(temporary)
         (temporary / "README.md").write_text(
-            README.format(seed=seed, vocab=vocab, dataset=dataset.name), encoding="utf-8"
+            README.format(seed=seed, vocab=len(tokenizer), dataset=dataset.name), encoding="utf-8"
         )
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -92,9 +93,10 @@ def _texts(dataset: Path) -> list[str]:
     return texts
 
 
-def _write_tokenizer(folder: Path, texts: list[str]) -> int:
-    """Train a byte-level BPE on `texts`; return the number of tokens."""
+def _tokenizer(texts: list[str]) -> Any:
+    """A byte-level BPE trained on `texts`, with the chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -106,67 +108,35 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": SPECIAL_TOKENS[0],
-            "eos_token": SPECIAL_TOKENS[-1],
-            "pad_token": SPECIAL_TOKENS[0],
-            "model_max_length": ARCHITECTURE["max_position_embeddings"],
-            "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
-        },
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL_TOKENS[0],
+        eos_token=SPECIAL_TOKENS[-1],
+        pad_token=SPECIAL_TOKENS[0],
+        model_max_length=ARCHITECTURE["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
-    return tokenizer.get_vocab_size()
 
 
-def _write_model(folder: Path, seed: int, vocab: int) -> None:
+def _model(seed: int, tokenizer: Any) -> Any:
+    """A Llama of random weights, as transformers initialises it."""
     import torch
-    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
-    ids = {"bos_token_id": 0, "eos_token_id": len(SPECIAL_TOKENS) - 1, "pad_token_id": 0}
-    _write_json(folder / "config.json", ARCHITECTURE | ids | {"vocab_size": vocab})
-    _write_json(folder / "generation_config.json", ids | {"do_sample": False})
-    generator = torch.Generator().manual_seed(seed)
-    layers = ARCHITECTURE["num_hidden_layers"]
-    tensors = {}
-    for name, shape in _shapes(vocab).items():
-        if len(shape) == 1:
-            tensors[name] = torch.ones(shape)
-            continue
-        # Layers that write to the residual stream start smaller (Radford et al. 2019, GPT-2).
-        writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-        deviation = ARCHITECTURE["initializer_range"] / ((2 * layers) ** 0.5 if writes else 1)
-        tensors[name] = torch.randn(shape, generator=generator) * deviation
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    disable_progress_bar()
 
-
-def _shapes(vocab: int) -> dict[str, tuple[int, ...]]:
-    width, inner = ARCHITECTURE["hidden_size"], ARCHITECTURE["intermediate_size"]
-    head = ARCHITECTURE["head_dim"]
-    queries = ARCHITECTURE["num_attention_heads"] * head
-    keys = ARCHITECTURE["num_key_value_heads"] * head
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
-    for layer in range(ARCHITECTURE["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            prefix + "input_layernorm.weight": (width,),
-            prefix + "self_attn.q_proj.weight": (queries, width),
-            prefix + "self_attn.k_proj.weight": (keys, width),
-            prefix + "self_attn.v_proj.weight": (keys, width),
-            prefix + "self_attn.o_proj.weight": (width, queries),
-            prefix + "post_attention_layernorm.weight": (width,),
-            prefix + "mlp.gate_proj.weight": (inner, width),
-            prefix + "mlp.up_proj.weight": (inner, width),
-            prefix + "mlp.down_proj.weight": (width, inner),
-        }
-    return shapes | {"model.norm.weight": (width,), "lm_head.weight": (vocab, width)}
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    config = LlamaConfig(
+        **ARCHITECTURE,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
 
 
 def main(arguments: list[str]) -> int:

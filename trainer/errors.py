@@ -1,7 +1,7 @@
 """What can go wrong in a rank, and the record that a rank leaves of it.
 
 TrainerError             a fault that the trainer understands
-├── ConfigError          the user's to mend: config, paths, data, model folder
+├── ConfigError          the user's to fix: config, paths, data, model folder
 ├── NonFiniteLossError   loss or gradient NaN or infinite too often in a row; exit status 65
 ├── CheckpointError      every checkpoint in the run directory is damaged
 └── PeerError            another rank failed; its own record says why
@@ -13,13 +13,13 @@ import time
 import traceback
 from pathlib import Path
 
-from trainer.files import write_json
+from runspec import files
 
 
 class TrainerError(Exception):
-    """A fault that the trainer understands; `permanent` where a retry cannot help.
+    """A fault that the trainer understands; `permanent` if a retry cannot help.
 
-    `exit_status` is the rank's own; torchrun passes none on, so that the record must tell.
+    `exit_status` is the rank's own; torchrun passes none on, so that the record must say it.
     """
 
     permanent = True
@@ -27,7 +27,7 @@ class TrainerError(Exception):
 
 
 class ConfigError(TrainerError):
-    """One or more faults in what the user gave; all of them, one a line."""
+    """One or more faults in what the user gave; all of them, one per line."""
 
     def __init__(self, *faults: str) -> None:
         self.faults = faults
@@ -53,7 +53,7 @@ class PeerError(TrainerError):
 
 
 def is_permanent(error: BaseException) -> bool:
-    """True where the same start would fail again: user faults, memory, a full disk."""
+    """True if the same start would fail again: user faults, memory, a full disk."""
     if isinstance(error, TrainerError):
         return error.permanent
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
@@ -64,11 +64,11 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """One clear sentence first, then the details where there are any."""
+    """One clear sentence first, then the details if there are any."""
     text = str(error).strip() or type(error).__name__
     if type(error).__name__ == "OutOfMemoryError":
         return (
-            "GPU out of memory: lower batch_size, or set enable_activation_checkpointing=True, "
+            "GPU out of memory: lower batch_size, or set activation_checkpointing=full, "
             f"or use more GPUs.\n{text}"
         )
     return text if isinstance(error, TrainerError) else f"{type(error).__name__}: {text}"
@@ -77,7 +77,8 @@ def describe(error: BaseException) -> str:
 def write_error_record(folder: Path, rank: int, error: BaseException) -> Path:
     """Write `error_rank_<rank>.json` for whoever decides on a retry; return its path."""
     path = folder / f"error_rank_{rank}.json"
-    write_json(
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_json(
         path,
         {
             "rank": rank,

@@ -1,92 +1,58 @@
-"""Model FLOPs of a training step, and what the GPU could do at best, for MFU.
+"""Model FLOPs of a model as it is trained, and the peak of its GPU.
 
-The convention is the one of PaLM (arXiv 2204.02311, appendix B): the matrix products that the
-gradient needs, whatever the implementation does beside. A product with a weight of n numbers
-takes 2n a token forward, 2n for the gradient of its input where one is needed, and 2n for the
-gradient of the weight where it is trained; so 6n in full fine-tuning, and about 4n for LoRA's
-frozen base. Not counted: looking up embeddings, recomputation by activation checkpointing,
-norms, softmax, the optimizer. Unlike PaLM's formula, attention counts only the keys that a
-query may see (causal, each document by itself), and the output layer only trained positions;
-padding counts nowhere.
+`runspec.flops` has the convention and the count.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 from torch import nn
 
-from trainer import nf4
-from trainer.compat import TiedLinear, TransformerDecoder
+from runspec.flops import Attention, Linear, ModelFlops, Stage, count
+from trainer.layers import nf4
+from trainer.layers.attention import DocumentAttention
+from trainer.models.decoder import Decoder, Role
 
 GPUS = Path(__file__).parents[1] / "configs/gpus.yaml"
 
 
-@dataclass(frozen=True)
-class ModelFlops:
-    """FLOPs forward and backward: a token's, a trained position's, a query-key pair's."""
-
-    token: float
-    target: float
-    pair: float
-
-    def of(self, tokens: float, targets: float, pairs: float) -> float:
-        """FLOPs of a step over all ranks.
-
-        Args:
-            tokens: real tokens, no padding.
-            targets: positions with a label that is trained.
-            pairs: query-key pairs; a document of n tokens has n(n + 1)/2.
-        """
-        return tokens * self.token + targets * self.target + pairs * self.pair
-
-
-def model_flops(model: TransformerDecoder) -> ModelFlops:
+def model_flops(model: Decoder) -> ModelFlops:
     """What `model` needs, sharded or not, with the parameters trained that require a gradient."""
-    token = pair = 0.0
-    # Gradients flow back no further than to the first trained parameter.
-    flows = _trained(model.tok_embeddings)
-    for layer in model.layers:
-        attention, mlp = layer.attn, layer.mlp
-        stages: list[list[Any]] = [
-            [layer.sa_norm],
-            [attention.q_proj, attention.k_proj, attention.v_proj],
-            [attention],
-            [attention.output_proj],
-            [layer.mlp_norm],
-            [mlp.w1, mlp.w3],
-            [mlp.w2],
-        ]
-        for modules in stages:
-            if modules == [attention]:
-                pair += 4 * attention.num_heads * attention.head_dim * (1 + 2 * flows)
-                continue
-            present = [module for module in modules if module is not None]
-            token += sum(_products(module, flows) for module in present)
-            flows = flows or any(_trained(module) for module in present)
-    flows = flows or _trained(model.norm)
-    output = model.output.tied_module if isinstance(model.output, TiedLinear) else model.output
-    return ModelFlops(token, _products(output, flows), pair)
+    output = model.embedding if model.output_head is None else model.output_head
+    return count(
+        # The last norm may be the first that is trained.
+        [*_stages(model), [_linear(model.final_norm)]],
+        _linear(output),
+        trained_before=_linear(model.embedding).any_trained,
+    )
 
 
-def _trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+def _stages(model: Decoder) -> Iterator[Stage]:
+    """The linear layers of the blocks and their attention, in the order of the forward pass."""
+    rows = set(model.linear_layers(Role.ROW))
+    heads = model.sizes()["num_heads"]
+    for parent, names in groupby(model.linear_layers(), lambda name: name.rpartition(".")[0]):
+        layers = {name: model.get_submodule(name) for name in names}
+        yield [_linear(layer) for name, layer in layers.items() if name not in rows]
+        for attention in model.get_submodule(parent).children():
+            if isinstance(attention, DocumentAttention):
+                yield Attention(heads * attention.head_dim)
+        yield [_linear(layer) for name, layer in layers.items() if name in rows]
 
 
-def _products(module: nn.Module, flows: bool) -> float:
-    """FLOPs a token of a linear layer with or without LoRA; 0 for a norm."""
+def _linear(module: nn.Module) -> Linear:
+    """A linear layer with or without LoRA; a norm has no weights that count."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.ndim < 2:
-        return 0.0
-    total = 2 * nf4.dense_numel(weight) * (1 + flows + weight.requires_grad)
+        return Linear(0, any(parameter.requires_grad for parameter in module.parameters()))
+    adapter = 0.0, 0.0
     if hasattr(module, "lora_a"):
-        a, b = module.lora_a.weight, module.lora_b.weight
-        total += 2 * a.numel() * (1 + flows + a.requires_grad)
-        total += 2 * b.numel() * (1 + (flows or a.requires_grad) + b.requires_grad)
-    return total
+        adapter = module.lora_a.weight.numel(), module.lora_b.weight.numel()
+    return Linear(nf4.dense_numel(weight), weight.requires_grad, adapter)
 
 
 def peak_tflops(device: torch.device) -> float | None:
@@ -101,8 +67,6 @@ def peak_tflops(device: torch.device) -> float | None:
 
 def known_tflops(name: str) -> float | None:
     """As `peak_tflops`, by the name that the driver gives to a GPU."""
-    known = yaml.safe_load(GPUS.read_text(encoding="utf-8"))
-    for entry in known.values():
-        if re.search(entry["match"], name, re.IGNORECASE):
-            return float(entry["bf16_tflops"])
-    return None
+    known = yaml.safe_load(GPUS.read_text(encoding="utf-8")).values()
+    found = (each for each in known if re.search(each["match"], name, re.IGNORECASE))
+    return next((float(each["bf16_tflops"]) for each in found), None)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from runspec import files
 from trainer.errors import ConfigError
-from trainer.files import write_text
 
 
 def answers(
@@ -29,7 +29,7 @@ def answers(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # transformers imports torchao where it finds it, and no kernel of torchao is used here.
+    # transformers imports torchao if it is there, and no kernel of torchao is used here.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: holds no model (config.json is missing)")
@@ -59,15 +59,15 @@ def write_samples(path: Path, folder: Path, settings: dict[str, Any], device: to
     """Answer a config's `generate` prompts by the model in `folder`; print and write them.
 
     Args:
-        path: gets one JSON line {"prompt", "answer"} a prompt.
-        settings: prompts, and max_new_tokens (128 where it is not given).
+        path: gets one JSON line {"prompt", "answer"} per prompt.
+        settings: prompts, and max_new_tokens (128 by default).
     """
     lines = []
     limit = settings.get("max_new_tokens", 128)
     for prompt, answer in answers(folder, settings["prompts"], limit, device):
         print(f"\nquestion  {prompt}\nanswer    {answer}", flush=True)
         lines.append(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) + "\n")
-    write_text(path, "".join(lines))
+    files.write_text(path, "".join(lines))
     print(flush=True)
 
 

@@ -54,7 +54,7 @@ class NonFiniteGuard:
         return total, row
 
     def fault(self, step: int) -> NonFiniteLossError:
-        """What to raise where the ranks have agreed that the limit is exceeded after `step`."""
+        """What to raise if the ranks have agreed that the limit is exceeded after `step`."""
         return NonFiniteLossError(
             f"step {step}: the loss or the gradient was not finite in {self._limit} steps in a "
             "row; none of them changed the weights, and no checkpoint holds what followed; lower "

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from trainer.files import write_text
+from runspec import files, flops
 
 GIB = 2**30
 T = TypeVar("T")
@@ -47,14 +48,17 @@ class Metrics:
     """
 
     def __init__(self, run_dir: Path, resumed_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        path = run_dir / "metrics.jsonl"
+        path = run_dir / files.METRICS
         _drop_after(path, resumed_step)
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._board = SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=resumed_step + 1, flush_secs=10
-        )
+        self._folder, self._resumed_step = run_dir / files.TENSORBOARD, resumed_step
+
+    @cached_property
+    def _board(self) -> Any:
+        # Its import takes longer than that of everything else, and the first step needs none.
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._folder), purge_step=self._resumed_step + 1, flush_secs=10)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one logged step; `record["step"]` counts from 1."""
@@ -67,13 +71,15 @@ class Metrics:
         """Bring everything written so far to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._board.flush()
+        if "_board" in vars(self):
+            self._board.flush()
 
     def close(self) -> None:
         """Flush and close."""
         self.flush()
         self._file.close()
-        self._board.close()
+        if "_board" in vars(self):
+            self._board.close()
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -88,7 +94,7 @@ def _drop_after(path: Path, step: int) -> None:
         except (json.JSONDecodeError, KeyError, TypeError):
             # The last line of a killed process may be cut short; it belongs to lost work.
             continue
-    write_text(path, "".join(kept))
+    files.write_text(path, "".join(kept))
 
 
 @dataclass
@@ -106,14 +112,16 @@ class Work:
 
         Args:
             gpus: all of them, also those that share a sample by tensor parallelism.
-            peak_tflops: one GPU's; None where it is not known, MFU is then None too.
+            peak_tflops: one GPU's; None if it is not known, MFU is then None too.
         """
         seconds = max(self.seconds, 1e-9)
-        tflops = self.flops / seconds / gpus / 1e12
+        tflops = flops.tflops_per_gpu(self.flops, seconds, gpus)
         return {
             "tokens_per_second_per_gpu": round(self.tokens / seconds / gpus, 1),
             "tflops_per_second_per_gpu": float(f"{tflops:.4g}"),
-            "mfu": None if peak_tflops is None else round(tflops / peak_tflops, 4),
+            "mfu": None
+            if peak_tflops is None
+            else round(flops.utilisation(self.flops, seconds, gpus, peak_tflops), 4),
         }
 
 

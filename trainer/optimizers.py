@@ -1,10 +1,10 @@
-"""The optimizer and its schedule: any component by name, the fastest form of it where allowed."""
+"""The optimizer and its schedule: any component by name, in its fastest form."""
 
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch.distributed.tensor import DTensor
 
 from trainer.config import instantiate
@@ -30,6 +30,8 @@ def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> torch.
     if name.startswith("torchao."):
         # It compiles its step, and torch's cache on the disk takes the code of sharded 8-bit state
         # for that of 4-bit or plain state ("'Tensor' object has no attribute 'codes'").
+        import torch._functorch.config
+
         torch._functorch.config.enable_autograd_cache = False
     optimizer = instantiate("optimizer", block, parameters)
     _try_a_step(block, parameters)
@@ -82,25 +84,36 @@ def _check_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None
 def schedule(
     block: dict[str, Any] | None, optimizer: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """The learning rate's schedule over `steps` optimizer steps; None where none is named."""
+    """The learning rate's schedule over `steps` optimizer steps; None if none is named."""
     if block is None:
         return None
-    scheduler = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps)
-    # torchao's optimizers keep the rate in a tensor, which a checkpoint's JSON cannot hold.
-    scheduler.base_lrs = [float(rate) for rate in scheduler.base_lrs]
-    return scheduler
+    return instantiate("lr_scheduler", block, optimizer, num_training_steps=steps)
 
 
-def schedule_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict[str, Any]:
-    """A schedule's state as JSON can hold it; its functions come from the config again."""
-    if scheduler is None:
-        return {}
-    state: dict[str, Any] = {}
-    for key, value in scheduler.state_dict().items():
-        if key == "lr_lambdas":
-            state[key] = [None] * len(value)
-        elif isinstance(value, list):
-            state[key] = [float(v) if isinstance(v, torch.Tensor) else v for v in value]
-        elif isinstance(value, int | float | bool | str):
-            state[key] = value
-    return state
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The rate of the next step."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def advance(scheduler: torch.optim.lr_scheduler.LRScheduler | None, steps: int) -> None:
+    """Bring a schedule that was just made to where it is after `steps` steps.
+
+    It is run through from the start, so that a schedule that the config changed, or that is over
+    another number of steps, gives the rates that it would have given all along.
+    """
+    with warnings.catch_warnings():
+        # torch misses the optimizer's steps in between.
+        warnings.filterwarnings("ignore", ".*lr_scheduler.step", UserWarning)
+        for _ in range(steps if scheduler is not None else 0):
+            scheduler.step()
+
+
+def warmup_note(block: dict[str, Any] | None, steps: int) -> str | None:
+    """What to say if the run ends before the warm-up does."""
+    warmup = (block or {}).get("num_warmup_steps")
+    if not isinstance(warmup, int) or warmup < steps:
+        return None
+    return (
+        f"note: lr_scheduler.num_warmup_steps: {warmup} steps of warm-up in a run of {steps}: the "
+        "learning rate never reaches optimizer.lr"
+    )

@@ -13,17 +13,17 @@ from torch.profiler import (
     tensorboard_trace_handler,
 )
 
+from runspec import files
 from trainer.config import PROFILER_KEYS, TrainConfig
-from trainer.distributed import World
 from trainer.errors import ConfigError
-from trainer.files import write_text
+from trainer.parallel.world import World
 
 SUMMARY_ROWS = 50
 SNAPSHOT_EVENTS = 200_000
 
 
 class NoProfiler:
-    """Stands where the profiler would, and does nothing."""
+    """Takes the place of the profiler and does nothing."""
 
     def __enter__(self) -> "NoProfiler":
         return self
@@ -39,7 +39,7 @@ class Profiler:
     """What `profiler` describes."""
 
     def __init__(self, config: TrainConfig, world: World, settings: dict, done: int) -> None:
-        self._folder, self._rank = config.output_dir / "profile", world.rank
+        self._folder, self._rank = config.output_dir / files.PROFILE, world.rank
         self._cuda = world.device.type == "cuda"
         self._snapshot = settings["memory_snapshot"] and self._cuda
         self._save_trace = tensorboard_trace_handler(
@@ -77,7 +77,7 @@ class Profiler:
         self._save_trace(recorded)
         by = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=SUMMARY_ROWS)
-        write_text(self._folder / f"summary_rank_{self._rank}.txt", table + "\n")
+        files.write_text(self._folder / f"summary_rank_{self._rank}.txt", table + "\n")
         self._write_snapshot()
 
     def _write_snapshot(self) -> None:
@@ -91,7 +91,7 @@ class Profiler:
 def profiler(config: TrainConfig, world: World, done: int) -> Profiler | NoProfiler:
     """A context manager with `step()`, to be called once after each training step.
 
-    On the chosen ranks (`ranks`: a list or all; the first of each node where it is not given) it
+    On the chosen ranks (`ranks`: a list or all; the first of each node by default) it
     writes <output_dir>/profile/rank_<r>.<time>.pt.trace.json and summary_rank_<r>.txt, the time by
     operation. With `memory_snapshot` it writes memory_rank_<r>.pickle, for pytorch.org/memory_viz,
     when the first recorded steps end, or when the GPU's memory does before.
@@ -112,9 +112,9 @@ def profiler(config: TrainConfig, world: World, done: int) -> Profiler | NoProfi
             "from 0"
         )
     if settings["memory_snapshot"] and world.device.type != "cuda" and world.is_main:
-        print("note: profiler.memory_snapshot: set aside; it needs a GPU", flush=True)
+        print("note: profiler.memory_snapshot: ignored; it needs a GPU", flush=True)
     if ranks is None:
-        # Those of one node do alike, and each trace takes tens of megabytes.
+        # The ranks of one node do the same work, and each trace takes tens of megabytes.
         chosen = int(os.environ.get("LOCAL_RANK", 0)) == 0
     else:
         chosen = ranks == "all" or world.rank in ranks

@@ -4,9 +4,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.files import read_json, write_json
-
-FILE = "progress.json"
+from runspec import files
 
 
 @dataclass
@@ -15,7 +13,7 @@ class Progress:
 
     best_step is the checkpoint with the lowest val_loss; checkpoint_blocked_s are the seconds for
     which this start's training has waited for checkpoints, train_s those in its steps. The rates
-    and peaks are of this start alone, and None until it has trained or where nothing is known
+    and peaks are of this start alone, and None until it has trained, or if nothing is known
     (MFU and memory on a CPU).
     """
 
@@ -39,9 +37,9 @@ class Progress:
 
     def write(self, run_dir: Path) -> None:
         """Replace the run's progress.json."""
-        write_json(run_dir / FILE, {**asdict(self), "updated": time.time()})
+        files.write_json(run_dir / files.PROGRESS, {**asdict(self), "updated": time.time()})
 
 
 def recorded(run_dir: Path) -> dict:
-    """The run's progress.json as it stands; empty where there is none."""
-    return read_json(run_dir / FILE) or {}
+    """The run's progress.json as it is; empty if there is none."""
+    return files.read_json_or_none(run_dir / files.PROGRESS) or {}

@@ -12,8 +12,7 @@ def get_constant_schedule_with_warmup(
 ) -> LambdaLR:
     """Rise linearly from 0 to the optimizer's lr over `num_warmup_steps`, then stay there.
 
-    `num_training_steps` is taken, and not used, so that it can stand where the cosine
-    schedule stands.
+    `num_training_steps` is ignored; it lets this schedule replace the cosine schedule.
     """
 
     def factor(step: int) -> float:

@@ -3,16 +3,14 @@
     python -m trainer.trace <train.yaml> --ranks N
 
 The model is built and laid out by the trainer's own code on the meta device, for one rank of a
-process group that only pretends to communicate. Forward, backward and the optimizer's step then
-run on fake tensors, which have shapes but no data, while every storage that comes and goes is
-counted. With `compile` the layers keep for backward what the compiler chooses, and run operator by
-operator. Not counted: kernels' workspaces, NCCL's buffers, fragmentation, and what fusing saves
-within a layer.
+fake process group, which communicates nothing. Forward, backward and the optimizer's step then run
+on fake tensors, which have shapes but no data, while the bytes of every storage are counted. With
+`compile` the blocks keep for backward what the compiler chooses, and run operator by operator. Not
+counted: workspaces of kernels, NCCL's buffers, fragmentation, and what fusing saves within a
+block.
 """
 
 import argparse
-import importlib
-import inspect
 import json
 import os
 import sys
@@ -32,19 +30,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer import attention, models, parallel
 from trainer import config as configs
-from trainer.activations import COMPILE_BACKEND
-from trainer.attention import Documents
-from trainer.compat import TransformerDecoder
-from trainer.config import TrainConfig, instantiate
-from trainer.data import MicroBatch
-from trainer.distributed import World
+from trainer.config import TrainConfig, arguments_of, instantiate
 from trainer.errors import ConfigError
-from trainer.loss import TokenLoss
-from trainer.tensor_parallel import vocabulary_split_loss
+from trainer.layers import attention
+from trainer.layers.batch import Documents, MicroBatch
+from trainer.layers.loss import TokenLoss
+from trainer.models import build as models
+from trainer.models.decoder import Decoder
+from trainer.parallel import gradients
+from trainer.parallel.activations import COMPILE_BACKEND
+from trainer.parallel.tensor_parallel import vocabulary_split_loss
+from trainer.parallel.world import World, layout_of
 
-# From two depths follows each phase's growth a layer; what lies beyond is a straight line.
+# Two depths tell how much each phase grows per block; deeper models are extrapolated linearly.
 DEPTHS = (3, 5)
 
 
@@ -52,14 +51,14 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and the peak in each phase.
 
     A storage counts once however many tensors view it, from the operator that made it until
-    nothing refers to it. FSDP2 empties and refills storages by `resize_`, which counts too.
+    nothing refers to it. FSDP2 frees and allocates storages by `resize_`, which is counted too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.peaks: dict[str, int] = {}
-        # Tells micro-steps apart, as gradients are not reduced after each.
+        # Tells micro-steps apart, because gradients are not reduced after each.
         self.suffix = ""
         self._phase = "setup"
         self._alive: dict[int, tuple[int, weakref.ref]] = {}
@@ -77,7 +76,7 @@ class MemoryTracker(TorchDispatchMode):
         self._note()
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count the storage of `tensor`; for what was made before the tracker was entered."""
+        """Count the storage of `tensor`; for tensors from before the tracker was entered."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         before, reference = self._alive.get(key, (0, None))
@@ -122,7 +121,7 @@ class MemoryTracker(TorchDispatchMode):
         setattr(owner, name, function)
 
     def __enter__(self) -> "MemoryTracker":
-        """Watch what no operator shows, too."""
+        """Also watch what no operator shows."""
         resize = torch.UntypedStorage.resize_
         infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -131,7 +130,7 @@ class MemoryTracker(TorchDispatchMode):
             self._resized(storage, size)
 
         def infer_shapes(*args: Any) -> Any:
-            # DTensor works out global shapes by running operators on them; that is no memory.
+            # DTensor computes global shapes by running operators on them; that is no memory.
             self._paused = True
             try:
                 return infer(*args)
@@ -151,7 +150,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes of one rank: the peak of each phase of a step, and what is there between steps."""
+    """Bytes of one rank: the peak of each phase of a step, and what is kept between steps."""
 
     layers: int
     weights: int
@@ -165,67 +164,58 @@ class Traced:
 
 
 def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
-    """Run two steps of rank 0 of `ranks` on fake tensors; the second one is what is returned.
+    """Run two steps of rank 0 of `ranks` on fake tensors; return the figures of the second.
 
     Every batch is as long as tokenizer.max_seq_len allows, and every position is trained.
 
     Args:
-        layers: how many of the model's layers are kept; None keeps all.
+        layers: how many of the model's blocks are kept; None keeps all.
 
     Raises:
         ConfigError: the layout does not exist, or is one that only a GPU can run.
     """
-    refuse(config, ranks)
+    refuse(config)
+    layout = layout_of(vars(config), ranks)
     if config.compile:
         # Past the limit of variants of one function the compiler would leave it as it is.
         torch._dynamo.reset()
-    copies = config.data_parallel_replicate_dim
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        world = World(0, ranks, 0, torch.device("cpu"), None, config.tensor_parallel_dim, copies)
+        world = World(0, ranks, 0, torch.device("cpu"), None, layout)
         return _trace(config, world, layers)
     finally:
         dist.destroy_process_group()
 
 
-def refuse(config: TrainConfig, ranks: int) -> None:
+def refuse(config: TrainConfig) -> None:
     """Raise ConfigError for what cannot be traced."""
-    faults = []
-    split = config.tensor_parallel_dim * config.data_parallel_replicate_dim
-    if ranks % split:
-        faults.append(
-            f"tensor_parallel_dim: {config.tensor_parallel_dim} x data_parallel_replicate_dim "
-            f"{config.data_parallel_replicate_dim} does not divide {ranks} ranks"
-        )
-    if config.fsdp_cpu_offload:
-        faults.append("fsdp_cpu_offload: cannot be traced; use the closed form")
-    if config.enable_activation_offloading:
-        faults.append("enable_activation_offloading: cannot be traced; use the closed form")
+    keys = ("fsdp_cpu_offload", "enable_activation_offloading")
+    faults = [f"{k}: cannot be traced; use the closed form" for k in keys if getattr(config, k)]
     if faults:
         raise ConfigError(*faults)
 
 
 def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
-    # Compiled it fuses what it does to the logits; their buffers are the same.
+    # Compiled it fuses operations on the logits; their buffers are the same.
     loss = TokenLoss(replace(config, compile=False))
     module = models.empty(config)
     faults = models.layout_faults(module, config)
     if faults:
         raise ConfigError(*faults)
     if layers is not None:
-        module.layers = module.layers[:layers]
+        del module.blocks[layers:]
     with _compiled_without_kernels():
         models.lay_out(module, config, world, loss.output_chunks)
     _attend_as_on_a_gpu(module, config)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         module.to_empty(device=world.device)
-    _fill_rope_caches(module, fake)
+    _fill_buffers(module, fake)
     module.train()
     trainable = [p for p in module.parameters() if p.requires_grad]
     # The fused and the foreach kernels work on real tensors only; neither changes the states.
     block = config.optimizer | {"fused": False, "foreach": False}
-    block = {k: v for k, v in block.items() if v or k in _arguments(block["_component_"])}
+    block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
     optimizer = instantiate("optimizer", block, trainable)
     batch = _batch(config, module)
     tracker = MemoryTracker()
@@ -238,7 +228,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
             tracker.peaks.clear()
             for last in (False, True) if config.gradient_accumulation_steps > 1 else (True,):
                 tracker.suffix = "" if last else ", earlier micro-step"
-                parallel.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
+                gradients.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
                 with vocabulary_split_loss(world.tensor_parallel_dim):
                     tracker.enter("forward, first layer")
                     total = loss(module, batch, world.device)
@@ -246,39 +236,39 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
                     (total * 0.5).backward()
                 del total
             tracker.enter("optimizer step")
-            parallel.sum_shares(trainable)
-            parallel.clip_gradients(trainable, config.clip_grad_norm)
+            gradients.reduce_partial_gradients(trainable)
+            gradients.clip_gradients(trainable, config.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return Traced(len(module.layers), weights, tracker.now - weights, dict(tracker.peaks))
+    return Traced(len(module.blocks), weights, tracker.now - weights, dict(tracker.peaks))
 
 
-def _attend_as_on_a_gpu(module: TransformerDecoder, config: TrainConfig) -> None:
+def _attend_as_on_a_gpu(module: Decoder, config: TrainConfig) -> None:
     """Let attention keep for backward what its kernels on a GPU keep, in bf16."""
     if config.dtype != "bf16":
         return
-    attention.use_flash(module, torch.bfloat16)
-    layers = [layer.attn for layer in module.layers]
+    attention.use_flash_attention(module, torch.bfloat16)
+    layers = attention.layers(module)
     if any(layer.varlen_attention is None for layer in layers):
-        attention.use_blocks(module, torch.device("cpu"))
+        attention.use_flex_attention(module, torch.device("cpu"))
         for layer in layers:
-            layer.flex_attention = _in_place_of_blocks
+            layer.flex_attention = _in_place_of_flex_attention
 
 
-def _in_place_of_blocks(
+def _in_place_of_flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
 ) -> torch.Tensor:
     """FlexAttention, which runs on GPUs only, as flash attention: both keep the same tensors."""
     batch, heads, length, _ = query.shape
     flat = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
-    output = attention.varlen_attention()(*flat, offsets, length)
+    cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
+    output = attention.varlen_attention()(*flat, cu_seqlens, length)
     return output.view(batch, length, heads, -1).transpose(1, 2)
 
 
 @contextmanager
 def _compiled_without_kernels() -> Iterator[None]:
-    """Let what is compiled within run on fake tensors: traced and partitioned, but no kernels."""
+    """Within it torch.compile makes no kernels: it traces and partitions only, for fake tensors."""
     before = os.environ.get(COMPILE_BACKEND)
     os.environ[COMPILE_BACKEND] = "aot_eager_decomp_partition"
     try:
@@ -290,17 +280,12 @@ def _compiled_without_kernels() -> Iterator[None]:
             os.environ[COMPILE_BACKEND] = before
 
 
-def _arguments(component: str) -> Any:
-    module, _, name = component.rpartition(".")
-    return inspect.signature(getattr(importlib.import_module(module), name)).parameters
-
-
-def _batch(config: TrainConfig, module: TransformerDecoder) -> MicroBatch:
+def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
     length = min(config.tokenizer.get("max_seq_len") or module.max_seq_len, module.max_seq_len)
     shape = config.batch_size, length + -length % config.row_multiple
     count = shape[0] * shape[1]
     numbers = torch.zeros(shape, dtype=torch.int64)
-    offsets = torch.arange(0, count + 1, shape[1], dtype=torch.int32)
+    cu_seqlens = torch.arange(0, count + 1, shape[1], dtype=torch.int32)
     packed = bool(config.dataset.get("packed"))
     return MicroBatch(
         tokens=numbers,
@@ -310,14 +295,17 @@ def _batch(config: TrainConfig, module: TransformerDecoder) -> MicroBatch:
         target_count=count,
         attention_pairs=shape[0] * shape[1] * (shape[1] + 1) // 2,
         positions=numbers if packed else None,
-        # In bf16 single rows go through flash attention too, of which a trace has this form only.
-        documents=Documents(numbers.int(), offsets) if packed or config.dtype == "bf16" else None,
+        # In bf16 rows that are not packed go through flash attention too; a trace has it for
+        # documents only.
+        documents=Documents(numbers.int(), cu_seqlens)
+        if packed or config.dtype == "bf16"
+        else None,
     )
 
 
-def _fill_rope_caches(module: TransformerDecoder, fake: FakeTensorMode) -> None:
-    # Their tables are computed from numbers, which fake tensors do not have.
-    models.fill_rope_caches(module, torch.device("cpu"))
+def _fill_buffers(module: Decoder, fake: FakeTensorMode) -> None:
+    # Rotary tables are computed from numbers, which fake tensors do not have.
+    module.fill_buffers(torch.device("cpu"))
     made: dict[int, torch.Tensor] = {}
     for child in module.modules():
         for name, buffer in list(child.named_buffers(recurse=False)):
@@ -326,14 +314,14 @@ def _fill_rope_caches(module: TransformerDecoder, fake: FakeTensorMode) -> None:
             child.register_buffer(name, made[id(buffer)], persistent=False)
 
 
-def _mark_phases(module: TransformerDecoder, tracker: MemoryTracker) -> None:
-    """Let `tracker` know where in the layers a step is, forward and backward.
+def _mark_phases(module: Decoder, tracker: MemoryTracker) -> None:
+    """Let `tracker` know which block a step is in, forward and backward.
 
-    What a phase takes must grow by the same amount with every layer, so that two depths tell all
-    others: the first layer stands for itself, as the root is gathered around it, and so does the
-    last one, as nothing is being reduced yet in its backward pass.
+    A phase must grow by the same amount with every block, so that two depths tell all others. The
+    first block has phases of its own, because the root is gathered around it, and so has the last
+    one, because nothing is being reduced yet in its backward pass.
     """
-    last = len(module.layers) - 1
+    last = len(module.blocks) - 1
     backward = {last: "last layer", last - 1: "layers between", 0: "first layer"}
 
     def mark(index: int) -> None:
@@ -343,19 +331,19 @@ def _mark_phases(module: TransformerDecoder, tracker: MemoryTracker) -> None:
             if index in backward and output.requires_grad:
                 output.register_hook(lambda _: tracker.enter(f"backward, {backward[index]}"))
 
-        module.layers[index].register_forward_hook(after)
+        module.blocks[index].register_forward_hook(after)
 
     def before_all(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda _: tracker.enter("backward, embedding"))
 
-    module.layers[0].register_forward_pre_hook(before_all)
+    module.blocks[0].register_forward_pre_hook(before_all)
     for index in range(last + 1):
         mark(index)
 
 
 def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
-    """What a model of `layers` layers takes: every phase's peak is a straight line in the depth."""
+    """What a model of `layers` blocks takes: the peak of every phase is linear in the depth."""
 
     def line(low: int, high: int) -> int:
         return high + (high - low) * (layers - deep.layers) // (deep.layers - shallow.layers)
@@ -369,8 +357,8 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
 
 
 def estimate(config: TrainConfig, ranks: int) -> Traced:
-    """The whole model's step: traced where it is shallow, else extrapolated from two depths."""
-    layers = len(models.empty(config).layers)
+    """The whole model's step: traced if it is shallow, else extrapolated from two depths."""
+    layers = len(models.empty(config).blocks)
     if layers <= DEPTHS[-1]:
         return trace(config, ranks)
     return extrapolate(*(trace(config, ranks, depth) for depth in DEPTHS), layers)
@@ -380,7 +368,9 @@ def main(arguments: list[str]) -> int:
     """Print one line of JSON, bytes; exit status 1 for a fault in the config, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m trainer.trace", description=__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--ranks", type=int, default=1, help="how many GPUs share the step")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="number of GPUs that run the step together"
+    )
     chosen = parser.parse_args(arguments)
     try:
         found = estimate(configs.load(chosen.config), chosen.ranks)

@@ -1,15 +1,15 @@
-"""Run a command on a GPU that holds memory and computes nothing, where there is none.
+"""Run a command on an emulated GPU that has memory but computes nothing ("null GPU").
 
     python -m benchmarks.null_gpu python -m benchmarks.train --device cuda \\
         --workload llama1b_full --peers ours:max_non_finite_steps=9223372036854775807
 
-torch, torchtune, Triton and the command take it for an H100. What is real: all Python, what torch
-dispatches and in which order, its allocator with every peak of memory, kernels compiled for sm_90,
-and the time that the host takes for a step. What is not: every number that a kernel would compute,
-and with it losses, whatever depends on them, and all time of the device. There is no cuDNN, no
-NCCL and no second GPU, and what is larger than 1 MiB is not copied either.
+torch, torchtune, Triton and the command see an H100. Real are: all Python code, the operators that
+torch dispatches and their order, torch's CUDA allocator with its memory peaks, kernels compiled for
+sm_90, and the host time of a step. Not real are: all values that kernels would compute, so also
+losses and everything that depends on them, and all device times. There is no cuDNN, no NCCL and no
+second GPU. Copies larger than 1 MiB are not executed.
 
-It needs a build of torch for CUDA 13, as pip installs on Linux, and g++.
+It needs a machine without a GPU, torch built for CUDA 13 (pip's default on Linux), and g++.
 """
 
 import importlib.util
@@ -21,17 +21,17 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("runtime.cpp")
-# That of the driver, which torch's and Triton's compiled code look for.
+# The name of the driver library, which torch and Triton load.
 LIBRARY = "libcuda.so.1"
 
 
 def build(folder: Path) -> Path:
-    """Compile the null GPU into `folder`; the library."""
-    own, triton = (_folder(name) for name in ("nvidia", "triton"))
-    includes = [own / "cu13/include", triton / "backends/nvidia/include"]
+    """Compile the null GPU into `folder`; returns the path of the library."""
+    nvidia, triton = (_folder(name) for name in ("nvidia", "triton"))
+    includes = [nvidia / "cu13/include", triton / "backends/nvidia/include"]
     library = folder / LIBRARY
     compiler = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{LIBRARY}"]
-    # CUDA's wheel lacks a folder of headers that Triton's has, of an older version.
+    # Some headers are missing in CUDA's wheel; Triton's wheel has an older version of them.
     compiler += [f"-I{includes[0]}", f"-idirafter{includes[1]}"]
     subprocess.run([*compiler, str(SOURCE), "-o", str(library), "-ldl"], check=True)
     (folder / "libcuda.so").symlink_to(LIBRARY)
@@ -43,25 +43,27 @@ def _folder(package: str) -> Path:
 
 
 def missing() -> str | None:
-    """Why it cannot be built here; None where it can."""
+    """Why the null GPU cannot run on this machine; None if it can."""
     import torch
 
     if not (torch.version.cuda or "").startswith("13."):
-        return f"torch {torch.__version__} is no build for CUDA 13: install one to try GPU paths"
+        return (
+            f"torch {torch.__version__} is not built for CUDA 13: install a CUDA 13 build of torch"
+        )
     if torch.cuda.is_available():
-        return "this machine has a GPU: run the command itself"
+        return "this machine has a GPU: run the command without benchmarks.null_gpu"
     if not shutil.which("g++"):
-        return "there is no g++ to build it with"
+        return "g++ is not installed: install it (Debian, Ubuntu: apt-get install g++)"
     return None
 
 
 def main(command: list[str]) -> int:
-    """Run `command` with it; its exit status."""
+    """Run `command` on the null GPU; returns its exit status."""
     if not command or command[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
-    if lack := missing():
-        print(f"error: {lack}", file=sys.stderr)
+    if reason := missing():
+        print(f"error: {reason}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="null-gpu-") as folder:
         library = build(Path(folder))
@@ -69,7 +71,7 @@ def main(command: list[str]) -> int:
             "LD_PRELOAD": str(library),
             "LD_LIBRARY_PATH": folder,
             "TRITON_LIBCUDA_PATH": folder,
-            # What is compiled here must not be found by who has a GPU.
+            # Kernels compiled here must not get into the caches that real GPUs use.
             "TRITON_CACHE_DIR": f"{folder}/triton",
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         }

@@ -1,8 +1,9 @@
-// A CUDA runtime, driver and cuBLAS that hold memory and compute nothing: see __main__.py.
+// A CUDA runtime, driver and cuBLAS that allocate memory but compute nothing: see __main__.py.
 //
-// One shared object stands for all three. What torch calls and is not here comes from its own CUDA
-// runtime. Device memory is memory of the host that costs nothing until it is written to. Kernels,
-// cuBLAS, waiting and large copies do nothing, so results are whatever the memory held.
+// One shared library replaces all three. Functions that torch calls and that are missing here come
+// from its own CUDA runtime. Device memory is reserved host memory, which uses no physical memory
+// until it is written. Kernels, cuBLAS, synchronisation and large copies do nothing, so results are
+// whatever was in memory.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -18,16 +19,16 @@
 namespace {
 
 // One H100 SXM.
-const char *kName = "NVIDIA H100 (null GPU: computes nothing)";  // stands in every report
-const size_t kMemory = 85899345920 - 965345280;  // 79.1 GiB, what torch sees of one
+const char *kName = "NVIDIA H100 (null GPU: computes nothing)";  // appears in every report
+const size_t kMemory = 85899345920 - 965345280;  // 79.1 GiB, as torch reports it
 const int kMajor = 9, kMinor = 0, kProcessors = 132, kThreads = 2048, kRegisters = 65536;
 const int kShared = 49152, kSharedOptIn = 232448, kSharedProcessor = 233472, kL2 = 52428800;
 
-// Tokens and counters are copied and filled, weights are not: they would take the host's memory.
+// Small tensors (tokens, counters) are copied and filled; weights are not, to save host memory.
 const size_t kCopied = 1 << 20;
 
 std::mutex mutex;
-std::map<char *, size_t> device, pinned;  // where blocks begin, and their bytes
+std::map<char *, size_t> device, pinned;  // start address and size of each block
 size_t used = 0;
 
 using Clock = std::chrono::steady_clock;
@@ -60,7 +61,7 @@ cudaError_t copy(void *to, const void *from, size_t bytes) {
 }
 
 int attribute(int which) {
-  switch (which) {  // the runtime and the driver number them alike
+  switch (which) {  // the same numbers in the runtime and the driver
     case cudaDevAttrComputeCapabilityMajor: return kMajor;
     case cudaDevAttrComputeCapabilityMinor: return kMinor;
     case cudaDevAttrMultiProcessorCount: return kProcessors;
@@ -240,7 +241,7 @@ NOTHING(cudaStreamWaitEvent, cudaStream_t, cudaEvent_t, unsigned)
 NOTHING(cudaStreamAddCallback, cudaStream_t, cudaStreamCallback_t, void *, unsigned)
 NOTHING(cudaThreadExchangeStreamCaptureMode, cudaStreamCaptureMode *)
 
-// An event is the host's time at which it was recorded.
+// An event holds the host time at which it was recorded.
 cudaError_t cudaEventCreate(cudaEvent_t *e) {
   return *e = reinterpret_cast<cudaEvent_t>(new Clock::time_point), cudaSuccess;
 }
@@ -287,7 +288,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
   return cudaSuccess;
 }
 
-// The driver: what Triton and torch's compiled code call ---------------------------------------
+// The driver, called by Triton and torch's compiled code ---------------------------------------
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *v) { return *v = CUDA_VERSION, CUDA_SUCCESS; }
@@ -362,7 +363,7 @@ CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp 
   return *bytes = 2 << 20, CUDA_SUCCESS;
 }
 
-// cuBLAS; what it is handed is not looked at, so no header of its is needed ----------------------
+// cuBLAS; it ignores its arguments, so its header is not needed ----------------------
 
 int cublasCreate_v2(void **h) { return *h = calloc(1, 4096), 0; }
 int cublasGetMathMode(void *, int *mode) { return *mode = 0; }
@@ -375,7 +376,7 @@ int cublasLtMatmulPreferenceCreate(void **h) { return *h = calloc(1, 4096), 0; }
 int cublasLtMatmulDescDestroy(void *h) { return free(h), 0; }
 int cublasLtMatrixLayoutDestroy(void *h) { return free(h), 0; }
 int cublasLtMatmulPreferenceDestroy(void *h) { return free(h), 0; }
-// One way is found for every product; the result takes 96 bytes.
+// One algorithm is returned for every matrix product; the result struct has 96 bytes.
 int cublasLtMatmulAlgoGetHeuristic(void *, void *, void *, void *, void *, void *, void *, int,
                                    void *result, int *found) {
   return memset(result, 0, 96), *found = 1, 0;

@@ -1,1 +1,1 @@
-"""What `benchmarks/levers.py` measures: a file a part, each with its cases and their variants."""
+"""The parts of `benchmarks/levers.py`: one file per part, with its cases and their variants."""

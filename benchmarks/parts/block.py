@@ -1,4 +1,4 @@
-"""Two transformer blocks on packed rows: compiled or not, recomputed or not."""
+"""Two transformer blocks on packed rows, with torch.compile, activation checkpointing and fp8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from benchmarks.parts import documents
 from benchmarks.parts.measure import (
     Case,
-    Ready,
+    Runnable,
     Setting,
     Size,
     Tensors,
@@ -21,19 +21,27 @@ from benchmarks.parts.measure import (
     leaf,
     normal,
 )
-from trainer import activations, attention, distributed, fp8, lora, models, nf4
-from trainer.compat import TransformerDecoder, get_adapter_params
+from trainer.layers import attention, fp8, lora, nf4
+from trainer.models import build as models
+from trainer.models.decoder import Decoder
+from trainer.models.sources import empty_module
+from trainer.parallel import activations
+from trainer.parallel import world as distributed
 
 LAYERS = 2
-# Errors of two blocks add up.
+# The errors of two blocks add up.
 TOLERANCE_FACTOR = 3
 FP8_TOLERANCE = 0.4
 OTHER_BATCHES = 4
 VOCABULARY = 64
 
 
-class Way(NamedTuple):
-    """How the blocks are run; recompute as the trainer's config says it, fp8 by its recipe."""
+class Mode(NamedTuple):
+    """How the blocks run.
+
+    recompute: the trainer's setting for activation checkpointing (None, 1 = every layer, "op").
+    fp8: the name of the fp8 recipe.
+    """
 
     name: str
     compiled: bool = False
@@ -41,17 +49,17 @@ class Way(NamedTuple):
     fp8: str | None = None
 
 
-WAYS = (
-    Way("eager"),
-    Way("compiled", True),
-    Way("eager, all recomputed", recompute=1),
-    Way("compiled, all recomputed", True, 1),
-    Way("eager, all but products recomputed", recompute="op"),
-    Way("compiled, all but products recomputed", True, "op"),
+MODES = (
+    Mode("eager"),
+    Mode("compiled", True),
+    Mode("eager, activation_checkpointing=full", recompute=1),
+    Mode("compiled, activation_checkpointing=full", True, 1),
+    Mode("eager, activation_checkpointing=op", recompute="op"),
+    Mode("compiled, activation_checkpointing=op", True, "op"),
 )
-FP8_WAYS = (
-    Way("compiled, fp8 tensorwise", True, fp8="tensorwise"),
-    Way("compiled, fp8 rowwise", True, fp8="rowwise"),
+FP8_MODES = (
+    Mode("compiled, fp8 tensorwise", True, fp8="tensorwise"),
+    Mode("compiled, fp8 rowwise", True, fp8="rowwise"),
 )
 
 
@@ -59,38 +67,38 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Full fine-tuning, LoRA and QLoRA."""
     distributed.start(setting.device.type)
     try:
-        for method, ways in (
-            ("full", WAYS + FP8_WAYS),
-            ("LoRA", WAYS + FP8_WAYS),
-            ("QLoRA", WAYS),
+        for method, modes in (
+            ("full", MODES + FP8_MODES),
+            ("LoRA", MODES + FP8_MODES),
+            ("QLoRA", MODES),
         ):
-            # A case's compiled code is counted and kept by itself.
+            # Each case starts with an empty compile cache, so that its graphs are counted alone.
             torch._dynamo.reset()
-            yield _case(setting, method, ways)
+            yield _case(setting, method, modes)
     finally:
         distributed.stop()
 
 
-def _case(setting: Setting, method: str, ways: tuple[Way, ...]) -> Case:
+def _case(setting: Setting, method: str, modes: tuple[Mode, ...]) -> Case:
     size = setting.size
     rows = documents.lengths(size, seed=1)
     x = setting.random(size.batch, size.sequence, size.dim, seed=0)
-    upstream = setting.random(size.batch, size.sequence, size.dim, seed=1)
+    grad_output = setting.random(size.batch, size.sequence, size.dim, seed=1)
 
-    def variant(way: Way) -> Variant:
-        return Variant(way.name, lambda: _ready(setting, method, x, rows, way))
+    def variant(mode: Mode) -> Variant:
+        return Variant(mode.name, lambda: _runnable(setting, method, x, rows, mode))
 
     return Case(
         name=method,
         what=(
-            f"{LAYERS} blocks of {size.dim}, {size.batch} x {size.sequence} tokens, "
-            f"{documents.WORDS}, seed 1"
+            f"{LAYERS} blocks of width {size.dim}, {size.batch} x {size.sequence} tokens, "
+            f"{documents.DISTRIBUTION}, seed 1"
         ),
-        variants=[variant(way) for way in ways],
-        reference=lambda: _reference(setting, method, x, rows, upstream),
+        variants=[variant(mode) for mode in modes],
+        reference=lambda: _reference(setting, method, x, rows, grad_output),
         tolerance=TOLERANCE_FACTOR * setting.tolerance,
-        upstream=upstream,
-        rate=("tokens/s through one block", LAYERS * size.tokens),
+        grad_output=grad_output,
+        rate=("tokens/s per block", LAYERS * size.tokens),
     )
 
 
@@ -99,9 +107,9 @@ def _model(
     method: str,
     device: torch.device,
     dtype: torch.dtype,
-    way: Way,
-) -> TransformerDecoder:
-    """Weights drawn by their order alone; laid out as the trainer does it."""
+    mode: Mode,
+) -> Decoder:
+    """The blocks as the trainer sets them up, with weights that depend on their order only."""
     block: dict[str, Any] = {
         "_component_": "torchtune.models.llama3_1.llama3_1",
         "vocab_size": VOCABULARY,
@@ -122,27 +130,25 @@ def _model(
             "quantize_base": method == "QLoRA",
         }
     with torch.device("meta"):
-        model = models.empty_module(block)
+        model = empty_module(block)
     for owner in model.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.is_floating_point():
                 setattr(owner, name, torch.nn.Parameter(parameter.to(dtype)))
-    adapter = get_adapter_params(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not adapter or name in adapter)
-    if way.fp8 is not None:
-        lora.use_fp8(model, way.fp8)
-    attention.use_documents(model, device, dtype)
+    models.freeze_base(model)
+    if mode.fp8 is not None:
+        lora.use_fp8(model, model.linear_layers(), mode.fp8)
+    attention.choose_kernels(model, device, dtype)
     activations.prepare(
         model,
         SimpleNamespace(
-            compile=way.compiled,
-            activation_checkpointing=way.recompute,
+            compile=mode.compiled,
+            activation_checkpointing=mode.recompute,
             enable_activation_offloading=False,
         ),
     )
     model.to_empty(device=device)
-    models.fill_rope_caches(model, device)
+    model.fill_buffers(device)
     nf4.fill_tables(model)
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
@@ -154,13 +160,13 @@ def _model(
 def _fill(parameter: torch.Tensor, seed: int) -> None:
     shape = nf4.dense_shape(parameter)
     values = normal(shape, parameter.device, seed)
-    # Rounded first, so that the reference has the very same weights.
+    # Rounded to bf16 first, so that the reference has exactly the same weights.
     values = (values * max(shape) ** -0.5 if len(shape) > 1 else 1 + 0.1 * values).bfloat16()
     parameter.copy_(nf4.quantise(values) if nf4.is_packed(parameter) else values)
 
 
 def _forward(
-    model: TransformerDecoder, x: torch.Tensor, batch: tuple[attention.Documents, torch.Tensor]
+    model: Decoder, x: torch.Tensor, batch: tuple[attention.Documents, torch.Tensor]
 ) -> torch.Tensor:
     mask, positions = batch
     activations.mark_dynamic(model, (), {"mask": mask})
@@ -169,24 +175,24 @@ def _forward(
     return x
 
 
-def _leaves(model: TransformerDecoder, x: torch.Tensor) -> Tensors:
+def _leaves(model: Decoder, x: torch.Tensor) -> Tensors:
     trained = [p for p in model.layers.parameters() if p.requires_grad]
     return {"x": leaf(x)} | {f"weight {index}": p for index, p in enumerate(trained)}
 
 
-def _ready(
+def _runnable(
     setting: Setting,
     method: str,
     x: torch.Tensor,
     rows: list[list[int]],
-    way: Way,
-) -> Ready:
-    if way.compiled and not setting.compiled:
-        raise Unavailable("compiling is switched off")
-    if way.fp8 and (lack := fp8.missing(way.fp8, setting.device)):
-        raise Unavailable(lack)
+    mode: Mode,
+) -> Runnable:
+    if mode.compiled and not setting.compiled:
+        raise Unavailable("torch.compile is switched off")
+    if mode.fp8 and (reason := fp8.missing(mode.fp8, setting.device)):
+        raise Unavailable(reason)
     size, device = setting.size, setting.device
-    model = _model(size, method, device, setting.dtype, way)
+    model = _model(size, method, device, setting.dtype, mode)
     leaves = _leaves(model, x)
     batch = documents.documents(rows, device)
 
@@ -203,7 +209,7 @@ def _ready(
         return output
 
     def figures() -> dict[str, Any]:
-        if not way.compiled:
+        if not mode.compiled:
             return {}
         begin = graphs()
         for seed in range(2, 2 + OTHER_BATCHES):
@@ -214,11 +220,11 @@ def _ready(
         return {
             "graphs": after_first[0][0] - before[0],
             "graph breaks": after_first[0][1] - before[1],
-            f"graphs more in {OTHER_BATCHES} other batches": end[0] - begin[0],
+            f"new graphs in {OTHER_BATCHES} other batches": end[0] - begin[0],
         }
 
-    bounds = dict.fromkeys(("output", *leaves), FP8_TOLERANCE) if way.fp8 else {}
-    return Ready(run, leaves, tolerance=bounds, figures=figures)
+    bounds = dict.fromkeys(("output", *leaves), FP8_TOLERANCE) if mode.fp8 else {}
+    return Runnable(run, leaves, tolerance=bounds, figures=figures)
 
 
 def _reference(
@@ -226,11 +232,13 @@ def _reference(
     method: str,
     x: torch.Tensor,
     rows: list[list[int]],
-    upstream: torch.Tensor,
+    grad_output: torch.Tensor,
 ) -> Tensors:
-    """The same blocks, not compiled, in higher precision, where attention goes by a mask."""
-    model = _model(setting.size, method, setting.device, setting.exact, Way("reference"))
-    leaves = _leaves(model, x.to(setting.exact))
+    """The same blocks in eager mode and higher precision, with masked SDPA attention."""
+    model = _model(setting.size, method, setting.device, setting.reference_dtype, Mode("reference"))
+    leaves = _leaves(model, x.to(setting.reference_dtype))
     output = _forward(model, leaves["x"], documents.documents(rows, setting.device))
-    gradients = torch.autograd.grad(output, list(leaves.values()), upstream.to(setting.exact))
+    gradients = torch.autograd.grad(
+        output, list(leaves.values()), grad_output.to(setting.reference_dtype)
+    )
     return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}

@@ -1,4 +1,4 @@
-"""Seconds for which training stands still while a checkpoint is saved."""
+"""How long saving a checkpoint blocks training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from benchmarks.parts.measure import Case, Ready, Setting, Tensors, Variant
-from trainer import distributed
-from trainer.checkpoint import Checkpoints, TrainerState
-from trainer.distributed import World
+from benchmarks.parts.measure import Case, Runnable, Setting, Tensors, Variant
+from trainer.parallel import world as distributed
+from trainer.parallel.world import World
+from trainer.storage.checkpoint import Checkpoints
+from trainer.storage.committed import TrainerState
 
-# Weights and AdamW's two moments, all in one dtype.
-COPIES, LAYERS, WIDTH = 3, 8, 1024
+# Per parameter: the weight and AdamW's two moments, in one dtype.
+TENSORS_PER_WEIGHT, LAYERS, WIDTH = 3, 8, 1024
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """One state by each way of saving."""
+    """The same state saved by each method."""
     world = distributed.start(setting.device.type)
     try:
         with tempfile.TemporaryDirectory(prefix="levers-") as folder:
@@ -46,27 +47,27 @@ def _case(setting: Setting, world: World, folder: Path) -> Case:
         name="saving",
         what=(
             f"weights and AdamW's moments, {gib:.3f} GiB, to {folder.parent}; the time is how "
-            "long the call holds the training up"
+            "long the call blocks training"
         ),
         variants=[
             trainer("asynchronous (the trainer's default)", asynchronous=True),
-            trainer("waiting for the disk (the trainer's)", asynchronous=False),
+            trainer("synchronous (the trainer's)", asynchronous=False),
             Variant("dcp.save", lambda: _dcp(setting, folder / "dcp", state, False)),
-            Variant("dcp.async_save", lambda: _dcp(setting, folder / "later", state, True)),
+            Variant("dcp.async_save", lambda: _dcp(setting, folder / "dcp_async", state, True)),
             Variant("torch.save", lambda: _torch_save(folder / "file.pt", state)),
         ],
         reference=state.tensors,
         tolerance=0.0,
-        rate=("GiB saved a second held up", gib),
+        rate=("GiB saved per second of blocking", gib),
         blocking=True,
     )
 
 
 class _State:
-    """A model and its optimizer, with random content."""
+    """A model and its optimizer with random values."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
-        numbers = setting.size.state_mib * 2**20 // COPIES // setting.dtype.itemsize
+        numbers = setting.size.state_mib * 2**20 // TENSORS_PER_WEIGHT // setting.dtype.itemsize
         height = max(1, numbers // LAYERS // WIDTH)
         self.model = nn.Sequential(
             *(nn.Linear(WIDTH, height, bias=False, device="meta") for _ in range(LAYERS))
@@ -74,36 +75,36 @@ class _State:
         for index, layer in enumerate(self.model):
             layer.weight = nn.Parameter(setting.random(height, WIDTH, seed=seed + index))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
-        self.update(rate=0.0)
+        self.update(lr=0.0)
 
-    def update(self, rate: float) -> None:
-        """A step of the optimizer, with the weights as gradients."""
+    def update(self, lr: float) -> None:
+        """One optimizer step with the weights as gradients."""
         for layer in self.model:
             layer.weight.grad = layer.weight.detach().clone()
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def content_copied(self) -> list[torch.Tensor]:
-        """A copy of every tensor."""
+    def clone_tensors(self) -> list[torch.Tensor]:
+        """A clone of every tensor."""
         return [tensor.clone() for tensor in self.tensors().values()]
 
     @torch.no_grad()
     def restore(self, copies: list[torch.Tensor]) -> None:
-        """Put a copy back."""
+        """Copy the cloned values back."""
         for tensor, copied in zip(self.tensors().values(), copies, strict=True):
             tensor.copy_(copied)
 
-    def content(self) -> dict[str, Any]:
-        """As the trainer's checkpoints hold it."""
+    def state_dict(self) -> dict[str, Any]:
+        """State dicts as the trainer's checkpoints store them."""
         return {
             "model": get_model_state_dict(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
         }
 
     def tensors(self) -> Tensors:
-        """All of it, by name."""
+        """All tensors by name."""
         return {
             f"{name} {index}": tensor
             for index, layer in enumerate(self.model)
@@ -115,13 +116,13 @@ class _State:
         }
 
     def bytes(self) -> int:
-        """What a checkpoint of it holds."""
+        """Size of a checkpoint."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
 
 def _trainer(
     setting: Setting, world: World, folder: Path, state: _State, asynchronous: bool
-) -> Ready:
+) -> Runnable:
     checkpoints = Checkpoints(folder, world, attempt=0, keep=1, asynchronous=asynchronous)
     step = 0
 
@@ -131,10 +132,10 @@ def _trainer(
         checkpoints.save(state.model, state.optimizer, TrainerState(step=step), wait=False)
 
     def loaded() -> Tensors:
-        # An update right after the call must not get into what is saved.
-        before = state.content_copied()
+        # An optimizer step right after the call must not change what is saved.
+        before = state.clone_tensors()
         run()
-        state.update(rate=1.0)
+        state.update(lr=1.0)
         checkpoints.wait()
         other = _State(setting, seed=100)
         checkpoints.load(other.model, other.optimizer, {})
@@ -142,15 +143,15 @@ def _trainer(
         return other.tensors()
 
     def figures() -> dict[str, Any]:
-        # The update waits for the copy, which in training is made beside the passes between.
+        # The step waits for the copy; in training the copy overlaps with the next passes.
         began = _now(setting)
         run()
-        state.update(rate=0.0)
+        state.update(lr=0.0)
         seconds = _now(setting) - began
         checkpoints.wait()
-        return {"to the end of an update right after it, ms": round(1e3 * seconds, 1)}
+        return {"save and the next optimizer step, ms": round(1e3 * seconds, 1)}
 
-    return Ready(run, results=loaded, after=checkpoints.wait, figures=figures)
+    return Runnable(run, results=loaded, after=checkpoints.wait, figures=figures)
 
 
 def _now(setting: Setting) -> float:
@@ -159,8 +160,8 @@ def _now(setting: Setting) -> float:
     return time.perf_counter()
 
 
-def _dcp(setting: Setting, folder: Path, state: _State, later: bool) -> Ready:
-    # It tells of what was chosen on purpose.
+def _dcp(setting: Setting, folder: Path, state: _State, asynchronous: bool) -> Runnable:
+    # DCP warns of settings that are intended here.
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     pending: list[Any] = []
     step = 0
@@ -171,11 +172,11 @@ def _dcp(setting: Setting, folder: Path, state: _State, later: bool) -> Ready:
         return dcp.FileSystemWriter(folder / str(step % 2), sync_files=True, overwrite=True)
 
     def run() -> None:
-        content = state.content()
-        if later:
-            pending.append(dcp.async_save(content, storage_writer=writer()))
+        state_dict = state.state_dict()
+        if asynchronous:
+            pending.append(dcp.async_save(state_dict, storage_writer=writer()))
         else:
-            dcp.save(content, storage_writer=writer())
+            dcp.save(state_dict, storage_writer=writer())
 
     def finish() -> None:
         while pending:
@@ -183,25 +184,25 @@ def _dcp(setting: Setting, folder: Path, state: _State, later: bool) -> Ready:
 
     def loaded() -> Tensors:
         other = _State(setting, seed=100)
-        dcp.load(other.content(), storage_reader=dcp.FileSystemReader(folder / str(step % 2)))
+        dcp.load(other.state_dict(), storage_reader=dcp.FileSystemReader(folder / str(step % 2)))
         return other.tensors()
 
-    return Ready(run, results=loaded, after=finish)
+    return Runnable(run, results=loaded, after=finish)
 
 
-def _torch_save(path: Path, state: _State) -> Ready:
+def _torch_save(path: Path, state: _State) -> Runnable:
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def loaded() -> Tensors:
-        content = torch.load(path)
+        saved = torch.load(path)
         return {
             f"{name} {index}": tensor
             for index in range(LAYERS)
             for name, tensor in (
-                ("weight", content["model"][f"{index}.weight"]),
-                ("first moment", content["optimizer"]["state"][f"{index}.weight"]["exp_avg"]),
-                ("second moment", content["optimizer"]["state"][f"{index}.weight"]["exp_avg_sq"]),
+                ("weight", saved["model"][f"{index}.weight"]),
+                ("first moment", saved["optimizer"]["state"][f"{index}.weight"]["exp_avg"]),
+                ("second moment", saved["optimizer"]["state"][f"{index}.weight"]["exp_avg_sq"]),
             )
         }
 
-    return Ready(lambda: torch.save(state.content(), path), results=loaded)
+    return Runnable(lambda: torch.save(state.state_dict(), path), results=loaded)

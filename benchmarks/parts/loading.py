@@ -1,4 +1,4 @@
-"""Batches from the tokenised dataset by several numbers of workers, and packing."""
+"""Batches from the tokenised dataset with different numbers of workers, and packing."""
 
 from __future__ import annotations
 
@@ -13,32 +13,40 @@ import numpy as np
 import torch
 
 from benchmarks.parts import documents
-from benchmarks.parts.measure import Case, Ready, Setting, Size, Tensors, Variant
-from trainer import distributed, tokenised
-from trainer.data import WORKERS_ON_GPU, Batches, MicroBatch, Rows
-from trainer.distributed import World
-from trainer.packing import pack
-from trainer.tokenised import IGNORE_INDEX, TokenisedDataset
+from benchmarks.parts.measure import Case, Runnable, Setting, Size, Tensors, Variant
+from trainer.data import tokenised
+from trainer.data.batches import (
+    WORKERS_ON_GPU,
+    Batches,
+    MicroBatch,
+    Rows,
+)
+from trainer.data.packing import pack
+from trainer.data.tokenised import IGNORE_INDEX, TokenisedDataset
+from trainer.parallel import world as distributed
+from trainer.parallel.world import World
 
-# Micro-batches of one timed call, many more than the workers keep ready.
-TAKEN, COMPARED = 48, 4
-# The quickest training that the targets name: Llama 3.2 1B on one GPU.
-NEED_TOKENS_S, PACED = 42_000, 16
+# Micro-batches per timed call, many more than the workers prefetch; and those that are compared.
+TIMED_BATCHES, COMPARED_BATCHES = 48, 4
+# The fastest training in the targets, Llama 3.2 1B on one GPU; micro-batches timed at that pace.
+TRAINING_TOKENS_PER_S, PACED_BATCHES = 42_000, 16
 WORKERS = (0, 1, 2, 4)
-# Documents of the dataset: so many, fewer where rows are short.
-MOST_DOCUMENTS, DOCUMENTS_A_TOKEN = 8192, 16
+# Documents in the dataset: at most this many, and at most 16 per token of a row.
+MAX_DOCUMENTS, DOCUMENTS_PER_TOKEN = 8192, 16
 VOCABULARY = 128_256
-# The share of a document that is a question, on which nothing is trained.
-QUESTION_SHARE = 0.3
+# The share of a document that is the prompt, which is not trained.
+PROMPT_SHARE = 0.3
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Packed batches, and the packing before them."""
+    """Packed batches, and the packing itself."""
     world = distributed.start(setting.device.type)
     try:
         with tempfile.TemporaryDirectory(prefix="levers-") as folder:
             raw = _Raw(setting.size)
-            tokenised.make("dataset", Path(folder) / "data", raw, None, world, lambda text: None)
+            tokenised.make(
+                "dataset", {}, Path(folder) / "data", raw, None, world, lambda text: None
+            )
             yield _loader(setting, world, raw, TokenisedDataset(Path(folder) / "data"))
             yield _packing(setting, raw)
     finally:
@@ -46,14 +54,14 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 class _Raw:
-    """Documents whose first token tells which one it is."""
+    """Documents whose first token is the index of the document."""
 
     def __init__(self, size: Size) -> None:
-        count = min(MOST_DOCUMENTS, DOCUMENTS_A_TOKEN * size.sequence)
+        count = min(MAX_DOCUMENTS, DOCUMENTS_PER_TOKEN * size.sequence)
         drawn = np.random.default_rng(1).lognormal(
             np.log(size.sequence * documents.MEDIAN_SHARE), documents.SIGMA, count
         )
-        self.lengths = drawn.round().astype(int).clip(documents.SHORTEST, size.sequence)
+        self.lengths = drawn.round().astype(int).clip(documents.MIN_TOKENS, size.sequence)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -63,7 +71,7 @@ class _Raw:
         tokens = random.integers(0, VOCABULARY, self.lengths[index], dtype=np.int64)
         tokens[0] = index
         labels = tokens.copy()
-        labels[: int(QUESTION_SHARE * len(tokens))] = IGNORE_INDEX
+        labels[: int(PROMPT_SHARE * len(tokens))] = IGNORE_INDEX
         return {"tokens": tokens, "labels": labels}
 
 
@@ -73,57 +81,62 @@ def _loader(setting: Setting, world: World, raw: _Raw, samples: TokenisedDataset
     default = WORKERS_ON_GPU if setting.device.type == "cuda" else 0
 
     def batches(workers: int) -> Iterator[list[MicroBatch]]:
-        # More epochs than anyone takes.
+        # More epochs than are ever used.
         return Batches(
             rows, world, size.batch, seed=0, epochs=1_000_000, workers=workers
         ).from_step(0)
 
     def variant(workers: int) -> Variant:
         name = f"{workers} worker{'' if workers == 1 else 's'}"
-        mark = f" (the trainer's on a {'GPU' if default else 'CPU'})" if workers == default else ""
-        return Variant(name + mark, lambda: _taking(setting, batches, workers))
+        mark = (
+            f" (the trainer's default on {'GPU' if default else 'CPU'})"
+            if workers == default
+            else ""
+        )
+        return Variant(name + mark, lambda: _load(setting, batches, workers))
 
     others = [variant(workers) for workers in WORKERS if workers != default]
     return Case(
         name="loader",
         what=(
-            f"{TAKEN} micro-batches of {size.batch} x {size.sequence} tokens to the device, from "
-            f"{len(raw):,} documents, {documents.WORDS}, {100 * rows.filled:.1f} % filled; "
-            f"training takes at most {NEED_TOKENS_S:,} tokens/s a GPU"
+            f"{TIMED_BATCHES} micro-batches of {size.batch} x {size.sequence} tokens to the "
+            f"device, from {len(raw):,} documents, {documents.DISTRIBUTION}, "
+            f"{100 * rows.filled:.1f} % real tokens; "
+            f"training uses at most {TRAINING_TOKENS_PER_S:,} tokens/s per GPU"
         ),
         variants=[variant(default), *others],
         reference=lambda: _rebuilt(batches(0), raw, size),
         tolerance=0.0,
-        rate=("tokens/s", TAKEN * size.tokens * rows.filled),
+        rate=("tokens/s", TIMED_BATCHES * size.tokens * rows.filled),
         blocking=True,
     )
 
 
-def _taking(
+def _load(
     setting: Setting, batches: Callable[[int], Iterator[list[MicroBatch]]], workers: int
-) -> Ready:
-    endless = batches(workers)
+) -> Runnable:
+    loader = batches(workers)
 
     def run() -> None:
-        for _ in range(TAKEN):
-            for batch in next(endless):
+        for _ in range(TIMED_BATCHES):
+            for batch in next(loader):
                 batch.to(setting.device)
 
     def figures() -> dict[str, Any]:
-        # As in training: the device is busy with one micro-batch while the next one is made.
+        # As in training: while the device works on a micro-batch, the next one is loaded.
         waited = []
-        for _ in range(PACED):
-            time.sleep(setting.size.tokens / NEED_TOKENS_S)
+        for _ in range(PACED_BATCHES):
+            time.sleep(setting.size.tokens / TRAINING_TOKENS_PER_S)
             began = time.perf_counter()
-            next(endless)
+            next(loader)
             waited.append(time.perf_counter() - began)
-        return {"wait a micro-batch in training, ms": round(1e3 * statistics.median(waited), 2)}
+        return {"wait per micro-batch in training, ms": round(1e3 * statistics.median(waited), 2)}
 
-    return Ready(run, results=lambda: _numbers(batches(workers)), figures=figures)
+    return Runnable(run, results=lambda: _compared(batches(workers)), figures=figures)
 
 
-def _numbers(batches: Iterator[list[MicroBatch]]) -> Tensors:
-    taken = [next(batches)[0] for _ in range(COMPARED)]
+def _compared(batches: Iterator[list[MicroBatch]]) -> Tensors:
+    taken = [next(batches)[0] for _ in range(COMPARED_BATCHES)]
     return {
         "tokens": torch.stack([batch.tokens for batch in taken]).double(),
         "labels": torch.stack([batch.labels for batch in taken]).double(),
@@ -132,16 +145,16 @@ def _numbers(batches: Iterator[list[MicroBatch]]) -> Tensors:
 
 
 def _rebuilt(batches: Iterator[list[MicroBatch]], raw: _Raw, size: Size) -> Tensors:
-    """The same rows token by token from the documents, in plain Python."""
+    """The same rows, built in plain Python token by token from the documents."""
     parts: dict[str, list[Any]] = {"tokens": [], "labels": [], "positions": []}
-    for _ in range(COMPARED):
+    for _ in range(COMPARED_BATCHES):
         [batch] = next(batches)
         for row in batch.tokens.tolist():
             tokens: list[int] = []
             labels: list[int] = []
             positions: list[int] = []
             while len(tokens) < size.sequence:
-                # Where a document ends another one or the padding begins.
+                # A document ends where the next one or the padding begins.
                 sample = raw[row[len(tokens)]]
                 if row[len(tokens)] == 0 and sum(row[len(tokens) :]) == 0:
                     left = size.sequence - len(tokens)
@@ -154,32 +167,34 @@ def _rebuilt(batches: Iterator[list[MicroBatch]], raw: _Raw, size: Size) -> Tens
                 labels += [*sample["labels"].tolist()[1:], IGNORE_INDEX]
             for name, values in zip(parts, (tokens, labels, positions), strict=True):
                 parts[name].append(values)
-    shape = COMPARED, size.batch, size.sequence
+    shape = COMPARED_BATCHES, size.batch, size.sequence
     return {n: torch.tensor(v, dtype=torch.float64).view(shape) for n, v in parts.items()}
 
 
 def _packing(setting: Setting, raw: _Raw) -> Case:
     row = setting.size.sequence
-    best: dict[str, list[list[int]]] = {}
+    packed: dict[str, list[list[int]]] = {}
 
     def ours() -> None:
-        best["rows"] = pack(raw.lengths, row, seed=0)
+        packed["rows"] = pack(raw.lengths, row, seed=0)
 
     def our_lengths() -> Tensors:
-        rows = best["rows"]
+        rows = packed["rows"]
         if any(raw.lengths[members].sum() > row for members in rows):
-            raise ValueError("a row is too full")
+            raise ValueError("a packed row is longer than the row length")
         members = [member for members in rows for member in members]
         return {"lengths": _sorted(raw.lengths[members])}
 
     return Case(
         name="packing",
-        what=f"{len(raw):,} documents, {documents.WORDS}, into rows of {row}",
+        what=f"{len(raw):,} documents, {documents.DISTRIBUTION}, into rows of {row}",
         variants=[
             Variant(
-                "trainer, best fit",
-                lambda: Ready(
-                    ours, results=our_lengths, figures=lambda: _filled(len(best["rows"]), raw, row)
+                "trainer, best-fit",
+                lambda: Runnable(
+                    ours,
+                    results=our_lengths,
+                    figures=lambda: _filled(len(packed["rows"]), raw, row),
                 ),
             ),
             Variant("torchtune, in order", lambda: _torchtune(raw, row)),
@@ -191,24 +206,24 @@ def _packing(setting: Setting, raw: _Raw) -> Case:
     )
 
 
-def _torchtune(raw: _Raw, row: int) -> Ready:
+def _torchtune(raw: _Raw, row: int) -> Runnable:
     from torchtune.datasets import PackedDataset
 
     samples = [{name: part.tolist() for name, part in raw[i].items()} for i in range(len(raw))]
-    made: list[PackedDataset] = []
+    result: list[PackedDataset] = []
 
     def run() -> None:
-        made[:] = [PackedDataset(samples, max_seq_len=row)]
+        result[:] = [PackedDataset(samples, max_seq_len=row)]
 
-    def lengths() -> Tensors:
-        found = []
-        for packed in made[0].packs:
-            # What has no first position is the padding.
+    def packed_lengths() -> Tensors:
+        lengths = []
+        for packed in result[0].packs:
+            # Padding has no token with position 0.
             count = int((packed["input_pos"] == 0).sum())
-            found += packed["seq_lens"][:count].tolist()
-        return {"lengths": _sorted(np.asarray(found))}
+            lengths += packed["seq_lens"][:count].tolist()
+        return {"lengths": _sorted(np.asarray(lengths))}
 
-    return Ready(run, results=lengths, figures=lambda: _filled(len(made[0]), raw, row))
+    return Runnable(run, results=packed_lengths, figures=lambda: _filled(len(result[0]), raw, row))
 
 
 def _sorted(lengths: np.ndarray) -> torch.Tensor:
@@ -216,4 +231,4 @@ def _sorted(lengths: np.ndarray) -> torch.Tensor:
 
 
 def _filled(rows: int, raw: _Raw, row: int) -> dict[str, Any]:
-    return {"rows": rows, "filled, %": round(100 * float(raw.lengths.sum()) / (rows * row), 2)}
+    return {"rows": rows, "real tokens, %": round(100 * float(raw.lengths.sum()) / (rows * row), 2)}

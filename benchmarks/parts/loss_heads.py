@@ -1,4 +1,4 @@
-"""The output layer and the cross-entropy together, forward and backward."""
+"""Output layer and cross-entropy loss together, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.parts.measure import Case, Ready, Setting, Tensors, Unavailable, Variant, leaf
+from benchmarks.parts.measure import Case, Runnable, Setting, Tensors, Unavailable, Variant, leaf
 from benchmarks.parts.measure import compiled as compile_for
-from trainer.loss import LinearCrossEntropy
-from trainer.tokenised import IGNORE_INDEX
+from trainer.layers.batch import IGNORE_INDEX
+from trainer.layers.loss import LinearCrossEntropy
 
-# Rows of logits that the reference holds at once.
+# Tokens whose logits the reference computes at once.
 EXACT_ROWS = 1024
-# The sum over thousands of tokens averages their errors out.
+# The summed loss: errors of thousands of tokens partly cancel.
 SUM_TOLERANCE = 1e-3
-# Where the sum itself is kept in bf16.
+# For losses that return the sum in bf16.
 ROUNDED_SUM_TOLERANCE = 1e-2
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Every position trained, with and without a gradient of the weights; and a part of them."""
+    """All tokens trained, with and without a weight gradient; and 40 % of the tokens trained."""
     for trained, share in ((True, 1.0), (False, 1.0), (False, 0.4)):
         yield _case(setting, trained, share)
 
@@ -40,24 +40,26 @@ def _case(setting: Setting, trained: bool, share: float) -> Case:
     inputs = leaves["hidden"], leaves.get("weight", weight)
     targets = labels.to(setting.device)
     count = int((labels != IGNORE_INDEX).sum())
-    # The mean over trained positions, as in training.
-    upstream = torch.tensor(1 / count, device=setting.device)
+    # The mean over trained tokens, as in training.
+    grad_output = torch.tensor(1 / count, device=setting.device)
     passes = 3 if trained else 2
     return Case(
-        name=f"{'full' if trained else 'frozen output layer'}, {share:.0%} of positions trained",
+        name=f"{'full' if trained else 'frozen output layer'}, {share:.0%} of tokens trained",
         what=(
             f"{size.tokens} tokens of width {size.dim}, vocabulary {size.vocabulary}, "
-            f"{'with' if trained else 'without'} a gradient of the weights"
+            f"{'with' if trained else 'without'} a weight gradient"
         ),
         variants=[
             Variant("trainer", lambda: _trainer(labels, *inputs, leaves)),
             Variant(
                 "trainer, compiled", lambda: _trainer(labels, *inputs, leaves, setting=setting)
             ),
-            Variant("logits and cross_entropy", lambda: _ready(_plain(*inputs, targets), leaves)),
+            Variant(
+                "logits and cross_entropy", lambda: _runnable(_plain(*inputs, targets), leaves)
+            ),
             Variant(
                 "logits and cross_entropy, compiled",
-                lambda: _ready(compile_for(setting, _plain(*inputs, targets)), leaves),
+                lambda: _runnable(compile_for(setting, _plain(*inputs, targets)), leaves),
             ),
             Variant("torchtune, 8 chunks", lambda: _torchtune(setting, *inputs, targets, leaves)),
             Variant(
@@ -69,13 +71,13 @@ def _case(setting: Setting, trained: bool, share: float) -> Case:
         ],
         reference=lambda: _reference(setting, hidden, weight, targets, trained, 1 / count),
         tolerance=setting.tolerance,
-        upstream=upstream,
+        grad_output=grad_output,
         rate=("TFLOP/s", 2 * passes * count * weight.numel() / 1e12),
     )
 
 
-def _ready(run, leaves: Tensors, sum_tolerance: float = SUM_TOLERANCE) -> Ready:
-    return Ready(run, leaves, tolerance={"output": sum_tolerance})
+def _runnable(run, leaves: Tensors, sum_tolerance: float = SUM_TOLERANCE) -> Runnable:
+    return Runnable(run, leaves, tolerance={"output": sum_tolerance})
 
 
 def _trainer(
@@ -84,17 +86,17 @@ def _trainer(
     weight: torch.Tensor,
     leaves: Tensors,
     setting: Setting | None = None,
-) -> Ready:
-    """The trainer's loss behind its norm; compiled where a setting is given that allows it."""
+) -> Runnable:
+    """The trainer's LinearCrossEntropy; compiled if a setting is given."""
     output = nn.Linear(1, 1, bias=False, device="meta")
-    # A parameter made of it would be a leaf of its own.
+    # Set as a plain attribute: nn.Parameter would make a new leaf tensor.
     del output.weight
     output.weight = weight
-    model = SimpleNamespace(norm=nn.Identity(), output=output)
+    model = SimpleNamespace(final_norm=nn.Identity(), output_head=output, output_softcap=None)
     component = LinearCrossEntropy()
     if setting is not None:
         if not setting.compiled:
-            raise Unavailable("compiling is switched off")
+            raise Unavailable("torch.compile is switched off")
         component.compiled = True
 
     trained = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
@@ -103,7 +105,7 @@ def _trainer(
         with component.in_place_of_logits(model, labels, trained):
             return model.unembed(hidden)
 
-    return _ready(run, leaves)
+    return _runnable(run, leaves)
 
 
 def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor):
@@ -123,26 +125,26 @@ def _torchtune(
     targets: torch.Tensor,
     leaves: Tensors,
     compiled: bool = False,
-) -> Ready:
+) -> Runnable:
     from torchtune.modules.loss import CEWithChunkedOutputLoss
 
     loss = CEWithChunkedOutputLoss(ignore_index=IGNORE_INDEX)
     if compiled:
-        # As torchtune's recipes compile it.
+        # torchtune's recipes compile this method.
         loss.compute_cross_entropy = compile_for(setting, loss.compute_cross_entropy)
     count = (targets != IGNORE_INDEX).sum()
 
     def run() -> torch.Tensor:
         chunks = hidden.chunk(loss.num_output_chunks, dim=1)
-        # It gives the mean.
+        # torchtune returns the mean.
         return loss([F.linear(chunk, weight) for chunk in chunks], targets) * count
 
-    return _ready(run, leaves)
+    return _runnable(run, leaves)
 
 
 def _torch(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, leaves: Tensors
-) -> Ready:
+) -> Runnable:
     if not hasattr(F, "linear_cross_entropy"):
         raise Unavailable("this torch has no linear_cross_entropy")
     options = nn.LinearCrossEntropyOptions()
@@ -157,12 +159,12 @@ def _torch(
             options=options,
         )
 
-    return _ready(run, leaves, ROUNDED_SUM_TOLERANCE)
+    return _runnable(run, leaves, ROUNDED_SUM_TOLERANCE)
 
 
 def _liger(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, leaves: Tensors
-) -> Ready:
+) -> Runnable:
     from liger_kernel.transformers.fused_linear_cross_entropy import (
         LigerFusedLinearCrossEntropyLoss,
     )
@@ -170,7 +172,7 @@ def _liger(
     if not hidden.is_cuda:
         raise Unavailable("needs a GPU")
     loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum")
-    return _ready(
+    return _runnable(
         lambda: loss(weight, hidden.flatten(0, 1), targets.flatten()),
         leaves,
         ROUNDED_SUM_TOLERANCE,
@@ -186,21 +188,24 @@ def _reference(
     trained: bool,
     scale: float,
 ) -> Tensors:
-    """-log softmax(logits)[target], and softmax - one-hot as its slope, in parts of the tokens."""
-    rows, weight = hidden.to(setting.exact).flatten(0, 1), weight.to(setting.exact)
+    """-log softmax(logits)[target] and its gradient softmax - one_hot, in chunks of tokens."""
+    rows, weight = (
+        hidden.to(setting.reference_dtype).flatten(0, 1),
+        weight.to(setting.reference_dtype),
+    )
     targets = targets.flatten()
     total = rows.new_zeros(())
-    by_hidden = torch.zeros_like(rows)
-    by_weight = torch.zeros_like(weight) if trained else None
+    grad_hidden = torch.zeros_like(rows)
+    grad_weight = torch.zeros_like(weight) if trained else None
     for part in torch.arange(len(rows), device=rows.device).split(EXACT_ROWS):
         part = part[targets[part] != IGNORE_INDEX]
-        shares = F.log_softmax(rows[part] @ weight.t(), dim=1)
-        own = torch.arange(len(part), device=rows.device), targets[part]
-        total -= shares[own].sum()
-        slope = shares.exp_()
-        slope[own] -= 1
-        by_hidden[part] = slope @ weight * scale
-        if by_weight is not None:
-            by_weight += slope.t() @ rows[part] * scale
-    results = {"output": total, "hidden": by_hidden.view(hidden.shape)}
-    return results if by_weight is None else results | {"weight": by_weight}
+        log_probabilities = F.log_softmax(rows[part] @ weight.t(), dim=1)
+        target = torch.arange(len(part), device=rows.device), targets[part]
+        total -= log_probabilities[target].sum()
+        grad_logits = log_probabilities.exp_()
+        grad_logits[target] -= 1
+        grad_hidden[part] = grad_logits @ weight * scale
+        if grad_weight is not None:
+            grad_weight += grad_logits.t() @ rows[part] * scale
+    results = {"output": total, "hidden": grad_hidden.view(hidden.shape)}
+    return results if grad_weight is None else results | {"weight": grad_weight}

@@ -1,4 +1,4 @@
-"""Linear layers over a frozen 4-bit base, forward and backward, and dequantising alone."""
+"""Linear layers with a frozen NF4 weight, forward and backward, and dequantisation alone."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.parts.measure import Case, Ready, Setting, Tensors, Variant, leaf
+from benchmarks.parts.measure import Case, Runnable, Setting, Tensors, Variant, leaf
 from benchmarks.parts.measure import compiled as compile_for
-from trainer import lora, nf4
+from trainer.layers import lora, nf4
 
 # Rows of the weight that the reference quantises at once.
 EXACT_ROWS = 256
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """A layer of the MLP, and what stands before its product: dequantising the weight."""
+    """The up projection of the MLP, and the dequantisation of its weight alone."""
     size = setting.size
     weight = setting.random(size.hidden, size.dim, scale=size.dim**-0.5, seed=1)
-    # As models come; the scales are then exact in bf16 too, and all packages find the same codes.
+    # Weights in bf16, as models are published: block scales are then exact in bf16, and all
+    # packages choose the same codes.
     weight = weight.bfloat16().to(setting.dtype)
     exact = _nearest(weight.float())
     yield _linear(setting, weight, exact)
@@ -30,24 +31,24 @@ def cases(setting: Setting) -> Iterator[Case]:
 def _linear(setting: Setting, weight: torch.Tensor, exact: torch.Tensor) -> Case:
     size = setting.size
     x = setting.random(size.batch, size.sequence, size.dim, seed=0)
-    upstream = setting.random(size.batch, size.sequence, size.hidden, seed=2)
+    grad_output = setting.random(size.batch, size.sequence, size.hidden, seed=2)
 
     def product(dense: torch.Tensor) -> Tensors:
-        dense = dense.to(setting.exact)
+        dense = dense.to(setting.reference_dtype)
         return {
-            "output": x.to(setting.exact) @ dense.t(),
-            "x": upstream.to(setting.exact) @ dense,
+            "output": x.to(setting.reference_dtype) @ dense.t(),
+            "x": grad_output.to(setting.reference_dtype) @ dense,
         }
 
-    def over(make: Callable, compiled: bool = False) -> Callable[[], Ready]:
-        """`make` gives (function of x, the weight that it stands for; None for ours)."""
+    def variant(make: Callable, compiled: bool = False) -> Callable[[], Runnable]:
+        """`make` returns (function of x, its dequantised weight; None if it equals ours)."""
 
-        def prepare() -> Ready:
+        def prepare() -> Runnable:
             function, dense = make(weight, setting)
             function = compile_for(setting, function) if compiled else function
             inputs = leaf(x)
-            own = None if dense is None else (lambda: product(dense))
-            return Ready(lambda: function(inputs), {"x": inputs}, reference=own)
+            reference = None if dense is None else (lambda: product(dense))
+            return Runnable(lambda: function(inputs), {"x": inputs}, reference=reference)
 
         return prepare
 
@@ -56,16 +57,18 @@ def _linear(setting: Setting, weight: torch.Tensor, exact: torch.Tensor) -> Case
         name="linear",
         what=f"{size.tokens} tokens, {size.dim} -> {size.hidden}, blocks of 64, base frozen",
         variants=[
-            Variant("trainer", over(_trainer)),
-            Variant("trainer, compiled", over(_trainer, compiled=True)),
-            Variant("torchao NF4", over(_torchao)),
-            Variant("torchao NF4, compiled", over(_torchao, compiled=True)),
-            Variant("bitsandbytes NF4", over(_bitsandbytes)),
-            Variant("not quantised", over(lambda *_: (lambda rows: F.linear(rows, rounded), None))),
+            Variant("trainer", variant(_trainer)),
+            Variant("trainer, compiled", variant(_trainer, compiled=True)),
+            Variant("torchao NF4", variant(_torchao)),
+            Variant("torchao NF4, compiled", variant(_torchao, compiled=True)),
+            Variant("bitsandbytes NF4", variant(_bitsandbytes)),
+            Variant(
+                "not quantised", variant(lambda *_: (lambda rows: F.linear(rows, rounded), None))
+            ),
         ],
         reference=lambda: product(exact),
         tolerance=setting.tolerance,
-        upstream=upstream,
+        grad_output=grad_output,
         rate=("TFLOP/s", 2 * 2 * size.tokens * weight.numel() / 1e12),
     )
 
@@ -74,54 +77,52 @@ def _dequantise(setting: Setting, weight: torch.Tensor, exact: torch.Tensor) -> 
     packed = nf4.quantise(weight)
     table = nf4.table().to(setting.device)
 
-    def own() -> torch.Tensor:
+    def trainer() -> torch.Tensor:
         return nf4.dequantise(packed, table, setting.dtype)
 
-    def torchao() -> Ready:
+    def torchao() -> Runnable:
         from torchao.dtypes.nf4tensor import to_nf4
 
         quantised = to_nf4(weight)
-        reference = {"output": quantised.get_original_weight().to(setting.exact)}
-        return Ready(quantised.get_original_weight, reference=lambda: reference)
+        reference = {"output": quantised.get_original_weight().to(setting.reference_dtype)}
+        return Runnable(quantised.get_original_weight, reference=lambda: reference)
 
-    def bitsandbytes() -> Ready:
+    def bitsandbytes() -> Runnable:
         from bitsandbytes import functional
 
         quantised, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-        return Ready(lambda: functional.dequantize_4bit(quantised, state))
+        return Runnable(lambda: functional.dequantize_4bit(quantised, state))
 
     return Case(
         name="dequantise",
         what=f"a weight of {weight.shape[0]} x {weight.shape[1]}, to {setting.dtype}",
         variants=[
-            Variant("trainer", lambda: Ready(own)),
-            Variant("trainer, compiled", lambda: Ready(compile_for(setting, own))),
+            Variant("trainer", lambda: Runnable(trainer)),
+            Variant("trainer, compiled", lambda: Runnable(compile_for(setting, trainer))),
             Variant("torchao NF4", torchao),
             Variant("bitsandbytes NF4", bitsandbytes),
         ],
-        reference=lambda: {"output": exact.to(setting.exact)},
+        reference=lambda: {"output": exact.to(setting.reference_dtype)},
         tolerance=setting.tolerance,
         rate=("G weights/s", weight.numel() / 1e9),
     )
 
 
 def _trainer(weight: torch.Tensor, setting: Setting) -> tuple[Callable, None]:
-    holder = nn.Module()
-    block = nn.ModuleDict({"linear": nn.Linear(*weight.shape[::-1], bias=False, device="meta")})
-    holder.layers = nn.ModuleList([block])
-    lora.prepare(holder, quantised=True)
-    holder.to_empty(device=setting.device)
-    nf4.fill_tables(holder)
+    model = nn.ModuleDict({"linear": nn.Linear(*weight.shape[::-1], bias=False, device="meta")})
+    lora.quantise(model, ["linear"])
+    model.to_empty(device=setting.device)
+    nf4.fill_tables(model)
     with torch.no_grad():
-        block["linear"].weight.copy_(nf4.quantise(weight))
-    return block["linear"], None
+        model["linear"].weight.copy_(nf4.quantise(weight))
+    return model["linear"], None
 
 
 def _torchao(weight: torch.Tensor, setting: Setting) -> tuple[Callable, torch.Tensor]:
     from torchao.dtypes.nf4tensor import linear_nf4, to_nf4
 
     quantised = to_nf4(weight)
-    # Its scales are quantised once more, so that it stands for other weights.
+    # torchao quantises the scales as well, so its weights differ slightly.
     return lambda x: linear_nf4(x, quantised), quantised.get_original_weight()
 
 
@@ -146,7 +147,7 @@ def _bitsandbytes(weight: torch.Tensor, setting: Setting) -> tuple[Callable, Non
 
 
 def _nearest(weight: torch.Tensor) -> torch.Tensor:
-    """Each number as the nearest code of its block of 64, times the block's largest magnitude."""
+    """NF4 rounding: the nearest code times the largest magnitude of each block of 64 weights."""
     codes = torch.tensor(nf4.VALUES, device=weight.device)
     parts = []
     for rows in weight.split(EXACT_ROWS):

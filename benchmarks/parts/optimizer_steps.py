@@ -1,4 +1,4 @@
-"""One step of an optimizer over realistic lists of parameters."""
+"""One optimizer step over realistic parameter lists."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.parts.measure import Case, Ready, Setting, Size, Tensors, Unavailable, Variant
+from benchmarks.parts.measure import Case, Runnable, Setting, Size, Tensors, Unavailable, Variant
 from benchmarks.parts.measure import compiled as compile_for
-from trainer.staging import staged_bytes
+from trainer.storage.staging import staged_bytes
 
-# The rate at which correctness is looked at: in bf16 smaller updates drown in the rounding.
+# Learning rate of the correctness check: in bf16 smaller updates are lost to rounding.
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-8, 0.01
 CHECKED_STEPS = 3
-# 8-bit optimizers quantise tensors from this many numbers on, in blocks of 256; 4-bit ones of 128.
+# The matrix is large enough for 8-bit optimizers to quantise it (blocks of 256; 4-bit: of 128); the
+# vector is not.
 CHECKED_SHAPES = {"matrix": (64, 128), "vector": (128,)}
-# By how much quantised moments may change an update.
-EIGHT_BIT, FOUR_BIT = 0.1, 0.6
-# Adapters of all layers are one list, as there are many small ones.
+# Tolerances of the update with quantised moments.
+EIGHT_BIT_TOLERANCE, FOUR_BIT_TOLERANCE = 0.1, 0.6
+# All adapters of the model are measured together, because the number of tensors matters.
 LORA_LAYERS = 32
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Few large matrices, as full fine-tuning has them, and many small ones, as LoRA has them."""
+    """Few large matrices, as in full fine-tuning, and many small ones, as in LoRA."""
     size = setting.size
     block = _block_shapes(size)
     matrices = [shape for shape in block if len(shape) == 2]
@@ -60,7 +61,7 @@ def _block_shapes(size: Size) -> list[tuple[int, ...]]:
 def _case(
     setting: Setting, name: str, what: str, shapes: list[tuple[int, ...]], large: bool
 ) -> Case:
-    """`large`: try what quantises too, and what compiles, for minutes where tensors are many."""
+    """`large`: also quantised and compiled optimizers; many tensors would compile for minutes."""
     parameters = []
     for seed, shape in enumerate(shapes):
         parameter = torch.nn.Parameter(setting.random(*shape, scale=0.02, seed=seed))
@@ -70,7 +71,7 @@ def _case(
     adamw = torch.optim.AdamW
 
     def variant(label: str, make: Callable[[], Callable], bound: float | None = None) -> Variant:
-        return Variant(label, lambda: _ready(setting, parameters, make(), bound))
+        return Variant(label, lambda: _runnable(setting, parameters, make(), bound))
 
     variants = [
         variant("AdamW, fused (the trainer's)", lambda: _with(adamw, fused=True)),
@@ -81,11 +82,15 @@ def _case(
         variants += [
             Variant(
                 "AdamW, foreach, compiled",
-                lambda: _ready(setting, parameters, _with(adamw, foreach=True), compiled=True),
+                lambda: _runnable(setting, parameters, _with(adamw, foreach=True), compiled=True),
             ),
-            variant("torchao AdamW8bit", lambda: _torchao("AdamW8bit", setting), EIGHT_BIT),
-            variant("torchao AdamW4bit", lambda: _torchao("AdamW4bit", setting), FOUR_BIT),
-            variant("bitsandbytes AdamW8bit", lambda: _bitsandbytes(setting), EIGHT_BIT),
+            variant(
+                "torchao AdamW8bit", lambda: _torchao("AdamW8bit", setting), EIGHT_BIT_TOLERANCE
+            ),
+            variant(
+                "torchao AdamW4bit", lambda: _torchao("AdamW4bit", setting), FOUR_BIT_TOLERANCE
+            ),
+            variant("bitsandbytes AdamW8bit", lambda: _bitsandbytes(setting), EIGHT_BIT_TOLERANCE),
         ]
     return Case(
         name=name,
@@ -107,7 +112,7 @@ def _torchao(name: str, setting: Setting) -> Callable:
     import torchao.optim
 
     if not setting.compiled:
-        raise Unavailable("it compiles its step, and compiling is switched off")
+        raise Unavailable("it compiles its step, and torch.compile is switched off")
     return _with(getattr(torchao.optim, name))
 
 
@@ -119,23 +124,23 @@ def _bitsandbytes(setting: Setting) -> Callable:
     return _with(bitsandbytes.optim.AdamW8bit)
 
 
-def _ready(
+def _runnable(
     setting: Setting,
     parameters: list[torch.nn.Parameter],
     make: Callable,
     bound: float | None = None,
     compiled: bool = False,
-) -> Ready:
+) -> Runnable:
     optimizer = make(parameters)
-    # The parameters stay as they are, so that no step meets numbers out of range.
+    # Learning rate 0: the parameters do not change, so that repeated steps cannot overflow.
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if _is_tensor(group["lr"]) else 0.0
     step = compile_for(setting, optimizer.step) if compiled else optimizer.step
-    return Ready(
+    return Runnable(
         run=step,
         results=lambda: _updates(setting, make),
         tolerance={} if bound is None else {"matrix": bound},
-        figures=lambda: {"state, bytes a parameter": _state_bytes(optimizer, parameters)},
+        figures=lambda: {"state, bytes per parameter": _state_bytes(optimizer, parameters)},
     )
 
 
@@ -149,7 +154,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, parameters: list) -> float:
 
 
 def _checked_values(setting: Setting) -> tuple[Tensors, list[Tensors]]:
-    """Small parameters, and their gradients at each step."""
+    """Small parameters and their gradients for each step."""
     start = {
         name: setting.random(*shape, scale=0.02, seed=7) for name, shape in CHECKED_SHAPES.items()
     }
@@ -161,7 +166,7 @@ def _checked_values(setting: Setting) -> tuple[Tensors, list[Tensors]]:
 
 
 def _updates(setting: Setting, make: Callable) -> Tensors:
-    """What a few steps change."""
+    """The change of the parameters after a few steps."""
     start, gradients = _checked_values(setting)
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     optimizer = make(list(parameters.values()))
@@ -177,13 +182,13 @@ def _reference(setting: Setting) -> Tensors:
     start, gradients = _checked_values(setting)
     results = {}
     for name, value in start.items():
-        now = value.to(setting.exact)
-        first, second = torch.zeros_like(now), torch.zeros_like(now)
+        weight = value.to(setting.reference_dtype)
+        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
         for count, step in enumerate(gradients, 1):
-            slope = step[name].to(setting.exact)
-            first = BETAS[0] * first + (1 - BETAS[0]) * slope
-            second = BETAS[1] * second + (1 - BETAS[1]) * slope.square()
+            grad = step[name].to(setting.reference_dtype)
+            first = BETAS[0] * first + (1 - BETAS[0]) * grad
+            second = BETAS[1] * second + (1 - BETAS[1]) * grad.square()
             mean, square = first / (1 - BETAS[0] ** count), second / (1 - BETAS[1] ** count)
-            now = now - LR * DECAY * now - LR * mean / (square.sqrt() + EPS)
-        results[name] = now - value.to(setting.exact)
+            weight = weight - LR * DECAY * weight - LR * mean / (square.sqrt() + EPS)
+        results[name] = weight - value.to(setting.reference_dtype)
     return results

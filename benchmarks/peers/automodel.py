@@ -1,7 +1,8 @@
-"""NeMo Automodel's fine-tuning recipe, on rows of one document each; it needs a GPU.
+"""NeMo Automodel's fine-tuning recipe, with one document per row; it needs a GPU.
 
-It needs other versions of transformers and torchao than ours: give it an interpreter of its own
-with --python. Packing needs Transformer Engine there, so that it takes part with --documents whole.
+It needs other versions of transformers and torchao than this project: install it in its own
+environment and select that with --python. Its packing needs Transformer Engine, so it runs only
+with --documents whole.
 """
 
 from pathlib import Path
@@ -14,13 +15,13 @@ from benchmarks.peers.engine import Job, Recorder, Skip
 
 
 def rows(job_file: str) -> list[dict[str, list[int]]]:
-    """The job's rows as its datasets give samples: labels are those of the next token."""
-    given = engine.read_job(job_file).rows()
-    shifted = torch.full_like(given["labels"], engine.IGNORE_INDEX)
-    shifted[:, :-1] = given["labels"][:, 1:]
+    """The job's rows as samples of its datasets, with labels shifted to the next token."""
+    rows = engine.read_job(job_file).rows()
+    shifted = torch.full_like(rows["labels"], engine.IGNORE_INDEX)
+    shifted[:, :-1] = rows["labels"][:, 1:]
     return [
         {"input_ids": tokens, "labels": labels}
-        for tokens, labels in zip(given["tokens"].tolist(), shifted.tolist(), strict=True)
+        for tokens, labels in zip(rows["tokens"].tolist(), shifted.tolist(), strict=True)
     ]
 
 
@@ -82,14 +83,14 @@ def recipe_config(job: Job) -> dict[str, Any]:
     return config
 
 
-def begin_with(adapter: Path, model: torch.nn.Module) -> int:
-    """Put the job's adapter into `model`; how many of its tensors have a place there."""
+def load_adapter(adapter: Path, model: torch.nn.Module) -> int:
+    """Copy the job's adapter into `model`; returns how many of its tensors were found there."""
     from safetensors.torch import load_file
 
-    own = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    parameters = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     found = 0
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
-        parameter = own.get(name.removeprefix("base_model.model."))
+        parameter = parameters.get(name.removeprefix("base_model.model."))
         if parameter is not None:
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.data.copy_(tensor)
@@ -98,20 +99,20 @@ def begin_with(adapter: Path, model: torch.nn.Module) -> int:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train by the recipe behind `automodel finetune llm`."""
+    """Train with the recipe of `automodel finetune llm`."""
     if job.device == "cpu":
         raise Skip("needs a GPU")
     if job.method == "qlora":
-        raise Skip("QLoRA is not set up here")
+        raise Skip("QLoRA is not implemented in this benchmark")
     from nemo_automodel.components.config.loader import ConfigNode
     from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
     config = recipe_config(job)
     recipe = TrainFinetuneRecipeForNextTokenPrediction(ConfigNode(config))
     recipe.setup()
-    placed = 0
+    loaded = 0
     if job.method != "full":
-        placed = sum(begin_with(job.adapter_folder, part) for part in recipe.model_parts)
+        loaded = sum(load_adapter(job.adapter_folder, part) for part in recipe.model_parts)
     recorder = Recorder(job)
     recipe.log_train_metrics = lambda data: recorder.step(
         data.metrics["loss"], data.metrics["grad_norm"]
@@ -120,7 +121,7 @@ def run(job: Job) -> dict[str, Any]:
     return recorder.result(
         strategy=config["distributed"]["strategy"],
         activation_checkpointing=config["distributed"]["activation_checkpointing"],
-        adapter_tensors_set=placed,
+        adapter_tensors_loaded=loaded,
     )
 
 

@@ -1,8 +1,8 @@
-"""What an engine is asked, how it measures itself, and what it answers: JSON in, JSON out.
+"""The interface of an engine: reads job.json, times its own steps, writes result.json.
 
-An engine is one file beside this one. It is started as `python -m benchmarks.peers.<name> <job>`,
-in a process of its own and, where it needs one, by an interpreter of its own; so this module needs
-torch, safetensors and psutil only, and imports nothing of the trainer.
+An engine is one file in this folder. It runs in its own process, started as
+`python -m benchmarks.peers.<name> <job.json>`, if needed with its own Python interpreter. So this
+module needs only torch, safetensors and psutil, and imports nothing from the trainer.
 """
 
 import importlib.metadata
@@ -24,9 +24,9 @@ import psutil
 
 GIB = 2**30
 IGNORE_INDEX = -100
-# All engines: AdamW without weight decay, which not every engine applies to the same parameters.
+# AdamW in all engines. No weight decay, because engines apply it to different parameters.
 BETAS, EPSILON, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.0, 1.0
-# One step of warm-up from 0, since not every engine takes none: step 1 changes nothing.
+# One warm-up step from 0, because some engines need one: step 1 changes no weights.
 LR_WARMUP_STEPS = 1
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 JOB, RESULT = "job.json", "result.json"
@@ -34,18 +34,18 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 class Skip(Exception):
-    """This engine cannot do this job here; the message says why."""
+    """This engine cannot run this job on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Job:
     """One measurement.
 
-    folder: what all engines read, as `workloads.prepare` made it.
-    out: this engine's own folder, for its output and its answer.
+    folder: input of all engines, written by `workloads.prepare`.
+    out: the engine's own folder, for its output and result.json.
     model: the `model` block of a torchtune config.
-    documents: packed, several in a row, or whole, one that fills its row.
-    settings: what was asked of this engine beyond its best defaults, by its own names.
+    documents: packed (several per row) or whole (one, which fills its row).
+    settings: changes to the engine's defaults, under the engine's own names.
     """
 
     folder: str
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the warm-up and those that are measured."""
+        """Warm-up steps plus measured steps."""
         return self.warmup_steps + self.steps
 
     @property
@@ -80,29 +80,29 @@ class Job:
 
     @property
     def adapter_folder(self) -> Path:
-        """PEFT folder of the adapter as every engine begins with it."""
+        """PEFT folder of the initial adapter."""
         return Path(self.folder) / "adapter"
 
     @property
     def corpus(self) -> Path:
-        """The documents, a JSON object with `text` a line."""
+        """The documents: one JSON object with the key `text` per line."""
         return Path(self.folder) / "corpus.jsonl"
 
     @property
     def rows_file(self) -> Path:
-        """The rows in the order in which they are trained."""
+        """The rows in training order."""
         return Path(self.folder) / "rows.safetensors"
 
     def setting(self, name: str, default: Any) -> Any:
-        """What was asked of the engine by this name, or its default."""
+        """The engine's setting of this name, or its default."""
         return self.settings.get(name, default)
 
     def rows(self) -> dict[str, Any]:
         """tokens, labels, positions: int64 [rows, sequence].
 
-        Labels are the tokens themselves, not shifted, and -100 for padding and for the first
-        token of each document, which nothing predicts. Positions begin at 0 in each document;
-        what pads a row counts as one.
+        Labels are the tokens, not shifted; -100 for padding and for the first token of each
+        document, which has no context to be predicted from. Positions start at 0 in each
+        document; the padding of a row counts as a document.
         """
         from safetensors.torch import load_file
 
@@ -110,7 +110,7 @@ class Job:
 
 
 class Recorder:
-    """Times an engine's steps from within, each at the moment when its loss is known."""
+    """Records an engine's steps inside its process; a step ends when its loss is known."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -120,11 +120,11 @@ class Recorder:
 
     @property
     def done(self) -> bool:
-        """True when all steps were recorded; what an engine does after that is not measured."""
+        """True when all steps are recorded; later work of the engine is not measured."""
         return len(self._steps) >= self._job.total_steps
 
     def step(self, loss: float, grad_norm: float | None) -> None:
-        """One optimizer step is done. Peaks of memory are those of the measured steps."""
+        """Record one optimizer step. Memory peaks cover the measured steps only."""
         if self.done:
             return
         import torch
@@ -152,12 +152,12 @@ class Recorder:
             }
 
     def result(self, **settings: Any) -> dict[str, Any]:
-        """The engine's answer, which rank 0 alone has; `settings` say what it ran with."""
+        """The engine's result (rank 0; other ranks return {}); `settings`: what it ran with."""
         if int(os.environ.get("RANK", 0)):
             return {}
         if not self.done:
             raise RuntimeError(
-                f"took {len(self._steps)} of {self._job.total_steps} steps, then ended by itself"
+                f"the engine stopped after {len(self._steps)} of {self._job.total_steps} steps"
             )
         return {"steps": self._steps, **self._memory, "settings": settings}
 
@@ -170,46 +170,49 @@ def main(
     packs: bool = True,
     fallback: dict[str, Any] | None = None,
 ) -> None:
-    """Do the job that the command line names, and write result.json into its folder.
+    """Run the job given on the command line and write result.json into its folder.
 
     Args:
-        run: takes a Job, returns what `Recorder.result` does; raises Skip where it cannot.
-        packages: whose versions are told.
-        ranks: who starts several ranks: torchrun, which then calls `run` in each; itself, which
-            is `run`; or None, and such a job is left out.
-        packs: the engine keeps the documents of a packed row apart.
-        fallback: settings to try where `run` fails on a GPU without them.
+        run: takes a Job and returns `Recorder.result`; raises Skip if it cannot run the job.
+        packages: packages whose versions are reported.
+        ranks: how several ranks are started: "torchrun" (it calls `run` on each rank), "itself"
+            (`run` starts them), or None (jobs with several ranks are skipped).
+        packs: whether the engine separates the documents of a packed row in attention.
+        fallback: settings to try if `run` fails on a GPU without them.
     """
     job = read_job(sys.argv[1])
     if job.ranks > 1 and ranks == "torchrun" and "RANK" not in os.environ:
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
         command = [sys.executable, "-m", *torchrun, "-m", _module(), sys.argv[1]]
         os.execv(sys.executable, command)
-    answer: dict[str, Any] = {"status": "ok"}
+    result: dict[str, Any] = {"status": "ok"}
     try:
         if job.ranks > 1 and ranks is None:
-            raise Skip("is run in one process only here")
+            raise Skip("this benchmark runs it in one process only")
         if job.documents == "packed" and not packs:
-            raise Skip("cannot keep the documents of a packed row apart; try --documents whole")
-        answer |= run(job)
+            raise Skip("cannot separate the documents of a packed row; try --documents whole")
+        result |= run(job)
     except (Skip, ImportError) as error:
-        answer |= {"status": "skipped", "reason": _line(error)}
+        result |= {"status": "skipped", "reason": _first_line(error)}
     except Exception as error:
         traceback.print_exc()
-        answer |= failure(
-            job, type(error).__name__, _line(error), fallback if job.device == "cuda" else None
+        result |= failure(
+            job,
+            type(error).__name__,
+            _first_line(error),
+            fallback if job.device == "cuda" else None,
         )
-    answer["versions"] = {name: version(name) for name in packages}
+    result["versions"] = {name: version(name) for name in packages}
     if int(os.environ.get("RANK", 0)) == 0:
-        write_json(Path(job.out) / RESULT, answer)
+        write_json(Path(job.out) / RESULT, result)
     sys.stdout.flush()
     sys.stderr.flush()
-    # What an engine leaves running, such as its loaders or ranks of a failed group, ends here.
-    os._exit(answer["status"] not in ("ok", "skipped"))
+    # Ends whatever the engine left running, such as data loaders.
+    os._exit(result["status"] not in ("ok", "skipped"))
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill a process that has a session of its own, and all that it started."""
+    """Kill a process that leads its own session, and all its children."""
     try:
         # torchrun's ranks have sessions of their own.
         ranks = psutil.Process(process.pid).children(recursive=True)
@@ -226,20 +229,20 @@ def end(process: subprocess.Popen) -> None:
 def failure(
     job: Job, kind: str, message: str, fallback: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The answer of a run that failed, and with which settings it may succeed."""
+    """The result of a failed run, with settings under which it may succeed."""
     if kind == "OutOfMemoryError":
-        again = {"activation_checkpointing": True}
-        answer = {"status": "out of memory", "reason": message}
+        retry = {"activation_checkpointing": True}
+        result = {"status": "out of memory", "reason": message}
     else:
-        again = fallback or {}
-        answer = {"status": "failed", "reason": f"{kind}: {message}"}
-    if again.keys() - job.settings.keys():
-        answer["retry_with"] = again
-    return answer
+        retry = fallback or {}
+        result = {"status": "failed", "reason": f"{kind}: {message}"}
+    if retry.keys() - job.settings.keys():
+        result["retry_with"] = retry
+    return result
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None where there is none."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -247,19 +250,19 @@ def version(package: str) -> str | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by `value`, complete or not at all."""
+    """Write `value` as JSON; the file is replaced atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
 def read_job(path: str | Path) -> Job:
-    """The job of a job.json."""
+    """Read a job.json."""
     return Job(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def write_job(job: Job) -> Path:
-    """Write job.json into the job's own folder; return its path."""
+    """Write job.json into the engine's folder; returns its path."""
     path = Path(job.out) / JOB
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(job))
@@ -270,6 +273,6 @@ def _module() -> str:
     return str(sys.modules["__main__"].__spec__.name)
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

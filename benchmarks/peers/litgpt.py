@@ -1,8 +1,8 @@
-"""litgpt's finetune commands, litgpt.finetune.full and .lora, on rows of one document each.
+"""litgpt's finetune commands, litgpt.finetune.full and .lora, with one document per row.
 
-litgpt packs nothing and lets documents of one row see each other, so that it takes part with
---documents whole. It neither clips gradients nor tells their norm. Its huggingface_hub is an older
-one than ours: give it an interpreter of its own with --python.
+litgpt does not pack and does not separate the documents of a row in attention, so it runs only with
+--documents whole. It neither clips gradients nor reports their norm. It needs an older
+huggingface_hub than this project: install it in its own environment and select that with --python.
 """
 
 import importlib
@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.peers import engine
 from benchmarks.peers.engine import Job, Recorder, Skip
 
-# litgpt's cosine falls over all steps that it is told of: over so many it is a constant.
+# litgpt's cosine schedule decays over max_steps: with this many the learning rate is constant.
 MANY_STEPS = 10**7
 
 
 class _Done(Exception):
-    """All steps are there; what litgpt does at its end is not measured."""
+    """All steps are recorded; litgpt's work after training is not measured."""
 
 
 class Rows(Dataset):
-    """The job's rows as litgpt's SFTDataset gives samples."""
+    """The job's rows as samples of litgpt's SFTDataset."""
 
     def __init__(self, job: Job) -> None:
         self._rows = job.rows()
@@ -46,11 +46,11 @@ class Rows(Dataset):
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train by the setup function behind `litgpt finetune_lora` or `litgpt finetune_full`."""
+    """Train with the setup function of `litgpt finetune_lora` or `litgpt finetune_full`."""
     if job.method == "full" and job.model_type == "LLAMA3_2":
-        raise Skip("unties a tied output layer, and would train another model")
+        raise Skip("it unties tied embeddings, so it would train a different model")
     if job.setting("activation_checkpointing", False):
-        raise Skip("recomputes no activations in one process")
+        raise Skip("it has no activation checkpointing in one process")
     finetune = importlib.import_module(f"litgpt.finetune.{job.method.lstrip('q')}")
     from litgpt.args import EvalArgs, TrainArgs
 
@@ -97,31 +97,31 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def convert(job: Job, folder: Path) -> None:
-    """A litgpt checkpoint folder of the job's model, the adapter's values among its weights."""
+    """Write a litgpt checkpoint folder with the job's model and the adapter's weights."""
     from litgpt.config import Config
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
     from litgpt.utils import save_config
     from safetensors.torch import load_file
 
-    given = json.loads((job.model_folder / "config.json").read_text())
-    rope = given["rope_scaling"]
+    hf_config = json.loads((job.model_folder / "config.json").read_text())
+    rope = hf_config["rope_scaling"]
     config = Config(
         name="Llama-3.1-8B",
-        block_size=given["max_position_embeddings"],
-        vocab_size=given["vocab_size"],
-        padded_vocab_size=given["vocab_size"],
-        n_layer=given["num_hidden_layers"],
-        n_head=given["num_attention_heads"],
-        n_embd=given["hidden_size"],
-        n_query_groups=given["num_key_value_heads"],
+        block_size=hf_config["max_position_embeddings"],
+        vocab_size=hf_config["vocab_size"],
+        padded_vocab_size=hf_config["vocab_size"],
+        n_layer=hf_config["num_hidden_layers"],
+        n_head=hf_config["num_attention_heads"],
+        n_embd=hf_config["hidden_size"],
+        n_query_groups=hf_config["num_key_value_heads"],
         rotary_percentage=1.0,
         parallel_residual=False,
         bias=False,
         norm_class_name="RMSNorm",
-        norm_eps=given["rms_norm_eps"],
+        norm_eps=hf_config["rms_norm_eps"],
         mlp_class_name="LLaMAMLP",
-        intermediate_size=given["intermediate_size"],
-        rope_base=int(given["rope_theta"]),
+        intermediate_size=hf_config["intermediate_size"],
+        rope_base=int(hf_config["rope_theta"]),
         rope_adjustments={
             "factor": rope["factor"],
             "low_freq_factor": rope["low_freq_factor"],
@@ -133,25 +133,25 @@ def convert(job: Job, folder: Path) -> None:
     save_config(config, folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(job.model_folder / name, folder / name)
-    hf: dict[str, torch.Tensor] = {}
+    hf_weights: dict[str, torch.Tensor] = {}
     for path in sorted(job.model_folder.glob("*.safetensors")):
-        hf |= load_file(path)
+        hf_weights |= load_file(path)
     weights: dict[str, torch.Tensor] = {}
-    copy_weights_hf_llama(config, {}, weights, hf)
+    copy_weights_hf_llama(config, {}, weights, hf_weights)
     if job.method != "full":
         weights |= adapter(load_file(job.adapter_folder / "adapter_model.safetensors"))
     torch.save(weights, folder / "lit_model.pth")
 
 
 def adapter(peft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """PEFT's tensors under litgpt's names, which joins query, key and value."""
+    """PEFT's tensors under litgpt's names; litgpt concatenates query, key and value."""
     names = {
         "self_attn.o_proj": "attn.proj",
         "mlp.gate_proj": "mlp.fc_1",
         "mlp.up_proj": "mlp.fc_2",
         "mlp.down_proj": "mlp.proj",
     }
-    found: dict[str, torch.Tensor] = {}
+    converted: dict[str, torch.Tensor] = {}
     layers = {key.split(".layers.")[1].split(".")[0] for key in peft}
     for layer in layers:
         for part in ("lora_A", "lora_B"):
@@ -160,10 +160,10 @@ def adapter(peft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 return peft[f"base_model.model.model.layers.{layer}.{name}.{part}.weight"]
 
             joined = torch.cat([tensor(f"self_attn.{kind}_proj") for kind in "qkv"])
-            found[f"transformer.h.{layer}.attn.qkv.{part}"] = joined
-            for theirs, own in names.items():
-                found[f"transformer.h.{layer}.{own}.{part}"] = tensor(theirs)
-    return found
+            converted[f"transformer.h.{layer}.attn.qkv.{part}"] = joined
+            for hf_name, litgpt_name in names.items():
+                converted[f"transformer.h.{layer}.{litgpt_name}.{part}"] = tensor(hf_name)
+    return converted
 
 
 def _data(job: Job) -> Any:
@@ -171,12 +171,12 @@ def _data(job: Job) -> Any:
     from litgpt.prompts import Default
 
     class Data(DataModule):
-        """Loaders of the job's rows, in order."""
+        """Data loaders over the job's rows, in order."""
 
         prompt_style = Default()
 
         def connect(self, *args: Any, **options: Any) -> None:
-            """The job knows it all."""
+            """Nothing to do: the job has all settings."""
 
         def train_dataloader(self) -> DataLoader:
             return DataLoader(Rows(job), batch_size=job.batch_size)
@@ -191,12 +191,12 @@ def _logger(recorder: Recorder) -> Any:
     from lightning.fabric.loggers import Logger
 
     class Steps(Logger):
-        """Hands each step to the recorder."""
+        """Passes each step to the recorder."""
 
         name, version = "steps", 0
 
         def log_hyperparams(self, *args: Any, **options: Any) -> None:
-            """Not measured."""
+            """Not recorded."""
 
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             if "loss" in metrics:

@@ -1,4 +1,4 @@
-"""The trainer of this project, as a job starts it: train.yaml in, metrics.jsonl out."""
+"""This project's trainer, started as in a job: it reads train.yaml and writes metrics.jsonl."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ POLL_S = 0.2
 
 
 def train_config(job: Job, out: Path) -> dict[str, Any]:
-    """The content of train.yaml; `job.settings` are its keys, dotted ones for blocks."""
+    """The content of train.yaml; `job.settings` are its keys, dotted for nested keys."""
     config: dict[str, Any] = {
         "output_dir": str(out),
         "data_cache_dir": str(Path(job.folder) / "data_cache"),
@@ -26,7 +26,7 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
         "dtype": job.dtype,
         "model": job.model,
         "tokenizer": {
-            "_component_": "trainer.tokenizers.hugging_face_tokenizer",
+            "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
             "path": str(job.model_folder),
             "max_seq_len": job.sequence,
         },
@@ -43,7 +43,7 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
             "packed": True,
         },
         "batch_size": job.batch_size,
-        # It is ended from outside when all steps are there, before it would save and export.
+        # `run` stops it after the last measured step, before it saves a checkpoint or exports.
         "epochs": 1000,
         "max_steps": 1000 * job.total_steps,
         "optimizer": {
@@ -57,25 +57,26 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
             "_component_": "trainer.schedule.get_constant_schedule_with_warmup",
             "num_warmup_steps": engine.LR_WARMUP_STEPS,
         },
-        "loss": {"_component_": "trainer.loss.LinearCrossEntropy"},
+        "loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"},
         "clip_grad_norm": engine.CLIP,
         "enable_activation_checkpointing": False,
         "compile": job.device == "cuda",
         "log_every_n_steps": 1,
     }
     for key, value in job.settings.items():
-        if key == "activation_checkpointing":
+        # All engines take true or false under this name.
+        if key == "activation_checkpointing" and isinstance(value, bool):
             key = "enable_activation_checkpointing"
         *blocks, last = key.split(".")
-        place = config
+        section = config
         for block in blocks:
-            place = place.setdefault(block, {})
-        place[last] = value
+            section = section.setdefault(block, {})
+        section[last] = value
     return config
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Start trainer.sft, end it when all steps are logged, and read what it logged."""
+    """Start trainer.sft, kill it when all steps are logged, and read its metrics."""
     out = Path(job.out) / "run"
     out.mkdir(parents=True, exist_ok=True)
     config = train_config(job, out)
@@ -90,7 +91,7 @@ def run(job: Job) -> dict[str, Any]:
         while len(lines := logged(out)) < job.total_steps and process.poll() is None:
             time.sleep(POLL_S)
     finally:
-        # No SIGTERM, by which it would save first.
+        # SIGKILL: after SIGTERM it would save a checkpoint first.
         engine.end(process)
     lines = logged(out)[: job.total_steps]
     if len(lines) < job.total_steps:
@@ -126,13 +127,13 @@ def logged(out: Path) -> list[dict[str, Any]]:
 
 
 def highest(lines: list[dict[str, Any]], key: str) -> float | None:
-    """The highest value of a figure; None where it was not measured."""
+    """The highest value of a metric; None if it was not measured."""
     values = [line[key] for line in lines if line[key] is not None]
     return max(values) if values else None
 
 
 def fault(out: Path, status: int | None) -> tuple[str, str]:
-    """Kind and message of the error that the first failed rank recorded."""
+    """Type and message of the error that the first failed rank recorded."""
     for path in sorted(out.glob("logs/*/error_rank_*.json")):
         record = json.loads(path.read_text())
         return record["type"], record["message"].splitlines()[0]

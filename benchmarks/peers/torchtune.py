@@ -1,7 +1,7 @@
-"""torchtune's stock recipes: packed rows, compiled, chunked cross-entropy, fused AdamW.
+"""torchtune's stock recipes: packed rows, torch.compile, chunked cross-entropy, fused AdamW.
 
-One process runs the single-device recipes, several the distributed ones with FSDP. On a CPU the
-latter need what torchtune asks of every device and a CPU does not have; that alone is put in.
+One process runs the single-device recipes, several run the distributed recipes with FSDP. The
+distributed recipes call functions that torch has for GPUs only; for a CPU these are added here.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ RECIPES = {
 
 
 class PackedRows(Dataset):
-    """The job's rows as torchtune's PackedDataset gives its packs."""
+    """The job's rows in the format of torchtune's PackedDataset."""
 
     def __init__(self, tokenizer: Any, job_file: str, packed: bool = True) -> None:
         self._rows = engine.read_job(job_file).rows()
@@ -33,32 +33,32 @@ class PackedRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         positions = self._rows["positions"][index]
-        begins = torch.nonzero(positions == 0).flatten()
-        ends = torch.cat([begins[1:], torch.tensor([len(positions)])])
+        starts = torch.nonzero(positions == 0).flatten()
+        ends = torch.cat([starts[1:], torch.tensor([len(positions)])])
         return {
             "tokens": self._rows["tokens"][index],
             "labels": self._rows["labels"][index],
             "input_pos": positions,
-            "seq_lens": ends - begins,
+            "seq_lens": ends - starts,
         }
 
 
 class StepLogger:
-    """A torchtune metric logger that hands each step to the recorder."""
+    """A torchtune metric logger that passes each step to the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def log_dict(self, payload: dict[str, Any], step: int) -> None:
-        """One optimizer step is done."""
+        """Record one optimizer step."""
         self._recorder.step(payload["loss"], payload["grad_norm"])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """torchtune calls this at the end; there is nothing to close."""
 
 
 def recipe_config(job: Job) -> dict[str, Any]:
-    """A config of the stock recipes; `job.settings` may change its top-level keys."""
+    """Config of a stock recipe; `job.settings` replace its top-level keys."""
     files = sorted(path.name for path in job.model_folder.glob("*.safetensors"))
     config: dict[str, Any] = {
         "output_dir": str(Path(job.out) / "run"),
@@ -68,7 +68,7 @@ def recipe_config(job: Job) -> dict[str, Any]:
         "dtype": job.dtype,
         "model": job.model,
         "tokenizer": {
-            "_component_": "trainer.tokenizers.hugging_face_tokenizer",
+            "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
             "path": str(job.model_folder),
             "max_seq_len": job.sequence,
         },
@@ -120,7 +120,7 @@ def recipe_config(job: Job) -> dict[str, Any]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train by the stock recipe, without the save at its end."""
+    """Train with the stock recipe, without the checkpoint at its end."""
     from omegaconf import OmegaConf
 
     if not job.setting("flex", True):
@@ -129,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
     if distributed and job.device == "cpu":
         _on_cpu_ranks()
     if distributed and job.method != "full":
-        # The full recipe does this by itself, this one's own start can do it for GPUs only.
+        # The full recipe does this itself; the LoRA recipe's own code does it for GPUs only.
         backend = "cuda:nccl,cpu:gloo" if job.device == "cuda" else "gloo"
         torch.distributed.init_process_group(backend)
     Path(job.out, "run").mkdir(parents=True, exist_ok=True)
@@ -138,13 +138,13 @@ def run(job: Job) -> dict[str, Any]:
     recipe = stock_recipe(*RECIPES[method, distributed])(cfg=config)
     recipe.setup(cfg=config)
     if method == "lora":
-        from trainer.weights import initialise_adapter
+        from trainer.storage.weights import initialise_adapter
 
-        # torchtune draws the adapter from the global random state; all begin with the same one.
+        # torchtune initialises the adapter from the global random state; all engines need the same.
         initialise_adapter(recipe._model, job.seed)
     recorder = Recorder(job)
     recipe._metric_logger = StepLogger(recorder)
-    # The full recipe over ranks saves through its client.
+    # The distributed full recipe saves through its checkpoint client.
     saver = getattr(recipe, "_checkpoint_client", recipe)
     saver.save_checkpoint = lambda *_, **__: None
     recipe.train()
@@ -158,7 +158,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def stock_recipe(file: str, name: str) -> type:
-    """A recipe class from its file; torchtune's recipes folder refuses to be imported."""
+    """Load a recipe class from its file; torchtune's recipes package cannot be imported."""
     path = Path(importlib.util.find_spec("recipes").origin).parent / f"{file}.py"
     spec = importlib.util.spec_from_file_location(file, path)
     module = importlib.util.module_from_spec(spec)
@@ -179,7 +179,7 @@ def _without_flex_attention() -> None:
 
 
 def _on_cpu_ranks() -> None:
-    """What torchtune 0.6.1 calls on every device, for the one that lacks it."""
+    """Add the memory functions that torchtune 0.6.1 calls and torch lacks on a CPU."""
     from torchtune import training
 
     torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda *_: None

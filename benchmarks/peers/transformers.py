@@ -1,7 +1,7 @@
-"""transformers' Trainer, with PEFT for adapters: packed rows, its fastest attention at hand.
+"""transformers' Trainer, with PEFT for adapters: packed rows and the fastest available attention.
 
-On a GPU that is FlashAttention 2 where flash-attn is installed, else compiled flex attention; the
-Liger kernels are used where they are installed. Weights are kept and computed in the job's dtype.
+On a GPU the attention is FlashAttention 2 if flash-attn is installed, else compiled FlexAttention.
+Liger kernels are used if they are installed. Weights and computation are in the job's dtype.
 """
 
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ FLASH = "flash_attention_2"
 
 
 class Rows(torch.utils.data.Dataset):
-    """The job's rows as the Trainer takes samples."""
+    """The job's rows as samples for the Trainer."""
 
     def __init__(self, job: Job) -> None:
         self._rows = job.rows()
@@ -34,10 +34,10 @@ class Rows(torch.utils.data.Dataset):
 
 
 def collator(flat: bool) -> Any:
-    """Batches without a mask: positions that begin again tell the model its documents.
+    """Collates without a mask: position_ids that restart at 0 mark the documents.
 
     Args:
-        flat: the rows side by side in one, as DataCollatorWithFlattening has it.
+        flat: concatenate the rows into one, like DataCollatorWithFlattening.
     """
 
     def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def attention(job: Job) -> str:
 
 
 def base_model(job: Job) -> torch.nn.Module:
-    """The model with its weights, and with the job's adapter where it has one."""
+    """The model with its weights and, for LoRA and QLoRA, the job's adapter."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     dtype = getattr(torch, engine.DTYPES[job.dtype])
@@ -82,8 +82,8 @@ def base_model(job: Job) -> torch.nn.Module:
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """The Trainer's arguments; `job.settings` may change them."""
-    recomputes = bool(job.setting("activation_checkpointing", False))
+    """TrainingArguments; `job.settings` replace single ones."""
+    checkpointing = bool(job.setting("activation_checkpointing", False))
     return {
         "output_dir": str(Path(job.out) / "run"),
         "max_steps": job.total_steps,
@@ -98,8 +98,8 @@ def arguments(job: Job) -> dict[str, Any]:
         "adam_epsilon": engine.EPSILON,
         "weight_decay": engine.WEIGHT_DECAY,
         "max_grad_norm": engine.CLIP,
-        **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if recomputes else {}),
-        "gradient_checkpointing": recomputes,
+        **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if checkpointing else {}),
+        "gradient_checkpointing": checkpointing,
         "use_liger_kernel": job.device == "cuda" and find_spec("liger_kernel") is not None,
         "torch_compile": False,
         "dataloader_num_workers": 2 if job.device == "cuda" else 0,
@@ -118,17 +118,17 @@ def arguments(job: Job) -> dict[str, Any]:
 
 
 def fit(job: Job, model: torch.nn.Module, collate: Any) -> tuple[Recorder, dict[str, Any]]:
-    """Train by transformers.Trainer; the recorder, and the arguments that it ran with.
+    """Train with transformers.Trainer; returns the recorder and the arguments.
 
     Args:
-        collate: makes a batch of samples of `Rows`.
+        collate: makes a batch from samples of `Rows`.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    recorder, given = Recorder(job), arguments(job)
+    recorder, used = Recorder(job), arguments(job)
 
     class Steps(TrainerCallback):
-        """Hands each step to the recorder."""
+        """Passes each step to the recorder."""
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "grad_norm" in (logs or {}):
@@ -136,26 +136,26 @@ def fit(job: Job, model: torch.nn.Module, collate: Any) -> tuple[Recorder, dict[
 
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(**given),
+        args=TrainingArguments(**used),
         train_dataset=Rows(job),
         data_collator=collate,
         callbacks=[Steps()],
     )
     trainer.train()
-    return recorder, given
+    return recorder, used
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train the model; with several ranks it is DDP."""
+    """Train the model; several ranks use DDP."""
     if job.ranks > 1 and job.method == "full":
-        raise engine.Skip("full fine-tuning over several ranks is not set up here")
-    recorder, given = fit(job, base_model(job), collator(flat=attention(job) == FLASH))
+        raise engine.Skip("full fine-tuning on several ranks is not implemented in this benchmark")
+    recorder, used = fit(job, base_model(job), collator(flat=attention(job) == FLASH))
     return recorder.result(
         attention=attention(job),
-        compile=given["torch_compile"],
-        activation_checkpointing=given["gradient_checkpointing"],
-        liger=given["use_liger_kernel"],
-        autocast=bool(given.get("bf16", False)),
+        compile=used["torch_compile"],
+        activation_checkpointing=used["gradient_checkpointing"],
+        liger=used["use_liger_kernel"],
+        autocast=bool(used.get("bf16", False)),
     )
 
 

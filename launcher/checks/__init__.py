@@ -1,18 +1,18 @@
-"""The single checks that are made of a run before it is queued, and what they are given."""
+"""What is checked before a run is queued, on the login node and on the nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launcher import slurm
-from launcher.cluster import Cluster
-from launcher.limits import Rights
-from launcher.recipe import Recipe, Resources
-from launcher.render import with_site_defaults
+from launcher.checks.finding import Finding
+from launcher.executors import slurm
+from launcher.executors.slurm.limits import Rights
+from launcher.recipes.recipe import Recipe, Resources
+from launcher.site import Site, with_site_defaults
 
 
 class Skipped(Exception):
@@ -28,7 +28,7 @@ class Context:
     """
 
     recipe: Recipe
-    cluster: Cluster
+    cluster: Site
     local: bool = False
     prepared: bool = True
     elsewhere: tuple[str, ...] = ()
@@ -43,26 +43,26 @@ class Context:
 
     @cached_property
     def partitions(self) -> dict[str, slurm.Partition]:
-        """What sinfo says; SlurmFault where it does not answer, asked again then."""
+        """What sinfo says; SlurmFault if it does not answer, and then it is asked again."""
         return slurm.partitions(hidden=True)
 
     @cached_property
     def rights(self) -> Rights | None:
-        """What accounting lets the user do, None where there is none; SlurmFault as above."""
+        """What accounting lets the user do, None if there is none; SlurmFault as above."""
         return slurm.rights(slurm.configuration())
 
     def here(self, path: Path) -> bool:
-        """Whether a path is to be found on this machine."""
+        """Whether a path can be found on this machine."""
         on_nodes = (*self.elsewhere, *self.cluster.node_paths)
         return not any(path.is_relative_to(each) for each in on_nodes)
 
 
-# Answers: a list of faults, or, where there is none, one line that says what was found.
-Check = Callable[[Context], list[str] | str]
+# May raise Skipped, and CookbookError with faults.
+Check = Callable[[Context], Iterable[Finding]]
 
 
 def unreadable(path: Path) -> str | None:
-    """Say why a file or folder cannot be read, None where it can."""
+    """Say why a file or folder cannot be read, None if it can."""
     try:
         if path.is_dir():
             next(path.iterdir(), None)
@@ -74,3 +74,10 @@ def unreadable(path: Path) -> str | None:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None
+
+
+def existing_parent(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,4 +1,4 @@
-"""The cookbook command: one file a group of commands, no logic in them."""
+"""The cookbook command: one file per group of commands, no logic in them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from launcher.errors import CookbookError
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
     "recipes": ("recipes", "List the recipes, or show one with everything resolved."),
-    "doctor": ("doctor", "Look whether this site can run the kit."),
-    "download": ("download", "Fetch a recipe's model and dataset from the hub."),
-    "check": ("check", "Look for all that would stop a run, without queueing it."),
+    "doctor": ("doctor", "Check whether this site can run the kit."),
+    "download": ("download", "Download a recipe's model and dataset from the Hugging Face Hub."),
+    "check": ("check", "Find everything that would stop a run, without queueing it."),
     "estimate": ("estimate", "Compute the memory, time and disk that a recipe needs."),
-    "submit": ("submit", "Render a recipe's job, check it and put it into the queue."),
+    "submit": ("submit", "Render a recipe's job script, check it and submit it."),
     "status": ("runs", "Show the state of runs."),
     "watch": ("runs", "Follow a run to its end."),
     "logs": ("logs", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Start a run again from its last checkpoint."),
-    "tensorboard": ("tensorboard", "Serve curves and traces for an SSH tunnel."),
+    "tensorboard": ("tensorboard", "Serve loss curves and profiler traces with TensorBoard."),
 }
 
 
@@ -60,7 +60,7 @@ def cookbook() -> None:
 
 
 def main() -> None:
-    """The console script: errors made on purpose are a line a fault, others keep a traceback."""
+    """The console script: expected errors are one line per fault, others keep their traceback."""
     try:
         cookbook(prog_name="cookbook")
     except CookbookError as error:

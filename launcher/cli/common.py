@@ -1,17 +1,20 @@
-"""What several commands take."""
+"""Options and arguments of several commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from launcher import cluster as clusters
+from launcher import site as sites
+
+Command = Callable[..., Any]
 
 
-def cluster_option(command: Callable[..., Any]) -> Callable[..., Any]:
+def cluster_option(command: Command) -> Command:
     """Add --cluster to a command."""
     return click.option(
         "--cluster",
@@ -20,8 +23,29 @@ def cluster_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def resource_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what is asked of Slurm most often to a command."""
+def recipe_arguments(command: Command) -> Command:
+    """Add [RECIPE] [KEY=VALUE]... and --recipe; the command gets recipe_name and overrides."""
+
+    @wraps(command)
+    def called(*args: Any, recipe: str | None, words: tuple[str, ...], **options: Any) -> Any:
+        named = bool(words) and "=" not in words[0] and words[0][:1] not in ("~", "+")
+        if named == (recipe is not None):
+            what = "is named twice: leave one out" if named else "is missing"
+            raise click.UsageError(
+                f"The recipe {what}. Give it as the first argument or with --recipe NAME; list "
+                "them with: cookbook recipes"
+            )
+        name, overrides = (words[0], words[1:]) if named else (recipe, words)
+        return command(*args, recipe_name=name, overrides=overrides, **options)
+
+    called = click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")(called)
+    return click.option(
+        "--recipe", metavar="NAME", help="A recipe's name, or the path of a YAML file."
+    )(called)
+
+
+def resource_options(command: Command) -> Command:
+    """Add the most common requests to Slurm to a command."""
     options = (
         click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes."),
         click.option(
@@ -41,24 +65,24 @@ def resource_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def on_nodes_option(command: Callable[..., Any]) -> Callable[..., Any]:
+def on_nodes_option(command: Command) -> Command:
     """Add --on-nodes to a command."""
     return click.option(
         "--on-nodes",
         multiple=True,
         metavar="PATH",
-        help="What lies under PATH is only on the nodes: do not look for it here.",
+        help="Files under PATH are only on the nodes: do not look for them here.",
     )(command)
 
 
 def runs_root(cluster: str | None) -> Path:
-    """Return where this site's runs lie."""
-    # Not every command needs runs, and what they need to be rendered takes its time to import.
-    from launcher import runs
+    """Return the folder of this site's runs."""
+    # Imported late: not every command needs it.
+    from launcher.runs import directory
 
-    return runs.runs_root(clusters.load(cluster).root)
+    return directory.runs_root(sites.load(cluster).root)
 
 
 def note(line: str) -> None:
-    """Say something that is no result: to standard error."""
+    """Print what is no result to standard error."""
     click.echo(line, err=True)

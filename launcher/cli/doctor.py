@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import click
 
-from launcher import cluster as clusters
-from launcher import doctor as examination
+from launcher import site as clusters
+from launcher.checks import doctor as examination
+from launcher.checks.doctor.nodes import Options
+from launcher.checks.nodes.table import table
 from launcher.cli.common import cluster_option, note
-from launcher.node_check import table
+from launcher.cli.findings import show
 
 
 @click.command()
@@ -21,30 +22,24 @@ from launcher.node_check import table
     "wait_s",
     type=click.FloatRange(min=1, max=3600),
     metavar="SECONDS",
-    help="How long a node may be waited for. [default: 3; with --node-check 60]",
+    help="How long the job may wait to start. [default: 3; with --node-check 60]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
 @cluster_option
 def doctor(
     node_check: bool, nodes: int | None, wait_s: float | None, as_json: bool, cluster: str | None
 ) -> None:
-    """Look whether this site can run the kit; whatever is not ok comes with its remedy."""
+    """Check if this site can run the kit; each finding that is not ok comes with its remedy.
+
+    Ends with status 1 if a check failed.
+    """
     if nodes and not node_check:
         raise click.UsageError("--nodes goes with --node-check")
-    options = (
-        examination.every_node(nodes, wait_s)
-        if node_check
-        else examination.Options(wait_s=wait_s or 3)
-    )
+    options = Options.node_check(nodes, wait_s) if node_check else Options(wait_s=wait_s or 3)
     if node_check:
         note("asking the nodes; this takes about a minute once they are free")
-    answer = examination.examine(clusters.load(cluster), options)
-    if as_json:
-        rows = examination.as_rows(answer.findings)
-        click.echo(json.dumps({"findings": rows, "nodes": answer.nodes}, indent=1))
-    else:
-        for finding in answer.findings:
-            click.echo(f"{finding.state:<8} {finding.check:<16} {finding.line}")
-        for line in ["", *table(answer.nodes)] if answer.nodes else []:
-            click.echo(line)
-    sys.exit(1 if answer.failed else 0)
+    findings, nodes_asked = examination.examine(clusters.load(cluster), options)
+    failed = show(findings, as_json, nodes=nodes_asked)
+    if nodes_asked and not as_json:
+        click.echo("\n".join(["", *table(nodes_asked)]))
+    sys.exit(1 if failed else 0)

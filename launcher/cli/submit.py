@@ -7,21 +7,23 @@ import sys
 
 import click
 
-from launcher import cluster as clusters
-from launcher import jobs, preflight
-from launcher import recipe as recipe_file
-from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options
+from launcher import site as sites
+from launcher.checks import preflight
+from launcher.cli.common import (
+    cluster_option,
+    note,
+    on_nodes_option,
+    recipe_arguments,
+    resource_options,
+)
 from launcher.cli.runs import watch_to_the_end
+from launcher.executors import title
+from launcher.recipes import recipe as recipe_file
+from launcher.workflows import submit as workflow
 
 
 @click.command()
-@click.option(
-    "--recipe",
-    "recipe_name",
-    metavar="NAME",
-    required=True,
-    help="A recipe's name, or the path of a YAML file.",
-)
+@recipe_arguments
 @resource_options
 @click.option("--profile", is_flag=True, help="Record profiler traces for TensorBoard.")
 @click.option(
@@ -36,7 +38,6 @@ from launcher.cli.runs import watch_to_the_end
 @on_nodes_option
 @click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
 @cluster_option
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def submit(
     recipe_name: str,
     profile: bool,
@@ -56,21 +57,25 @@ def submit(
     KEY=VALUE replaces any key of the recipe: optimizer.lr=1e-4, dataset.data_files=my.jsonl;
     +KEY=VALUE adds one, ~KEY removes one.
     """
+    site = sites.load(cluster)
+    recipe = recipe_file.load(recipe_name, overrides, resources)
     if profile:
-        overrides += ("+profiler.enabled=true",)
-    site = clusters.load(cluster)
-    planned = jobs.plan(recipe_file.load(recipe_name, overrides, resources), site, name)
-    checked = jobs.context(planned, local, on_nodes)
+        recipe = recipe.profiled()
+    recipe = sites.complete(recipe, site, local)
+    for line in recipe.notes:
+        note(f"note: {line}")
+    planned = workflow.plan(recipe, site, name)
+    checked = workflow.context(planned, local, on_nodes)
     if dry_run:
         click.echo(planned.script, nl=False)
         for fault in preflight.faults(checked, no_check):
             note(f"warning: submit would refuse this: {fault}")
         return
-    run = jobs.submit(planned, checked, note, no_check)
+    run = workflow.submit(planned, checked, note, no_check)
     if as_json:
         click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
     else:
-        click.echo(f"submitted {run.name} as {'process' if run.is_local else 'job'} {run.job_id}")
+        click.echo(f"submitted {run.name} as {title(run.job_id)}")
         click.echo(f"  directory  {run.path}")
         if not watch:
             click.echo(f"  follow it  cookbook watch {run.name}   or   cookbook logs -f {run.name}")

@@ -6,10 +6,10 @@ import sys
 
 import click
 
-from launcher import runs
-from launcher import tensorboard as server
 from launcher.cli.common import cluster_option, note, runs_root
 from launcher.errors import UnknownRun
+from launcher.observe import tensorboard as server
+from launcher.runs.find import every, find, none_yet
 
 
 @click.command()
@@ -23,11 +23,9 @@ from launcher.errors import UnknownRun
 def tensorboard(wanted: tuple[str, ...], port: int | None, cluster: str | None) -> None:
     """Serve the curves and traces of all runs, or of each RUN, on 127.0.0.1."""
     root = runs_root(cluster)
-    chosen = [runs.find(root, each) for each in wanted] if wanted else runs.every(root)
+    chosen = [find(root, each) for each in wanted] if wanted else every(root)
     if not chosen:
-        raise UnknownRun(
-            f"there is no run in {root} yet: start one with: cookbook submit --recipe demo"
-        )
+        raise UnknownRun(none_yet(root))
     sys.exit(
         server.serve(list({run.name: run for run in chosen}.values()), server.free_port(port), note)
     )

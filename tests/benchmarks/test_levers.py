@@ -1,4 +1,4 @@
-"""The benchmark of single levers: what it measures, and that a wrong variant is told."""
+"""benchmarks.levers: every variant is measured, and a wrong result is reported."""
 
 import json
 import math
@@ -14,20 +14,20 @@ import torch
 
 from benchmarks import levers
 from benchmarks.parts import attention, measure
-from benchmarks.parts.measure import SIZES, Case, Ready, Setting, Variant
+from benchmarks.parts.measure import SIZES, Case, Runnable, Setting, Variant
 
 TINY = Setting(
     torch.device("cpu"),
     torch.float32,
     SIZES["tiny"],
     compiled=False,
-    rounds=measure.FEWEST_ROUNDS,
-    stretch_s=0.0,
+    rounds=measure.MIN_ROUNDS,
+    timed_s=0.0,
 )
-# What needs a GPU, another package or a compiler; all else must run, and be equal, anywhere.
+# Variants that need a GPU, an optional package or a compiler; all others must run everywhere.
 MAY_BE_SKIPPED = (
     "compiled",
-    "by blocks",
+    "FlexAttention",
     "varlen",
     "torchao Adam",
     "bitsandbytes",
@@ -38,7 +38,7 @@ MAY_BE_SKIPPED = (
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads that wait for each other would take longer than these shapes."""
+    """One thread: with shapes this small, several threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +62,7 @@ def results_of(parts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     "part",
     [pytest.param(p, marks=[pytest.mark.long] if p == "block" else []) for p in levers.PARTS],
 )
-def test_every_variant_of_a_part_is_measured_and_equal_to_its_reference(part):
+def test_every_variant_of_a_part_is_measured_and_matches_its_reference(part):
     records = list(levers.run_part(part, TINY))
     results = results_of({part: records})
     assert levers.faults(results) == []
@@ -76,36 +76,36 @@ def test_every_variant_of_a_part_is_measured_and_equal_to_its_reference(part):
                 assert older_torch or any(w in variant["name"] for w in MAY_BE_SKIPPED), variant
                 continue
             assert variant["equal"] and variant["errors"], variant
-            assert variant["seconds"]["rounds"] == measure.FEWEST_ROUNDS
+            assert variant["seconds"]["rounds"] == measure.MIN_ROUNDS
             assert 0 < variant["seconds"]["low"] <= variant["seconds"]["high"]
             assert variant["peak_bytes"] >= 0 and variant["rate"] > 0
         assert record["variants"][0]["ratio"] == 1
     assert json.loads(json.dumps(results)) == results
 
 
-def off(ready: Ready, name: str) -> Ready:
-    """The same variant with one of its results 1 % too large."""
-    if ready.results is not None:
-        results = ready.results
+def with_wrong_result(runnable: Runnable, name: str) -> Runnable:
+    """The same variant, with the result `name` 1 % too large."""
+    if runnable.results is not None:
+        results = runnable.results
 
         def wrong() -> dict[str, torch.Tensor]:
             return {key: value * (1.01 if key == name else 1) for key, value in results().items()}
 
-        return replace(ready, results=wrong)
+        return replace(runnable, results=wrong)
     if name == "output":
-        return replace(ready, run=lambda: TooLarge.apply(ready.run()))
+        return replace(runnable, run=lambda: TooLarge.apply(runnable.run()))
 
     @contextmanager
     def hooked() -> Iterator[None]:
-        handle = ready.leaves[name].register_hook(lambda gradient: gradient * 1.01)
+        handle = runnable.leaves[name].register_hook(lambda gradient: gradient * 1.01)
         yield
         handle.remove()
 
-    return replace(ready, around=hooked)
+    return replace(runnable, context=hooked)
 
 
 class TooLarge(torch.autograd.Function):
-    """The value alone is off, its gradient is right."""
+    """The value is 1 % too large, the gradient is correct."""
 
     @staticmethod
     def forward(ctx, value):
@@ -117,22 +117,24 @@ class TooLarge(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("part", ["attention", "loss", "lora", "nf4", "optimizer"])
-def test_each_result_that_is_off_is_told(part):
+def test_each_wrong_result_is_reported(part):
     case = next(iter(levers.module_of(part).cases(TINY)))
     first, names = case.variants[0], list(case.reference())
-    wrong = [Variant(f"wrong {n}", lambda n=n: off(first.prepare(), n)) for n in names]
+    wrong = [
+        Variant(f"wrong {n}", lambda n=n: with_wrong_result(first.prepare(), n)) for n in names
+    ]
     record = measure.run_case(replace(case, variants=[first, *wrong]), TINY)
     assert [variant["equal"] for variant in record["variants"]] == [True] + [False] * len(names)
     results = results_of({part: [record]})
-    told = levers.faults(results)
-    assert [line.partition(":")[0] for line in told] == [
+    faults = levers.faults(results)
+    assert [line.partition(":")[0] for line in faults] == [
         f"{part}, {case.name}, wrong {name}" for name in names
     ]
     page = levers.markdown(results)
-    assert page.count("NOT EQUAL") == len(names) and all(line in page for line in told)
+    assert page.count("WRONG RESULT") == len(names) and all(line in page for line in faults)
 
 
-def test_attention_that_looks_into_another_document_is_told():
+def test_attention_across_documents_is_reported():
     case = next(iter(attention.cases(TINY)))
     leaves = case.variants[0].prepare().leaves
     leaking = Variant("leaking", lambda: attention.causal(leaves))
@@ -141,13 +143,13 @@ def test_attention_that_looks_into_another_document_is_told():
     assert not variant["equal"] and variant["errors"]["output"] > 0.1
 
 
-def test_what_breaks_is_a_fault_and_what_cannot_run_is_not():
-    def absent() -> Ready:
+def test_a_failing_variant_is_a_fault_and_a_skipped_one_is_not():
+    def absent() -> Runnable:
         import no_such_package  # noqa: F401
 
-        return Ready(lambda: None)
+        return Runnable(lambda: None)
 
-    def breaks() -> Ready:
+    def breaks() -> Runnable:
         raise ValueError("no kernel\nfor this shape")
 
     case = Case(
@@ -166,25 +168,25 @@ def test_what_breaks_is_a_fault_and_what_cannot_run_is_not():
         "x, a case, breaking: ValueError: no kernel"
     ]
     late = measure.run_case(case, replace(TINY, deadline=time.monotonic()))
-    assert {variant["skipped"] for variant in late["variants"]} == {"no time was left for it"}
+    assert {variant["skipped"] for variant in late["variants"]} == {"no time left"}
 
 
-def test_deviation_sees_one_wrong_row_among_many():
+def test_relative_error_sees_one_wrong_row_among_many():
     exact = torch.randn(1000, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     exact[:500] *= 1e-9
     value = exact.clone()
     value[700] *= 1.1
-    assert measure.deviation(value, exact) == pytest.approx(0.1, rel=0.1)
-    # A row of almost zeros counts by what it adds to the rest.
+    assert measure.relative_error(value, exact) == pytest.approx(0.1, rel=0.1)
+    # An error in a row close to zero is measured relative to all rows.
     value = exact.clone()
     value[3] *= 2
-    assert measure.deviation(value, exact) < 1e-6
+    assert measure.relative_error(value, exact) < 1e-6
     value[3] = torch.nan
-    assert measure.deviation(value, exact) == math.inf
-    assert measure.deviation(exact[1:], exact) == math.inf
+    assert measure.relative_error(value, exact) == math.inf
+    assert measure.relative_error(exact[1:], exact) == math.inf
 
 
-def test_peak_memory_is_what_lives_at_once():
+def test_peak_memory_counts_what_is_allocated_at_the_same_time():
     def call() -> torch.Tensor:
         first = torch.zeros(2**18)
         second = first + 1
@@ -211,7 +213,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", levers.PARTS)
-def test_what_compiles_is_equal_too(part):
+def test_compiled_variants_match_the_reference(part):
     torch._dynamo.reset()
     records = list(levers.run_part(part, replace(TINY, compiled=True)))
     assert levers.faults(results_of({part: records})) == []

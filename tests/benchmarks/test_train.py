@@ -1,4 +1,4 @@
-"""The comparison with peers, whole, on a CPU: what each engine did, and what is said of it."""
+"""benchmarks.train on a CPU: what each engine trains, and what the report says."""
 
 import json
 from importlib.metadata import version
@@ -14,20 +14,20 @@ from benchmarks.peers.engine import IGNORE_INDEX
 
 
 def compare(out: Path, *arguments: str) -> tuple[dict, str]:
-    """Run the command; its JSON and its page."""
+    """Run the command; returns the content of train.json and train.md."""
     command = ["--device", "cpu", "--out", str(out), "--budget-s", "600", *arguments]
     train.main(command)
     return json.loads((out / "train.json").read_text()), (out / "train.md").read_text()
 
 
-def test_an_engine_is_measured_or_left_out_with_a_reason(tmp_path: Path) -> None:
+def test_an_engine_is_measured_or_skipped_with_a_reason(tmp_path: Path) -> None:
     peers = ["ours", "litgpt"]
     found, page = compare(
         tmp_path, "--workload", "tiny_lora", "--peers", *peers, "--steps", "2", "--warmup-steps=2"
     )
-    own, left_out = found["workloads"][0]["rows"]
-    assert own["differs"] == [] and own["ours_is_times_as_fast"] == 1
-    assert left_out["status"] == "skipped" and "--documents whole" in left_out["reason"]
+    own, skipped = found["workloads"][0]["rows"]
+    assert own["differences"] == [] and own["speedup_of_ours"] == 1
+    assert skipped["status"] == "skipped" and "--documents whole" in skipped["reason"]
     rate = own["tokens_per_second_per_gpu"]
     assert rate * sum(s["seconds"] for s in own["steps"][2:]) == pytest.approx(512, rel=0.1)
     machine = found["machine"]
@@ -38,13 +38,13 @@ def test_an_engine_is_measured_or_left_out_with_a_reason(tmp_path: Path) -> None
     assert own["mfu"] is None and own["peak_allocated_gib"] is None
     (row,) = [line for line in page.splitlines() if line.startswith("| ours")]
     assert row.endswith("| yes |")
-    assert "| ours | compile off" in page and "\n- litgpt: skipped: cannot keep" in page
+    assert "| ours | compile off" in page and "\n- litgpt: skipped: cannot separate" in page
 
 
 def test_the_same_seed_makes_the_same_weights_and_rows(tmp_path: Path) -> None:
-    made, files = [], []
+    prepared, files = [], []
     for name in ("first", "second"):
-        asked = workloads.job(
+        job = workloads.make_job(
             "tiny_lora",
             tmp_path / name,
             device="cpu",
@@ -54,28 +54,28 @@ def test_the_same_seed_makes_the_same_weights_and_rows(tmp_path: Path) -> None:
             seed=5,
             documents="packed",
         )
-        made.append(workloads.prepare(asked))
+        prepared.append(workloads.prepare(job))
         written = sorted((tmp_path / name).rglob("*.safetensors"))
-        written += [asked.corpus, asked.model_folder / "config.json"]
+        written += [job.corpus, job.model_folder / "config.json"]
         files.append([path.read_bytes() for path in written])
-    assert files[0] == files[1] and made[0] == made[1]
-    rows = asked.rows()
+    assert files[0] == files[1] and prepared[0] == prepared[1]
+    rows = job.rows()
     tokens, labels, positions = rows["tokens"], rows["labels"], rows["positions"]
     assert tokens.shape == (4 * 2 * 2, 128)
     first = positions == 0
     assert (labels[first] == IGNORE_INDEX).all() and first.sum() > 2 * len(tokens)
     trained = labels != IGNORE_INDEX
     assert torch.equal(labels[trained], tokens[trained])
-    assert made[0].targets == trained.view(4, 4, 128).sum((1, 2)).tolist()
-    # Every document begins and ends as the tokenizer has it; padding is neither.
-    begins = first & (tokens == workloads.BEGIN)
-    assert begins.sum() == (tokens == workloads.BEGIN).sum()
-    adapter = load_file(asked.adapter_folder / "adapter_model.safetensors")
+    assert prepared[0].targets == trained.view(4, 4, 128).sum((1, 2)).tolist()
+    # Every document starts with the tokenizer's BOS token; padding does not.
+    starts = first & (tokens == workloads.BOS)
+    assert starts.sum() == (tokens == workloads.BOS).sum()
+    adapter = load_file(job.adapter_folder / "adapter_model.safetensors")
     assert len(adapter) == 2 * 2 * 7
     assert all(bool(t.any()) == ("lora_A" in name) for name, t in adapter.items())
 
 
-def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sharded_model_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "MAX_SHARD_BYTES", 700_000)
     workloads.write_model(tmp_path, workloads.TINY, "bf16", seed=0)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -87,7 +87,7 @@ def test_a_model_in_several_files_is_whole(tmp_path: Path, monkeypatch: pytest.M
     assert shapes == workloads.TINY.tensors()
 
 
-def test_the_real_shapes_hold_as_many_parameters_as_they_are_called() -> None:
+def test_the_real_shapes_have_the_published_number_of_parameters() -> None:
     def count(shape: workloads.Shape) -> int:
         return sum(torch.Size(size).numel() for size in shape.tensors().values())
 
@@ -95,8 +95,8 @@ def test_the_real_shapes_hold_as_many_parameters_as_they_are_called() -> None:
     assert count(workloads.LLAMA_1B) == 1_235_814_400
 
 
-def test_tolerances_tell_a_wrong_curve(tmp_path: Path) -> None:
-    job = workloads.job(
+def test_a_different_curve_exceeds_the_tolerances(tmp_path: Path) -> None:
+    job = workloads.make_job(
         "tiny_full",
         tmp_path,
         device="cpu",
@@ -111,8 +111,8 @@ def test_tolerances_tell_a_wrong_curve(tmp_path: Path) -> None:
     without_norms = [{**line, "grad_norm": None} for line in curve]
     assert report.differences(without_norms, curve, job) == []
     wrong = [{**line, "loss": line["loss"] + 0.01, "grad_norm": 0.0} for line in curve]
-    told = " ".join(report.differences(wrong, curve, job))
-    assert "first loss by 0.01" in told and "grad norm by 100 %" in told
+    found = " ".join(report.differences(wrong, curve, job))
+    assert "first loss by 0.01" in found and "grad norm by 100 %" in found
     assert report.differences([{**line, "loss": float("nan")} for line in curve], curve, job)
 
 
@@ -139,42 +139,42 @@ def test_every_engine_trains_the_same(
     (part,) = found["workloads"]
     for row in part["rows"]:
         assert row["status"] == "ok", row
-        assert row["differs"] == [], row
-        assert row["ours_is_times_as_fast"] > 0
+        assert row["differences"] == [], row
+        assert row["speedup_of_ours"] > 0
     losses = [line["loss"] for line in part["rows"][0]["steps"]]
     assert losses[-1] < losses[0] - 0.02
     assert page.count("| yes |") == len(peers)
 
 
 @pytest.mark.long
-def test_quantised_bases_and_full_models_over_ranks_train_the_same(tmp_path: Path) -> None:
+def test_qlora_and_distributed_full_fine_tuning_train_the_same(tmp_path: Path) -> None:
     for workload, options in (("tiny_qlora", []), ("tiny_full", ["--ranks", "2"])):
         peers = ["--peers", "ours", "torchtune", "--steps", "3"]
         found, _ = compare(tmp_path, "--workload", workload, *peers, *options)
         assert [row["status"] for row in found["workloads"][0]["rows"]] == ["ok", "ok"]
-        assert [row["differs"] for row in found["workloads"][0]["rows"]] == [[], []]
+        assert [row["differences"] for row in found["workloads"][0]["rows"]] == [[], []]
 
 
 @pytest.mark.long
-def test_an_engine_that_fails_or_trains_otherwise_is_told(tmp_path: Path) -> None:
+def test_an_engine_that_fails_or_has_another_curve_is_reported(tmp_path: Path) -> None:
     peers = ["ours:no_such_key=1", "torchtune:dtype=fp16", "ours", "ours:optimizer.lr=0.03"]
     found, page = compare(tmp_path, "--workload", "tiny_full", "--peers", *peers, "--steps=2")
     ours, torchtune, last, other = found["workloads"][0]["rows"]
     assert ours["status"] == "failed" and "no_such_key" in ours["reason"]
     assert torchtune["status"] == "failed" and "fp16" in torchtune["reason"]
     assert any("Traceback" in line for line in torchtune["log"])
-    assert last["status"] == "ok" and last["differs"] == []
+    assert last["status"] == "ok" and last["differences"] == []
     assert "- torchtune:dtype=fp16: failed: ValueError" in page
-    # The learning rate is 0 in the first step, so that both began the same.
+    # The learning rate of step 1 is 0, so both start from the same weights.
     assert [line["loss"] for line in other["steps"][:2]] == pytest.approx(
         [line["loss"] for line in last["steps"][:2]], abs=1e-5
     )
-    assert any(fault.startswith("loss by") for fault in other["differs"])
+    assert any(fault.startswith("loss by") for fault in other["differences"])
     assert "| no |" in page
 
 
 @pytest.mark.long
-def test_what_does_not_fit_the_budget_is_left_out_with_a_reason(tmp_path: Path) -> None:
+def test_engines_beyond_the_time_budget_are_skipped_with_a_reason(tmp_path: Path) -> None:
     peers = ["--peers", "ours", "torchtune"]
     found, page = compare(tmp_path, "--workload", "tiny_lora", *peers, "--budget-s", "41")
     statuses = {row["status"] for row in found["workloads"][0]["rows"]}

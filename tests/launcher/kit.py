@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -15,6 +16,9 @@ import pytest
 
 # Looks like a token, so that a leak of it can be searched for.
 FAKE_TOKEN = "hf_" + "Fake0Token1For2The3Tests4Only"
+
+# A state that the job does not write itself, such as a requeued job's, is seen so late at most.
+ASK_AGAIN_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,33 @@ class Kit:
 
     def wait(self, run: Path, *states: str, timeout: float = 180) -> dict[str, Any]:
         """Return the run's status once it is in one of the states."""
-        return until(lambda: self._in(run, states), timeout, lambda: report(run))
+        asked, record = -math.inf, None
 
-    def _in(self, run: Path, states: tuple[str, ...]) -> dict[str, Any] | None:
-        told = self.status(run)
-        return told if told["state"] in states else None
+        def look() -> dict[str, Any] | None:
+            nonlocal asked, record
+            # The command takes time from the ranks: it is asked when it may say something new.
+            now, found = time.monotonic(), _modified(run / "status.json")
+            if found == record and now - asked < ASK_AGAIN_S:
+                return None
+            told = self.status(run)
+            asked, record = time.monotonic(), found
+            return told if told["state"] in states else None
+
+        return until(look, timeout, lambda: report(run))
 
     def runs(self) -> list[Path]:
         """Every entry of the runs folder, half-made ones too, but the trainer's tokenised data."""
         folder = self.root / "runs"
         found = sorted(folder.iterdir()) if folder.is_dir() else []
         return [entry for entry in found if entry.name != ".data_cache"]
+
+
+def _modified(path: Path) -> int | None:
+    """When a file was last replaced; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def until(look: Callable[[], Any], timeout: float, explain: Callable[[], str] = lambda: "") -> Any:

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher import checks, cluster, doctor, paths, preflight, recipe, slurm
-from launcher.checks import scheduler
+from launcher import checks, paths
+from launcher import site as cluster
+from launcher.checks import doctor, preflight, scheduler
+from launcher.checks.finding import Finding
+from launcher.executors import slurm
+from launcher.recipes import recipe
 from launcher.render import job_script
 from tests.conftest import CLUSTER_SH, NEEDS_ACCOUNTING, SlurmCluster, running_cluster
 from tests.launcher.kit import Kit, report, until
@@ -106,7 +110,11 @@ def selected(site: SlurmCluster, monkeypatch, tmp_path) -> SlurmCluster:
 
 def context(**resources) -> checks.Context:
     given = {"nodes": 2, "gpus_per_node": 4, **resources}
-    return checks.Context(recipe.load("demo", [], given), cluster.Cluster())
+    return checks.Context(recipe.load("demo", [], given), cluster.Site())
+
+
+def limits(asked: checks.Context) -> list[Finding]:
+    return preflight.findings("Slurm limits", scheduler.limits, asked)
 
 
 def submit(asked: checks.Context, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -135,8 +143,8 @@ def what_slurm_does(asked: checks.Context, folder: Path) -> str:
         subprocess.run(["scancel", sent.stdout.strip()], check=True)
 
 
-NEVER = "never starts as it is"
-ALONE = "for ever where it alone asks for more than that"
+NEVER = "never starts: cancel it"
+ALONE = "never starts if it alone asks for more than that"
 
 
 @pytest.mark.parametrize(
@@ -147,13 +155,13 @@ ALONE = "for ever where it alone asks for more than that"
             "8 GPUs are asked for, and QoS job-gpus gives one job 4: the job would never start: "
             "lower --nodes or --gpus-per-node, or choose --qos account-many or free or job-cpus",
             "QOSMaxGRESPerJob",
-            f"more GPUs than your QoS gives one job, so it {NEVER}",
+            f"more GPUs than your QoS allows per job, so it {NEVER}",
         ),
         (
             {"qos": "job-nodes"},
             "2 nodes are asked for, and QoS job-nodes gives one job 1",
             "QOSMaxNodePerJobLimit",
-            "more nodes than your QoS gives one job",
+            "more nodes than your QoS allows per job",
         ),
         (
             {"qos": "job-cpus", "cpus_per_gpu": 4},
@@ -169,9 +177,9 @@ ALONE = "for ever where it alone asks for more than that"
         ),
         (
             {"qos": "node-gpus"},
-            "4 GPUs are asked for, and QoS node-gpus gives a job 2 a node",
+            "4 GPUs are asked for, and QoS node-gpus gives a job 2 per node",
             "QOSMaxGRESPerNode",
-            "more GPUs a node than your QoS gives one job",
+            "more GPUs per node than your QoS allows per job",
         ),
         (
             {"qos": "user-gpus"},
@@ -203,19 +211,19 @@ ALONE = "for ever where it alone asks for more than that"
             {"qos": "time", "time": "01:00:00"},
             "a time limit of 01:00:00 is asked for, and QoS time gives 00:40:00: lower --time",
             "QOSMaxWallDurationPerJobLimit",
-            "its time limit is longer than your QoS gives a job: lower --time",
+            "its time limit is longer than your QoS allows per job: lower --time",
         ),
         (
             {"qos": "least-gpus", "nodes": 1, "gpus_per_node": 2},
             "2 GPUs are asked for, and QoS least-gpus takes jobs of 4 or more",
             "QOSMinGRES",
-            "fewer GPUs than your QoS demands",
+            "fewer GPUs than your QoS requires",
         ),
         (
             {"qos": "strict"},
             "QoS strict gives one job 4",
             "QOSMaxGRESPerJob",
-            "more GPUs than your QoS gives one job",
+            "more GPUs than your QoS allows per job",
         ),
         (
             {"gpus_per_node": 8},
@@ -228,13 +236,13 @@ ALONE = "for ever where it alone asks for more than that"
             {"account": "chemistry"},
             "8 GPUs are asked for, and your place in account chemistry gives one job 1",
             "AssocMaxGRESPerJob",
-            "more GPUs than your account gives one job",
+            "more GPUs than your account allows per job",
         ),
         (
             {"account": "spent"},
             "account spent has 0.0 GPU-hours left, and the run may take 4.0: ask",
             "AssocGrpGRESMinutes",
-            "the time on GPUs that your account has for all its jobs is spent",
+            "the GPUs x minutes that your account has for all its jobs are used up",
         ),
         (
             {"account": "teory"},
@@ -261,19 +269,19 @@ ALONE = "for ever where it alone asks for more than that"
             "2 nodes are asked for, and partition narrow gives a job 1: lower --nodes, or choose "
             "another --partition",
             "Partition",
-            "the partition gives",
+            "the partition allows",
         ),
         (
             {"partition": "wide", "nodes": 1},
             "1 nodes are asked for, and partition wide takes jobs on 2 or more: raise --nodes",
             "Partition",
-            "the partition gives",
+            "the partition allows",
         ),
         (
             {"partition": "brief", "time": "01:00:00"},
             "a time limit of 01:00:00 is asked for, and partition brief has 20:00: lower --time",
             "Partition",
-            "the partition gives",
+            "the partition allows",
         ),
         (
             {"partition": "for-chemists"},
@@ -342,8 +350,8 @@ def test_what_slurm_refuses_or_never_starts_is_one_fault(
     selected, tmp_path, resources, told, word, meaning
 ):
     asked = context(**resources)
-    result = preflight.result("scheduler", scheduler.limits, asked)
-    assert result.state == "failed" and len(result.lines) == 1 and told in result.lines[0], result
+    (fault,) = limits(asked)
+    assert fault.state == "failed" and told in fault.line, fault
     words = what_slurm_does(asked, tmp_path)
     assert word in words
     plain = slurm.with_meaning(words) if "sbatch" in words else slurm.why_pending(words)
@@ -368,8 +376,7 @@ def test_what_slurm_starts_or_lets_wait_for_a_while_is_no_fault(
     selected, tmp_path, resources, word
 ):
     asked = context(**resources)
-    result = preflight.result("scheduler", scheduler.limits, asked)
-    assert result.state == "ok", result
+    assert [each.state for each in limits(asked)] == ["ok"], limits(asked)
     sent = submit(asked, tmp_path)
     assert sent.returncode == 0, sent.stderr
 
@@ -388,7 +395,7 @@ def test_what_slurm_starts_or_lets_wait_for_a_while_is_no_fault(
     [
         ("user-gpus", "QOSMaxGRESPerUser", "limits the GPUs of one user's jobs together: it waits"),
         ("all-gpus", "QOSGrpGRES", "limits the GPUs of all its jobs together: it waits"),
-        ("one-runs", "QOSMaxJobsPerUserLimit", "as many jobs run as your QoS lets run at a time"),
+        ("one-runs", "QOSMaxJobsPerUserLimit", "your QoS runs as many jobs at a time as it may"),
         ("one-queued", "QOSMaxSubmitJobPerUserLimit", "as many jobs in the queue as it may"),
     ],
 )
@@ -399,12 +406,12 @@ def test_a_limit_that_another_job_uses_up_is_told_in_plain_words(
     first = selected.run(["sbatch", *options, "--wrap=sleep 60"], cwd="/tmp").stdout.strip()
     try:
         asked = context(qos=qos, nodes=1, gpus_per_node=2)
-        assert preflight.result("scheduler", scheduler.limits, asked).state == "ok"
+        assert limits(asked)[0].state == "ok"
         words = what_slurm_does(asked, tmp_path)
         assert word in words
         if qos == "one-queued":  # refused at once, so asking beforehand says so too
-            result = preflight.result("test-only", scheduler.test_only, asked)
-            assert result.state == "failed" and meaning in result.lines[0]
+            (fault,) = preflight.findings("sbatch test", scheduler.test_only, asked)
+            assert fault.state == "failed" and meaning in fault.words
         else:
             assert meaning in slurm.why_pending(words)
     finally:
@@ -440,12 +447,13 @@ def test_the_doctor_tells_accounts_and_what_is_wrong_with_the_sites(member: Kit)
         took = time.monotonic() - began
     finally:
         path.unlink()
-    found = {(each["check"], each["state"]): each for each in json.loads(done.stdout)["findings"]}
-    told = found["accounting", "ok"]["text"]
+    findings = json.loads(done.stdout)["findings"]
+    found = {(each["subject"], each["state"]): each["words"] for each in findings}
+    told = found["accounting", "ok"]
     assert "your accounts: chemistry, " in told and "theory (default)" in told
     assert "QoS: account-gpus, " in told and told.endswith("limits are enforced")
-    assert "no account 'teory' (did you mean theory?)" in found["site's settings", "failed"]["text"]
-    assert "Invalid account" in found["trial job", "failed"]["text"]
+    assert "no account 'teory' (did you mean theory?)" in found["site file", "failed"]
+    assert "Invalid account" in found["sbatch test", "failed"]
     assert took < 60, took
 
 
@@ -499,9 +507,10 @@ def test_a_user_without_an_account_and_a_partition_for_others(selected):
     asked = context(partition="closed")
 
     def look() -> list[str]:
-        lines = list(preflight.result("scheduler", scheduler.limits, asked).lines)
-        found, _ = doctor._slurm(cluster.Cluster())
-        return lines + [f"{each.state} {each.text}" for each in found if each.check == "accounting"]
+        lines = [each.line for each in limits(asked)]
+        found, _ = doctor._slurm(cluster.Site())
+        told = [each for each in found if each.subject == "accounting"]
+        return lines + [f"{each.state} {each.words}" for each in told]
 
     closed = f"partition closed is only for members of {group}, and you are none"
     if os.geteuid() != 0:
@@ -526,7 +535,7 @@ def test_what_is_not_enforced_is_no_fault(selected: SlurmCluster, tmp_path):
     options = ["--accounting", *enforced, "--set", "MinJobAge=2"]
     assert selected.run([CLUSTER_SH, "up", *place, *options]).returncode == 0
     asked = context(account="nobody-knows", qos="job-gpus")
-    assert preflight.result("scheduler", scheduler.limits, asked).state == "ok"
+    assert limits(asked)[0].state == "ok"
     sent = submit(asked, tmp_path)
     assert sent.returncode == 0, sent.stderr
     subprocess.run(["scancel", sent.stdout.strip()], check=True)

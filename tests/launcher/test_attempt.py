@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
-from launcher import attempt
-from launcher.attempt import decide
+from runspec.files import read_json_lines
+from slurm import attempt, faults
+from slurm.retry import decide
 from trainer.errors import NonFiniteLossError, write_error_record
 
 CRASH = {
@@ -80,11 +82,11 @@ def test_the_verdict(changes, expected):
 
 
 def test_the_named_error_is_the_one_that_the_others_follow_from():
-    assert attempt.first_error([BROKEN_PEER, CRASH]) == BROKEN_PEER
-    assert attempt.first_error([BROKEN_PEER, KILLED]) == KILLED
-    assert attempt.first_error([KILLED, BROKEN_PEER, CONFIG]) == CONFIG
-    assert attempt.first_error([]) is None
-    assert attempt.describe(CONFIG) == "rank 1 on n2: ConfigError: no such file"
+    assert faults.first_error([BROKEN_PEER, CRASH]) == BROKEN_PEER
+    assert faults.first_error([BROKEN_PEER, KILLED]) == KILLED
+    assert faults.first_error([KILLED, BROKEN_PEER, CONFIG]) == CONFIG
+    assert faults.first_error([]) is None
+    assert faults.describe(CONFIG) == "rank 1 on n2: ConfigError: no such file"
 
 
 @pytest.fixture
@@ -119,21 +121,34 @@ def test_retries_end_when_nothing_is_gained_and_go_on_while_something_is(run_dir
     assert (run_dir / "logs" / "latest").resolve().name == "4"
 
 
-def test_an_attempt_that_never_said_its_end_gets_a_line(run_dir, monkeypatch):
-    monkeypatch.setenv("JOB_PID", "999999999")  # above the kernel's highest: nobody
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
-    monkeypatch.setenv("JOB_PID", "1")
-    attempt.begin(run_dir, ["n2"], "127.0.0.1")
-    (line,) = attempt.read_attempts(run_dir)
+def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypatch):
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")  # as process 1
+    monkeypatch.setenv("JOB_PID", str(os.getpid()))
+    # The job script has to ask whether that job still runs; it does not.
+    assert attempt.begin(run_dir, ["n2"], "127.0.0.1") == "busy local-1"
+    assert read_json_lines(run_dir / "attempts.jsonl") == []
+    assert attempt.begin(run_dir, ["n2"], "127.0.0.1", ended="local-1").startswith("1 ")
+    (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert line["attempt"] == 0 and line["cause"] == "lost" and line["nodes"] == ["n1"]
 
 
-def test_a_second_job_does_not_touch_a_run_at_work(run_dir, monkeypatch):
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")  # as process 1, which is alive
-    monkeypatch.setenv("JOB_PID", "2")
-    with pytest.raises(SystemExit, match="local-1 is still at work"):
-        attempt.begin(run_dir, ["n1"], "127.0.0.1")
-    assert attempt.read_attempts(run_dir) == []
+def test_a_fault_of_the_job_script_itself_is_permanent(run_dir):
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    assert attempt.end(run_dir, 0, 127, max_retries=3, message="line 'x' failed") == "failed"
+    status = json.loads((run_dir / "status.json").read_text())
+    assert status["state"] == "FAILED" and status["message"].endswith(": fault: line 'x' failed")
+
+
+def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsys):
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    checkpoint(run_dir, 10)
+    attempt.end(run_dir, 0, 1, max_retries=0)
+    assert capsys.readouterr().err.count("make a new run with: cookbook submit") == 0
+    monkeypatch.setenv("JOB_PID", str(os.getpid()))
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    told = capsys.readouterr().err
+    assert f"continues the run of job local-1 in {run_dir}, from the checkpoint of step 10" in told
+    assert "make a new run with: cookbook submit" in told
 
 
 def test_a_finished_run_is_not_trained_again(run_dir):
@@ -147,14 +162,14 @@ def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):
     assert attempt.end(run_dir, 0, 0, 3, None) == "run"  # stopped, without Slurm: again at once
     attempt.begin(run_dir, ["n1"], "127.0.0.1")
     assert attempt.end(run_dir, 1, 1, 3, None) == "run"
-    assert attempt.read_attempts(run_dir)[-1]["cause"] == "killed"
+    assert read_json_lines(run_dir / "attempts.jsonl")[-1]["cause"] == "killed"
 
 
 def test_torn_records_are_passed_over(run_dir):
     (run_dir / "attempts.jsonl").write_text('{"attempt": 0}\n{"attem')
-    assert attempt.read_attempts(run_dir) == [{"attempt": 0}]
+    assert read_json_lines(run_dir / "attempts.jsonl") == [{"attempt": 0}]
     (run_dir / "logs" / "error_rank_0.json").write_text("{")
-    assert attempt.read_errors(run_dir / "logs") == []
+    assert faults.read_errors(run_dir / "logs") == []
 
 
 def test_a_run_whose_steps_are_not_finite_is_not_started_again(run_dir):

@@ -12,19 +12,26 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launcher import checks, cluster, paths, preflight, recipe, slurm
-from launcher.checks import files, scheduler
+from launcher import checks, paths
+from launcher import site as cluster
+from launcher.checks import dataset, preflight
+from launcher.checks.finding import Finding
+from launcher.checks.scheduler import job
+from launcher.executors import slurm
+from launcher.recipes import recipe
 from tests.launcher.kit import Kit, until
 from trainer import demo
 
 LOOKS = {name: look for name, _, look in preflight.CHECKS}
 
 
-def found(check: str, name: str, overrides: list[str], site=None, **options) -> preflight.Result:
+def found(check: str, name: str, overrides: list[str], site=None, **options) -> list[Finding]:
     """What one check finds in a recipe."""
     loaded = recipe.load(name, overrides, options.pop("resources", {}))
-    context = checks.Context(loaded, site or cluster.Cluster(), local=True, **options)
-    return preflight.result(check, LOOKS[check], context)
+    context = checks.Context(loaded, site or cluster.Site(), local=True, **options)
+    findings = preflight.findings(check, LOOKS[check], context)
+    assert {each.subject for each in findings} == {check}
+    return findings
 
 
 @pytest.fixture
@@ -40,28 +47,27 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def of_model(folder: Path, **options) -> preflight.Result:
+def of_model(folder: Path, **options) -> list[Finding]:
     overrides = [f"checkpointer.checkpoint_dir={folder}"]
     return found("model", "llama1b_lora", overrides, **options)
 
 
 def test_a_whole_model_is_ok(model: Path):
-    assert of_model(model).state == "ok"
-    assert "2 files" in of_model(model).lines[0]
+    (one,) = of_model(model)
+    assert one.state == "ok" and "2 files" in one.words
 
 
 def test_a_model_that_is_not_whole_is_named_file_by_file(model: Path):
     first, second = sorted(model.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-10])
     second.write_bytes(b"<html>not found</html>")
-    result = of_model(model)
-    assert result.state == "failed" and len(result.lines) == 2
-    assert "bytes of" in result.lines[0] and first.name in result.lines[0]
-    assert f"{second.name} is no safetensors file" in result.lines[1]
+    cut, page = of_model(model)
+    assert cut.state == page.state == "failed"
+    assert "bytes" in cut.words and first.name in cut.words
+    assert f"{second.name} is no safetensors file" in page.words
     second.unlink()
-    assert f"lacks {second.name}, which model.safetensors.index.json names" in "\n".join(
-        of_model(model).lines
-    )
+    told = "\n".join(each.words for each in of_model(model))
+    assert f"lacks {second.name}, which model.safetensors.index.json names" in told
 
 
 def test_a_file_that_changed_since_its_download_is_named(model: Path):
@@ -75,15 +81,15 @@ def test_a_file_that_changed_since_its_download_is_named(model: Path):
     }
     record = {"repo": "acme/tiny", "revision": "0123456789abcdef", "files": files}
     (model / "cookbook-download.json").write_text(json.dumps(record))
-    assert "as downloaded from acme/tiny at 0123456789ab" in of_model(model).lines[0]
+    assert "as downloaded from acme/tiny at 0123456789ab" in of_model(model)[0].words
     first = sorted(model.glob("*.safetensors"))[0]
     first.touch()
-    assert of_model(model).state == "ok", "touched, and hashed to be the same"
+    assert of_model(model)[0].state == "ok", "touched, and hashed to be the same"
     content = bytearray(first.read_bytes())
     content[-1] ^= 1
     first.write_bytes(content)
-    (line,) = of_model(model).lines
-    assert f"{first.name} differs from the hub's index" in line
+    (one,) = of_model(model)
+    assert f"{first.name} differs from the hub's index" in one.words
 
 
 def test_files_that_the_recipe_lists_and_the_folder_lacks_are_counted(model: Path):
@@ -92,16 +98,16 @@ def test_files_that_the_recipe_lists_and_the_folder_lacks_are_counted(model: Pat
         '+checkpointer.checkpoint_files.max_filename="00004"',
         f"checkpointer.checkpoint_dir={model}",
     ]
-    (line,) = found("model", "llama1b_lora", listed).lines
-    assert "lacks 4 of the recipe's checkpoint_files, first model-00001-of-00004" in line
+    (one,) = found("model", "llama1b_lora", listed)
+    assert "lacks 4 of the recipe's checkpoint_files, first model-00001-of-00004" in one.words
 
 
 def test_paths_of_the_nodes_are_excused(model: Path):
     gone = Path("/nodes/only/model")
-    assert of_model(gone).state == "failed"
-    result = of_model(gone, elsewhere=("/nodes/only",))
-    assert (result.state, result.lines) == ("skipped", (f"{gone} is only on the nodes",))
-    site = cluster.Cluster(node_paths=("/nodes",))
+    assert of_model(gone)[0].state == "failed"
+    (one,) = of_model(gone, elsewhere=("/nodes/only",))
+    assert (one.state, one.words) == ("skipped", f"{gone} is only on the nodes")
+    site = cluster.Site(node_paths=("/nodes",))
     assert not checks.Context(recipe.load("demo"), site).here(gone)
 
 
@@ -109,36 +115,36 @@ def test_paths_of_the_nodes_are_excused(model: Path):
     ("resources", "overrides", "told"),
     [
         ((2, 4), ["tensor_parallel_dim=3"], "does not divide 2 x 4 = 8 ranks"),
-        ((2, 4), ["tensor_parallel_dim=8"], "split over the network"),
-        ((2, 4), ["data_parallel_replicate_dim=3"], "is not the 8 ranks"),
+        ((2, 4), ["tensor_parallel_dim=8"], "split across nodes"),
+        ((2, 4), ["data_parallel_replicate_dim=3"], "is not 2 x 4 = 8 ranks"),
         (
             (2, 4),
             ["tensor_parallel_dim=2", "data_parallel_shard_dim=8"],
-            "1 x data_parallel_shard_dim 8 is not the 4 ranks",
+            "1 x data_parallel_shard_dim 8 x tensor_parallel_dim 2 is not 2 x 4 = 8 ranks",
         ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_fault(resources, overrides, told):
     nodes, gpus = resources
     resources = {"nodes": nodes, "gpus_per_node": gpus}
-    result = found("layout", "demo", overrides, resources=resources)
-    assert result.state == "failed" and len(result.lines) == 1 and told in result.lines[0]
+    (one,) = found("layout", "demo", overrides, resources=resources)
+    assert one.state == "failed" and told in one.words
 
 
 def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
-    small, large = cluster.Cluster(gpu="a100-40"), cluster.Cluster(gpu="h100-80")
-    result = found("memory", "llama8b_lora", ["batch_size=16"], small)
-    assert result.state == "failed" and "usable on a100-40 (the site's file" in result.lines[0]
-    assert "it would fit with ac_mode=full" in result.lines[0]
+    small, large = cluster.Site(gpu="a100-40"), cluster.Site(gpu="h100-80")
+    (one,) = found("GPU memory", "llama8b_lora", ["batch_size=16"], small)
+    assert one.state == "failed" and "usable on a100-40 (the site's file" in one.words
+    assert "it would fit with activation_checkpointing=full" in one.remedy
     changed = ["batch_size=16", "ac_mode=full"]
-    assert found("memory", "llama8b_lora", changed, large).state == "ok"
-    assert found("memory", "llama8b_lora", changed).state == "skipped", "no GPU is named"
+    assert found("GPU memory", "llama8b_lora", changed, large)[0].state == "ok"
+    assert found("GPU memory", "llama8b_lora", changed)[0].state == "skipped", "no GPU is named"
 
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**30))
-    result = found("disk", "llama70b_full", [])
-    assert result.state == "failed" and "for 3 checkpoints of 394" in result.lines[0]
+    (one,) = found("disk space", "llama70b_full", [])
+    assert one.state == "failed" and "for 3 checkpoints of 394" in one.words
 
 
 def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, shared: Path):
@@ -151,30 +157,32 @@ def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, shared:
         began = time.monotonic()
         done = kit.cookbook("check", "demo", "--local", "--json", *[f"+{o}" for o in overrides])
         times.append(time.monotonic() - began)
-        rows = {row["check"]: row for row in json.loads(done.stdout)}
+        rows = {row["subject"]: row for row in json.loads(done.stdout)["findings"]}
     assert times[1] < times[0] / 2 and times[1] < times[2] / 2
     assert rows["components"]["state"] == "failed"
-    assert "optimizer: torch.optim.AdamW does not take this" in rows["components"]["lines"][0]
+    assert "optimizer: torch.optim.AdamW does not take this" in rows["components"]["words"]
 
 
 def test_a_layout_that_fits_tells_its_global_batch():
     overrides = ["tensor_parallel_dim=2", "batch_size=4", "gradient_accumulation_steps=3"]
-    result = found("layout", "demo", overrides, resources={"nodes": 2, "gpus_per_node": 4})
-    told = "2 x 4 = 8 ranks, tensor parallel 2; 48 samples a step (batch 4 x 3 micro-steps x 4)"
-    assert result.lines == (told,)
+    (one,) = found("layout", "demo", overrides, resources={"nodes": 2, "gpus_per_node": 4})
+    assert one.words == (
+        "2 x 4 = 8 ranks, tensor parallel 2; 48 samples per step (batch 4 x 3 micro-steps x 4 "
+        "data-parallel groups)"
+    )
 
 
 def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     done = slurm_user.cookbook("check", "llama8b_lora", "--nodes", "3", "--partition", "debug")
     assert done.returncode == 1 and done.stderr == ""
-    states = {line[9:20].strip(): line[:8].strip() for line in done.stdout.splitlines()}
+    states = {line[9:29].strip(): line[:8].strip() for line in done.stdout.splitlines()}
     assert states["layout"] == states["secrets"] == states["script"] == "ok"
-    assert states["model"] == states["scheduler"] == states["test-only"] == "failed"
+    assert states["model"] == states["Slurm limits"] == states["sbatch test"] == "failed"
     assert 'Slurm says "' in done.stdout
-    assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this")
+    assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this run")
     assert not slurm_user.runs()
-    rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)
-    assert [row["check"] for row in rows] == [name for name, _, _ in preflight.CHECKS]
+    rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
+    assert [row["subject"] for row in rows] == [name for name, _, _ in preflight.CHECKS]
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 
 
@@ -225,14 +233,14 @@ def test_gpus_are_read_as_sinfo_writes_them(gres, gpus):
         ("QOSMaxMemoryPerUser", "your QoS limits the memory of one user's jobs together"),
         (
             "AssocGrpCPURunMinutesLimit",
-            "the time on CPUs that your account has for all its jobs is",
+            "that your account has for all its jobs are reserved by running jobs",
         ),
-        ("QOSMaxGRESMinutesPerJob", "more GPUs x minutes than your QoS gives one job"),
-        ("AssocMaxWallDurationPerJobLimit", "its time limit is longer than your account gives"),
-        ("QOSGrpWallLimit", "the time that your QoS has for all its jobs is spent"),
-        ("AssocMaxJobsLimit", "as many jobs run as your account lets run at a time"),
+        ("QOSMaxGRESMinutesPerJob", "more GPUs x minutes than your QoS allows per job"),
+        ("AssocMaxWallDurationPerJobLimit", "its time limit is longer than your account allows"),
+        ("QOSGrpWallLimit", "the time that your QoS has for all its jobs is used up"),
+        ("AssocMaxJobsLimit", "your account runs as many jobs at a time as it may"),
         ("AssocGrpSubmitJobsLimit", "your account has as many jobs in the queue as it may"),
-        ("QOSMinNode", "fewer nodes than your QoS demands"),
+        ("QOSMinNode", "fewer nodes than your QoS requires"),
         ("MaxNodePerAccount", "your QoS limits the nodes of one account's jobs together"),
         ("AssocGrpLicense", "your account limits the license of all its jobs together"),
     ],
@@ -249,9 +257,9 @@ def test_a_reason_never_seen_before_stands_alone():
     ("memory", "mib"), [(None, 0), ("0", 0), ("900G", 921600), ("500", 500), ("2T", 2097152)]
 )
 def test_memory_is_read_as_slurm_reads_it(memory, mib):
-    assert scheduler._megabytes(memory) == mib
+    assert job.megabytes(memory) == mib
 
 
 def test_wildcards_and_addresses_are_left_to_the_library():
     block = {"source": "json", "data_files": ["a.jsonl", "b/*.jsonl", "https://x/y.jsonl"]}
-    assert files._data_files(block) == [Path("a.jsonl")]
+    assert dataset.data_files(block) == [Path("a.jsonl")]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import paths, recipe, render
-from launcher.cluster import Cluster
+from launcher import paths, render
+from launcher.recipes import recipe
+from launcher.site import Site
 from tests.launcher.kit import Kit
 
 
@@ -29,7 +30,16 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
     ("arguments", "status", "told"),
     [
         (["submitt"], 2, "did you mean submit?"),
-        (["submit"], 2, "Missing option '--recipe'"),
+        (["submit"], 2, "The recipe is missing. Give it as the first argument"),
+        (["check", "batch_size=2"], 2, "The recipe is missing"),
+        (["estimate", "demo", "--recipe", "demo"], 2, "The recipe is named twice"),
+        (["submit", "demo", "output_dir=/tmp"], 2, "each run has its own directory in"),
+        (["submit", "demo", "checkpointer.recipe_checkpoint=x"], 2, "cannot read the state of"),
+        (["submit", "demo", "env=[A]"], 2, "env must be a block of 'key: value' lines"),
+        (["submit", "demo", "+env.A=null"], 2, 'env.A has no value: write A: ""'),
+        (["submit", "demo", "secrets=7"], 2, "secrets must be a list of names"),
+        (["submit", "demo", "share=all"], 2, "share must be one of private, group"),
+        (["recipes", "--key", "dataset.pakced"], 2, "did you mean dataset.packed?"),
         (["submit", "--recipe", "demo", "--node", "2"], 2, "No such option"),
         (["submit", "--recipe", "dmeo"], 2, "did you mean demo?"),
         (["submit", "--recipe", "../demo"], 2, "may hold only letters"),
@@ -45,7 +55,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["submit", "--recipe", "demo", "--name", "-rf"], 2, "choose another --name"),
         (["submit", "--recipe", "demo", "--name", "%x"], 2, "choose another --name"),
         (["submit", "--recipe", "demo", "optimizer.lrr=1"], 2, "did you mean lr?"),
-        (["submit", "--recipe", "demo", "batch_size=many"], 2, "must be a number"),
+        (["submit", "--recipe", "demo", "batch_size=many"], 2, "must be a whole number, 1 or more"),
         (["submit", "--recipe", "demo", "--cluster", "nowhere"], 2, "there is no cluster file"),
         (
             ["submit", "--recipe", "demo", "--local", "tensor_parallel_dim=3"],
@@ -69,8 +79,8 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         ),
         (["status", "nothing"], 2, "list them with: cookbook status"),
         (["logs", "last"], 2, "there is no run"),
-        (["cancel", "17"], 2, "answers to '17'"),
-        (["watch", "../.."], 2, "answers to '../..'"),
+        (["cancel", "17"], 2, "matches '17'"),
+        (["watch", "../.."], 2, "matches '../..'"),
         (["tensorboard"], 2, "there is no run"),
         (["recipes", "llama9b"], 2, "there is no recipe"),
         (["doctor", "--nodes", "1"], 2, "--nodes goes with --node-check"),
@@ -127,9 +137,9 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path)
         (["--nodes", "3", "--partition", "debug,gpu"], "partition debug has 2: the job", 3),
         (["--partition", "debug", "--time", "1:00:00"], "debug has 30:00: lower --time", 1),
         (["+resources.gpu_type=h10"], "GPUs of type 'h10' (did you mean h100?): it has h100", 2),
-        (["resources.cpus_per_gpu=200"], "400 CPUs a node are asked for, and the nodes of", 2),
-        (["+resources.mem=9T"], "9437184 MiB of memory a node are asked for", 2),
-        (["--gpus-per-node", "9"], "9 GPUs a node are asked for, and the nodes of", 2),
+        (["resources.cpus_per_gpu=200"], "400 CPUs per node are asked for, and the nodes of", 2),
+        (["+resources.mem=9T"], "9437184 MiB of memory per node are asked for", 2),
+        (["--gpus-per-node", "9"], "9 GPUs per node are asked for, and the nodes of", 2),
     ):
         arguments = ["submit", "--recipe", "demo", *options]
         refused(slurm_user, *arguments, status=1, told=told, faults=faults)
@@ -178,13 +188,13 @@ def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
     data = tmp_path / "data.jsonl"
     submit = ["submit", "--recipe", "demo", "--local", f"dataset.data_files={data}"]
     data.write_text("question,answer\n")
-    refused(user, *submit, status=1, told="its first line is no JSON object")
+    refused(user, *submit, status=1, told="cannot be used: line 1 is not JSON")
     data.write_text('{"question": "a", "reply": "b"}\n')
     refused(
         user,
         *submit,
         status=1,
-        told="has no column 'answer' of dataset.column_map, only question, reply",
+        told="has no column 'answer' of column_map in line 1, only question, reply",
     )
     data.write_text("")
     refused(user, *submit, status=1, told="is empty")
@@ -194,7 +204,7 @@ def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
 def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path, name):
     loaded = recipe.load(name, resources={"nodes": 2})
     script = tmp_path / "job.sbatch"
-    script.write_text(render.job_script(loaded, Cluster(), tmp_path / "runs" / "r", name))
+    script.write_text(render.job_script(loaded, Site(), tmp_path / "runs" / "r", name))
     answer = slurm.run(["sbatch", "--test-only", str(script)])
     assert answer.returncode == 0, answer.stderr
 
@@ -239,7 +249,7 @@ def test_the_command_imports_little(user: Kit, arguments, allowed):
     )
     imported = set(json.loads(done.stderr.splitlines()[-1].replace("'", '"')))
     compiled = {name for name in imported if "cython" in name or name == "_yaml"}  # of PyYAML
-    assert imported - compiled <= {*allowed, "launcher"}
+    assert imported - compiled <= {*allowed, "launcher", "runspec"}
 
 
 def test_the_options_of_submit_are_these():
@@ -263,6 +273,50 @@ def test_the_options_of_submit_are_these():
             "--on-nodes",
             "--json",
             "--cluster",
-            "overrides",
+            "words",
         ]
     )
+
+
+def test_cpus_per_gpu_are_the_gpus_share_of_the_smallest_node_that_has_them(slurm_user: Kit, slurm):
+    def cpus(*options: str) -> list[str]:
+        done = slurm_user.cookbook("submit", "llama1b_lora", "--dry-run", *options)
+        lines = done.stdout.splitlines()
+        return [line.rpartition("=")[2] for line in lines if "--cpus-per-task" in line]
+
+    listed = slurm.run(["sinfo", "--noheader", "--format=%R|%G|%c"]).stdout.split()
+    nodes = [line.split("|") for line in listed]
+    each = min(int(count) // 8 for name, gres, count in nodes if name == "gpu" and ":8" in gres)
+    assert each > 0
+    for gpus in (1, 8):
+        asked = ["--partition", "gpu", "--gpus-per-node", str(gpus)]
+        assert cpus(*asked) == [str(each * gpus)]
+    assert cpus("--partition", "gpu", "resources.cpus_per_gpu=3") == ["3"]
+    assert cpus("--partition", "gpu", "--local") == []
+    assert cpus("--partition", "gpu", "--gpus-per-node", "9") == []
+
+
+@pytest.mark.parametrize("command", ["submit", "check", "estimate", "download"])
+def test_a_recipe_is_the_first_argument_or_an_option(command: str):
+    from click.testing import CliRunner
+
+    from launcher.cli import cookbook
+
+    runner = CliRunner()
+    for arguments in (
+        ["dmeo", "seed=1"],
+        ["--recipe", "dmeo", "seed=1"],
+        ["seed=1", "--recipe=dmeo"],
+    ):
+        fault = runner.invoke(cookbook, [command, *arguments]).exception
+        assert "there is no recipe 'dmeo' (did you mean demo?)" in str(fault)
+    for arguments in ([], ["seed=1"], ["~seed"], ["demo", "--recipe", "demo"]):
+        done = runner.invoke(cookbook, [command, *arguments])
+        assert done.exit_code == 2 and "The recipe is" in done.output
+
+
+def test_a_note_names_keys_that_are_not_used(user: Kit):
+    for command in (["submit", "--dry-run"], ["check"]):
+        done = user.cookbook(*command, "--local", "--recipe", "demo", "optimizer_in_bwd=true")
+        first = "note: keys that are not used: optimizer_in_bwd (the optimizer steps after the"
+        assert done.stderr.startswith(first)

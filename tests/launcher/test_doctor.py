@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
+from launcher.checks.finding import failed, warning
+from launcher.checks.nodes import gpus, table
+from launcher.checks.nodes.ask import NodeReport
 from tests.launcher.hub_server import serving
 from tests.launcher.kit import FAKE_TOKEN, Kit
 
@@ -43,8 +46,8 @@ def doctor(kit: Kit, *arguments: str) -> tuple[int, list[dict[str, str]], dict]:
     assert not queued or "cookbook-doctor" not in queued.stdout
     for finding in answer["findings"]:
         assert finding["state"] in ("ok", "warning", "failed", "skipped")
-        # Whatever a user can mend says how.
-        says = finding["remedy"] or ": " in finding["text"]
+        # Whatever a user can fix says how.
+        says = finding["remedy"] or ": " in finding["words"]
         assert says or finding["state"] in ("ok", "skipped"), finding
     return done.returncode, answer["findings"], answer
 
@@ -52,15 +55,15 @@ def doctor(kit: Kit, *arguments: str) -> tuple[int, list[dict[str, str]], dict]:
 def states(findings: list[dict[str, str]]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for finding in findings:
-        found.setdefault(finding["check"], set()).add(finding["state"])
+        found.setdefault(finding["subject"], set()).add(finding["state"])
     return found
 
 
 def text_of(findings: list[dict[str, str]], check: str, state: str) -> str:
     return " | ".join(
-        f"{each['text']}: {each['remedy']}"
+        f"{each['words']}: {each['remedy']}"
         for each in findings
-        if (each["check"], each["state"]) == (check, state)
+        if (each["subject"], each["state"]) == (check, state)
     )
 
 
@@ -77,10 +80,10 @@ def test_a_site_in_order_is_found_so_within_seconds(slurm_user: Kit, tmp_path):
         "Slurm",
         "partitions",
         "accounting",
-        "site's settings",
-        "trial job",
+        "site file",
+        "sbatch test",
         "MUNGE",
-        "environment",
+        "virtual environment",
         "shared files",
         "clock",
         "network",
@@ -90,7 +93,7 @@ def test_a_site_in_order_is_found_so_within_seconds(slurm_user: Kit, tmp_path):
         assert "ok" in found[check], (check, findings)
         assert not found[check] & {"failed", "skipped"}, (check, findings)
     assert "2 with 8 x h100" in text_of(findings, "partitions", "ok")
-    assert "to start at" in text_of(findings, "trial job", "ok")
+    assert "to start at" in text_of(findings, "sbatch test", "ok")
     # The one-host cluster's GPUs are stand-ins, which a real driver would have to answer for.
     assert found["GPUs"] <= {"warning", "ok", "failed"}
     assert "is alice's" in text_of(findings, "hub token", "ok")
@@ -103,8 +106,8 @@ def test_no_slurm_is_one_fault_that_hides_nothing_else(user: Kit):
     status, findings, _ = doctor(user)
     found = states(findings)
     assert status == 1 and found["Slurm"] == {"failed"}
-    assert found["trial job"] == found["MUNGE"] == found["nodes"] == {"skipped"}
-    assert found["environment"] <= {"ok", "warning"} and "shared folder" in found
+    assert found["sbatch test"] == found["MUNGE"] == found["nodes"] == {"skipped"}
+    assert found["virtual environment"] <= {"ok", "warning"} and "shared folder" in found
 
 
 def test_each_wrong_setting_of_the_site_is_named(slurm_user: Kit, site, tmp_path):
@@ -118,14 +121,14 @@ def test_each_wrong_setting_of_the_site_is_named(slurm_user: Kit, site, tmp_path
         kit.env["HF_ENDPOINT"] = hub.address
         status, findings, _ = doctor(kit, "--cluster", name)
     assert status == 1
-    told = text_of(findings, "site's settings", "failed")
+    told = text_of(findings, "site file", "failed")
     assert "there is no partition 'gpus' (did you mean gpu?)" in told and f"{name}.yaml" in told
-    assert "invalid partition" in text_of(findings, "trial job", "failed")
+    assert "invalid partition" in text_of(findings, "sbatch test", "failed")
     assert "does not accept the token of HF_TOKEN" in text_of(findings, "hub token", "failed")
     assert "hf_expired" not in json.dumps(findings)
     name = site("network_interface: ib7\nresources: {partition: gpu, gpu_type: h200}\n")
     status, findings, _ = doctor(slurm_user, "--cluster", name)
-    assert "Requested node configuration" in text_of(findings, "trial job", "failed")
+    assert "Requested node configuration" in text_of(findings, "sbatch test", "failed")
     assert states(findings)["nodes"] == {"failed"}  # no such GPU anywhere: the job is refused
     name = site("network_interface: ib7\n")
     status, findings, _ = doctor(slurm_user, "--cluster", name)
@@ -145,22 +148,22 @@ def test_an_environment_that_the_node_cannot_use(slurm_user: Kit, tmp_path):
     (venv / "bin" / "python").symlink_to("/no/such/python")
     kit = Kit({**slurm_user.env, "COOKBOOK_VENV": str(venv)}, slurm_user.root)
     status, findings, _ = doctor(kit)
-    told = text_of(findings, "environment", "failed")
-    assert status == 1 and f"there is no environment at {venv}" in told
+    told = text_of(findings, "virtual environment", "failed")
+    assert status == 1 and f"there is no virtual environment in {venv}" in told
     assert "does not see" in told and "or the Python that it was made with" in told
     (venv / "bin" / "python").unlink()
     shutil.copy(os.path.realpath(sys.executable), venv / "bin" / "python")
     status, findings, _ = doctor(kit)
-    told = text_of(findings, "environment", "failed")
+    told = text_of(findings, "virtual environment", "failed")
     assert f"{venv} lacks torchtune, tensorboard: bash setup.sh" in told
-    told = text_of(findings, "environment", "warning")
-    assert "setup.sh has not finished" in told and "click 7.0 (pinned" in told
+    told = text_of(findings, "virtual environment", "warning")
+    assert "setup.sh did not finish" in told and "click 7.0 (pinned" in told
 
 
-def test_a_node_without_a_compiler_is_told_of(slurm_user: Kit, site):
+def test_a_node_without_a_compiler_is_reported(slurm_user: Kit, site):
     name = site("environment: {CC: no-such-compiler}\n")
     told = text_of(doctor(slurm_user, "--cluster", name)[1], "compiler", "warning")
-    assert "lacks a C compiler: recipes with compile: true go on uncompiled" in told
+    assert "lacks a C compiler: recipes with compile: true run there uncompiled" in told
 
 
 def test_a_busy_cluster_is_not_waited_for(new_cluster, slurm_user: Kit):
@@ -172,7 +175,7 @@ def test_a_busy_cluster_is_not_waited_for(new_cluster, slurm_user: Kit):
         status, findings, _ = doctor(kit, "--wait", "1")
         assert status == 0, findings
         told = text_of(findings, "nodes", "skipped")
-        assert "did not start within 1 s and was withdrawn" in told and "--wait" in told
+        assert "did not start within 1 s and was cancelled" in told and "--wait" in told
         assert "1 nodes without GPUs" in text_of(findings, "partitions", "ok")
 
 
@@ -197,10 +200,10 @@ def test_a_node_that_is_out_has_its_row_and_its_reason(slurm_user: Kit, slurm):
     assert done.returncode == 0, done.stdout
     last = done.stdout.splitlines()[-1]
     assert last.split()[:2] == ["n2", "not"] and "drained (bad fan)" in last
-    assert "ok       nodes            1 of 2 nodes of gpu asked" in done.stdout
+    assert "ok       nodes               1 of 2 nodes of gpu asked" in done.stdout
 
 
-def test_what_the_driver_says_is_held_against_torch_and_the_request(slurm_user: Kit, tmp_path):
+def test_what_the_driver_says_is_checked_against_torch_and_the_request(slurm_user: Kit, tmp_path):
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     venv = tmp_path / "venv"
@@ -223,9 +226,9 @@ def test_what_the_driver_says_is_held_against_torch_and_the_request(slurm_user: 
     assert told in text_of(found, "GPUs", "ok") and states(found)["GPUs"] == {"ok"}
     found = gpus("570.86.15", "3", "'13.0'")
     told = text_of(found, "GPUs", "failed")
-    assert "wants driver 580 or newer" in told and "3 uncorrected ECC errors" in told
+    assert "needs driver 580 or newer" in told and "3 uncorrected ECC errors" in told
     found = gpus("580.65.06", "[N/A]", "None")
-    assert "this environment's torch is built for CPUs" in text_of(found, "GPUs", "failed")
+    assert "the installed torch is built for CPUs" in text_of(found, "GPUs", "failed")
 
 
 def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):
@@ -246,3 +249,27 @@ def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):
     assert done.returncode == 1
     told = text_of(findings, "shared files", "failed")
     assert f"does not see what was written to {root}" in told and "COOKBOOK_ROOT" in told
+
+
+def test_what_several_nodes_report_alike_is_one_finding():
+    found = [
+        warning("GPUs", f"{name} has no nvidia-smi", f"exclude it: resources.exclude={name}")
+        for name in ("n1", "n2", "n10")
+    ]
+    other = failed("clock", "n10 is 70.0 s behind this machine", "ask the administrators")
+    one, same = table.joined([*found, other], ["n1", "n2", "n10"])
+    assert one.words == "n1,n2,n10 has no nvidia-smi" and same == other
+    assert one.remedy == "exclude it: resources.exclude=n1,n2,n10"
+
+
+def test_a_table_of_nodes_has_a_row_for_those_without_a_report():
+    values = {"finished": ["yes"], "python": ["3.11.7"], "packages": ["torch"], "gpu": []}
+    whole = NodeReport("n2", {**values, "interface": ["eth0 up", "ib0 down"]}, skew_s=1.25)
+    head, first, late, last = table.table(table.rows([whole], {"n10": "no answer", "n9": "down"}))
+    assert head.split()[:4] == ["NODE", "REACHED", "FILES", "SKEW"]
+    assert first.split()[:4] == ["n2", "yes", "NOT", "SHARED"] and first.endswith("eth0")
+    assert late.split() == ["n9", "down"] and last.split() == ["n10", "no", "answer"]
+    assert gpus.all_reduce([whole]).words == "the nodes did not finish it"
+    whole.values["all_reduce"] = ["4 16 0.0432 0.39"]
+    told = "4 ranks on 1 nodes: 16 MiB in 43.2 ms, 0.39 GB/s bus bandwidth"
+    assert gpus.all_reduce([whole]).words == told

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cluster as clusters
-from launcher import provenance
-from launcher import recipe as recipe_file
+from launcher import site as clusters
+from launcher.recipes import recipe as recipe_file
+from launcher.runs import provenance
 from tests.launcher.hub_server import Hub, Repository, serving
 from tests.launcher.kit import FAKE_TOKEN, Kit, until
 
@@ -92,7 +92,7 @@ def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, 
     }
     assert set(record["files"]) == names
     recipe = recipe_file.load(str(tmp_path / "tiny.yaml"))
-    site = clusters.Cluster(shared_root=str(alice.root))
+    site = clusters.Site(shared_root=str(alice.root))
     assert provenance._model_revision(recipe, site)["revision"] == model.sha
 
     # A job, with the HF_HOME that job scripts set and no network, reads the dataset.
@@ -129,6 +129,48 @@ def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, 
         assert not path.is_file() or FAKE_TOKEN.encode() not in path.read_bytes(), path
 
 
+def test_a_dry_run_lists_what_is_there_and_writes_nothing(alice: Kit, hub: Hub, tmp_path):
+    before = sorted(alice.root.rglob("*"))
+    done = download(alice, tmp_path, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [each["subject"] for each in answer["findings"]] == ["model", "dataset", "disk space"]
+    assert {each["state"] for each in answer["findings"]} == {"ok"}
+    folder = alice.root / "models" / "tiny"
+    rows = {row["path"]: (row["size"], row["there"]) for row in answer["files"]}
+    assert rows[str(folder / "model.safetensors")] == (len(WEIGHTS), False)
+    assert len(rows) == 5 and str(folder / "pytorch_model.bin") not in rows
+    assert hub.fetched() == [] and sorted(alice.root.rglob("*")) == before
+
+    assert download(alice, tmp_path, "~hub.dataset").returncode == 0
+    (folder / "config.json").unlink()
+    hub.requests.clear()
+    done = download(alice, tmp_path, "--dry-run", "~hub.dataset")
+    assert done.returncode == 0 and hub.fetched() == []
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("ok       model               acme/tiny-llama at ")
+    assert "4 files, 0.02 GiB, 3 of them already there" in lines[0]
+    assert lines[3].split() == ["missing", "0.00", "MiB", str(folder / "config.json")]
+    assert lines[4].split() == ["there", "22.89", "MiB", str(folder / "model.safetensors")]
+    done = download(alice, tmp_path, "--dry-run", "hub.model=acme/nothing", "hub.dataset=acme/no")
+    assert done.returncode == 1 and done.stderr == ""
+    assert [line[:16].split() for line in done.stdout.splitlines()] == [
+        ["failed", "model"],
+        ["failed", "dataset"],
+    ]
+
+
+def test_a_broken_dataset_is_fetched_again(alice: Kit, hub: Hub, tmp_path):
+    assert download(alice, tmp_path, "~hub.model").returncode == 0
+    hub.requests.clear()
+    data = next((alice.root / "hf" / "hub").glob("datasets--*/snapshots/*/train.jsonl"))
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + b"x")
+    done = download(alice, tmp_path, "~hub.model")
+    assert done.returncode == 0 and "1 of 1 files differ" in done.stderr
+    assert hub.fetched() == ["train.jsonl"] and data.read_bytes() == whole
+
+
 def refused(done: subprocess.CompletedProcess[str], *told: str) -> None:
     faults = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and done.stdout == "", done.stdout + done.stderr
@@ -155,8 +197,8 @@ def test_names_that_lead_nowhere_are_all_told(alice: Kit, hub: Hub, tmp_path):
     done = download(alice, tmp_path, "hub.model=acme/tiny-lama", "hub.dataset=acme/answers")
     refused(
         done,
-        "no model 'acme/tiny-lama' (did you mean acme/tiny-llama?): mend hub.model in the recipe",
-        "no dataset 'acme/answers': mend hub.dataset in the recipe",
+        "no model 'acme/tiny-lama' (did you mean acme/tiny-llama?): fix hub.model in the recipe",
+        "no dataset 'acme/answers': fix hub.dataset in the recipe",
     )
     done = download(alice, tmp_path, "--revision", "v7")
     refused(done, "acme/tiny-llama has no revision 'v7'")
@@ -172,6 +214,11 @@ def test_pickles_only_when_asked_for(alice: Kit, hub: Hub, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (alice.root / "models" / "tiny" / "pytorch_model.bin").read_bytes() == b"a pickle"
     assert "original/consolidated.00.pth" not in hub.fetched()
+    model_of(hub).files = {"weights.bin": b"a pickle"}
+    bare = ["~checkpointer.checkpoint_files", "tokenizer.path=/elsewhere", "~hub.dataset"]
+    refused(download(alice, tmp_path, *bare), "acme/tiny-llama has only pickles, which can run")
+    model_of(hub).files = {"../evil.json": b"{}"}
+    refused(download(alice, tmp_path, *bare), "acme/tiny-llama names the file '../evil.json'")
 
 
 def test_a_disk_too_small_and_a_hub_that_sends_wrong_bytes(alice: Kit, hub: Hub, tmp_path):
@@ -209,7 +256,7 @@ def test_an_interrupted_download_ends_at_once_and_goes_on(alice: Kit, hub: Hub, 
     folder = alice.root / "models" / "tiny"
     until(lambda: "model.safetensors" in hub.fetched() and (folder / "README.md").exists(), 30)
     busy = download(alice, tmp_path, "~hub.dataset")
-    refused(busy, f"another download is at work in {folder}")
+    refused(busy, f"another download is writing to {folder}")
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=5)
     told = f"interrupted; finished files stay: go on with: cookbook download {tmp_path}/tiny.yaml"

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from launcher import checks, preflight, render, stock
-from launcher import recipe as recipes
-from launcher.cluster import Cluster
+from launcher import checks, paths, render
+from launcher.checks import preflight
 from launcher.errors import RecipeFault
+from launcher.recipes import recipe as recipes
+from launcher.recipes import stock
+from launcher.recipes.entries import all_keys
+from launcher.site import Site, complete
+from runspec.keys.__main__ import markdown
+from runspec.keys.common import COMMON
+from runspec.keys.key import KINDS, REQUIRED, may_change
+from runspec.keys.sft import recomputed
 
 MODELS = ["llama1b", "llama3b", "llama8b", "llama70b", "qwen7b", "qwen32b", "qwen72b"]
 MODELS += ["mistral7b", "gemma9b", "phi4"]
@@ -54,12 +61,6 @@ def test_the_catalogue_is_what_is_promised_and_loads():
         assert name == "demo" or f"cookbook download {name}" in header
 
 
-def test_the_trainers_list_of_keys_is_the_launchers():
-    from trainer.config import TOP_LEVEL_KEYS
-
-    assert sorted(recipes.TRAINER_KEYS) == sorted(TOP_LEVEL_KEYS)
-
-
 def test_overrides_set_add_and_remove():
     recipe = recipes.load(
         "llama8b_lora",
@@ -90,8 +91,8 @@ def test_interpolations_are_filled_in_and_the_trainer_sees_none_of_our_keys():
     config = recipe.train_config(Path("/shared"), "/shared/runs/r")
     assert config["checkpointer"]["checkpoint_dir"] == "/shared/models/Llama-3.1-8B-Instruct"
     assert config["tokenizer"]["path"] == "/shared/models/Llama-3.1-8B-Instruct"
-    assert config["output_dir"] == config["checkpointer"]["output_dir"] == "/shared/runs/r"
-    assert not set(config) & set(recipes.LAUNCHER_KEYS)
+    assert config["output_dir"] == "/shared/runs/r"
+    assert not set(config) & (set(COMMON) - {"output_dir"})
 
 
 def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
@@ -100,15 +101,15 @@ def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
     entries = collections.Counter()
     for path in folder.rglob("*.yaml"):
         recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
-        script = render.job_script(recipe, Cluster(), Path("/shared/runs/r"), "r")
+        script = render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
         assert recipe.train_config(Path("/shared"), "/runs/r")["output_dir"] == "/runs/r"
-        if recipe.entry == "sft":
+        if recipe.entry_name == "sft":
             assert "-m trainer.sft" in script
         else:
-            name = recipe.entry.removeprefix("torchtune:")
-            assert f"/recipes/{name}.py --config" in script
+            assert f"/recipes/{recipe.target}.py --config" in script
             assert recipe.max_retries == 0, "it would begin again from nothing"
-        entries[recipe.entry] += 1
+        entries[recipe.entry_name] += 1
+        assert "output_dir (each run has its own directory" in recipe.notes[0]
     assert sum(entries.values()) == 156 and entries["sft"] == 105
     assert entries["torchtune:lora_dpo_distributed"] == 2
     assert entries["torchtune:eleuther_eval"] == 10
@@ -118,14 +119,14 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
     path = stock.site_packages() / "recipes/configs/quantization.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 2})
     with pytest.raises(RecipeFault, match="quantize runs on one GPU, and 1 x 2 are asked for"):
-        render.job_script(recipe, Cluster(), Path("/shared/runs/r"), "r")
+        render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
 
 
 def test_what_the_environment_lacks_is_found_before_the_queue():
     path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
-    told = "\n".join(preflight.faults(checks.Context(recipe, Cluster(), local=True)))
-    assert "imports lm_eval, which the environment lacks" in told
+    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), local=True)))
+    assert "imports lm_eval, which the virtual environment lacks" in told
     assert "pip install lm_eval" in told
 
 
@@ -136,7 +137,7 @@ def test_pickled_weights_are_refused(tmp_path):
         "+checkpointer.checkpoint_files=[pytorch_model.bin]",
     ]
     recipe = recipes.load("llama1b_lora", overrides)
-    told = "\n".join(preflight.faults(checks.Context(recipe, Cluster(), local=True)))
+    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), local=True)))
     assert "names pytorch_model.bin, a pickle" in told
 
 
@@ -202,9 +203,9 @@ def test_a_wrong_name_is_one_fault(name, told):
         ("~optimizer.lrr", "no key 'optimizer.lrr' (did you mean lr?) to remove"),
         ("~max_steps", "no key 'max_steps'"),
         ("resources.node=2", "did you mean nodes?"),
-        ("optimizer.lr=fast", "must be a number"),
+        ("optimizer.lr=fast", "must be a number, 0 or more, got 'fast', in the override"),
         ("dataset.packed=7", "must be true or false"),
-        ("resources.nodes=two", "must be a number"),
+        ("resources.nodes=two", "must be a whole number, 1 or more"),
         ("resources.nodes=0", "a whole number, 1 or more"),
         ("resources.time=soon", "a limit such as"),
         ("resources.mem=lots", "a size such as"),
@@ -212,7 +213,8 @@ def test_a_wrong_name_is_one_fault(name, told):
         ("+resources.account=$(id)", "letters, digits"),
         ("resources.account=x\n#SBATCH --uid=0", "more than one line"),
         ("resources.constraint=--uid=0", "node features"),
-        ("model=llama", "a mapping"),
+        ("model=llama", "model must be a block with a _component_"),
+        ("optimizer.fused=7", "optimizer.fused must be true or false, as in the recipe (True)"),
         ("justakey", "cannot read the override"),
         ("=5", "cannot read the override"),
         ("~optimizer.lr=5", "cannot read the override"),
@@ -229,18 +231,17 @@ def test_a_wrong_override_is_one_fault(override, told):
 
 
 def test_all_faults_come_at_once(tmp_path):
-    mine = written(
-        tmp_path, {"bathc_size": 4, "epochs": "many", "resources": {"nodes": -1, "gpu": 8}}, "loss"
-    )
-    told = "\n".join(faults_of(mine, ["optimizer.lrr=1"]))
+    wrong = {"bathc_size": 4, "epochs": "many", "resources": {"nodes": -1, "gpu": 8}}
+    mine = written(tmp_path, wrong, "optimizer")
+    told = "\n".join(faults_of(mine, ["model.lora_rnk=1"]))
     for part in (
         "bathc_size",
         "did you mean batch_size",
         "epochs must be",
         "resources.nodes must be",
         "resources.gpu'",
-        "lacks loss",
-        "optimizer.lrr",
+        "optimizer is missing",
+        "model.lora_rnk",
     ):
         assert part in told
 
@@ -265,3 +266,120 @@ def test_a_recipe_of_ones_own_may_not_carry_a_hostile_file_name(tmp_path):
 )
 def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
     assert recipes.time_limit_s(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("epochs: many", ", line 2"),
+        ("resources: {nodes: 1, gpus_per_node: x}", ", line 2"),
+        ("env: [A]", "env must be a block of 'key: value' lines, got ['A'], in "),
+        ("env: {A: null}", 'env.A has no value: write A: "" to set it to nothing, in '),
+        ("secrets: yes_please", "secrets must be a list of names, or names with paths"),
+        ("secrets: {A B: x}", "which is no variable's name with the path of a file"),
+        ("share: all", "share must be one of private, group, got 'all'"),
+        ("resume_from_checkpoint: true", "resume_from_checkpoint is refused: a run resumes"),
+        ("checkpointer: {recipe_checkpoint: x}", "cannot read the state of torchtune's trainer"),
+        ("dataset: {packed: 7}", "dataset.packed must be true or false, got 7"),
+        ("profiler: {enable: true}", "unknown key 'profiler.enable' (did you mean enabled?)"),
+        ("generate: {}", "generate.prompts is missing: it must be a list of texts"),
+        ("tokenizer: {path: '${nowhere}'}", "${nowhere} leads nowhere, in "),
+    ],
+)
+def test_a_fault_names_the_file_and_the_line(tmp_path, fault, told):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: llama1b_lora\n{fault}\n")
+    (said,) = faults_of(str(mine))
+    assert told in said and said.endswith(f"{mine}, line 2")
+
+
+def test_a_fault_of_a_base_or_an_option_is_named_there(tmp_path):
+    (tmp_path / "shared.yaml").write_text("extends: llama1b_lora\nepochs: many\n")
+    (tmp_path / "mine.yaml").write_text("extends: shared.yaml\nseed: 1\n")
+    (said,) = faults_of(str(tmp_path / "mine.yaml"))
+    assert said.endswith(f"{tmp_path / 'shared.yaml'}, line 2")
+    (said,) = faults_of("demo", ["seed=1"], {"time": "soon"})
+    assert said.endswith("got 'soon', in the option --time")
+
+
+def test_an_empty_value_is_the_same_as_none(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: llama1b_lora\nepochs: null\nresources: {time: null}\n")
+    recipe = recipes.load(str(mine))
+    assert recipe.config["epochs"] is None and recipe.resources.time is None
+
+
+def test_what_is_accepted_and_not_used_is_noted():
+    recipe = recipes.load("demo", ["optimizer_in_bwd=true", "low_cpu_ram=false"])
+    assert recipe.notes == [
+        "keys that are not used: optimizer_in_bwd (the optimizer steps after the backward pass)"
+    ]
+    assert all(recipes.load(name).notes == [] for name in recipes.names())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layers"),
+    [
+        ([], 2),
+        (["activation_checkpointing=op"], "op"),
+        (["enable_activation_checkpointing=true"], 1),
+        (["ac_mode=none"], None),
+        (["ac_mode=selective", "ac_option=op"], "op"),
+        (["ac_mode=full", "activation_checkpointing=none"], None),
+    ],
+)
+def test_whichever_way_to_say_it_is_given_last_counts(overrides, layers):
+    assert recomputed(recipes.load("llama8b_qlora", overrides).config) == layers
+
+
+def test_who_may_read_a_run_is_the_recipes_choice_then_the_sites():
+    private, group = Site(), Site(share="group")
+    assert complete(recipes.load("demo"), private, local=True).umask == "077"
+    assert complete(recipes.load("demo"), group, local=True).umask == "027"
+    assert complete(recipes.load("demo", ["share=private"]), group, local=True).umask == "077"
+    assert recipes.load("demo", ["share=group"]).umask == "027"
+
+
+def test_exclusive_nodes_come_with_their_memory():
+    for overrides, mem in ([], None), (["resources.exclusive=true"], "0"):
+        recipe = complete(recipes.load("demo", overrides), Site(), local=True)
+        assert recipe.resources.mem == mem
+    given = recipes.load("demo", ["resources.exclusive=true", "resources.mem=9G"])
+    assert complete(given, Site(), local=True).resources.mem == "9G"
+    site = Site(resources={"exclusive": True, "mem": "7G", "cpus_per_gpu": 3})
+    resources = complete(recipes.load("llama1b_lora"), site).resources
+    assert (resources.mem, resources.cpus_per_gpu) == ("7G", 3)
+
+
+def test_the_page_of_keys_is_what_the_table_says():
+    page = (paths.REPO_ROOT / "docs" / "keys.md").read_text()
+    assert page == markdown(), "python -m runspec.keys > docs/keys.md"
+    for name in all_keys():
+        assert f"| `{name}` |" in page
+
+
+def test_every_key_of_the_table_is_of_a_kind_and_in_a_block():
+    for name, key in all_keys().items():
+        assert key.choices or key.kind in KINDS, name
+        assert key.help.endswith(".") and "\n" not in key.help, name
+        assert key.default in (None, REQUIRED) or key.fault(key.default) is None, name
+        block = name.rpartition(".")[0]
+        assert not block or "block" in all_keys()[block].kind or all_keys()[block].is_open, name
+
+
+@pytest.mark.parametrize(
+    ("name", "may"),
+    [
+        ("optimizer.lr", True),
+        ("optimizer._component_", False),
+        ("epochs", True),
+        ("model.lora_rank", False),
+        ("resources.nodes", True),
+        ("profiler.ranks", True),
+        ("dataset_val.split", True),
+        ("dataset.split", False),
+        ("nothing", False),
+    ],
+)
+def test_which_keys_may_change_when_a_run_resumes(name, may):
+    assert may_change(all_keys(), name) is may

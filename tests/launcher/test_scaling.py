@@ -8,47 +8,59 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cluster, paths, scaling
-from launcher import estimate as estimates
-from launcher import recipe as recipes
-from launcher.communication import Message, messages
+from launcher import paths
+from launcher import site as cluster
 from launcher.errors import RecipeFault
-from launcher.memory import Plan, recomputed_elements
+from launcher.recipes import recipe as recipes
+from launcher.sizing import gpus, links
+from launcher.sizing.activations import recomputed_elements
+from launcher.sizing.communication import Message, messages
+from launcher.sizing.from_recipe import shape_of, step_of
+from launcher.sizing.links import Links
+from launcher.sizing.step_config import StepConfig
+from launcher.sizing.step_time import step_time
+from runspec.layout import Layout
 from tests.launcher.kit import Kit
 
 GOLDEN = Path(__file__).parent / "golden"
-H100 = estimates.gpu("h100-80")
-LINKS = scaling.Links.of(H100, 8)
-ENDLESS = replace(LINKS, within_gbs=1e12, between_gbs=1e12)
-SHAPE = estimates.shape_of({"_component_": "torchtune.models.llama3_3.llama3_3_70b"}, None)
-FULL = Plan(SHAPE, "full", shard=16, batch=2, checkpointing="full", loss="linear", chunks=0)
-SPLIT = replace(FULL, shard=2, tensor_parallel=8, batch=16)
-LORA = replace(
-    FULL, method="lora", lora_rank=16, lora_targets=("q_proj", "v_proj"), shard=8, replicate=2
+H100 = gpus.by_name("h100-80")
+LINKS = Links.of(H100, 8)
+UNLIMITED = replace(LINKS, within_gbs=1e12, between_gbs=1e12)
+SHAPE = shape_of({"_component_": "torchtune.models.llama3_3.llama3_3_70b"}, None)
+FULL = StepConfig(
+    SHAPE, "full", Layout(shard=16), batch=2, checkpointing="full", loss="linear", chunks=0
 )
-PLANS = [FULL, SPLIT, LORA, replace(LORA, accumulation=3), replace(FULL, accumulation=2)]
+SPLIT = replace(FULL, layout=Layout(shard=2, tensor_parallel=8), batch=16)
+LORA = replace(
+    FULL,
+    method="lora",
+    lora_rank=16,
+    lora_targets=("q_proj", "v_proj"),
+    layout=Layout(shard=8, replicate=2),
+)
+STEPS = [FULL, SPLIT, LORA, replace(LORA, accumulation=3), replace(FULL, accumulation=2)]
 
 
 @pytest.mark.parametrize(
-    ("plan", "group", "ranks"),
+    ("step", "group", "ranks"),
     [
         (FULL, "shard", 8),
         (SPLIT, "tensor", 8),
         (SPLIT, "shard", 1),
         (LORA, "shard", 8),
         (LORA, "replicate", 1),
-        (replace(FULL, shard=8, tensor_parallel=2), "shard", 4),
-        (replace(FULL, shard=1, tensor_parallel=16), "tensor", 8),
-        (replace(FULL, shard=4, replicate=4), "replicate", 2),
+        (replace(FULL, layout=Layout(shard=8, tensor_parallel=2)), "shard", 4),
+        (replace(FULL, layout=Layout(tensor_parallel=16)), "tensor", 8),
+        (replace(FULL, layout=Layout(shard=4, replicate=4)), "replicate", 2),
         (FULL, "all", 8),
     ],
 )
-def test_how_many_ranks_of_a_group_share_a_node(plan: Plan, group: str, ranks: int):
-    assert LINKS.in_a_node(plan, group) == ranks
+def test_how_many_ranks_of_a_group_share_a_node(step: StepConfig, group: str, ranks: int):
+    assert LINKS.ranks_per_node(step.layout, group) == ranks
 
 
 @pytest.mark.parametrize(
-    ("plan", "group", "ranks", "gbs", "latency_us"),
+    ("step", "group", "ranks", "gbs", "latency_us"),
     [
         # Seven hops of NVLink; eight GPUs leave their node together; one alone has its own link.
         (SPLIT, "tensor", 8, 450, 8.4 + 7 * 3.4),
@@ -56,58 +68,71 @@ def test_how_many_ranks_of_a_group_share_a_node(plan: Plan, group: str, ranks: i
         (SPLIT, "shard", 2, 50, 8.4 + 9.6),
     ],
 )
-def test_a_large_message_takes_a_rings_time(plan, group, ranks, gbs, latency_us):
+def test_a_large_message_takes_a_rings_time(step, group, ranks, gbs, latency_us):
     message = Message("weights", "all-gather", group, ranks, 2e9, 3, "forward")
-    seconds = 2e9 * (ranks - 1) / ranks / (scaling.REACHED * gbs * 1e9) + latency_us / 1e6
-    assert LINKS.seconds(plan, message) == pytest.approx(seconds)
+    seconds = 2e9 * (ranks - 1) / ranks / (links.REACHED * gbs * 1e9) + latency_us / 1e6
+    assert LINKS.seconds(step.layout, message) == pytest.approx(seconds)
     assert message.sent == pytest.approx(3 * 2e9 * (ranks - 1) / ranks)
 
 
+def test_an_all_reduce_sends_a_gathers_bytes_twice():
+    gather, reduce = (
+        Message("gradients", kind, "shard", 16, 2e9, 1, "reduce")
+        for kind in ("all-gather", "all-reduce")
+    )
+    assert reduce.sent == 2 * gather.sent == pytest.approx(2 * 2e9 * 15 / 16)
+    once, twice = (LINKS.seconds(FULL.layout, message) for message in (gather, reduce))
+    assert twice == pytest.approx(2 * once, rel=0.01)
+
+
 def test_a_small_message_takes_the_latency_of_the_quickest_protocol():
-    message = Message("norm", "all-reduce", "tensor", 8, 4, 1, "step", True)
-    assert LINKS.seconds(SPLIT, message) == pytest.approx((3.6 + 14 * 0.47) / 1e6, rel=1e-3)
+    message = Message("norm", "all-reduce", "tensor", 8, 4, 1, "step")
+    assert LINKS.seconds(SPLIT.layout, message) == pytest.approx((3.6 + 14 * 0.47) / 1e6, rel=1e-3)
     pcie = replace(LINKS, within_gbs=32)
-    assert pcie.seconds(SPLIT, message) == pytest.approx((3.6 + 14 * 1.0) / 1e6, rel=1e-3)
+    assert pcie.seconds(SPLIT.layout, message) == pytest.approx((3.6 + 14 * 1.0) / 1e6, rel=1e-3)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_with_endless_links_a_step_is_its_computing(plan: Plan, monkeypatch):
-    monkeypatch.setattr(scaling, "PROTOCOLS", (scaling.Protocol(0, 0, 0, 0, 1.0),))
-    found = scaling.step(replace(plan, checkpointing="none"), H100, ENDLESS, 0.4)
-    tokens = plan.tokens * plan.accumulation
-    flops = estimates.flops_a_token(plan) * tokens / plan.tensor_parallel
-    assert found.seconds == pytest.approx(flops / (989.4e12 * 0.4), rel=1e-6)
-    assert found.efficiency == pytest.approx(1)
+@pytest.mark.parametrize("step", STEPS)
+def test_with_unlimited_links_a_step_is_its_computing(step: StepConfig, monkeypatch):
+    monkeypatch.setattr(links, "PROTOCOLS", (links.Protocol(0, 0, 0, 0, 1.0),))
+    found = step_time(replace(step, checkpointing="none"), H100, UNLIMITED, 0.4)
+    tokens = step.tokens * step.accumulation
+    tokens_per_rank = tokens / step.layout.tensor_parallel
+    assert found.seconds == pytest.approx(
+        step.flops.model * tokens_per_rank / (989.4e12 * 0.4), rel=1e-6
+    )
+    assert found.computing_share == pytest.approx(1)
+    assert found.mfu == found.hfu == pytest.approx(0.4)
     # A layer's forward once more, or in every second one.
-    forward = 80 * scaling.Flops.of(plan).forward * tokens / (989.4e12 * 0.4)
+    forward = 80 * step.flops.forward * tokens_per_rank / (989.4e12 * 0.4)
     # What is made element by element is read and written once more, at 3.35 TB/s.
-    elements = 80 * plan.accumulation * 2 * recomputed_elements(plan) / 3.35e12
+    elements = 80 * step.accumulation * 2 * recomputed_elements(step) / 3.35e12
     for mode, more in (("full", forward), ("2", forward / 2), ("op", elements)):
-        again = scaling.step(replace(plan, checkpointing=mode), H100, ENDLESS, 0.4)
+        again = step_time(replace(step, checkpointing=mode), H100, UNLIMITED, 0.4)
         assert again.seconds - found.seconds == pytest.approx(more, abs=1e-6)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_without_computing_a_step_is_all_that_is_sent(plan: Plan):
+@pytest.mark.parametrize("step", STEPS)
+def test_without_computing_a_step_is_all_that_is_sent(step: StepConfig):
     """Nothing hides behind anything but what goes over another kind of link meanwhile."""
     slow = replace(LINKS, between_gbs=1.0)
     sent = sum(
-        message.count * slow.seconds(plan, message)
-        for message in messages(plan)
-        if message.what != "agreement"
+        message.count * slow.seconds(step.layout, message)
+        for message in messages(step)
+        if not message.on_cpu
     )
-    found = scaling.step(plan, replace(H100, bf16_tflops=1e12), slow, 1.0)
+    found = step_time(step, replace(H100, bf16_tflops=1e12), slow, 1.0)
     assert 0.7 * sent <= found.seconds <= sent * 1.0001
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_slower_network_never_helps_and_parts_add_up(plan: Plan):
+@pytest.mark.parametrize("step", STEPS)
+def test_a_slower_network_never_helps_and_parts_add_up(step: StepConfig):
     before = 0.0
     for gbs in (1000.0, 50.0, 10.0, 3.0, 1.0):
-        found = scaling.step(plan, H100, replace(LINKS, between_gbs=gbs), 0.4)
+        found = step_time(step, H100, replace(LINKS, between_gbs=gbs), 0.4)
         assert found.seconds >= before and found.sharding_s >= 0 and found.tensor_parallel_s >= 0
         computing = found.seconds - found.sharding_s - found.tensor_parallel_s
-        assert found.efficiency == pytest.approx(computing / found.seconds)
+        assert found.computing_share == pytest.approx(computing / found.seconds)
         before = found.seconds
 
 
@@ -116,21 +141,29 @@ def test_what_is_published_of_others_is_near():
 
     benchmarks/llama3_h100_202412_torchtitan.md of its repository, tables 1 and 3.
     """
-    shape = estimates.shape_of({"_component_": "torchtune.models.llama3_1.llama3_1_8b"}, None)
-    plan = Plan(shape, "full", shard=8, batch=2, length=8192, fp32_master=True, checkpointing="op")
-    plan = replace(plan, compiled=True)
-    few = scaling.layout(plan, 1, H100, LINKS, 0.35)
-    many = scaling.layout(replace(plan, shard=128), 16, H100, LINKS, 0.35)
+    shape = shape_of({"_component_": "torchtune.models.llama3_1.llama3_1_8b"}, None)
+    eight = StepConfig(
+        shape,
+        "full",
+        Layout(shard=8),
+        batch=2,
+        length=8192,
+        fp32_master=True,
+        checkpointing="op",
+        compiled=True,
+    )
+    few = step_time(eight, H100, LINKS, 0.35)
+    many = step_time(replace(eight, layout=Layout(shard=128)), H100, LINKS, 0.35)
     assert few.tokens_per_second_per_gpu == pytest.approx(6667, rel=0.01)
     assert many.tokens_per_second_per_gpu == pytest.approx(6514, rel=0.03)
-    assert many.efficiency < few.efficiency
+    assert many.computing_share < few.computing_share
 
 
 def test_what_is_printed(user: Kit):
     done = user.cookbook("estimate", "llama70b_lora", "--scaling", "--network=100")
     assert done.returncode == 0, done.stderr
     wanted = (GOLDEN / "estimate_scaling.txt").read_text()
-    assert done.stdout[done.stdout.index("A GPU sends") :] == wanted
+    assert done.stdout[done.stdout.index("Messages of one step") :] == wanted
 
 
 def test_the_choice_fits_and_is_about_the_fastest(user: Kit):
@@ -165,15 +198,15 @@ def test_the_sites_network_is_taken_unless_one_is_typed(user: Kit, tmp_path, mon
     (tmp_path / "site.yaml").write_text("network_gbits: 100\n")
     assert cluster.load("site").network_gbits == 100
     (tmp_path / "none.yaml").write_text("network_gbits: 0\n")
-    with pytest.raises(RecipeFault, match="network_gbits must be more than 0, got 0"):
+    with pytest.raises(RecipeFault, match="network_gbits must be a number above 0, got 0"):
         cluster.load("none")
 
 
-def test_a_copy_a_node_follows_the_number_of_nodes():
+def test_a_replica_per_node_follows_the_number_of_nodes():
     for nodes in (1, 4):
         loaded = recipes.load("llama70b_lora", resources={"nodes": nodes})
-        plan = estimates.plan_of(loaded.resolved(Path("/root"), "run"), nodes, 8)
-        assert (plan.replicate, plan.shard, plan.tensor_parallel) == (nodes, 4, 2)
+        step = step_of(loaded.resolved(Path("/root"), "run"), nodes, 8)
+        assert step.layout == Layout(replicate=nodes, shard=4, tensor_parallel=2)
 
 
 def test_what_a_reference_leads_to_must_be_of_its_keys_kind():

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher import checks, cluster, preflight, recipe, snapshot
+from launcher import checks
+from launcher import site as cluster
+from launcher.checks import preflight
 from launcher.errors import RecipeFault
+from launcher.recipes import recipe
+from launcher.runs import snapshot
 from tests.launcher.kit import Kit, ranks_of, report, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/transformers_fsdp/transformers_fsdp.yaml"
@@ -49,7 +53,7 @@ def project(folder: Path, script: str, **keys: object) -> Path:
 
 def faults(path: Path, *overrides: str) -> list[str]:
     return preflight.faults(
-        checks.Context(recipe.load(str(path), overrides), cluster.Cluster(), local=True)
+        checks.Context(recipe.load(str(path), overrides), cluster.Site(), local=True)
     )
 
 
@@ -143,7 +147,7 @@ def test_every_fault_of_a_script_is_named_at_once(tmp_path):
     with open(path.parent / "weights.bin", "wb") as file:
         file.truncate(snapshot.LIMIT_BYTES + 1)
     (found,) = faults(path, "~secrets")
-    assert "the largest is weights.bin (100 MiB)" in found
+    assert "the largest file is weights.bin (100 MiB)" in found
 
 
 @pytest.mark.parametrize(

@@ -8,45 +8,79 @@ from pathlib import Path
 
 import pytest
 
-from launcher import recipe as recipes
-from launcher.estimate import Report
-from launcher.tuning import CHECKPOINTING, SHOWN, Tuning
+from launcher.errors import UsageFault
+from launcher.recipes import recipe as recipes
+from launcher.sizing.estimate import DEFAULT_MFU, Estimate
+from launcher.sizing.search import Prediction
+from launcher.sizing.tuning import SHOWN, Tuning
 from tests.launcher.kit import Kit
 
 
-def tuned(name: str, *overrides: str, kind: str = "h100-80", nodes: int = 1) -> Tuning:
-    report = Report.of(recipes.load(name, overrides, {"nodes": nodes}), Path("/x"), kind)
-    return Tuning(report)
+def tuned(
+    name: str,
+    *overrides: str,
+    kind: str = "h100-80",
+    nodes: int | None = None,
+    mfu: float = DEFAULT_MFU,
+) -> Tuning:
+    recipe = recipes.load(name, overrides, {"nodes": nodes} if nodes else {})
+    return Tuning(Estimate(recipe, Path("/x"), kind, mfu).predictor)
+
+
+def mfu_while_computing(found: Prediction) -> float:
+    return found.time.mfu / found.time.computing_share
 
 
 def test_faster_settings_fit_and_keep_the_rows_of_a_step():
-    found = tuned("llama70b_lora", "enable_activation_checkpointing=true", nodes=2)
-    rates = [each.tokens_per_second_per_gpu for each in found.faster]
+    found = tuned("llama70b_lora", "activation_checkpointing=full", nodes=2)
+    rates = [each.rate for each in found.faster]
     assert rates == sorted(rates, reverse=True)
-    assert rates[0] > 1.3 * found.own.tokens_per_second_per_gpu
+    assert rates[0] > 1.3 * found.own.rate
     for each in found.faster:
-        assert each.plan.samples_a_step == found.own.plan.samples_a_step
-        assert each.peak_gib <= found.report.device.usable_gib
-        assert each.plan.ranks == 16
+        assert each.step.rows_per_step == found.own.step.rows_per_step
+        assert each.fits and each.peak_gib <= found.predictor.gpu.usable_gib
+        assert each.step.layout.ranks == 16
 
 
 def test_what_a_setting_changes_gives_its_figures():
-    asked = ["enable_activation_checkpointing=true", "ac_mode=null"]
-    for each in tuned("llama8b_full", *asked).faster[:3]:
-        again = tuned("llama8b_full", *asked, *each.overrides.split()).own
-        assert again.peak_gib == pytest.approx(each.peak_gib)
-        assert again.tokens_per_second_per_gpu == pytest.approx(each.tokens_per_second_per_gpu)
-        assert again.overrides == ""
+    asked = ["activation_checkpointing=full"]
+    found = tuned("llama8b_full", *asked, nodes=1)
+    for each in found.faster[:3]:
+        # The same GPU: what it reaches without recomputation is more of the peak as MFU.
+        mfu = mfu_while_computing(each)
+        again = tuned("llama8b_full", *asked, *found.changes(each).split(), nodes=1, mfu=mfu)
+        assert again.own.peak_gib == pytest.approx(each.peak_gib)
+        assert again.own.rate == pytest.approx(each.rate)
+        assert again.own.time.hfu == pytest.approx(each.time.hfu)
+        assert again.changes(again.own) == ""
+
+
+def test_mfu_is_of_the_recipes_own_step_and_recomputation_takes_more_of_the_gpu():
+    """All layers recomputed: 4 FLOPs for every 3 in layers, none more in the output layer."""
+    found = tuned("llama8b_full", "activation_checkpointing=full", nodes=1, mfu=0.36)
+    flops = found.own.step.flops
+    assert mfu_while_computing(found.own) == pytest.approx(0.36)
+    assert found.predictor.peak_share == pytest.approx(0.36 * flops.hardware / flops.model)
+    assert 1.30 < flops.hardware / flops.model < 4 / 3
+    for each in found.faster:
+        took = each.time
+        assert took.hfu / took.computing_share <= found.predictor.peak_share * (1 + 1e-9)
+        assert took.mfu <= took.hfu
+    with pytest.raises(
+        UsageFault, match=r"--mfu 0\.8 is more than h100-80 can reach .* at most 0\.76"
+    ):
+        tuned("llama8b_full", "activation_checkpointing=full", mfu=0.8)
 
 
 def test_recomputing_less_is_faster_by_what_it_leaves_out():
     full, op, none = (
-        tuned("llama8b_full", *CHECKPOINTING[mode].split()).own.tokens_per_second_per_gpu
+        tuned("llama8b_full", f"activation_checkpointing={mode}", nodes=1)
         for mode in ("full", "op", "none")
     )
-    assert full < op < none
+    rates = [full.predictor.of(each.own.step).rate for each in (full, op, none)]
+    assert rates[0] < rates[1] < rates[2]
     # A third of the FLOPs of forward and backward is a forward pass.
-    assert none / full == pytest.approx(4 / 3, rel=0.03)
+    assert rates[2] / rates[0] == pytest.approx(4 / 3, rel=0.03)
 
 
 @pytest.mark.parametrize("name", [name for name in recipes.names() if name != "demo"])
@@ -54,21 +88,20 @@ def test_recipes_ship_the_fastest_setting_that_fits_with_room_to_spare(name):
     text = recipes.find(name).read_text()
     shown = re.search(rf"cookbook estimate {name} --tune --gpu (\S+)", text)
     assert shown, "the recipe says for which GPU it is set"
-    loaded = recipes.load(name)
-    found = Tuning(Report.of(loaded, Path("/x"), shown.group(1)))
-    usable = found.report.device.usable_gib
+    found = tuned(name, kind=shown.group(1))
+    usable = found.predictor.gpu.usable_gib
     assert found.own.peak_gib <= 0.94 * usable
     roomy = [each for each in found.faster if each.peak_gib <= 0.9 * usable]
-    assert [each.overrides for each in roomy] == []
+    assert [found.changes(each) for each in roomy] == []
 
 
 def test_tune_is_printed_and_given_as_json(user: Kit):
-    asked = ["estimate", "llama8b_full", "--tune", "ac_mode=full"]
+    asked = ["estimate", "llama8b_full", "--tune", "activation_checkpointing=full"]
     done = user.cookbook(*asked)
     assert done.returncode == 0, done.stderr
     table = done.stdout.partition("TOKENS/S/GPU")[2].splitlines()
     assert "as the recipe has it" in table[1]
     faster = json.loads(user.cookbook(*asked, "--json").stdout)["tuning"]["faster"]
     assert len(faster) > SHOWN == len(table[2:])
-    shown = [line.split()[2:] for line in table[2:]]
+    shown = [line.split()[4:] for line in table[2:]]
     assert shown == [each["overrides"].split() for each in faster[:SHOWN]]

@@ -1,4 +1,4 @@
-"""The one-host cluster: real jobs, stand-in GPUs, clusters side by side, nothing left over."""
+"""slurm/dev-cluster/cluster.sh: real jobs, emulated GPUs, several clusters, nothing left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB_SCRIPT = """#!/bin/bash
 echo "batch $SLURM_CONF home=$HOME secret=${SECRET:-none}"
 srun --ntasks-per-node=1 bash -c 'echo "step $SLURMD_NODENAME $SLURM_CONF"'
 """
-# Holds its GPUs until the other job has named its own too.
+# Keeps its GPUs until the other job has written its GPU numbers too.
 GPU_JOB = """echo "$CUDA_VISIBLE_DEVICES" >gpus.$SLURM_JOB_ID
 for _ in $(seq 200); do [ "$(ls gpus.* | wc -l)" = 2 ] && exit 0; sleep 0.1; done; exit 1"""
 
@@ -33,15 +33,15 @@ def cluster_sh(
 
 
 def processes_of(state: Path) -> dict[int, str]:
-    """Live processes that have the state folder in arguments, environment or working folder."""
+    """Processes with the state folder in their arguments, environment or working directory."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-            place = os.readlink(process / "cwd")
+            cwd = os.readlink(process / "cwd")
         except OSError:
             continue
-        if int(process.name) != os.getpid() and f"{state}/" in f"{text.decode('latin1')}\n{place}/":
+        if int(process.name) != os.getpid() and f"{state}/" in f"{text.decode('latin1')}\n{cwd}/":
             found[int(process.name)] = text.split(b"\0")[0].decode("latin1")
     return found
 
@@ -53,7 +53,9 @@ def wait_for(condition, timeout_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_batch_job_with_few_variables_runs_steps_on_both_nodes(slurm, tmp_path: Path) -> None:
+def test_a_batch_job_with_a_small_environment_runs_steps_on_both_nodes(
+    slurm, tmp_path: Path
+) -> None:
     (tmp_path / "job.sh").write_text(JOB_SCRIPT)
     submitted = slurm.run(
         ["sbatch", "--wait", "--nodes=2", "--export=HOME,PATH,USER", "--output=out", "job.sh"],
@@ -67,8 +69,8 @@ def test_a_batch_job_with_few_variables_runs_steps_on_both_nodes(slurm, tmp_path
     assert sorted(steps) == [f"step n1 {conf}", f"step n2 {conf}"]
 
 
-def test_a_requeued_job_starts_again_soon(slurm, tmp_path: Path) -> None:
-    # With Slurm's own setting it would wait two minutes.
+def test_a_requeued_job_restarts_soon(slurm, tmp_path: Path) -> None:
+    # With Slurm's default it would wait two minutes.
     job = 'echo "${SLURM_RESTART_COUNT:-0}" >>attempts; '
     job += '[ -n "$SLURM_RESTART_COUNT" ] || { scontrol requeue "$SLURM_JOB_ID"; sleep 60; }'
     submit = ["sbatch", "--requeue", "--output=/dev/null", f"--wrap={job}"]
@@ -104,17 +106,17 @@ def test_two_jobs_on_a_node_get_distinct_gpus(slurm, tmp_path: Path) -> None:
         (["--nodes=1", "--partition=absent"], False),
     ],
 )
-def test_test_only_judges_as_a_gpu_cluster_would(slurm, options: list[str], accepted: bool) -> None:
+def test_sbatch_test_only_answers_like_a_gpu_cluster(
+    slurm, options: list[str], accepted: bool
+) -> None:
     answer = slurm.run(["sbatch", "--test-only", *options, "--wrap=true"])
     assert (answer.returncode == 0) is accepted, answer.stderr
 
 
-def test_down_of_one_cluster_leaves_the_other_and_foreign_processes(
-    slurm, cluster_root: Path, new_cluster
-) -> None:
+def test_down_stops_only_its_own_cluster(slurm, cluster_root: Path, new_cluster) -> None:
     before = processes_of(slurm.state)
     with new_cluster("other", "--nodes", "1", "--gpus", "2") as other:
-        # Neither its arguments nor its SLURM_CONF make a process the cluster's own.
+        # A process does not belong to the cluster because of its arguments or its SLURM_CONF.
         bystander = subprocess.Popen(["sleep", "600"], env=other.env)
         named = subprocess.Popen(
             ["tail", "-f", other.state / "slurm.conf"], stdout=subprocess.DEVNULL
@@ -134,15 +136,15 @@ def test_down_of_one_cluster_leaves_the_other_and_foreign_processes(
     assert sorted(nodes.stdout.split()) == ["n1", "n2"], nodes.stderr
 
 
-def test_up_twice_is_once(slurm) -> None:
-    place = ["--name", slurm.name, "--state", slurm.root]
-    # The step of an earlier job may be on its way out.
+def test_a_second_up_changes_nothing(slurm) -> None:
+    options = ["--name", slurm.name, "--state", slurm.root]
+    # A job step of an earlier test may still be ending.
     wait_for(lambda: not any("slurmstepd" in name for name in processes_of(slurm.state).values()))
     before = processes_of(slurm.state)
-    again = cluster_sh("up", *place, "--requeue-delay", "5")
+    again = cluster_sh("up", *options, "--requeue-delay", "5")
     assert (again.returncode, again.stdout) == (0, "")
     assert again.stderr == "cluster 'tests' is already up: 2 nodes, 8 h100 GPUs each\n"
-    other_shape = cluster_sh("up", *place, "--nodes", "3")
+    other_shape = cluster_sh("up", *options, "--nodes", "3")
     assert other_shape.returncode == 1
     assert f"first: {CLUSTER_SH} down --name tests --state {slurm.root}" in other_shape.stderr
     assert processes_of(slurm.state) == before
@@ -150,9 +152,9 @@ def test_up_twice_is_once(slurm) -> None:
 
 def test_two_ups_at_once_start_one_cluster(cluster_root: Path, new_cluster) -> None:
     with new_cluster("race", "--nodes", "1", "--gpus", "0"):
-        place = ["--name", "race", "--state", str(cluster_root)]
-        assert cluster_sh("down", *place).returncode == 0
-        up = [CLUSTER_SH, "up", *place, "--nodes", "1", "--gpus", "0"]
+        options = ["--name", "race", "--state", str(cluster_root)]
+        assert cluster_sh("down", *options).returncode == 0
+        up = [CLUSTER_SH, "up", *options, "--nodes", "1", "--gpus", "0"]
         both = [subprocess.Popen(up, stderr=subprocess.PIPE, text=True) for _ in range(2)]
         messages = sorted(process.communicate(timeout=60)[1].splitlines()[0] for process in both)
         assert messages[0].startswith("cluster 'race' is already up")
@@ -170,22 +172,24 @@ def test_an_interrupted_up_leaves_no_process(cluster_root: Path) -> None:
     assert processes_of(cluster_root) == {}
 
 
-def test_a_stray_environment_does_not_matter(slurm, cluster_root: Path) -> None:
+def test_slurm_variables_of_the_shell_are_ignored(slurm, cluster_root: Path) -> None:
     stray = slurm.env | {"SLURM_CLUSTERS": "elsewhere", "SBATCH_PARTITION": "absent"}
     stray["SLURM_JOB_ID"] = "1"
-    place = ["--name", "stray", "--state", cluster_root]
-    up = cluster_sh("up", *place, "--nodes", "1", env=stray)
+    options = ["--name", "stray", "--state", cluster_root]
+    up = cluster_sh("up", *options, "--nodes", "1", env=stray)
     try:
         assert up.returncode == 0, up.stderr
-        assert cluster_sh("env", *place, env=stray).stdout == (
+        assert cluster_sh("env", *options, env=stray).stdout == (
             f"export SLURM_CONF={cluster_root}/stray/slurm.conf\n"
         )
     finally:
-        assert cluster_sh("down", *place, env=stray).returncode == 0
+        assert cluster_sh("down", *options, env=stray).returncode == 0
     assert slurm.run(["srun", "true"]).returncode == 0
 
 
-def test_down_ends_jobs_and_leaves_nothing(cluster_root: Path, tmp_path: Path, new_cluster) -> None:
+def test_down_ends_jobs_and_leaves_nothing_behind(
+    cluster_root: Path, tmp_path: Path, new_cluster
+) -> None:
     stubborn = 'trap "" TERM; setsid sleep 600 & env -i setsid sleep 600 & touch started; sleep 600'
     with new_cluster("full") as cluster:
         options = ["--nodes=2", "--exclusive", "--output=/dev/null"]
@@ -197,7 +201,7 @@ def test_down_ends_jobs_and_leaves_nothing(cluster_root: Path, tmp_path: Path, n
         )
         wait_for((tmp_path / "started").exists)
         jobs = [pid for pid, program in processes_of(cluster.state).items() if program == "sleep"]
-        assert len(jobs) == 2  # the one without an environment is known by its place alone
+        assert len(jobs) == 2  # the one without an environment is found by its working directory
         down = cluster_sh("down", "--name", "full", "--state", cluster_root)
         assert down.returncode == 0, down.stderr
         assert waiting.wait(timeout=20) != 0
@@ -208,9 +212,9 @@ def test_down_ends_jobs_and_leaves_nothing(cluster_root: Path, tmp_path: Path, n
     assert "is not up" in again.stderr
 
 
-def test_up_starts_a_dead_daemon_again(cluster_root: Path, new_cluster) -> None:
+def test_up_restarts_a_dead_daemon(cluster_root: Path, new_cluster) -> None:
     with new_cluster("torn") as cluster:
-        place = ["--name", "torn", "--state", cluster_root]
+        options = ["--name", "torn", "--state", cluster_root]
         daemons = {
             pid
             for pid in processes_of(cluster.state)
@@ -219,22 +223,22 @@ def test_up_starts_a_dead_daemon_again(cluster_root: Path, new_cluster) -> None:
         assert len(daemons) == 3
         for pid in daemons:
             os.kill(pid, signal.SIGKILL)
-        status = cluster_sh("status", *place)
+        status = cluster_sh("status", *options)
         assert status.returncode == 1
         assert status.stdout.count(" dead\n") == 3
-        assert cluster_sh("up", *place).returncode == 0
+        assert cluster_sh("up", *options).returncode == 0
         assert cluster.run(["srun", "--nodes=2", "true"]).returncode == 0
-        status = cluster_sh("status", *place)
+        status = cluster_sh("status", *options)
         assert (status.returncode, status.stdout.count("gpu:h100:8")) == (0, 2), status.stderr
 
 
 @pytest.mark.long
 @NEEDS_ACCOUNTING
-def test_accounting_outlives_its_daemons_and_is_reached_by_nobody_else(
+def test_accounting_data_survives_dead_daemons_and_is_private(
     cluster_root: Path, new_cluster
 ) -> None:
     with new_cluster("books", "--accounting", "--nodes", "1") as cluster:
-        place = ["--name", "books", "--state", str(cluster_root)]
+        options = ["--name", "books", "--state", str(cluster_root)]
         assert cluster.run(["sacctmgr", "--immediate", "add", "account", "lab"]).returncode == 0
         database = {
             name: pid
@@ -243,20 +247,20 @@ def test_accounting_outlives_its_daemons_and_is_reached_by_nobody_else(
             in ("mariadbd", "slurmdbd")
         }
         assert sorted(database) == ["mariadbd", "slurmdbd"]
-        # The database listens on its socket alone, in a folder that is this user's own.
+        # The database listens on a unix socket only, in a folder that only this user can read.
         assert not listening_ports(database["mariadbd"])
         assert len(listening_ports(database["slurmdbd"])) == 1
         assert (cluster.state / "database").stat().st_mode & 0o077 == 0
         assert (cluster.state / "slurmdbd.conf").stat().st_mode & 0o077 == 0
         for pid in database.values():
             os.kill(pid, signal.SIGKILL)
-        status = cluster_sh("status", *place)
+        status = cluster_sh("status", *options)
         assert (status.returncode, status.stdout.count(" dead\n")) == (1, 2)
-        up = cluster_sh("up", "--accounting", "--nodes", "1", *place)
+        up = cluster_sh("up", "--accounting", "--nodes", "1", *options)
         assert up.returncode == 0, up.stderr
         accounts = cluster.run(["sacctmgr", "--noheader", "--parsable2", "show", "account"])
         assert "lab|" in accounts.stdout
-        assert cluster_sh("down", *place).returncode == 0
+        assert cluster_sh("down", *options).returncode == 0
     assert processes_of(cluster_root) == {}
 
 
@@ -276,7 +280,7 @@ def listening_ports(pid: int) -> set[int]:
     return found
 
 
-def test_a_failed_start_shows_the_log_and_stops_what_it_started(
+def test_a_failed_start_shows_the_log_and_stops_its_processes(
     cluster_root: Path, new_cluster
 ) -> None:
     up = cluster_sh("up", "--state", cluster_root, "--set", "SelectType=select/absent")
@@ -334,7 +338,7 @@ def test_a_failed_start_shows_the_log_and_stops_what_it_started(
         ),
     ],
 )
-def test_wrong_usage_exits_2_and_names_the_fault(arguments: list[str], message: str) -> None:
+def test_wrong_usage_exits_with_2_and_names_the_fault(arguments: list[str], message: str) -> None:
     answer = cluster_sh(*arguments)
     assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"{message}\n")
 
@@ -346,7 +350,7 @@ def test_help_goes_to_stdout(command: list[str]) -> None:
     assert answer.stdout.startswith(" ".join(["usage: cluster.sh", *command]))
 
 
-def test_a_state_folder_that_munge_would_refuse_is_named(cluster_root: Path) -> None:
+def test_a_state_folder_that_munge_refuses_is_reported(cluster_root: Path) -> None:
     closed = cluster_root / "closed"
     closed.mkdir(mode=0o700)
     shared = cluster_root / "shared"
@@ -363,7 +367,7 @@ def test_a_state_folder_that_munge_would_refuse_is_named(cluster_root: Path) -> 
         assert len(up.stderr.splitlines()) == 1
 
 
-def test_a_state_folder_of_somebody_else_is_refused(cluster_root: Path) -> None:
+def test_a_state_folder_of_another_user_is_refused(cluster_root: Path) -> None:
     if os.geteuid() == 0:
         foreign = cluster_root / "foreign"
         foreign.mkdir(mode=0o711)
@@ -377,7 +381,9 @@ def test_a_state_folder_of_somebody_else_is_refused(cluster_root: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "down"])
-def test_a_folder_that_is_no_cluster_is_not_touched(cluster_root: Path, command: str) -> None:
+def test_a_folder_that_is_not_a_state_folder_is_not_changed(
+    cluster_root: Path, command: str
+) -> None:
     work = cluster_root / "work" / "thesis.tex"
     work.parent.mkdir()
     work.write_text("dear")
@@ -387,7 +393,7 @@ def test_a_folder_that_is_no_cluster_is_not_touched(cluster_root: Path, command:
     assert work.read_text() == "dear"
 
 
-def test_env_and_status_of_no_cluster_tell_how_to_start_one(cluster_root: Path) -> None:
+def test_env_and_status_without_a_cluster_say_how_to_start_one(cluster_root: Path) -> None:
     remedy = f"to start it: {CLUSTER_SH} up --name default --state {cluster_root}\n"
     for command in ("env", "status"):
         answer = cluster_sh(command, "--state", cluster_root)
@@ -395,7 +401,9 @@ def test_env_and_status_of_no_cluster_tell_how_to_start_one(cluster_root: Path) 
         assert answer.stderr.endswith(remedy)
 
 
-def test_missing_slurm_names_the_packages(cluster_root: Path, tmp_path: Path, plain_env) -> None:
+def test_missing_slurm_names_the_packages_to_install(
+    cluster_root: Path, tmp_path: Path, plain_env
+) -> None:
     for tool in ("bash", "realpath"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
     env = plain_env | {"PATH": str(tmp_path)}
@@ -416,8 +424,8 @@ def test_missing_slurm_names_the_packages(cluster_root: Path, tmp_path: Path, pl
     ids=["plain", "accounting"],
 )
 def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env, accounting) -> None:
-    # A checkout may be closed to other users; the script needs nothing but itself.
-    script = Path(shutil.copy(CLUSTER_SH, cluster_root / "cluster.sh"))
+    # A checkout may be closed to other users; the script needs only its own folder.
+    script = shutil.copytree(CLUSTER_SH.parent, cluster_root / "dev-cluster") / CLUSTER_SH.name
     state = cluster_root / "user"
     state.mkdir(mode=0o711)
     as_user: list[str] = []

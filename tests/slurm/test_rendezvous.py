@@ -1,4 +1,4 @@
-"""The check before torchrun: nodes that meet, and each way in which one does not, by name."""
+"""slurm/rendezvous.py, the check before torchrun: nodes connect, or a message names the node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def port() -> int:
 
 
 def node(rank: int, port: int, nodes: int = 3, **changes: str) -> subprocess.Popen[str]:
-    """What slurm/node.sh starts on one node."""
+    """Start rendezvous.py as slurm/node.sh does on one node."""
     env = {
         "PATH": os.environ["PATH"],
         "NODE_NAME": f"n{rank + 1}",
@@ -45,55 +45,55 @@ def node(rank: int, port: int, nodes: int = 3, **changes: str) -> subprocess.Pop
     )
 
 
-def said(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     output, errors = process.communicate(timeout=30)
     return process.returncode, output.strip(), errors.strip()
 
 
-def test_nodes_meet_and_name_the_interface(port):
+def test_nodes_connect_and_report_the_interface(port):
     nodes = [node(rank, port, RENDEZVOUS_WAIT_S="20") for rank in (2, 1, 0)]
     for process in nodes:
-        status, interface, words = said(process)
-        assert (status, interface) == (0, "lo"), words
-        assert "met the first node at 127.0.0.1" in words
+        status, interface, message = finish(process)
+        assert (status, interface) == (0, "lo"), message
+        assert "met the first node at 127.0.0.1" in message
 
 
-def test_the_first_node_names_the_one_that_is_missing(port):
+def test_the_first_node_names_a_missing_node(port):
     first, second = node(0, port), node(1, port)
-    assert said(second)[0] == 0
-    status, _, words = said(first)
-    assert status == 1 and "no call from node number 2 within 2 s at the first node n1" in words
+    assert finish(second)[0] == 0
+    status, _, message = finish(first)
+    assert status == 1 and "node number 2 did not connect to the first node n1" in message
 
 
-def test_a_node_that_nobody_answers_names_itself(port):
-    status, _, words = said(node(1, port))
-    assert status == 1 and words.startswith("node n2 does not reach the first node at 127.0.0.1")
+def test_a_node_without_an_answer_names_itself(port):
+    status, _, message = finish(node(1, port))
+    assert status == 1 and message.startswith("node n2 did not reach the first node at 127.0.0.1")
 
 
-def test_a_stranger_on_the_port_is_not_taken_for_the_first_node(port):
+def test_the_first_node_of_another_run_is_not_accepted(port):
     first = node(0, port, nodes=2)
-    status, _, words = said(node(1, port, nodes=2, RUN_DIR="/runs/another"))
-    assert status == 1 and "does not reach" in words
-    assert said(first)[0] == 1
+    status, _, message = finish(node(1, port, nodes=2, RUN_DIR="/runs/another"))
+    assert status == 1 and "did not reach" in message
+    assert finish(first)[0] == 1
 
 
-def test_an_address_that_does_not_resolve(port):
-    status, _, words = said(node(1, port, HEAD_ADDR="no-such-host.invalid"))
-    assert status == 1 and words.startswith("node n2 cannot resolve the first node's address")
+def test_an_address_that_does_not_resolve_is_reported(port):
+    status, _, message = finish(node(1, port, HEAD_ADDR="no-such-host.invalid"))
+    assert status == 1 and message.startswith("node n2 cannot resolve the first node's address")
 
 
 def test_a_loopback_is_refused_where_the_nodes_are_several_hosts(port):
-    status, _, words = said(node(1, port, ONE_HOST="no"))
-    assert status == 1 and "for a loopback (127.0.0.1)" in words
+    status, _, message = finish(node(1, port, ONE_HOST="no"))
+    assert status == 1 and "to a loopback (127.0.0.1)" in message
 
 
-def test_an_address_that_is_not_the_first_nodes_own(port):
-    status, _, words = said(node(0, port, HEAD_ADDR="192.0.2.1"))
-    assert status == 1 and "cannot listen on 192.0.2.1" in words
+def test_an_address_of_another_host_is_reported(port):
+    status, _, message = finish(node(0, port, HEAD_ADDR="192.0.2.1"))
+    assert status == 1 and "cannot listen on 192.0.2.1" in message
 
 
 @pytest.mark.parametrize("missing", ["train.yaml", "venv"])
-def test_a_node_that_cannot_see_the_files_leaves_a_permanent_fault(tmp_path, missing):
+def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, missing):
     logs = tmp_path / "logs" / "0"
     logs.mkdir(parents=True)
     if missing != "train.yaml":

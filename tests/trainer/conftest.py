@@ -1,9 +1,11 @@
 """The model and the data of the trainer's tests, made once."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer import demo
 
@@ -11,6 +13,17 @@ from trainer import demo
 pytest.register_assert_rewrite("tests.trainer.runs")
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models so small are slower on several threads, and much slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Real training runs for the tests: configs, starts under torchrun, and what they leave."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,8 +14,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
-START_LIMIT_S = 120
+from tests.trainer.forks import ROOT as ROOT
+from tests.trainer.forks import Ranks, environment
+
+# Far more than a start takes, as two workers share the cores.
+START_LIMIT_S = 300
 
 # Those of trainer/demo.py's model.
 MODEL_SIZES = {
@@ -46,7 +48,7 @@ def write_config(
         "dtype": "fp32",
         "model": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES},
         "tokenizer": {
-            "_component_": "trainer.tokenizers.hugging_face_tokenizer",
+            "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
             "path": str(model_folder),
         },
         "checkpointer": {"checkpoint_dir": str(model_folder), "model_type": "LLAMA3"},
@@ -91,24 +93,25 @@ def lora_model(**changes: Any) -> dict[str, Any]:
 
 
 def start(
-    *configs: Path, ranks: int = 1, attempt: int = 0, module: str = "trainer.sft"
-) -> subprocess.Popen:
-    """Start `module` on the configs; more than one rank go through torchrun."""
+    config: Path,
+    ranks: int = 1,
+    attempt: int = 0,
+    module: str = "trainer.sft",
+    fresh: bool = False,
+) -> Ranks | subprocess.Popen:
+    """Start `module` on the config, on ranks that are forked.
+
+    `fresh` makes them new processes of Python as a job does: several ranks go through torchrun.
+    """
+    if not fresh:
+        return Ranks(module, [str(config)], ranks, COOKBOOK_ATTEMPT=str(attempt))
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["--max-restarts=0", "--monitor-interval=0.2", "-m", module]
-    else:
-        command += ["-m", module]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "COOKBOOK_ATTEMPT": str(attempt),
-    }
+        command += ["--max-restarts=0", "--monitor-interval=0.2"]
     return subprocess.Popen(
-        [*command, *map(str, configs)],
-        env=environment,
+        [*command, "-m", module, str(config)],
+        env=environment(COOKBOOK_ATTEMPT=str(attempt)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -116,7 +119,7 @@ def start(
 
 
 def finish(
-    process: subprocess.Popen, status: int | None = 0, limit_s: float = START_LIMIT_S
+    process: Ranks | subprocess.Popen, status: int | None = 0, limit_s: float = START_LIMIT_S
 ) -> str:
     """Wait for a start, check its exit status where one is given, return its output."""
     try:
@@ -136,12 +139,12 @@ def train(
     status: int | None = 0,
     limit_s: float = START_LIMIT_S,
 ) -> str:
-    """One start from beginning to end. Several configs share the processes of one start."""
-    module = "trainer.sft" if len(configs) == 1 else "tests.trainer.many"
-    return finish(start(*configs, ranks=ranks, attempt=attempt, module=module), status, limit_s)
+    """Starts from beginning to end, one after the other; returns what all of them printed."""
+    outputs = (finish(start(path, ranks, attempt), status, limit_s) for path in configs)
+    return "".join(outputs)
 
 
-def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(config: Path, step: int, process: Ranks | subprocess.Popen) -> None:
     """Return as soon as metrics.jsonl shows `step`."""
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline:
@@ -152,14 +155,16 @@ def wait_for_step(config: Path, step: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"step {step} was not reached in {START_LIMIT_S} s")
 
 
-def rank_processes(process: subprocess.Popen) -> list[psutil.Process]:
-    """The ranks of a start by rank; the process itself where there is no torchrun."""
+def rank_processes(process: Ranks | subprocess.Popen) -> list[psutil.Process]:
+    """The ranks of a start by rank; the process itself if there is no torchrun."""
+    if isinstance(process, Ranks):
+        return process.ranks
     children = psutil.Process(process.pid).children()
     ranks = [c for c in children if "RANK" in c.environ()]
     return sorted(ranks, key=lambda c: int(c.environ()["RANK"])) or [psutil.Process(process.pid)]
 
 
-def kill_rank(process: subprocess.Popen, rank: int) -> None:
+def kill_rank(process: Ranks | subprocess.Popen, rank: int) -> None:
     """kill -9 one rank."""
     rank_processes(process)[rank].send_signal(signal.SIGKILL)
 

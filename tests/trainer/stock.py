@@ -1,15 +1,16 @@
-"""Run torchtune's stock single-device recipe: python -m tests.trainer.stock <config> <method>"""
-
-import sys
+"""torchtune's stock single-device recipe: forks.run("tests.trainer.stock", config, method)."""
 
 from omegaconf import OmegaConf
 
 from benchmarks.peers.torchtune import RECIPES, stock_recipe
-from trainer import weights
+from trainer.storage import weights
 
-if __name__ == "__main__":
-    config = OmegaConf.load(sys.argv[1])
-    recipe = stock_recipe(*RECIPES[sys.argv[2], False])(cfg=config)
+
+def main(arguments: list[str]) -> None:
+    """Train by a config of torchtune's with `full` or `lora`."""
+    path, method = arguments
+    config = OmegaConf.load(path)
+    recipe = stock_recipe(*RECIPES[method, False])(cfg=config)
     recipe.setup(cfg=config)
     # torchtune draws the adapter from the global random state; both must start from the same one.
     weights.initialise_adapter(recipe._model, config.seed)

@@ -10,13 +10,17 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.trainer.runs import ROOT, metrics, progress, train, write_config
 
 QUESTIONS = ROOT / "configs/datasets/slurm_qa.jsonl"
+WARM_UP = {
+    "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "num_warmup_steps": 8,
+}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_best_checkpoint_is_exported(
     ranks: int, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    """A learning rate far too high spoils the weights more and more."""
+    """A learning rate that grows far too high spoils the weights more and more."""
     paths = [
         write_config(
             tmp_path / name,
@@ -24,7 +28,8 @@ def test_the_best_checkpoint_is_exported(
             dataset,
             batch_size=8 // ranks,
             max_steps=8,
-            optimizer={"_component_": "torch.optim.AdamW", "lr": 0.1},
+            optimizer={"_component_": "torch.optim.AdamW", "lr": 0.4},
+            lr_scheduler=WARM_UP,
             dataset_val={"data_files": str(QUESTIONS), "split": "train[:8]"},
             run_val_every_n_steps=2,
             save_every_n_steps=2,

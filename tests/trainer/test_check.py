@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from launcher import recipe, stock
-from tests.trainer.runs import ROOT, lora_model, write_config
+from launcher.recipes import recipe, stock
+from tests.trainer.forks import run
+from tests.trainer.runs import lora_model, write_config
 from trainer import check
 from trainer.config import read_yaml
 
@@ -37,12 +36,12 @@ def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> No
         ({"optimizer": {"_component_": "torch.optim.AdamWW"}}, "did you mean AdamW?"),
         ({"model": {"num_layer": 3}}, "model: torchtune.models.llama3.llama3 does not take this"),
         ({"model": {"num_heads": 3}}, "model: torchtune.models.llama3.llama3 refused its arg"),
-        ({"model": {"intermediate_dim": 511}}, "has shape [512, 128], the model wants [511, 128]"),
+        ({"model": {"intermediate_dim": 511}}, "has shape [512, 128], the model needs [511, 128]"),
         ({"model": {"rope_base": 500000}}, "the builder has rope_theta 500000"),
         ({"dataset": {"_component_": "torchtune.datasets.chat_datset"}}, "mean chat_dataset?"),
         ({"tokenizer": {"max_seq_len": 4096}}, "4096 is more than the model's 512; set tokenizer."),
         ({"loss": {"_component_": "torch.nn.MSELoss"}}, "loss: MSELoss is not supported"),
-        ({"tensor_parallel_dim": 3}, "tensor_parallel_dim: 3 does not divide"),
+        ({"tensor_parallel_dim": 3}, "tensor_parallel_dim 3 does not divide"),
         ({"lr_scheduler": {"_component_": "trainer.schedule.nothing"}}, "trainer.schedule has no"),
     ],
     ids=lambda value: str(value)[:40],
@@ -55,9 +54,9 @@ def test_a_fault_is_found_before_a_rank_starts(content: dict, change: dict, told
 
 def test_dora_on_the_output_layer_needs_a_loss_with_logits(content: dict) -> None:
     content["model"] = lora_model(use_dora=True, apply_lora_to_output=True)
-    content["loss"] = {"_component_": "trainer.loss.LinearCrossEntropy"}
+    content["loss"] = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
     (fault,) = check.faults(content)
-    assert "knows no DoRA on the output layer; set model.apply_lora_to_output=False" in fault
+    assert "knows no DoRA on the output head; set model.apply_lora_to_output=False" in fault
     content["loss"] = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
     assert check.faults(content) == []
 
@@ -76,8 +75,7 @@ def test_the_command_answers_in_json(content: dict, tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     content["bathc_size"] = 3
     path.write_text(yaml.safe_dump(content))
-    argv = [sys.executable, "-m", "trainer.check", str(path)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    done = run("trainer.check", path)
     (fault,) = json.loads(done.stdout)["faults"]
     assert "did you mean batch_size" in fault and done.returncode == 0
 

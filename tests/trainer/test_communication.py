@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher import estimate as estimates
-from launcher.communication import Message, messages
+from launcher.sizing.communication import Message, messages
+from launcher.sizing.from_recipe import step_of
+from tests.trainer import forks
 from tests.trainer.runs import lora_model, train, write_config
 from tests.trainer.test_trace import recipe
 from trainer import config as configs
@@ -33,10 +33,10 @@ FUNCTIONAL = {
     "reduce_scatter_tensor": ("reduce-scatter", 0),
     "all_reduce": ("all-reduce", 0),
 }
-LINEAR = {"loss": {"_component_": "trainer.loss.LinearCrossEntropy"}}
+LINEAR = {"loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"}}
 CHUNKED = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
 TP = {"tensor_parallel_dim": 2}
-COPIES = {"data_parallel_replicate_dim": 2}
+REPLICAS = {"data_parallel_replicate_dim": 2}
 TWICE = {"gradient_accumulation_steps": 2}
 SYNCED = TWICE | {"sync_each_micro_batch": True}
 RECOMPUTED = {"enable_activation_checkpointing": True}
@@ -65,7 +65,7 @@ LONG: Runs = {
         "full summed in bf16": BF16 | TWICE | {"fsdp_reduce_dtype": "bf16"},
         "full tp by operation": TP | BY_OPERATION,
         "full tp masters": TP | MASTERS,
-        "full two copies": COPIES | TWICE,
+        "full two replicas": REPLICAS | TWICE,
         "lora apart": LORA | APART,
         "lora tp": LORA | TP | LINEAR | BF16,
         "lora tp output": LORA_OUTPUT | TP,
@@ -75,15 +75,15 @@ LONG: Runs = {
         "qlora fp32": QLORA,
     },
     4: {
-        "full copies synced": COPIES | SYNCED,
+        "full replicas synced": REPLICAS | SYNCED,
         "full tp fsdp": TP | TWICE | RECOMPUTED | BF16,
-        "full copies": COPIES | TWICE | LINEAR,
+        "full replicas": REPLICAS | TWICE | LINEAR,
         "lora tp fsdp": LORA | TP | BF16 | RECOMPUTED | TWICE,
         "full tp fsdp synced": TP | SYNCED | BF16,
-        "full tp copies": TP | COPIES,
+        "full tp replicas": TP | REPLICAS,
         "full tp fsdp every second": TP | EVERY_SECOND,
         "qlora tp fsdp": QLORA | TP | BF16 | RECOMPUTED | LINEAR,
-        "lora copies": LORA | COPIES | BF16,
+        "lora replicas": LORA | REPLICAS | BF16,
     },
 }
 
@@ -156,7 +156,7 @@ def volume(sent: Counter[tuple[str, int]]) -> int:
 
 def assert_as_predicted(folder: Path, ranks: int) -> None:
     config = yaml.safe_load((folder / "train.yaml").read_text())
-    formula = messages(estimates.plan_of(config, 1, ranks))
+    formula = messages(step_of(config, 1, ranks))
     assert_same(counted(folder), formula, config.get("loss") == LINEAR["loss"])
 
 
@@ -218,14 +218,13 @@ def traced(model: str, ranks: int, layers: int, changes: dict[str, Any]) -> Coun
 
 def assert_as_traced(model: str, ranks: int, **changes: Any) -> None:
     layers = 3
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with context.Pool(1) as pool:
+    forks.ensure_server()
+    with forks.CONTEXT.Pool(1) as pool:
         found = pool.apply(traced, (model, ranks, layers, changes))
-    plan = estimates.plan_of(recipe(model, **changes), 1, ranks)
-    plan = replace(plan, shape=replace(plan.shape, layers=layers))
+    step = step_of(recipe(model, **changes), 1, ranks)
+    step = replace(step, shape=replace(step.shape, layers=layers))
     # The trace has no other ranks to agree with.
-    formula = [message for message in messages(plan) if message.what != "agreement"]
+    formula = [message for message in messages(step) if not message.on_cpu]
     assert_same(found, formula + formula, changes.get("loss") == LINEAR["loss"])
 
 
@@ -235,7 +234,7 @@ def test_70b_over_512_gpus_sends_what_is_predicted() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("split", [1, 8])
-@pytest.mark.parametrize("copies", [1, 4])
+@pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize(
     "model",
     [
@@ -246,6 +245,6 @@ def test_70b_over_512_gpus_sends_what_is_predicted() -> None:
         "llama3_2.lora_llama3_2_1b",
     ],
 )
-def test_real_sizes_send_what_is_predicted(model, copies, split) -> None:
-    layout = {"tensor_parallel_dim": split, "data_parallel_replicate_dim": copies}
+def test_real_sizes_send_what_is_predicted(model, replicas, split) -> None:
+    layout = {"tensor_parallel_dim": split, "data_parallel_replicate_dim": replicas}
     assert_as_traced(model, 64, **layout | LINEAR | APART | TWICE)

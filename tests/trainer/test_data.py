@@ -14,15 +14,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runspec.layout import Layout
 from tests.trainer.runs import MODEL_SIZES, write_config
-from trainer import activations, attention, data, distributed, flex, tokenised
-from trainer.attention import Documents
 from trainer.config import instantiate, load
-from trainer.data import Batches, Data, MicroBatch
+from trainer.data import batches as data
+from trainer.data import origin, tokenised
+from trainer.data.batches import Batches, Data, MicroBatch
+from trainer.data.packing import WINDOW, pack
+from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
-from trainer.packing import WINDOW, pack
-from trainer.tokenised import IGNORE_INDEX
-from trainer.tokenizers import hugging_face_tokenizer
+from trainer.layers import attention, flex
+from trainer.layers.batch import IGNORE_INDEX, Documents
+from trainer.models.torchtune.decoder import adopt
+from trainer.parallel import activations
+from trainer.parallel import world as distributed
 
 ROW = 96
 LLAMA = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES, "num_layers": 2}
@@ -39,6 +44,8 @@ GEMMA = {
     "intermediate_dim": 96,
     "max_seq_len": 512,
     "sliding_window_size": 8,
+    # So high that it changes nothing: torchtune caps the last hidden state, not the logits.
+    "final_capping_value": 1e6,
 }
 
 
@@ -115,18 +122,18 @@ def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build:
             logits = model(row.unsqueeze(0))[0, :-1]
             losses = F.cross_entropy(logits, row[1:], reduction="none")
             expected[tokens.tobytes()] = losses[torch.from_numpy(trained[1:])]
-    attention.use_documents(model, torch.device("cpu"), torch.float32)
+    model = adopt(model)
     seen = 0
-    for by_blocks in (False, True):
-        if by_blocks:
-            attention.use_blocks(model, torch.device("cpu"))
+    for with_flex_attention in (False, True):
+        if with_flex_attention:
+            attention.use_flex_attention(model, torch.device("cpu"))
         for index in range(len(rows)):
             batch = rows.collate([rows[index]])
             with torch.inference_mode():
                 logits = model(batch.tokens, mask=batch.documents, input_pos=batch.positions)
             losses = F.cross_entropy(logits[0], batch.labels[0], reduction="none")
             for number, (tokens, _) in enumerate(rows[index].documents):
-                own = (batch.documents.numbers[0] == number) & (batch.labels[0] != IGNORE_INDEX)
+                own = (batch.documents.ids[0] == number) & (batch.labels[0] != IGNORE_INDEX)
                 wanted = expected[tokens.tobytes()]
                 torch.testing.assert_close(losses[own], wanted, rtol=0, atol=1e-5)
                 seen += 1
@@ -136,10 +143,9 @@ def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build:
 def test_what_one_document_says_changes_no_other(build: Any) -> None:
     rows = build(**packed()).training.rows
     batch = rows.collate([rows[0], rows[1]])
-    first = batch.documents.numbers[0] == 0
+    first = batch.documents.ids[0] == 0
     assert first.any() and not first.all()
-    model = instantiate("model", LLAMA)
-    attention.use_documents(model, torch.device("cpu"), torch.float32)
+    model = adopt(instantiate("model", LLAMA))
     changed = batch.tokens.clone()
     changed[0, first] = (changed[0, first] + 1) % 1024
     with torch.inference_mode():
@@ -157,7 +163,7 @@ def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
     chosen = [rows[0], rows[1]]
     batch = rows.collate(chosen)
     assert batch.tokens.shape == (2, ROW)
-    begins = batch.documents.offsets.tolist()
+    begins = batch.documents.cu_seqlens.tolist()
     assert begins[0] == 0 and begins[-1] == batch.tokens.numel()
     position = pairwise(begins)
     flat = {name: getattr(batch, name).flatten() for name in ("tokens", "labels", "positions")}
@@ -227,18 +233,17 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(build: Any) -> None:
     """
     rows = build(**packed()).training.rows
     batches = [rows.collate([rows[i], rows[i + 1]]) for i in range(0, 8, 2)]
-    assert len({len(batch.documents.offsets) for batch in batches}) > 1
-    model = instantiate("model", LLAMA).to(torch.bfloat16)
-    attention.use_documents(model, torch.device("cpu"), torch.float32)
+    assert len({len(batch.documents.cu_seqlens) for batch in batches}) > 1
+    model = adopt(instantiate("model", LLAMA)).to(torch.bfloat16)
 
     def outputs() -> list[torch.Tensor]:
         return [model(b.tokens, mask=b.documents, input_pos=b.positions) for b in batches]
 
     wanted = outputs()
     for kernel in (by_document, as_operator):
-        for layer in model.layers:
+        for layer in attention.layers(model):
             options = {"window_size": [-1, 0]}
-            layer.attn.varlen_attention = partial(attention._varlen, partial(kernel, **options))
+            layer.varlen_attention = partial(attention._varlen, partial(kernel, **options))
         if kernel is as_operator:
             torch._dynamo.reset()
             for layer in model.layers:
@@ -267,7 +272,7 @@ def test_blocks_hold_what_is_seen_and_little_else(length: int, window: int | Non
     seen = (position[:, None] >= position) & (numbers.unsqueeze(2) == numbers.unsqueeze(1))
     if window is not None:
         seen &= position[:, None] - position < window
-    mask = flex.blocks(numbers, {window}).by_window[window]
+    mask = flex.block_masks(numbers, {window}).by_window[window]
     count = -(-length // flex.BLOCK)
     rows, queries, keys = torch.meshgrid(torch.arange(2), position, position, indexing="ij")
     assert torch.equal(mask.mask_mod(rows, 0, queries, keys), seen)
@@ -289,15 +294,13 @@ def test_blocks_hold_what_is_seen_and_little_else(length: int, window: int | Non
 
 
 @torch.inference_mode()
-def test_layers_by_blocks_are_compiled_once() -> None:
+def test_layers_with_flex_attention_are_compiled_once() -> None:
     """For any documents; what has a window, and what has none, is another kind of layer."""
-    model = instantiate("model", GEMMA)
-    device = torch.device("cpu")
-    attention.use_documents(model, device, torch.float32)
+    model = adopt(instantiate("model", GEMMA))
     tokens = torch.arange(400).reshape(2, 200) % 1000
     batches = [Documents(documents_of(200, seed), torch.zeros(2)) for seed in (1, 2, 3)]
     wanted = [model(tokens, mask=documents) for documents in batches]
-    attention.use_blocks(model, device)
+    attention.use_flex_attention(model, torch.device("cpu"))
     torch._dynamo.reset()
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
@@ -310,36 +313,31 @@ def test_layers_by_blocks_are_compiled_once() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_a_compiled_kernel_by_blocks_gives_what_all_scores_give(cap: float | None) -> None:
+def test_compiled_flex_attention_gives_what_all_scores_give(cap: float | None) -> None:
     """The compiler's kernel for the CPU, which leaves blocks out too; it has no backward pass."""
     torch.manual_seed(0)
     numbers = documents_of(700, seed=1)
-    layer = torch.nn.Module()
-    layer.softcapping, layer.scaling, layer.sliding_window_size = cap, 0.3, 150
-    flex.prepare(layer, torch.device("cpu"))
-    mask = flex.blocks(numbers, {150})
-    query, key, value = (torch.randn(2, 700, heads, 32) for heads in (4, 2, 2))
-    wanted = flex.attend(layer, query, key, value, mask)
-    layer.flex_attention = torch.compile(layer.flex_attention)
-    found = flex.attend(layer, query, key, value, mask)
+    mask = flex.block_masks(numbers, {150}).by_window[150]
+    heads = tuple(torch.randn(2, 700, heads, 32) for heads in (4, 2, 2))
+    plain = flex.kernel(torch.device("cpu"))
+    wanted, found = (
+        flex.attend(kernel, heads, mask, cap, 0.3) for kernel in (plain, torch.compile(plain))
+    )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_the_gpus_kernel_by_blocks_gives_what_all_scores_give(cap: float | None) -> None:
+def test_flex_attention_on_a_gpu_gives_what_all_scores_give(cap: float | None) -> None:
     """With gradients, against one matrix of scores."""
     device = torch.device("cuda")
     torch.manual_seed(0)
     numbers = documents_of(700, seed=1).to(device)
-    layer = torch.nn.Module()
-    layer.softcapping, layer.scaling, layer.sliding_window_size = cap, 0.3, 150
-    flex.prepare(layer, device)
-    mask = flex.blocks(numbers, {150})
+    mask = flex.block_masks(numbers, {150}).by_window[150]
     shapes = [(2, 700, heads, 64) for heads in (4, 2, 2)]
     own = [torch.randn(s, device=device, dtype=torch.bfloat16).requires_grad_() for s in shapes]
     exact = [tensor.detach().float().requires_grad_() for tensor in own]
-    found = flex.attend(layer, *own, mask)
+    found = flex.attend(flex.kernel(device), tuple(own), mask, cap, 0.3)
     found.float().square().sum().backward()
     query, key, value = (t.transpose(1, 2).repeat_interleave(4 // t.shape[2], 1) for t in exact)
     scores = 0.3 * query @ key.transpose(2, 3)
@@ -363,15 +361,13 @@ def test_the_gpus_kernel_gives_what_the_mask_gives(build: Any) -> None:
     rows = build(**packed()).training.rows
     batch = rows.collate([rows[0], rows[1]]).to(device)
     with device:
-        layer = instantiate("model", LLAMA).to(torch.bfloat16).layers[0].attn
+        layer = adopt(instantiate("model", LLAMA)).to(torch.bfloat16).blocks[0].attn
         x = torch.randn(2, ROW, MODEL_SIZES["embed_dim"], dtype=torch.bfloat16)
     outputs, gradients = [], []
     for varlen in (None, attention.varlen_attention()):
         inputs = x.clone().requires_grad_()
-        layer.varlen_attention = varlen
-        out = attention._forward(
-            layer, inputs, inputs, mask=batch.documents, input_pos=batch.positions
-        )
+        layer.core.varlen_attention = varlen
+        out = layer(inputs, inputs, mask=batch.documents, input_pos=batch.positions)
         out.float().square().sum().backward()
         outputs.append(out)
         gradients.append(inputs.grad)
@@ -412,7 +408,8 @@ def test_an_epoch_holds_each_sample_once_on_any_number_of_ranks(changes: dict, b
     for ranks in (1, 3):
         found = []
         for rank in range(ranks):
-            part = distributed.World(rank, ranks, rank, torch.device("cpu"), None)
+            layout = Layout(shard=ranks)
+            part = distributed.World(rank, ranks, rank, torch.device("cpu"), None, layout)
             batches = list(Batches(rows, part, 4, seed=5)._index_lists(0))
             assert {len(indices) for indices in batches} == {4}, "every batch has one shape"
             order = [index for indices in batches for index in indices]
@@ -597,7 +594,7 @@ def test_the_slower_of_two_runs_takes_the_quicker_ones_folder(
     config = load(tmp_path / "run/train.yaml")
     tokenizer = instantiate("tokenizer", config.tokenizer)
     samples = instantiate("dataset", config.dataset, tokenizer)
-    tokenised.make("dataset", folder, samples, tokenizer, world, print)
+    tokenised.make("dataset", config.dataset, folder, samples, tokenizer, world, print)
     assert list(cache.iterdir()) == [folder]
     assert (folder / "meta.json").stat().st_mtime_ns == before
 
@@ -606,7 +603,9 @@ def test_a_failed_start_leaves_nothing_behind(build: Any, tmp_path: Path) -> Non
     path = tmp_path / "rows.jsonl"
     rows = [PAIR, PAIR, {"question": "What?", "answer": None}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match=r"^dataset: sample 2: "):
+    with pytest.raises(
+        ConfigError, match=r"^dataset: .*/rows\.jsonl, line 3: there is no 'answer'$"
+    ):
         build(dataset={"data_files": str(path)}, data_cache_dir=str(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
     with pytest.raises(ConfigError, match=r"data_cache_dir: .*rows\.jsonl cannot be written to"):
@@ -616,14 +615,16 @@ def test_a_failed_start_leaves_nothing_behind(build: Any, tmp_path: Path) -> Non
 # Faults
 
 
-def test_samples_that_do_not_fit_the_model_are_named(build: Any) -> None:
+def test_samples_that_do_not_fit_the_model_are_named(build: Any, tmp_path: Path) -> None:
     found = build()
     lengths = found.training.rows.samples.lengths
     assert found.faults(1024, 512) == []
     long, unknown = found.faults(300, 30)
+    origin = load(tmp_path / "run/train.yaml").dataset["data_files"]
     assert long == (
-        f"dataset: {(lengths > 30).sum()} of 44 samples are too long, sample {lengths.argmax()} "
-        f"has {lengths.max()} tokens, the model takes 30; set tokenizer.max_seq_len=30"
+        f"dataset: {(lengths > 30).sum()} of 44 samples are too long: "
+        f"{origin}, line {lengths.argmax() + 1} has {lengths.max()} tokens, "
+        "the model takes 30; set tokenizer.max_seq_len=30"
     )
     assert unknown.startswith("tokenizer: it made token ") and "the model knows 300" in unknown
     (fault,) = build(**packed()).faults(1024, 64)
@@ -675,3 +676,18 @@ def test_a_copy_of_the_data_is_no_validation_data(
     copy.write_text("".join(lines[:3]) + json.dumps(PAIR) + "\n")
     build(dataset_val={"data_files": str(copy)})
     assert build.said == ["note: dataset_val: 3 of 4 samples are the same as samples of dataset"]
+
+
+def test_a_sample_is_named_by_file_and_line(tmp_path: Path) -> None:
+    path, table = tmp_path / "rows.jsonl", tmp_path / "rows.csv"
+    path.write_text('{"a": "one"}\n\n{"a": "two", "b": null}\n{"a": 3}\n')
+    table.write_text('a,b\n"one\nline",1\ntwo,2\n')
+    block = {"source": "json", "data_files": str(path)}
+    assert origin.of_sample(block, 1) == f"{path}, line 3"
+    part = block | {"split": "train[1:]"}
+    assert origin.of_sample(part, 0, {"a": "two", "b": None}) == f"{path}, line 3"
+    assert origin.of_sample(part, 0) == "json, split train[1:], sample 0 (counted from 0)"
+    assert origin.of_sample({"source": "csv", "data_files": str(table)}, 1) == f"{table}, line 4"
+    assert origin.broken_line(block) == f"{path}, line 4: 'a' is a number, before it was str"
+    path.write_text('{"a": "one"}\n{"a": "tw\n')
+    assert str(origin.broken_line(block)).startswith(f"{path}, line 2: not JSON: ")

@@ -1,18 +1,17 @@
 """The demo's model and tokenizer, and the way from a trained run to an answer."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torchtune.data import Message
 
+from tests.trainer.forks import run
 from tests.trainer.runs import ROOT, progress, train, write_config
 from trainer import config as configs
 from trainer import demo
+from trainer.data.tokenizers import HuggingFaceTokenizer, hugging_face_tokenizer
 from trainer.errors import ConfigError
-from trainer.tokenizers import HuggingFaceTokenizer, hugging_face_tokenizer
 
 DATASET = ROOT / "configs/datasets/slurm_qa.jsonl"
 CONVERSATION = [
@@ -28,8 +27,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trainer.demo", tmp_path / "one", "--dataset", DATASET]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    run("trainer.demo", tmp_path / "one", "--dataset", DATASET).check_returncode()
     demo.make(tmp_path / "two", DATASET, seed=0)
     demo.make(tmp_path / "three", DATASET, seed=1)
     one, two, three = (content(tmp_path / name) for name in ("one", "two", "three"))
@@ -165,20 +163,9 @@ def test_run_answers_and_generate_answers_by_hand(tmp_path: Path, model_folder: 
     assert progress(tmp_path / "run")["state"] == "finished"
 
     folder = tmp_path / "run/export"
-    asked = subprocess.run(
-        [sys.executable, "-m", "trainer.generate", folder, rows[1]["question"]],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert asked.stdout == rows[1]["answer"] + "\n"
+    asked = run("trainer.generate", folder, rows[1]["question"])
+    assert asked.returncode == 0 and asked.stdout == rows[1]["answer"] + "\n"
     assert asked.stderr == ""
-    missing = subprocess.run(
-        [sys.executable, "-m", "trainer.generate", tmp_path / "nothing", "a"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    missing = run("trainer.generate", tmp_path / "nothing", "a")
     assert missing.returncode == 1
     assert missing.stderr.startswith("error: ") and missing.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.trainer.runs import metrics, train, write_config
-from trainer import distributed, families, models, weights
-from trainer import export as exports
-from trainer.attention import Documents
-from trainer.config import arguments_of, instantiate, load
+from trainer.config import load
 from trainer.errors import ConfigError
+from trainer.layers.batch import Documents
+from trainer.models import build as models
+from trainer.models import sources as model_sources
+from trainer.models.decoder import Decoder
+from trainer.parallel import world as distributed
+from trainer.storage import export as exports
+from trainer.storage import weights
 
 SIZES = {
     "vocab_size": 1024,
@@ -142,19 +147,15 @@ TOKENS = torch.arange(120).reshape(2, 60) * 7 % 1024
 FIRST, SECOND = 25, 35
 POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(SECOND)]).expand(2, -1)
 DOCUMENTS = Documents(
-    numbers=torch.tensor([0] * FIRST + [1] * SECOND, dtype=torch.int32).expand(2, -1),
-    offsets=torch.tensor([0, FIRST, 60, 60 + FIRST, 120], dtype=torch.int32),
+    ids=torch.tensor([0] * FIRST + [1] * SECOND, dtype=torch.int32).expand(2, -1),
+    cu_seqlens=torch.tensor([0, FIRST, 60, 60 + FIRST, 120], dtype=torch.int32),
 )
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[distributed.World]:
-    threads = torch.get_num_threads()
-    # Models so small are slower on several threads, and much slower on a busy machine.
-    torch.set_num_threads(1)
     yield distributed.start("cpu")
     distributed.stop()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -275,14 +276,23 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     assert (adapted - plain).abs().max() > 1e-2, "the adapter must do something"
 
 
+def fitted(block: dict[str, Any], hf_config: dict[str, Any]) -> tuple[Decoder, list[str]]:
+    """An empty model made to fit a config.json, and what could not be made equal."""
+    with torch.device("meta"):
+        model = model_sources.empty_module(block)
+    return model, model.fit(hf_config, SimpleNamespace(model=block, checkpointer={}))
+
+
 def test_names_are_mapped_both_ways() -> None:
-    phi3 = families.FAMILIES["phi3"]
-    assert phi3.hf_name("layers.7.attn.k_proj.weight") == "model.layers.7.self_attn.qkv_proj.weight"
-    assert phi3.parts("model.layers.12.mlp.gate_up_proj.weight") == (
-        "layers.12.mlp.w1.weight",
-        "layers.12.mlp.w3.weight",
+    model, faults = fitted(builder("phi3"), HF_SIZES | {"model_type": "phi3"})
+    assert faults == []
+    held = weights.hub_tensors(model)
+    assert (
+        model.hub_name("layers.2.attn.k_proj.weight") == "model.layers.2.self_attn.qkv_proj.weight"
     )
-    assert phi3.parts("model.layers.12.mlp.up_proj.weight") == ()
+    names = [name for name, _ in held["model.layers.1.mlp.gate_up_proj.weight"]]
+    assert names == ["layers.1.mlp.w1.weight", "layers.1.mlp.w3.weight"]
+    assert "model.layers.1.mlp.up_proj.weight" not in held and None not in held
 
 
 # The numbers of real models' config.json: hidden size, layers, heads, key-value heads, the others.
@@ -342,18 +352,16 @@ def test_torchtunes_builders_fit_the_real_models(component: str) -> None:
     model_type, sizes, others = REAL[component]
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     hf_config = {"model_type": model_type, **dict(zip(keys, sizes, strict=True)), **others}
-    block = {"_component_": f"torchtune.models.{component}"}
-    with torch.device("meta"):
-        module = instantiate("model", block)
-    assert families.fit(module, hf_config, arguments_of("model", block)) == []
-    attention = module.layers[0].attn
-    assert attention.pos_embeddings.base == others.get("rope_theta", 10_000)
+    module, faults = fitted({"_component_": f"torchtune.models.{component}"}, hf_config)
+    assert faults == []
+    assert module.layers[0].attn.pos_embeddings.base == others.get("rope_theta", 10_000)
+    attention = module.layers[0].attn.core
     if model_type == "gemma2":
-        assert (attention.softcapping, module.output.softcap) == (50.0, 30.0)
-        assert attention.scaling == others.get("query_pre_attn_scalar", 256) ** -0.5
-        assert module.layers[1].attn.sliding_window_size is None
+        assert (attention.softcap, module.output_softcap) == (50.0, 30.0)
+        assert attention.scale == others.get("query_pre_attn_scalar", 256) ** -0.5
+        assert module.layers[1].attn.core.window is None
     expected = None if model_type in ("llama", "qwen2") or "phi4" in component else 4096
-    assert attention.sliding_window_size == others.get("sliding_window" * bool(expected), expected)
+    assert attention.window == others.get("sliding_window" * bool(expected), expected)
 
 
 @pytest.mark.parametrize(
@@ -370,8 +378,18 @@ def test_torchtunes_builders_fit_the_real_models(component: str) -> None:
         ("gemma2", {"hidden_capping_value": 50.0}, {}, "set model.hidden_capping_value=1.5"),
         ("gemma2", {"query_pre_attn_scalar": 16}, {}, "query_pre_attn_scalar 16.0, the model's"),
         ("gemma2", {"sliding_window_size": 8}, {}, "set model.sliding_window_size=16"),
-        ("qwen2", {"_component_": "torchtune.models.llama3.llama3"}, {}, "has rotated pairs neigh"),
-        ("llama3", {"_component_": "torchtune.models.qwen2.qwen2"}, {}, "holds nothing for the mo"),
+        (
+            "qwen2",
+            {"_component_": "torchtune.models.llama3.llama3"},
+            {},
+            "has interleaved RoPE True",
+        ),
+        (
+            "llama3",
+            {"_component_": "torchtune.models.qwen2.qwen2"},
+            {},
+            "attn.q_proj.bias is missing",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(
@@ -434,7 +452,7 @@ def test_every_layout_trains_as_the_single_process(
         for method in ("full", "lora")
     ]
     tokenizer = {
-        "_component_": "trainer.tokenizers.hugging_face_tokenizer",
+        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
         "path": str(model_folder),
     }
     for layout, name, method in runs:

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from launcher.sizing.from_recipe import step_of
 from tests.trainer.test_loss import CPU, LINEAR, MODELS, PLAIN, batch, random_model, token_loss
 from trainer.flops import known_tflops, model_flops
 from trainer.metrics import Work
@@ -32,6 +33,24 @@ def test_they_equal_torchs_counter(
     # Plain attention multiplies also what the causal mask hides.
     own = model_flops(model).of(150, given.target_count, pairs=3 * 50 * 50)
     assert own == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "lora-output", "tied"])
+def test_the_launchers_count_is_the_trainers(name: str) -> None:
+    """But for the first layer, in which LoRA needs no gradient of the input of q, k and v."""
+    block = MODELS[name]
+    found = model_flops(random_model(block))
+    step = step_of(
+        {"model": block, "tokenizer": {"max_seq_len": 50}, "dtype": "fp32"},
+        nodes=1,
+        gpus_per_node=1,
+    )
+    counted = found.of(1, 1, pairs=51 / 2)
+    if name in ("full", "tied"):
+        assert step.flops.model == counted
+    else:
+        first = 2 * (128 * 128 + 2 * 128 * 64) + 3 * 2 * 4 * 128
+        assert step.flops.model - counted == first
 
 
 def test_frozen_weights_need_two_thirds_of_full_training() -> None:

@@ -22,9 +22,13 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
-from trainer import distributed, fp8, lora, models, sft
-from trainer.config import FP8_RECIPES, load
+from trainer.config import KEYS, load
 from trainer.errors import ConfigError
+from trainer.layers import fp8
+from trainer.loop import Trainer
+from trainer.models.sources import empty_module
+from trainer.objectives.sft import SupervisedFineTuning
+from trainer.parallel import world as distributed
 
 FP8 = {"dtype": "bf16", "enable_fp8_training": True, "row_length": 96, "batch_size": 4}
 FP8 |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
@@ -32,6 +36,7 @@ ROWWISE = FP8 | {"fp8_recipe_name": "rowwise"}
 BF16 = FP8 | {"enable_fp8_training": False}
 LORA = {"model": lora_model()}
 CPU = torch.device("cpu")
+FP8_RECIPES = KEYS["fp8_recipe_name"].choices
 # Of losses that fall from 7 to 4.7 in six steps. Seen: 0.027 for full training, 0.006 for LoRA.
 LOSS_TOLERANCE = 0.04
 
@@ -96,13 +101,12 @@ def test_full_training_follows_bf16_and_leaves_plain_weights(
 ) -> None:
     for name, changes in (("bf16", BF16), ("fp8", FP8)):
         config = load(write_config(tmp_path / name, model_folder, dataset, **changes))
-        trainer = sft.Trainer(config, world, 0)
+        trainer = Trainer(config, world, 0, SupervisedFineTuning)
         assert trainer.train()
-        layers = [
-            trainer.model.module.get_submodule(n) for n in lora.base_layers(trainer.model.module)
-        ]
+        model = trainer.model.module
+        layers = [model.get_submodule(name) for name in model.linear_layers()]
         assert all(hasattr(layer, "fp8_recipe") == (name == "fp8") for layer in layers)
-        assert len(layers) == 3 * 7 and not hasattr(trainer.model.module.output, "fp8_recipe")
+        assert len(layers) == 3 * 7 and not hasattr(model.output_head, "fp8_recipe")
     near(tmp_path / "fp8", tmp_path / "bf16")
     state = [
         FileSystemReader(tmp_path / n / "checkpoints/step_6").read_metadata()
@@ -136,19 +140,22 @@ def test_what_it_does_not_go_with_is_said_at_once(
     with pytest.raises(ConfigError) as raised:
         load(path)
     assert [fault.partition(";")[0] for fault in raised.value.faults] == [
-        "fp8_recipe_name: must be one of tensorwise, rowwise, found 'blockwise'",
-        "enable_fp8_training: multiplies what is bf16",
-        "enable_fp8_training: the base is NF4 already",
+        "fp8_recipe_name must be one of tensorwise, rowwise, got 'blockwise'",
+        "enable_fp8_training: needs bf16 weights",
+        "enable_fp8_training: the base is in 4 bits already",
     ]
 
 
 def test_sizes_that_no_gpu_multiplies_are_named() -> None:
     with torch.device("meta"):
-        model = models.empty_module(lora_model(intermediate_dim=344, num_heads=8, num_kv_heads=8))
-    names = lora.base_layers(model)
-    (found,) = fp8.faults(names, model, ranks=1)
+        model = empty_module(lora_model(intermediate_dim=344, num_heads=8, num_kv_heads=8))
+    layers = {
+        model.get_submodule(name): name.endswith(("output_proj", "w2"))
+        for name in model.linear_layers()
+    }
+    (found,) = fp8.faults(layers, ranks=1)
     assert "multiples of 16, and this model has layers of 344;" in found
-    found = fp8.faults(names, model, ranks=16)
+    found = fp8.faults(layers, ranks=16)
     assert [fault.partition("layers of ")[2].partition(";")[0] for fault in found] == [
         "128 split over 16 ranks",
         "344 split over 16 ranks",
@@ -251,4 +258,4 @@ def test_a_killed_run_resumes_the_same(
     for left in (path.parent / "progress.json", path.parent / "export"):
         left.rename(left.with_name(f"{left.name}.aside"))
     said = train(path, ranks=2, attempt=2, status=None)
-    assert "made with fp8_recipe_name='tensorwise', the config says None" in said
+    assert "step_6 was made with 'tensorwise', the config gives None" in said

@@ -1,7 +1,9 @@
-"""Steps that are not finite, tokenizers of another model, and what the profiler records."""
+"""Steps that are not finite, other models' tokenizers, the profiler, and how a rank ends."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.runs import error_record, metrics, progress, train, write_config
-from trainer import distributed, sft
+from tests.trainer.runs import ROOT, error_record, metrics, progress, train, write_config
+from trainer import sft
 from trainer.config import load
-from trainer.data import build
+from trainer.data.batches import build
+from trainer.data.tokenizers import faults, hugging_face_tokenizer
 from trainer.errors import ConfigError
+from trainer.optimizers import warmup_note
+from trainer.parallel import world as distributed
 from trainer.profiling import profiler
-from trainer.tokenizers import faults, hugging_face_tokenizer
 
 BAD_STEP, PER_STEP = 2, 8
 FUSED = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "fused": True}
@@ -110,7 +114,7 @@ def test_all_ranks_skip_what_one_has_seen_and_chosen_ranks_are_profiled(
     said = train(*paths, profiled, ranks=2)
     assert_skipped(tmp_path)
     assert "loss      nan" in said and "1 updates skipped" in said
-    assert said.count("note: profiler.memory_snapshot: set aside; it needs a GPU") == 1
+    assert said.count("note: profiler.memory_snapshot: ignored; it needs a GPU") == 1
     assert_profiled(tmp_path / "profiled/profile", rank=1, steps={2, 3})
 
 
@@ -234,3 +238,27 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None
             build(load(write_config(tmp_path, model_folder, empty)), world, print)
     finally:
         distributed.stop()
+
+
+def test_a_warm_up_that_never_ends_is_noted() -> None:
+    block = {"_component_": "x", "num_warmup_steps": 100}
+    assert warmup_note(None, 5) is None and warmup_note(block, 101) is None
+    note = str(warmup_note(block, 5))
+    assert note.startswith(
+        "note: lr_scheduler.num_warmup_steps: 100 steps of warm-up in a run of 5"
+    )
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_rank_ends_at_once_whatever_its_threads_do(status: int) -> None:
+    """A thread of gloo that is alive while Python cleans up can abort a rank that has finished."""
+    code = (
+        "import atexit, threading, time; from trainer import start;"
+        "threading.Thread(target=time.sleep, args=(600,)).start();"
+        "atexit.register(print, 'at exit');"
+        f"start.leave({status})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (status, "" if status else "at exit\n"), done.stderr

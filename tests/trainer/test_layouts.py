@@ -22,7 +22,7 @@ from tests.trainer.runs import (
 # moments in its first steps, which enlarges that difference in single weights.
 LOSS_TOLERANCE = 2e-5
 WEIGHT_TOLERANCE = 5e-4
-LINEAR = {"_component_": "trainer.loss.LinearCrossEntropy"}
+LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Layout:
     accumulation: int
     lora: bool = False
     linear_loss: bool = False
+    replicas: int = 1
 
     @property
     def name(self) -> str:
@@ -46,11 +47,12 @@ LAYOUTS = [
     Layout(2, 1, 4),
     # In the sixth step half of the ranks have nothing to train on.
     Layout(4, 2, 1, linear_loss=True),
+    Layout(4, 1, 2, replicas=2),
     Layout(1, 8, 1, lora=True),
     Layout(2, 4, 1, lora=True, linear_loss=True),
     Layout(4, 1, 2, lora=True),
 ]
-REFERENCES = {False: LAYOUTS[0], True: LAYOUTS[5]}
+REFERENCES = {False: LAYOUTS[0], True: LAYOUTS[6]}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,7 @@ def folders(
                 dataset,
                 batch_size=layout.batch_size,
                 gradient_accumulation_steps=layout.accumulation,
+                data_parallel_replicate_dim=layout.replicas,
                 # The sixth step takes the 4 samples that are left of the 44.
                 max_steps=7,
                 **({"model": lora_model()} if layout.lora else {}),

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
-from trainer import loss as losses
-from trainer.config import instantiate, load
-from trainer.data import IGNORE_INDEX, MicroBatch
-from trainer.families import CappedTiedLinear
-from trainer.loss import TokenLoss, linear_cross_entropy
+from trainer.config import load
+from trainer.layers import loss as losses
+from trainer.layers.batch import IGNORE_INDEX, MicroBatch
+from trainer.layers.loss import TokenLoss, linear_cross_entropy
+from trainer.models.decoder import Decoder
+from trainer.models.sources import empty_module
 
-LINEAR = {"_component_": "trainer.loss.LinearCrossEntropy"}
+LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 PLAIN = {"_component_": "torch.nn.CrossEntropyLoss"}
 MODELS = {
     "full": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES},
@@ -44,11 +45,11 @@ def token_loss(folder: Path, model_folder: Path, dataset: Path, block: dict) -> 
     return TokenLoss(load(write_config(folder, model_folder, dataset, loss=block)))
 
 
-def random_model(block: dict, cap: float | None = None) -> torch.nn.Module:
+def random_model(block: dict, softcap: float | None = None) -> Decoder:
     torch.manual_seed(0)
-    model = instantiate("model", block)
-    if cap is not None:
-        model.output = CappedTiedLinear(model.tok_embeddings, cap)
+    model = empty_module(block)
+    model.fill_buffers(CPU)
+    model.output_softcap = softcap
     adapter = any("lora" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -77,7 +78,7 @@ def test_it_equals_the_plain_cross_entropy(
     name: str, chunks: int | None, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
     capped = name == "capped"
-    model = random_model(MODELS["tied" if capped else name], cap=0.5 if capped else None)
+    model = random_model(MODELS["tied" if capped else name], softcap=0.5 if capped else None)
     plain = token_loss(tmp_path / "plain", model_folder, dataset, PLAIN)
     linear = token_loss(
         tmp_path / "linear", model_folder, dataset, LINEAR | {"num_output_chunks": chunks}
@@ -123,7 +124,7 @@ def test_gradients_are_right_with_a_soft_cap_and_two_factors() -> None:
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
         pairs = [tensors[:2], tensors[2:]]
-        return linear_cross_entropy(pairs, targets, chunks=4, cap=3.0)
+        return linear_cross_entropy(pairs, targets, chunks=4, softcap=3.0)
 
     def reference(*tensors: torch.Tensor) -> torch.Tensor:
         logits = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
@@ -202,7 +203,7 @@ def test_compiled_it_is_the_same_for_any_number_of_tokens(
         for compiled in (False, True):
             with torch._dynamo.config.patch(error_on_recompile=tokens != 40):
                 total = linear_cross_entropy(
-                    [(hidden, weight)], targets, chunks=3, cap=cap, compiled=compiled
+                    [(hidden, weight)], targets, chunks=3, softcap=cap, compile_chunks=compiled
                 )
             found.append([total, *torch.autograd.grad(total * 0.1, [hidden, weight])])
         for own, other in zip(*found, strict=True):

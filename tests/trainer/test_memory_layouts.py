@@ -26,10 +26,12 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
-from trainer import distributed, models, optimizers
-from trainer.activations import InputOffloading, _Input
+from trainer import optimizers
 from trainer.config import load
 from trainer.errors import ConfigError
+from trainer.models import build as models
+from trainer.parallel import world as distributed
+from trainer.parallel.activations import InputOffloading, _Input
 
 # For several runs in one start, and for the compiler.
 LIMIT_S = 1200
@@ -270,8 +272,8 @@ def test_gradients_may_be_summed_in_bf16(long_root: Path) -> None:
 @pytest.mark.parametrize(
     ("replicate", "shard", "fault"),
     [
-        (3, -1, "data_parallel_replicate_dim: 3 does not divide the 4 data-parallel groups"),
-        (2, 4, "data_parallel_shard_dim: 2 copies x 4 shards are not the 4 data-parallel groups"),
+        (3, -1, "data_parallel_replicate_dim 3 x data_parallel_shard_dim 1 x .* is not 8 ranks"),
+        (2, 4, "data_parallel_replicate_dim 2 x data_parallel_shard_dim 4 x .* is not 8 ranks"),
     ],
 )
 def test_dimensions_must_make_up_the_ranks(
@@ -279,7 +281,14 @@ def test_dimensions_must_make_up_the_ranks(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match=fault):
-        distributed.start("cpu", 2, replicate, shard)
+        distributed.start(
+            "cpu",
+            {
+                "tensor_parallel_dim": 2,
+                "data_parallel_replicate_dim": replicate,
+                "data_parallel_shard_dim": shard,
+            },
+        )
     assert not torch.distributed.is_initialized()
 
 
@@ -288,10 +297,9 @@ def test_the_layout_is_told(root: Path) -> None:
     """What the log says of the ranks, by run."""
     told = dict(re.findall(r"ranks +(.*)\n(?s:.*?)exported to .*/(.*)/export", said(root, 4)))
     expected = {
-        "4 on cpu, fp32, FSDP over 2, 2 copies": "full-copies",
-        "4 on cpu, fp32, 2 copies, tensor parallel over 2, parameters and optimizer on the CPU": (
-            "lora-copies-tp-offload"
-        ),
+        "4 on cpu, fp32, FSDP over 2, 2 data-parallel replicas": "full-copies",
+        "4 on cpu, fp32, 2 data-parallel replicas, tensor parallel over 2, "
+        "parameters and optimizer on the CPU": "lora-copies-tp-offload",
     }
     assert expected.items() <= told.items()
 

@@ -28,9 +28,15 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import config as configs
-from trainer import distributed, lora, models, nf4, sft, tensor_parallel, weights
-from trainer.compat import DoRALinear
+from trainer import sft
 from trainer.errors import ConfigError
+from trainer.layers import lora, nf4
+from trainer.models import build as models
+from trainer.models.sources import empty_module
+from trainer.models.torchtune.compat import DoRALinear
+from trainer.parallel import tensor_parallel
+from trainer.parallel import world as distributed
+from trainer.storage import weights
 
 # fp32 on the CPU: only the order of summation differs.
 LOSS_TOLERANCE = 2e-5
@@ -116,7 +122,8 @@ def test_nf4_linear_keeps_only_the_packed_weight() -> None:
 
 def test_a_compiled_layer_keeps_no_dense_weight() -> None:
     """Both passes dequantise alike, and neither does it for the other."""
-    model = models.empty_module(lora_model(quantize_base=True))
+    model = empty_module(lora_model(quantize_base=True))
+    model.fill_buffers(torch.device("cpu"))
     nf4.fill_tables(model)
     for name, parameter in model.named_parameters():
         if nf4.is_packed(parameter):
@@ -161,16 +168,18 @@ def test_dora_layer_is_torchtunes(quantised: bool) -> None:
     gradient = torch.randn(2, 5, 96)
     wanted = layer(x)
     wanted_gradients = torch.autograd.grad(wanted, moved, gradient)
+    own = lora.AdaptedLinear(layer, rank=4, alpha=8, use_dora=True)
+    for name in ("lora_a", "lora_b", "magnitude"):
+        setattr(own, name, getattr(layer, name))
     if quantised:
-        layer.weight = nn.Parameter(nf4.quantise(layer.weight), requires_grad=False)
-        layer.register_buffer("nf4_table", nf4.table())
-    found = lora.forward(layer, x)
+        own.weight = nn.Parameter(nf4.quantise(layer.weight), requires_grad=False)
+        own.register_buffer("nf4_table", nf4.table())
+    found = own(x)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    for own, other in zip(
-        torch.autograd.grad(found, moved, gradient), wanted_gradients, strict=True
-    ):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-4)
-    merged = nn.functional.linear(x, lora.merged(layer, torch.float32))
+    found_gradients = torch.autograd.grad(found, moved, gradient)
+    for one, other in zip(found_gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+    merged = nn.functional.linear(x, lora.merged(own, torch.float32))
     torch.testing.assert_close(merged, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -223,7 +232,7 @@ def test_checkpoints_hold_the_adapter_only(single: Path) -> None:
     held = {key for key in metadata.state_dict_metadata if key.startswith("model.")}
     # 3 blocks, 7 layers in each.
     assert len(held) == 3 * 7 * 3
-    assert all(key.endswith(weights.ADAPTER_PARTS) for key in held)
+    assert all(lora.is_adapter(key) for key in held)
 
 
 def test_parameters_count_as_many_weights_as_they_stand_for(
@@ -236,7 +245,7 @@ def test_parameters_count_as_many_weights_as_they_stand_for(
     )
     assert (model.method, plain.method) == ("QLoRA", "LoRA")
     assert model.parameter_counts() == plain.parameter_counts()
-    names = lora.base_layers(model.module)
+    names = model.module.linear_layers()
     assert len(names) == 3 * 7
     stored = sum(model.module.get_submodule(name).weight.nbytes for name in names)
     dense = sum(plain.module.get_submodule(name).weight.numel() for name in names)
@@ -270,14 +279,14 @@ def test_builders_with_and_without_quantize_base(world: distributed.World) -> No
         (preset | {"use_dora": True}, "QDoRA"),
     ):
         with torch.device("meta"):
-            module = models.empty_module(block)
+            module = empty_module(block)
         assert lora.method(module) == wanted
     for block, fault in (
         ({"_component_": "torchtune.models.llama3.llama3"}, "only adapters can be trained"),
-        (lora_model(embed_dim=96), "NF4 takes inputs in blocks of 64, .* with 96 inputs"),
+        (lora_model(embed_dim=96), "NF4 needs inputs in blocks of 64, .* with 96 inputs"),
     ):
         with torch.device("meta"), pytest.raises(ConfigError, match=fault):
-            models.empty_module(MODEL_SIZES | block | {"quantize_base": True})
+            empty_module(MODEL_SIZES | block | {"quantize_base": True})
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -388,6 +397,9 @@ def test_a_killed_qdora_run_resumes_the_same_and_on_one_process(
 
 def test_blocks_that_the_ranks_do_not_divide_are_refused() -> None:
     with torch.device("meta"):
-        model = models.empty_module(lora_model(quantize_base=True))
+        model = empty_module(lora_model(quantize_base=True))
     found = tensor_parallel.faults(model, 4)
-    assert any("4 does not divide the 2 NF4 blocks of 64 inputs of" in fault for fault in found)
+    assert any(
+        "tensor_parallel_dim 4 does not divide 2 NF4 blocks of 64 inputs: " in fault
+        for fault in found
+    )

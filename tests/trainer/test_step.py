@@ -9,10 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.runs import ROOT, lora_model, write_config
-from trainer import distributed, sft
 from trainer.config import load
+from trainer.loop import Trainer
+from trainer.objectives.sft import SupervisedFineTuning
+from trainer.parallel import world as distributed
 
-LINEAR = {"loss": {"_component_": "trainer.loss.LinearCrossEntropy"}}
+LINEAR = {"loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"}}
 CHUNKED = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
 RUNS: dict[str, dict[str, Any]] = {
     "full": LINEAR
@@ -37,7 +39,7 @@ class Waits(TorchDispatchMode):
     # FlexAttention is one.
     supports_higher_order_operators = True
 
-    def __init__(self, trainer: sft.Trainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__()
         self._trainer = trainer
         self.found: set[tuple[int, str]] = set()
@@ -70,13 +72,18 @@ def trainer(
     model_folder: Path,
     dataset: Path,
     world: distributed.World,
-) -> sft.Trainer:
+) -> Trainer:
     settings = {"row_length": 96, "batch_size": 4, "device": "auto", "max_steps": 8}
     settings |= {"log_every_n_steps": 4, "save_every_n_steps": 4} | RUNS[request.param]
-    return sft.Trainer(load(write_config(tmp_path, model_folder, dataset, **settings)), world, 0)
+    return Trainer(
+        load(write_config(tmp_path, model_folder, dataset, **settings)),
+        world,
+        0,
+        SupervisedFineTuning,
+    )
 
 
-def test_only_steps_that_are_logged_wait(trainer: sft.Trainer) -> None:
+def test_only_steps_that_are_logged_wait(trainer: Trainer) -> None:
     with Waits(trainer) as waits:
         assert trainer.train()
     assert {step for step, _ in waits.found} == LOGGED, sorted(waits.found)
@@ -131,7 +138,7 @@ def test_layers_are_compiled_whole_and_once(
     counters = torch._dynamo.utils.counters
     counters.clear()
     config = load(write_config(tmp_path, model_folder, dataset, **settings))
-    trainer = sft.Trainer(config, world, 0)
+    trainer = Trainer(config, world, 0, SupervisedFineTuning)
     rows, steps = len(trainer.batches.rows), trainer.batches.steps_per_epoch
     assert rows % trainer.batches.samples_per_step and steps < 12
     assert trainer.train()
@@ -151,7 +158,12 @@ def test_a_node_without_a_compiler_trains_without_it(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     settings = {"device": "auto", "max_steps": 2, "compile": True, "save_every_n_steps": 0}
-    trainer = sft.Trainer(load(write_config(tmp_path, model_folder, dataset, **settings)), world, 0)
+    trainer = Trainer(
+        load(write_config(tmp_path, model_folder, dataset, **settings)),
+        world,
+        0,
+        SupervisedFineTuning,
+    )
     compiler = "gcc" if torch.cuda.is_available() else "g++"
     told = f"note: not compiled, as the node of rank 0 lacks a C compiler ({compiler})"
     assert told in capsys.readouterr().out
@@ -159,12 +171,12 @@ def test_a_node_without_a_compiler_trains_without_it(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_driver_sees_no_wait_either(trainer: sft.Trainer) -> None:
+def test_the_driver_sees_no_wait_either(trainer: Trainer) -> None:
     """Copies from memory that is not pinned and the like are seen by no operator's tag."""
     for number, batches in enumerate(trainer.batches.from_step(0)):
         torch.cuda.set_sync_debug_mode("error" if number >= 2 else "default")
         try:
-            norm = trainer._update(trainer._backward(batches, 100))
+            norm = trainer._update(trainer._backward(batches, 100)["loss"])
             assert not trainer.guard.exceeded()
         finally:
             torch.cuda.set_sync_debug_mode("default")

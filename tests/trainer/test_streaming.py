@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import MODEL_SIZES, finish, start, write_config
-from trainer import config, demo, distributed, models
-from trainer.export import export
+from trainer import config, demo
+from trainer.models import build as models
+from trainer.parallel import world as distributed
+from trainer.storage.export import export
 
 ROOT = Path(__file__).parents[2]
 LAYERS, WIDTH, HIDDEN = 6, 1024, 4096
@@ -104,7 +106,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path, dataset: Path) -> None:
     sizes = {"num_layers": LAYERS, "embed_dim": WIDTH, "intermediate_dim": HIDDEN}
     builder = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES, **sizes}
     path = write_config(tmp_path / "run", folder, dataset, model=builder)
-    finish(start(path, ranks=2, module="tests.trainer.test_streaming"))
+    finish(start(path, ranks=2, module="tests.trainer.test_streaming", fresh=True))
     for rank in (0, 1):
         figures = json.loads((path.parent / f"figures_{rank}.json").read_text())
         print(f"rank {rank}: { {name: round(mib) for name, mib in figures.items()} } MiB")

@@ -23,9 +23,10 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
-from trainer import distributed, tensor_parallel
-from trainer.config import instantiate
 from trainer.errors import ConfigError
+from trainer.models.sources import empty_module
+from trainer.parallel import tensor_parallel
+from trainer.parallel import world as distributed
 
 # fp32 on the CPU: only the order of summation differs.
 LOSS_TOLERANCE = 2e-5
@@ -33,7 +34,7 @@ NORM_TOLERANCE = 2e-5
 WEIGHT_TOLERANCE = 1e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
 CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-LINEAR = {"_component_": "trainer.loss.LinearCrossEntropy"}
+LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 LORA = lora_model(apply_lora_to_output=True)
 TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "scale_factor": 1}
 # Runs by name: ranks, the run that it must equal, changes to the config.
@@ -153,7 +154,7 @@ def test_the_layout_is_told_and_nothing_warns(
     said = folders[1]
     assert "tensor parallel over 2" in said[2] and "FSDP" not in said[2]
     assert "FSDP over 2, tensor parallel over 2" in said[4]
-    assert "note: tensor_parallel_plan: set aside" in said[4]
+    assert "note: tensor_parallel_plan is not used" in said[4]
     assert [line for text in said.values() for line in text.splitlines() if "arning" in line] == []
     assert "sequential all_gather" not in said[4]
 
@@ -202,21 +203,21 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(
         record = error_record(tmp_path, rank)
         assert (record["type"], record["permanent"]) == ("ConfigError", True)
         length, dropout = record["message"].splitlines()
-        assert length.startswith("tensor_parallel_dim: 2 does not divide the model's max_seq_len")
+        assert length.startswith("tensor_parallel_dim 2 does not divide the model's max_seq_len")
         assert dropout.startswith("model.lora_dropout: must be 0 under tensor parallelism")
 
 
 def test_every_size_that_does_not_divide_is_named() -> None:
     with torch.device("meta"):
-        model = instantiate("model", TIED | {"vocab_size": 1001, "intermediate_dim": 500})
+        model = empty_module(TIED | {"vocab_size": 1001, "intermediate_dim": 500})
     found = tensor_parallel.faults(model, 3)
     for name in ("num_heads 4", "num_kv_heads 2", "intermediate_dim 500", "vocab_size 1001"):
-        assert any(f"3 does not divide the model's {name}; set" in fault for fault in found)
+        assert any(f"3 does not divide the model's {name}: choose" in fault for fault in found)
     assert tensor_parallel.faults(model, 1) == []
 
 
 def test_ranks_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="3 does not divide the 4 ranks of this run; set"):
-        distributed.start("cpu", 3)
+    with pytest.raises(ConfigError, match="tensor_parallel_dim 3 does not divide 4 ranks"):
+        distributed.start("cpu", {"tensor_parallel_dim": 3})
     assert not torch.distributed.is_initialized()

@@ -1,0 +1,172 @@
+"""What Slurm says of itself: controllers, partitions, accounting, the site file, MUNGE."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from launcher.checks.finding import Finding, failed, ok, skipped, warning
+from launcher.checks.scheduler.accounting import account_faults
+from launcher.errors import SlurmFault, nearest
+from launcher.executors import slurm
+from launcher.executors.slurm.limits import Rights
+from launcher.site import Site
+
+
+@dataclass(frozen=True)
+class SlurmAnswers:
+    """What Slurm reported, for the checks that build on it."""
+
+    cluster: Site
+    controllers: dict[str, bool]
+    configuration: dict[str, str]
+    partitions: dict[str, slurm.Partition]
+    nodes: list[slurm.Node]
+    rights: Rights | None
+
+    @property
+    def partition(self) -> str | None:
+        """The partition that jobs go to unless they say otherwise."""
+        named = self.cluster.resources.get("partition")
+        if named:
+            return str(named).split(",")[0]
+        return next((each.name for each in self.partitions.values() if each.default), None)
+
+    @property
+    def own_nodes(self) -> list[slurm.Node]:
+        return [node for node in self.nodes if node.partition == self.partition]
+
+    def options(self, keys: tuple[str, ...], gpus: int) -> list[str]:
+        """Return Slurm's options for some keys of the site's resources, and for GPUs per node."""
+        resources = self.cluster.resources
+        given = [f"--{key}={resources[key]}" for key in keys if resources.get(key) is not None]
+        kind = resources.get("gpu_type")
+        wanted = f"{kind}:{gpus}" if kind else str(gpus)
+        form = {"gres": "--gres=gpu:", "gpus-per-node": "--gpus-per-node="}
+        request = form.get(self.cluster.gpu_request)
+        return [*given, f"{request}{wanted}"] if gpus and request else given
+
+
+def ask(cluster: Site) -> SlurmAnswers:
+    """Ask the controller; SlurmFault if it does not answer."""
+    controllers, configuration = slurm.controllers(), slurm.configuration()
+    rights = slurm.rights(configuration)
+    partitions, nodes = slurm.partitions(), slurm.nodes()
+    return SlurmAnswers(cluster, controllers, configuration, partitions, nodes, rights)
+
+
+def controllers(site: SlurmAnswers) -> list[Finding]:
+    up = [host for host, answers in site.controllers.items() if answers]
+    down = [host for host, answers in site.controllers.items() if not answers]
+    version = site.configuration.get("SLURM_VERSION", "of an unknown version")
+    words = f"Slurm {version} of cluster {site.configuration.get('ClusterName', '?')} answers"
+    words += f" from {', '.join(up)}" if up else ""
+    if down:
+        remedy = "tell the administrators; jobs go on as long as one answers"
+        return [warning("Slurm", f"{words}; controller {', '.join(down)} is down", remedy)]
+    return [ok("Slurm", words)]
+
+
+def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
+    if not site.partitions:
+        remedy = "ask the site's administrators for access to one"
+        yield failed("partitions", "you can see no partition", remedy)
+    for partition in site.partitions.values():
+        nodes = [node for node in site.nodes if node.partition == partition.name]
+        gpus = Counter(
+            f"{count} x {kind}" if kind else f"{count} GPUs"
+            for node in nodes
+            for kind, count in node.gpus.items()
+        )
+        each = ", ".join(f"{count} with {gpu}" for gpu, count in sorted(gpus.items()))
+        words = f"{partition.name}{' (default)' if partition.default else ''}: {len(nodes)} nodes"
+        words += f" ({each})" if each else " without GPUs"
+        words += f", time limit {partition.time_limit}"
+        words += f", {sum(node.state.startswith('idle') for node in nodes)} idle"
+        out = [node for node in nodes if not node.usable]
+        if nodes and len(out) == len(nodes):
+            words += f"; none can be used ({out[0].state}: {out[0].reason})"
+            yield warning("partitions", words, "wait, or choose another --partition")
+        else:
+            yield ok("partitions", words + (f"; {len(out)} cannot be used" if out else ""))
+
+
+def _accounting(site: SlurmAnswers) -> list[Finding]:
+    subject, rights = "accounting", site.rights
+    if not slurm.keeps_accounting(site.configuration):
+        words = "this cluster keeps none; runs keep their own records, so nothing is missed"
+        return [ok(subject, words)]
+    if rights is None:
+        words = "this cluster keeps it, and sacctmgr does not answer here"
+        return [warning(subject, words, "tell the administrators; runs do not need it")]
+    if not rights.mine:
+        if "associations" in rights.enforced:
+            words = "you have no account, and jobs without one are refused"
+            return [failed(subject, words, "ask the administrators for an account")]
+        return [ok(subject, "it answers, and lists no account of yours; jobs run without one")]
+    mine = sorted({f"{each.account}{' (default)' * each.default}" for each in rights.mine})
+    qos = sorted({name for each in rights.mine for name in each.qos})
+    words = f"it answers; your accounts: {', '.join(mine)}; QoS: {', '.join(qos) or 'none'}"
+    limited = "limits are enforced" if "limits" in rights.enforced else "no limits are enforced"
+    return [ok(subject, f"{words}; {limited}")]
+
+
+def _site_file(site: SlurmAnswers) -> list[Finding]:
+    """Whether the partition, account and QoS of the site file exist."""
+    resources, subject = site.cluster.resources, "site file"
+    origin = f"configs/clusters/{site.cluster.name}.yaml"
+    asked = {key: resources.get(key) for key in ("partition", "account", "qos")}
+    named = ", ".join(f"{key} {value}" for key, value in asked.items() if value)
+    if not named:
+        return [ok(subject, "it names no partition, account or QoS; Slurm's own defaults apply")]
+    found = [
+        failed(
+            subject,
+            f"there is no partition {name!r}{nearest(name, site.partitions)}",
+            f"fix {origin}; there are {', '.join(site.partitions)}",
+        )
+        for name in str(asked["partition"] or "").split(",")
+        if name and name not in site.partitions
+    ]
+    account, qos = (str(asked[key]) if asked[key] else None for key in ("account", "qos"))
+    for fault in account_faults(site.rights, account, qos):
+        found.append(replace(fault, subject=subject, remedy=f"fix {origin}; {fault.remedy}"))
+    return found or [ok(subject, f"{named} of {origin}")]
+
+
+def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
+    """Ask sbatch itself about a job on one whole node, with all that the site file asks for."""
+    gpus = max((sum(node.gpus.values()) for node in site.own_nodes), default=0)
+    keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "time")
+    options = ["--nodes=1", "--ntasks-per-node=1", *site.options(keys, gpus)]
+    if site.cluster.resources.get("exclusive"):
+        options.append("--exclusive")
+    script = "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "true\n"])
+    try:
+        return [ok("sbatch test", slurm.test_only(script).removeprefix("sbatch: "))]
+    except SlurmFault as fault:
+        remedy = f"fix resources: in configs/clusters/{site.cluster.name}.yaml"
+        words = f"{fault.faults[0]} to sbatch --test-only {' '.join(options)}"
+        return [failed("sbatch test", words, remedy)]
+
+
+def _munge(site: SlurmAnswers) -> list[Finding]:
+    kind = site.configuration.get("AuthType", "auth/munge")
+    if kind != "auth/munge":
+        return [skipped("MUNGE", f"this cluster authenticates with {kind}")]
+    try:
+        slurm.munge(site.configuration)
+    except SlurmFault as fault:
+        remedy = "tell the administrators: munged must run here with the cluster's key"
+        return [failed("MUNGE", fault.faults[0], remedy)]
+    return [ok("MUNGE", "a credential signed here is read back")]
+
+
+CHECKS: dict[str, Callable[[SlurmAnswers], Iterable[Finding]]] = {
+    "partitions": _partitions,
+    "accounting": _accounting,
+    "site file": _site_file,
+    "sbatch test": _sbatch_test,
+    "MUNGE": _munge,
+}

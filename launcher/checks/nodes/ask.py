@@ -1,0 +1,160 @@
+"""The short job that asks nodes about themselves, and what they report."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher import paths
+from launcher.errors import PreflightFault
+from launcher.executors import slurm
+from launcher.site import Site
+from runspec import files
+
+SCRIPT = paths.REPO_ROOT / "slurm" / "node_check.sh"
+
+
+@dataclass
+class NodeReport:
+    """What one node reported: values by key; a key may have several."""
+
+    name: str
+    values: dict[str, list[str]] = field(default_factory=dict)
+    skew_s: float = 0.0
+    seen_here: bool = False
+
+    def one(self, key: str, default: str = "") -> str:
+        return self.values.get(key, [default])[0]
+
+    def yes(self, key: str) -> bool:
+        return self.one(key) == "yes"
+
+    @property
+    def interfaces(self) -> list[str]:
+        """Names of the interfaces that are not down."""
+        pairs = (each.partition(" ") for each in self.values.get("interface", []))
+        return [name for name, _, state in pairs if state != "down"]
+
+    @property
+    def disk_gib(self) -> float | None:
+        kib = self.one("disk").rpartition(" ")[2]
+        return int(kib) / 2**20 if kib.isdigit() else None
+
+    @property
+    def gpus(self) -> list[list[str]]:
+        """index, name, memory in MiB, driver and uncorrected ECC errors of each GPU."""
+        rows = [[cell.strip() for cell in row.split(",")] for row in self.values.get("gpu", [])]
+        return [row for row in rows if len(row) == 5]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of `nodes` nodes that srun's options name.
+
+    full: also import torch and run an all-reduce over all nodes. cuda: the CUDA version that
+    torch is built for, None for CPUs. wait_s: for the job to start; limit_s: for its end.
+    """
+
+    cluster: Site
+    options: Sequence[str]
+    nodes: int
+    full: bool
+    cuda: str | None
+    gpus_per_node: int
+    wait_s: float
+    limit_s: float
+
+
+def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
+    """Run the node check as one job and return what Slurm and the nodes reported.
+
+    A folder in the shared root proves that it is shared; it is removed again.
+    """
+    token = f"cookbook-doctor-{secrets.token_hex(4)}"
+    folder = question.cluster.root / f".{token}"
+    made = [each for each in folder.parents if not each.exists()]
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+        (folder / "from_login").write_text(token)
+        # slurm/node.sh takes a folder with this file for a run's.
+        (folder / files.RECIPE).touch()
+    except OSError as error:
+        raise PreflightFault(
+            f"cannot write {folder} ({error.strerror}): set COOKBOOK_ROOT to another folder"
+        ) from error
+    options = [f"--job-name={token}", f"--nodes={question.nodes}", *question.options]
+    try:
+        step = slurm.run_on_nodes(
+            options, _script(question, folder), question.wait_s, question.limit_s
+        )
+        reports = _reports(step)
+        _look_for_answers(folder, reports)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # not empty: somebody has begun to use it
+                parent.rmdir()
+    return step, reports
+
+
+def _script(question: Question, folder: Path) -> str:
+    use_gpus = bool(question.cuda and question.gpus_per_node)
+    interface = question.cluster.network_interface
+    exported = dict(question.cluster.environment)
+    if interface:
+        exported |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface)
+    values = {
+        "SHARED": folder,
+        "VENV": paths.venv_root(),
+        "COOKBOOK": paths.REPO_ROOT,
+        "FULL": "yes" if question.full else "no",
+        "NODES": question.nodes,
+        "RANKS_PER_NODE": question.gpus_per_node if use_gpus else 1,
+        "ACCELERATOR": "cuda" if use_gpus else "cpu",
+    }
+    # As in a job script: the site's own variables and lines come before everything else.
+    lines = [f"export {key}={shlex.quote(value)}" for key, value in exported.items()]
+    lines += question.cluster.job_setup
+    lines += [f"{key}={shlex.quote(str(value))}" for key, value in values.items()]
+    return "\n".join([*lines, SCRIPT.read_text(encoding="utf-8")])
+
+
+def _reports(step: slurm.Step) -> list[NodeReport]:
+    """Sort lines such as '1: @ key value' by the task that wrote them."""
+    reports: dict[str, NodeReport] = {}
+    for stamp, line in step.lines:
+        found = re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)
+        if not found:
+            continue
+        task, key, value = found.groups()
+        if key == "node":
+            reports[task] = NodeReport(value)
+        elif task in reports:
+            reports[task].values.setdefault(key, []).append(value)
+            if key == "time" and value.isdigit():
+                reports[task].skew_s = int(value) / 1000 - stamp
+    return sorted(reports.values(), key=lambda report: natural(report.name))
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts n2 before n10."""
+    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _look_for_answers(folder: Path, reports: list[NodeReport]) -> None:
+    """See whether the nodes' files show here, giving a network filesystem some seconds."""
+    deadline = time.monotonic() + 5
+    while True:
+        for report in reports:
+            report.seen_here = (folder / f"from_{report.name}").is_file()
+        late = [each for each in reports if each.yes("shared_write") and not each.seen_here]
+        if not late or time.monotonic() > deadline:
+            return
+        time.sleep(0.2)

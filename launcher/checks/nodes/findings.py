@@ -1,0 +1,123 @@
+"""What a node's report means: shared files, clock, Python, compiler, network, local disk."""
+
+from __future__ import annotations
+
+from launcher import paths
+from launcher.checks.finding import Finding, failed, ok, warning
+from launcher.checks.nodes.ask import NodeReport, Question
+from launcher.checks.nodes.gpus import faulty_gpus, gpus
+from launcher.site import Site
+
+# munged refuses what is older than five minutes; ages and time limits go wrong much earlier.
+_SKEW_WARNING_S, _SKEW_FAULT_S = 2.0, 60.0
+# What compiled kernels, downloads' temporary files and the like take.
+_LOCAL_DISK_GIB = 10
+
+
+def findings(report: NodeReport, question: Question) -> list[Finding]:
+    """Return one finding for each thing that the node was asked about."""
+    found = [
+        _files(report, question.cluster),
+        _clock(report),
+        _python(report),
+        _compiler(report),
+        gpus(report, question.cuda, question.gpus_per_node),
+        *faulty_gpus(report),
+        _network(report, question.cluster.network_interface),
+        _disk(report),
+    ]
+    if report.yes("finished"):
+        return found
+    words = f"{report.name} began to answer and did not finish in time"
+    return [
+        *(finding for finding in found if finding.state == "ok"),
+        failed("nodes", words, f"exclude it: resources.exclude={report.name}"),
+    ]
+
+
+def _files(report: NodeReport, cluster: Site) -> Finding:
+    root, name, subject = cluster.root, report.name, "shared files"
+    if not report.yes("shared_read"):
+        words = f"{name} does not see what was written to {root}"
+    elif not report.yes("shared_write"):
+        words = f"{name} cannot write to {root}"
+    elif not report.seen_here:
+        words = f"this machine does not see what {name} wrote to {root}"
+    elif not report.yes("checkout"):
+        words = f"{name} does not see the checkout {paths.REPO_ROOT}"
+        return failed(subject, words, "keep it on a filesystem that all nodes mount")
+    else:
+        return ok(subject, f"{root} is the same here and on {name}, in both directions")
+    remedy = "set COOKBOOK_ROOT, or shared_root in the site file, to a folder that all nodes mount"
+    return failed(subject, words, remedy)
+
+
+def _clock(report: NodeReport) -> Finding:
+    skew, name = report.skew_s, report.name
+    if abs(skew) < _SKEW_WARNING_S:
+        return ok("clock", f"{name} and this machine agree within {_SKEW_WARNING_S:.0f} s")
+    words = f"{name} is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine"
+    find = failed if abs(skew) >= _SKEW_FAULT_S else warning
+    return find("clock", words, "ask the site's administrators to check NTP on both")
+
+
+def _python(report: NodeReport) -> Finding:
+    venv, name, packages = paths.venv_root(), report.name, report.one("packages")
+    subject = "virtual environment"
+    if report.one("python", "missing") == "missing":
+        words = f"{name} does not see {venv}/bin/python, or the Python that it was made with"
+        remedy = "keep COOKBOOK_VENV and that Python on a filesystem that all nodes mount"
+        return failed(subject, words, remedy)
+    if packages.startswith("fault "):
+        words = f"Python on {name} says {packages.removeprefix('fault ')!r}"
+        return failed(subject, words, "run on a node of that kind: bash setup.sh")
+    if packages.startswith("missing "):
+        words = f"{venv} on {name} lacks {packages.removeprefix('missing ')}"
+        return failed(subject, words, "bash setup.sh")
+    took = int(report.one("import_ms", "0")) / 1000
+    words = f"Python {report.one('python')} of {venv} runs on {name}; {packages} ({took:.1f} s)"
+    return ok(subject, words)
+
+
+def _compiler(report: NodeReport) -> Finding:
+    kind, _, what = report.one("compiler", "none").partition(" ")
+    name = report.name
+    if kind == "found":
+        return ok("compiler", f"{name} has {what}, for recipes with compile: true")
+    words = f"{name} lacks {what if kind == 'headers' else 'a C compiler'}: recipes with compile: "
+    remedy = "ask for gcc and python3-dev on the nodes, or load a module in the site's job_setup"
+    return warning("compiler", f"{words}true run there uncompiled, and slower", remedy)
+
+
+def _network(report: NodeReport, wanted: str | None) -> Finding:
+    name, up = report.name, report.interfaces
+    shown = f"{name} has {', '.join(up) or 'no interface except lo'}"
+    devices = report.values.get("infiniband", [])
+    down = [each for each in devices if " ACTIVE" not in each]
+    if wanted and not any(_selects(wanted, each) for each in up):
+        words = f"network_interface {wanted} is not up on {name}, which has {', '.join(up)}"
+        return failed("network", words, "fix it in the site file, or leave it out")
+    if down:
+        words = f"an InfiniBand port of {name} is not active: {', '.join(down)}"
+        return warning("network", words, "ask the administrators; NCCL will use what is left")
+    infiniband = f"InfiniBand: {', '.join(devices)}" if devices else "no InfiniBand devices"
+    return ok("network", f"{shown}; {infiniband}")
+
+
+def _selects(wanted: str, interface: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME takes it: prefixes; with ^ all but these, with = whole names."""
+    names = wanted.lstrip("^=").split(",")
+    exact = "=" in wanted[:2]
+    hit = any(interface == each or (not exact and interface.startswith(each)) for each in names)
+    return hit != wanted.startswith("^")
+
+
+def _disk(report: NodeReport) -> Finding:
+    folder, free = report.one("disk").rpartition(" ")[0], report.disk_gib
+    remedy = "set TMPDIR in the site's environment: block"
+    if free is None:
+        return warning("local disk", f"df on {report.name} does not know {folder}", remedy)
+    words = f"{folder} on {report.name} has {free:.0f} GiB free for caches"
+    return (
+        ok("local disk", words) if free >= _LOCAL_DISK_GIB else warning("local disk", words, remedy)
+    )

@@ -1,0 +1,66 @@
+"""What Slurm would refuse, or accept and then let wait forever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from launcher.checks import Context, Skipped
+from launcher.checks.finding import Finding, failed, ok
+from launcher.checks.scheduler import accounting, nodes, partition
+from launcher.checks.scheduler.job import SUBJECT, Job
+from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout, nearest
+from launcher.executors import slurm
+from launcher.render import job_script
+from launcher.runs.directory import runs_root
+
+_NO_SLURM = "--local: Slurm is not asked"
+
+
+def limits(context: Context) -> Iterable[Finding]:
+    """Check what is asked for against the limits of partition, account, QoS and nodes.
+
+    What other jobs use now, and nodes that are down now, do not count.
+    """
+    if context.local:
+        raise Skipped(_NO_SLURM)
+    known, rules, resources = context.partitions, slurm.rules(), context.resources
+    wanted = resources.partition.split(",") if resources.partition else []
+    shown = ", ".join(name for name in known if partition.is_open(rules.get(name)))
+    choose = f"choose one of {shown} with --partition"
+    found = [
+        failed(
+            SUBJECT, f"there is no partition {name!r} on this cluster{nearest(name, known)}", choose
+        )
+        for name in wanted
+        if name not in known
+    ]
+    chosen = [known[name] for name in wanted if name in known]
+    chosen = chosen or [each for each in known.values() if each.default]
+    if not chosen:
+        return found or [failed(SUBJECT, "this cluster has no default partition", choose)]
+    found += accounting.account_faults(context.rights, resources.account, resources.qos)
+    jobs = [Job(context, each, rules.get(each.name)) for each in chosen]
+    refused = [[*partition.faults(job), *accounting.limit_faults(job)] for job in jobs]
+    if all(refused):  # one that takes the job is enough
+        found += dict.fromkeys(fault for faults in refused for fault in faults)
+    found += nodes.faults(context, chosen)
+    names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
+    return found or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
+
+
+def test_only(context: Context) -> Iterable[Finding]:
+    """Ask sbatch --test-only about the script that would be submitted; nothing is queued."""
+    if context.local:
+        raise Skipped(_NO_SLURM)
+    run = runs_root(context.cluster.root) / "check"
+    script = job_script(context.recipe, context.cluster, run, context.recipe.name)
+    subject = "sbatch test"
+    try:
+        return [ok(subject, slurm.test_only(script).removeprefix("sbatch: "))]
+    except SlurmMissing as missing:
+        raise Skipped("there is no Slurm on this machine") from missing
+    except SlurmTimeout:
+        raise
+    except SlurmFault as fault:
+        remedy = "change what is asked for; if nodes are only down now, submit with --no-check"
+        return [failed(subject, slurm.with_meaning(line), remedy) for line in fault.faults]

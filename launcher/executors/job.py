@@ -1,0 +1,65 @@
+"""The job of a run, and what an executor does with it: start it, report its state, cancel it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+def token(run: str) -> str:
+    """Return the mark of a run's jobs: Slurm keeps it in their comment, where it is searched."""
+    return f"cookbook:{run}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The newest job of a run.
+
+    job_id is None if nobody wrote it down: the token finds such a job in Slurm's queue. host and
+    process_start (ticks since boot) are those of a job that runs without Slurm.
+    """
+
+    token: str
+    job_id: str | None = None
+    host: str | None = None
+    process_start: str | None = None
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What an executor knows of a job.
+
+    state: one of Slurm's words; None if it knows nothing. source: who said so. ended: the job has
+    ended, though Slurm may requeue it a moment later. detail: why it waits or where it runs.
+    """
+
+    state: str | None
+    source: str
+    ended: bool = False
+    detail: str = ""
+    job_id: str | None = None
+
+
+class Executor(Protocol):
+    """What runs job scripts: Slurm, or this host."""
+
+    def start(self, script: Path, token: str) -> dict[str, Any]:
+        """Start a job script and return what finds the job again: job_id, and what else is needed.
+
+        Raises:
+            SlurmFault: Slurm refused the script, and there is no job.
+            SlurmTimeout: there may be a job.
+            OSError: the script cannot be started here.
+        """
+
+    def states(self, jobs: Sequence[Job]) -> Mapping[str, JobState]:
+        """Return the state of each job by its token.
+
+        Raises:
+            SlurmFault: Slurm cannot be asked.
+        """
+
+    def cancel(self, job: Job) -> None:
+        """End a job. A job that has ended already is no error."""

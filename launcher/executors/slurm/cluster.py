@@ -1,0 +1,135 @@
+"""What Slurm says about the cluster: partitions, nodes, controllers, configuration, munge."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+
+from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
+from launcher.executors.slurm.command import one_line, run
+
+# cookbook doctor reports a controller that takes longer than this as one that does not answer.
+_QUICK_S = 5
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of a partition that are alike. memory_mb and cpus are per node."""
+
+    count: int
+    gpus: dict[str, int]
+    memory_mb: int
+    cpus: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition as sinfo reports it: all its nodes, up or not, and its time limit as text."""
+
+    name: str
+    time_limit: str
+    default: bool = False
+    up: bool = True
+    kinds: tuple[Nodes, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as sinfo reports it, in one of its partitions."""
+
+    name: str
+    partition: str
+    state: str
+    gres: str
+    reason: str
+
+    @property
+    def usable(self) -> bool:
+        """Whether a job can start on it now or once others have ended."""
+        return re.sub(r"[^a-z-]", "", self.state) in ("idle", "mixed", "allocated", "completing")
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """GPUs by type, "" if Slurm knows no type."""
+        return gpus_of(self.gres)
+
+
+def partitions(hidden: bool = False) -> dict[str, Partition]:
+    """Return the partitions that this user may see, by name; hidden: all others too."""
+    found: dict[str, Partition] = {}
+    argv = ["sinfo", "--noheader", "--format=%R|%P|%D|%l|%a|%G|%m|%c"]
+    for line in run([*argv, "--all"] if hidden else argv, timeout_s=20).splitlines():
+        fields = line.strip().split("|")
+        if len(fields) != 8:
+            continue
+        name, marked, count, limit, available, gres, memory, cpus = fields
+        kind = Nodes(_number(count), gpus_of(gres), _number(memory), _number(cpus))
+        # Nodes that differ come in several lines.
+        kinds = (*found[name].kinds, kind) if name in found else (kind,)
+        found[name] = Partition(name, limit, marked.endswith("*"), available == "up", kinds)
+    return found
+
+
+def _number(text: str) -> int:
+    digits = re.match(r"\d+", text)  # sinfo writes 256+ if alike nodes differ
+    return int(digits.group()) if digits else 0
+
+
+def gpus_of(gres: str) -> dict[str, int]:
+    """Return the GPUs of a node by type ("" if Slurm knows no type), from its Gres text."""
+    found: dict[str, int] = {}
+    for kind, count in re.findall(r"(?:^|,)gpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres):
+        found[kind] = found.get(kind, 0) + int(count)
+    return found
+
+
+def nodes() -> list[Node]:
+    """Return every node that this user may see, once for each of its partitions."""
+    argv = ["sinfo", "--Node", "--noheader", "--format=%N|%R|%T|%G|%E"]
+    rows = (line.split("|", 4) for line in run(argv, timeout_s=_QUICK_S).splitlines())
+    return [Node(*(value.strip() for value in row)) for row in rows if len(row) == 5]
+
+
+def controllers() -> dict[str, bool]:
+    """Return the controllers' hosts and whether each answers, the primary first."""
+    text = run(["scontrol", "ping"], timeout_s=_QUICK_S)
+    return {host: up == "UP" for host, up in re.findall(r" at (\S+) is (UP|DOWN)", text)}
+
+
+def configuration() -> dict[str, str]:
+    """Return slurm.conf as the controller runs it."""
+    text = run(["scontrol", "show", "config"], timeout_s=_QUICK_S)
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, equals, value in pairs if equals}
+
+
+def version() -> str | None:
+    """Return Slurm's version, such as 22.05.8; None if it is not installed."""
+    try:
+        return run(["sbatch", "--version"], timeout_s=10).split()[-1]
+    except (SlurmFault, IndexError):
+        return None
+
+
+def munge(configured: dict[str, str]) -> None:
+    """Sign and read back a credential as Slurm does; SlurmFault if munged does not answer."""
+    found = re.search(r"socket=([^, ]+)", configured.get("AuthInfo", ""))
+    socket = [f"--socket={found.group(1)}"] if found else []
+    credential = b""
+    for argv in (["munge", "--no-input"], ["unmunge", "--no-output"]):
+        try:
+            done = subprocess.run(
+                [*argv, *socket], input=credential, capture_output=True, timeout=_QUICK_S
+            )
+        except FileNotFoundError as error:
+            raise SlurmMissing(f"there is no {argv[0]} on this machine") from error
+        except subprocess.TimeoutExpired as error:
+            raise SlurmTimeout(f"munged did not answer within {_QUICK_S} s") from error
+        if done.returncode:
+            raise SlurmFault(one_line(done.stderr.decode(errors="replace")))
+        credential = done.stdout

@@ -1,0 +1,79 @@
+"""How Slurm's commands are run: a short environment, a time limit, and errors in their words."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+
+from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
+
+# What a job may inherit from the login shell. Everything else stays behind, above all tokens:
+# SBATCH_* would override the script's own lines, and a stray SLURM_* belongs to another job.
+EXPORT = ("HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "PATH", "TZ", "SLURM_CONF")
+
+_TIMED_OUT = re.compile(
+    r"timed out|Unable to contact slurm controller|Transport endpoint", re.IGNORECASE
+)
+_UNCONFIGURED = re.compile(
+    r"establish a configuration source|SLURM_CONF.*not|No such file.*slurm.conf"
+)
+_ELSEWHERE = (
+    "run this on a login node, or start the job here with --local, or try a real one-host Slurm "
+    "with: bash setup.sh --demo"
+)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment that Slurm's commands, and through them jobs, are given."""
+    return {key: os.environ[key] for key in (*EXPORT, "TMPDIR") if key in os.environ}
+
+
+def missing(program: str) -> SlurmMissing:
+    """Return the error for a command that is not installed here."""
+    return SlurmMissing(f"there is no {program} on this machine: {_ELSEWHERE}")
+
+
+def run(argv: Sequence[str], timeout_s: float = 30, merged: bool = False) -> str:
+    """Return the standard output of one of Slurm's commands.
+
+    Args:
+        merged: what it prints on standard error belongs to the answer.
+
+    Raises:
+        SlurmMissing: it is not installed, or no cluster is configured here.
+        SlurmTimeout: it, or the controller, did not answer in time.
+        SlurmFault: it failed; the message holds its own words.
+    """
+    try:
+        done = subprocess.run(
+            argv,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+        )
+    except FileNotFoundError as error:
+        raise missing(argv[0]) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmTimeout(
+            f"{argv[0]} did not answer within {timeout_s:.0f} s: try again later"
+        ) from error
+    output, message = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    if done.returncode == 0:
+        return output + message if merged else output
+    words = one_line(message) or f"{argv[0]}: exit status {done.returncode}, no message"
+    if _UNCONFIGURED.search(message):
+        raise SlurmMissing(
+            f"{argv[0]} is installed, but no cluster is configured on this machine "
+            f'("{words}"): {_ELSEWHERE}'
+        )
+    if _TIMED_OUT.search(message):
+        raise SlurmTimeout(f'Slurm says "{words}": check whether scontrol ping answers')
+    raise SlurmFault(f'Slurm says "{words}"')
+
+
+def one_line(message: str) -> str:
+    """Return a message of several lines as one."""
+    return " | ".join(line.strip() for line in message.splitlines() if line.strip())

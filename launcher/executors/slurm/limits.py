@@ -1,0 +1,244 @@
+"""What a partition, a QoS and an account allow, from scontrol and sacctmgr."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from launcher.errors import SlurmFault
+from launcher.executors.slurm.command import run
+
+_ASSOCIATION_FIELDS = "cluster,account,partition,qos,defaultqos,defaultaccount"
+# The order is that of Limits.
+_QOS_FIELDS = (
+    "name,flags,maxwall,maxtresperjob,maxtrespernode,maxtresperuser,maxtresperaccount,"
+    "grptres,mintresperjob"
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Who may use a partition, and for what; None and () if it limits nothing.
+
+    state: UP, DOWN (jobs wait), DRAIN or INACTIVE (jobs are refused). qos: the name of the QoS
+    whose limits hold for all jobs in it.
+    """
+
+    state: str
+    hidden: bool
+    max_nodes: int | None
+    min_nodes: int
+    groups: tuple[str, ...]
+    accounts: tuple[str, ...]
+    denied_accounts: tuple[str, ...]
+    allowed_qos: tuple[str, ...]
+    denied_qos: tuple[str, ...]
+    qos: str | None
+    reservation_only: bool
+    root_only: bool
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a QoS, an account or a user's place in an account allows; owner names it in messages.
+
+    TRES by Slurm's names (node, cpu, mem in MiB, gres/gpu ...): for one job, one node of it, all
+    jobs of a user, all of an account, and all together; least: what one job has to ask for;
+    budget_min: what is left of TRES x minutes. time is a job's longest time limit, "" for none.
+    """
+
+    owner: str
+    flags: frozenset[str] = frozenset()
+    time: str = ""
+    job: dict[str, int] = field(default_factory=dict)
+    node: dict[str, int] = field(default_factory=dict)
+    user: dict[str, int] = field(default_factory=dict)
+    account: dict[str, int] = field(default_factory=dict)
+    together: dict[str, int] = field(default_factory=dict)
+    least: dict[str, int] = field(default_factory=dict)
+    budget_min: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Association:
+    """An account that this user may use, in all partitions ("") or in one, and its QoS."""
+
+    account: str
+    partition: str
+    qos: tuple[str, ...]
+    default_qos: str
+    default: bool
+
+
+@dataclass(frozen=True)
+class Rights:
+    """What accounting lets this user do.
+
+    enforced: associations, limits, qos, safe ... as AccountingStorageEnforce has them. own: the
+    limits of each association by account and partition; groups: those of the accounts by name;
+    parents: the account above each.
+    """
+
+    enforced: frozenset[str]
+    mine: tuple[Association, ...]
+    qos: dict[str, Limits]
+    own: dict[tuple[str, str], Limits]
+    groups: dict[str, Limits]
+    parents: dict[str, str]
+
+    def place(self, account: str | None, partition: str) -> Association | None:
+        """Return the association that a job of an account (None: the default one) would have."""
+        found = [
+            each
+            for each in self.mine
+            if (each.account == account if account else each.default)
+            and each.partition in ("", partition)
+        ]
+        return max(found, key=lambda each: each.partition, default=None)
+
+    def lineage(self, account: str) -> list[str]:
+        """Return an account and all above it, the nearest first."""
+        found = []
+        while account and account not in found:
+            found.append(account)
+            account = self.parents.get(account, "")
+        return found
+
+
+def rules() -> dict[str, Rules]:
+    """Return the rules of every partition by name, also of those that are hidden from this user."""
+    found = {}
+    text = run(["scontrol", "--all", "--oneliner", "show", "partition"])
+    for line in text.splitlines():
+        values = _pairs(line)
+        if "PartitionName" not in values:
+            continue
+        found[values["PartitionName"]] = Rules(
+            state=values.get("State", "UP"),
+            hidden=values.get("Hidden") == "YES",
+            max_nodes=int(most) if (most := values.get("MaxNodes", "")).isdigit() else None,
+            min_nodes=int(values.get("MinNodes", "0")),
+            groups=_names(values.get("AllowGroups")),
+            accounts=_names(values.get("AllowAccounts")),
+            denied_accounts=_names(values.get("DenyAccounts")),
+            allowed_qos=_names(values.get("AllowQos")),
+            denied_qos=_names(values.get("DenyQos")),
+            qos=next(iter(_names(values.get("QoS"))), None),
+            reservation_only=values.get("ReqResv") == "YES",
+            root_only=values.get("RootOnly") == "YES",
+        )
+    return found
+
+
+def keeps_accounting(configured: dict[str, str]) -> bool:
+    """Whether the cluster has a database of accounts."""
+    return configured.get("AccountingStorageType", "").endswith("/slurmdbd")
+
+
+def rights(configured: dict[str, str]) -> Rights | None:
+    """Return what accounting lets this user do; None if the cluster keeps none or does not answer.
+
+    configured is the controller's configuration. The database says what may be used. The
+    controller, which enforces the accounts' limits, says what they are and how much is left.
+    """
+    if not keeps_accounting(configured):
+        return None
+    # Not at the top: few commands ask, and all would wait for it.
+    from concurrent.futures import ThreadPoolExecutor
+
+    user = pwd.getpwuid(os.getuid()).pw_name
+    listed = ["sacctmgr", "--noheader", "--parsable2", "show"]
+    questions = (
+        [*listed, "user", f"name={user}", "withassoc", f"format={_ASSOCIATION_FIELDS}"],
+        [*listed, "qos", f"format={_QOS_FIELDS}"],
+        ["scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc"],
+    )
+    try:
+        # At once: the database needs its time for each.
+        with ThreadPoolExecutor() as pool:
+            places, qos, accounts = pool.map(partial(run, timeout_s=10), questions)
+    except SlurmFault:
+        return None
+    own, groups, parents = _account_limits(accounts)
+    enforced = configured.get("AccountingStorageEnforce", "none").lower()
+    return Rights(
+        enforced=frozenset(_names(enforced)),
+        mine=tuple(_associations(places, configured.get("ClusterName", ""))),
+        qos=_qos_limits(qos),
+        own=own,
+        groups=groups,
+        parents=parents,
+    )
+
+
+def _pairs(line: str) -> dict[str, str]:
+    return {
+        key: value
+        for key, equals, value in (word.partition("=") for word in line.split())
+        if equals
+    }
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return () if text in (None, "", "ALL", "N/A", "(null)") else tuple(str(text).split(","))
+
+
+def _associations(text: str, cluster: str) -> Iterable[Association]:
+    for row in (line.split("|") for line in text.splitlines()):
+        if len(row) == 6 and row[0] == cluster:
+            _, account, partition, qos, default_qos, default = row
+            yield Association(account, partition, _names(qos), default_qos, account == default)
+
+
+def _qos_limits(text: str) -> dict[str, Limits]:
+    found = {}
+    for row in (line.split("|") for line in text.splitlines()):
+        if len(row) == 9:
+            name, flags, time_limit, *tres = row
+            kept = frozenset(_names(flags))
+            found[name] = Limits(f"QoS {name}", kept, time_limit, *map(_tres, tres))
+    return found
+
+
+def _account_limits(
+    text: str,
+) -> tuple[dict[tuple[str, str], Limits], dict[str, Limits], dict[str, str]]:
+    own, groups, parents = {}, {}, {}
+    for values in map(_pairs, text.splitlines()):
+        if "Account" not in values or "GrpTRES" not in values:
+            continue
+        account, user = values["Account"], values.get("UserName")
+        limits = Limits(
+            owner=f"your place in account {account}" if user else f"account {account}",
+            time=_clock(values.get("MaxWallPJ", "")),
+            job=_tres(values.get("MaxTRESPJ", "")),
+            node=_tres(values.get("MaxTRESPN", "")),
+            together=_tres(values["GrpTRES"]),
+            budget_min=_tres(values.get("GrpTRESMins", ""), left=True),
+        )
+        if user:
+            own[account, values.get("Partition", "")] = limits
+        else:
+            groups[account] = limits
+            parents[account] = values.get("ParentAccount", "").partition("(")[0]
+    return own, groups, parents
+
+
+def _clock(minutes: str) -> str:
+    return f"{int(minutes) // 60:02d}:{int(minutes) % 60:02d}:00" if minutes.isdigit() else ""
+
+
+def _tres(text: str, left: bool = False) -> dict[str, int]:
+    """Read "cpu=4,mem=2G,node=N(0),gres/gpu=8(2)", memory as MiB; N is no limit.
+
+    left: what is not used yet, in place of the limit.
+    """
+    found = {}
+    for name, value, unit, used in re.findall(r"([^=,]+)=(\d+)([KMGTP]?)(?:\((\d+)\))?", text):
+        amount = int(value) * 1024 ** "KMGTP".index(unit) // 1024 if unit else int(value)
+        found[name] = amount - int(used or 0) if left else amount
+    return found

@@ -1,0 +1,129 @@
+"""Fetching the files of a repository, verifying and recording them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launcher import paths
+from launcher.errors import HubFault
+from launcher.hub.repository import Repository
+from runspec.files import sha256, write_text
+
+# The age from which a part of a file counts as left behind, not as being written.
+_LEFTOVER_S = 600
+
+
+def find_missing(repository: Repository) -> None:
+    """Note which files are not there yet, by the client's dry run."""
+    # It makes the folders: if there is none, no file is there. It waits for files that another
+    # download is writing.
+    if repository.place.exists():
+        with _alone(repository):
+            dry = repository.snapshot(repository.commit, dry_run=True)
+        repository.missing = {file.filename for file in dry if file.will_download}
+
+
+def fetch(repository: Repository, again: str, say: Callable[[str], None]) -> Path:
+    """Fetch what is missing, verify every file, fetch broken ones once more, write the record.
+
+    again: the command that goes on after Ctrl-C.
+    """
+    count = len(repository.files)
+    # A dataset's cache notes which commit its branch led to; jobs look there when offline.
+    revision = repository.commit if repository.kind == "model" else repository.revision
+    with _interruptible(again), _alone(repository):
+        repository.snapshot(revision)
+        broken = _broken(repository)
+        if broken:
+            say(f"{len(broken)} of {count} files differ from the hub's index: fetched again")
+            for path in (repository.place / name for name in broken):
+                path.resolve().unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+            repository.snapshot(revision)
+            broken = _broken(repository)
+        if broken:
+            words = (
+                f"{len(broken)} of the files of {repository.name}, first {broken[0]}, differ from"
+            )
+            remedy = "a proxy or the disk may be at fault; try again later"
+            raise HubFault(f"{words} the hub's index twice in a row: {remedy}")
+        record = repository.folder / paths.DOWNLOAD_RECORD
+        write_text(record, json.dumps(_record(repository), indent=1) + "\n", mode=0o644)
+    say(f"{repository.name}: all {count} files are whole; recorded in {record}")
+    return record
+
+
+def _broken(repository: Repository) -> list[str]:
+    """Return the files that are missing or differ from the hub's checksums."""
+    from huggingface_hub import HfApi
+
+    found = HfApi().verify_repo_checksums(
+        repository.name,
+        repo_type=repository.kind,
+        revision=repository.commit,
+        local_dir=repository.place,
+    )
+    wrong = {each["path"] for each in found.mismatches}.union(found.missing_paths)
+    return [name for name in repository.files if name in wrong]
+
+
+def _record(repository: Repository) -> dict[str, Any]:
+    paths = {name: repository.place / name for name in repository.files}
+    return {
+        "repo": repository.name,
+        "kind": repository.kind,
+        "revision": repository.commit,
+        "asked_for": repository.revision,
+        "checked": time.time(),
+        "files": {
+            name: {
+                "size": file.size,
+                "sha256": file.lfs.sha256 if file.lfs else sha256(paths[name]),
+                # Of the file that was verified: unchanged, it need not be hashed again.
+                "mtime_ns": paths[name].stat().st_mtime_ns,
+            }
+            for name, file in repository.files.items()
+        },
+    }
+
+
+@contextmanager
+def _alone(repository: Repository) -> Iterator[None]:
+    """Keep other downloads out of the folder meanwhile, and remove what a killed one left."""
+    folder = repository.unfinished
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".cookbook.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            words = f"another download is writing to {repository.folder}"
+            raise HubFault(f"{words}: wait until it ends, then try again") from error
+        for file in folder.rglob("*.incomplete"):
+            if time.time() - file.stat().st_mtime > _LEFTOVER_S:
+                file.unlink(missing_ok=True)
+        yield
+
+
+@contextmanager
+def _interruptible(again: str) -> Iterator[None]:
+    """End at once on Ctrl-C: the client's threads would first finish the files they are at."""
+
+    def end(number: int, _: object) -> None:
+        words = f"interrupted; finished files stay: go on with: {again}\n"
+        os.write(2, f"\nerror: {words}".encode())
+        os._exit(128 + number)
+
+    before = {each: signal.signal(each, end) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

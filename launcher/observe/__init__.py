@@ -1,0 +1,1 @@
+"""Looking at runs: their state, logs, curves and results."""

@@ -1,0 +1,1 @@
+"""Recipes: reading, extending, overriding, interpolating and validating them."""

@@ -1,0 +1,138 @@
+"""The table of entries: what a recipe can start, and what the kit can do with each.
+
+Nothing else in the launcher compares the names of entries: it asks recipe.entry.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher import paths
+from launcher.errors import RecipeFault, nearest
+from launcher.recipes import stock
+from runspec.keys.common import COMMON
+from runspec.keys.key import REQUIRED, Key, Keys
+from runspec.keys.script import SCRIPT
+from runspec.keys.sft import SFT
+
+if TYPE_CHECKING:
+    from launcher.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What torchrun can start, and what is known of it.
+
+    keys: all keys of its recipes. command: what torchrun starts as each rank, as shell text, from
+    the recipe and its resolved content. program: the file that is started, None for a module of
+    the kit's trainer. own_code: it is the user's own program; the folder around it is copied into
+    the run, and it gets its parameters instead of a train.yaml. other_keys: its recipes may hold
+    keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole config
+    of the kit's trainer, with its layout and weights), "components" (only that they exist and take
+    their arguments) or "". resumes: it continues from its last checkpoint when it is started again.
+    """
+
+    keys: Keys
+    command: Callable[[Recipe, Mapping[str, Any]], str]
+    program: Callable[[Recipe], Path | None] = lambda recipe: None
+    own_code: bool = False
+    other_keys: bool = False
+    checked: str = ""
+    can_estimate: bool = False
+    can_profile: bool = False
+    resumes: bool = False
+
+    @property
+    def max_retries(self) -> int:
+        """How often a failed attempt is retried if the recipe does not say it."""
+        return 3 if self.resumes else 0
+
+
+def trainer_command(module: str) -> Callable[[Recipe, Mapping[str, Any]], str]:
+    """Return the command of an entry that is a module and reads train.yaml."""
+    return lambda recipe, config: f'python -m {module} "$RUN_DIR/train.yaml"'
+
+
+def _script(recipe: Recipe) -> Path:
+    return (recipe.path.parent / Path(recipe.target).expanduser()).resolve()
+
+
+def _script_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
+    """The script in the run's copy of its folder, with its arguments."""
+    script = os.path.relpath(_script(recipe), recipe.code_root or Path())
+    return f"python {shlex.join([script, *map(str, config.get('args') or [])])}"
+
+
+def _torchtune_program(recipe: Recipe) -> Path | None:
+    known = stock.recipes().get(recipe.target)
+    return known.path if known else None
+
+
+def _torchtune_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
+    name, known = recipe.target, stock.recipes()
+    if name not in known:
+        raise RecipeFault(
+            f"torchtune has no recipe {name!r}{nearest(name, known)}; it has "
+            f"{', '.join(known) or 'none'} in {paths.venv_root()}"
+        )
+    if not known[name].distributed and recipe.resources.world_size > 1:
+        raise RecipeFault(
+            f"torchtune's {name} runs on one GPU, and {recipe.resources.nodes} x "
+            f"{recipe.resources.gpus_per_node} are asked for: --nodes 1 --gpus-per-node 1"
+        )
+    return f'python {shlex.quote(str(known[name].path))} --config "$RUN_DIR/train.yaml"'
+
+
+# What torchtune's own trainers share with the kit's; they check the rest by themselves.
+_TORCHTUNE = {
+    name: replace(key, unused="", refused="")
+    for name, key in SFT.items()
+    if key.default is not REQUIRED and "." not in name and "block" not in key.kind
+    if key.kind not in ("component", "any") and not key.choices
+}
+
+# By name; a name that ends with a colon is followed by what is started: script:train.py
+ENTRIES = {
+    "sft": Entry(
+        keys={**COMMON, **SFT},
+        command=trainer_command("trainer.sft"),
+        checked="complete",
+        can_estimate=True,
+        can_profile=True,
+        resumes=True,
+    ),
+    "torchtune:": Entry(
+        keys={**COMMON, **_TORCHTUNE},
+        command=_torchtune_command,
+        program=_torchtune_program,
+        other_keys=True,
+        checked="components",
+        can_profile=True,
+    ),
+    "script:": Entry(
+        keys={**COMMON, **SCRIPT}, command=_script_command, program=_script, own_code=True
+    ),
+}
+
+
+def find(name: str) -> Entry:
+    """Return the row for the text of `entry:` in a recipe; RecipeFault if there is none."""
+    prefix, colon, target = name.partition(":")
+    row = ENTRIES.get(prefix + colon)
+    if row is None or (colon and not target):
+        known = ", ".join(f"{each}..." if each.endswith(":") else each for each in ENTRIES)
+        raise RecipeFault(
+            f"entry {name!r} is not known{nearest(name, ENTRIES)}: it is one of {known} "
+            "(cookbook recipes --key entry)"
+        )
+    return row
+
+
+def all_keys() -> dict[str, Key]:
+    """Return the keys of all entries."""
+    return {name: key for entry in reversed(ENTRIES.values()) for name, key in entry.keys.items()}

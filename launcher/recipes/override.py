@@ -1,0 +1,105 @@
+"""Overrides of a recipe on the command line: key.path=value, +key.path=value and ~key.path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from launcher import yamlfile
+from launcher.errors import UsageFault, nearest
+from launcher.recipes.entries import all_keys
+from launcher.recipes.extend import replace_older
+from runspec.keys.key import children
+
+_PART = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+def apply(config: dict[str, Any], overrides: Iterable[str]) -> list[str]:
+    """Apply overrides to config in place and return their faults."""
+    faults = []
+    for text in overrides:
+        try:
+            _apply_one(config, text)
+        except UsageFault as fault:
+            faults += fault.faults
+    return faults
+
+
+def key_of(override: str) -> str:
+    """Return the dotted key that an override sets or removes."""
+    return override.lstrip("~+").partition("=")[0]
+
+
+def _apply_one(config: dict[str, Any], text: str) -> None:
+    removes, adds = text.startswith("~"), text.startswith("+")
+    key, equals, value_text = text.lstrip("~+").partition("=")
+    parts = key.split(".")
+    if not text.isprintable():
+        raise UsageFault(
+            f"the override {text!r} is more than one line of text: write key.path=value"
+        )
+    if removes == bool(equals) or not all(map(_PART.fullmatch, parts)):
+        raise UsageFault(
+            f"cannot read the override {text!r}: write key.path=value, +key.path=value for a new "
+            "key, or ~key.path to remove one"
+        )
+    if key == "output_dir" and not removes:
+        raise UsageFault(f"output_dir cannot be set: {all_keys()[key].unused}")
+    parent = config
+    for depth, part in enumerate(parts[:-1]):
+        inner = parent.get(part)
+        if inner is None and (adds or _is_known(config, parts[: depth + 1])):
+            inner = parent[part] = {}
+        if not isinstance(inner, dict):
+            raise _unknown(".".join(parts[: depth + 1]), parent, text)
+        parent = inner
+    leaf = parts[-1]
+    if removes:
+        if leaf not in parent:
+            hint = nearest(leaf, parent)
+            raise UsageFault(f"the recipe has no key {key!r}{hint} to remove: leave out {text!r}")
+        del parent[leaf]
+        return
+    if leaf not in parent and not adds and not _is_known(config, parts):
+        raise _unknown(key, parent, text)
+    value = yamlfile.parse(value_text, f"the override {text!r}")
+    # A key of the table is checked with all others, when the whole recipe is known.
+    expected = None if key in all_keys() else _changed_type(parent.get(leaf), value)
+    if expected:
+        raise UsageFault(
+            f"{key} must be {expected}, as in the recipe ({parent[leaf]!r}); got {value_text!r}"
+        )
+    replace_older(config, key)
+    parent[leaf] = value
+
+
+def _is_known(config: Mapping[str, Any], parts: list[str]) -> bool:
+    """Whether a key may be set although this recipe does not hold it."""
+    dataset = config.get("dataset")
+    if parts[0] == "dataset_val" and len(parts) == 2 and isinstance(dataset, dict):
+        return parts[1] in dataset
+    return ".".join(parts) in all_keys()
+
+
+def _unknown(key: str, parent: Mapping[str, Any], text: str) -> UsageFault:
+    block, _, name = key.rpartition(".")
+    hint = nearest(name, [*parent, *children(all_keys(), block)])
+    return UsageFault(
+        f"unknown key {key!r}{hint} in the override {text!r}: write +{key}=... to add it all the "
+        "same"
+    )
+
+
+def _changed_type(old: Any, new: Any) -> str | None:
+    """Say what an override's value should have been, None if it fits the value it replaces."""
+    if old is None or new is None:
+        return None
+    if isinstance(old, bool):
+        return None if isinstance(new, bool) else "true or false"
+    if isinstance(old, (int, float)):
+        is_number = isinstance(new, (int, float)) and not isinstance(new, bool)
+        return None if is_number else "a number"
+    if isinstance(old, dict):
+        return None if isinstance(new, dict) else "a mapping (override one of its keys)"
+    return None

@@ -1,0 +1,289 @@
+"""A recipe: a torchtune config and what Slurm has to give it; found by its name, and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, yamlfile
+from launcher.errors import RecipeFault, UsageFault, nearest
+from launcher.recipes import entries, extend, override, stock, validate
+from launcher.recipes.interpolation import resolve
+from runspec.keys.common import COMMON
+from runspec.keys.key import NAME as NAME
+from runspec.keys.key import NAME_RULE as NAME_RULE
+from runspec.keys.key import Fault, unused
+
+# The folder of secrets that a recipe names without a path.
+SECRETS = Path("~/.config/slurm-cookbook/secrets")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one run asks of Slurm; None leaves the choice to the cluster."""
+
+    nodes: int = 1
+    gpus_per_node: int = 1
+    gpu_type: str | None = None
+    cpus_per_gpu: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+
+    @classmethod
+    def of(cls, block: Mapping[str, Any]) -> Resources:
+        """Return the resources that a checked block gives."""
+        given: dict[str, Any] = {key: value for key, value in block.items() if value is not None}
+        given |= {key: str(given[key]) for key in ("mem", "time") if key in given}
+        return cls(**given)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: one per GPU."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def time_s(self) -> int | None:
+        """The time limit in seconds, None if the partition decides."""
+        return None if self.time is None else time_limit_s(self.time)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe with its overrides applied and checked; its references are not replaced yet."""
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    resources: Resources
+    overrides: tuple[str, ...] = field(default=())
+
+    @property
+    def description(self) -> str:
+        return str(self.config.get("description") or "")
+
+    @property
+    def given_name(self) -> str:
+        """What a command line calls it: the name of one of the kit's own, else its file's path."""
+        return self.name if self.path.parent == paths.RECIPES else str(self.path)
+
+    @property
+    def entry(self) -> entries.Entry:
+        """What it starts, and what the kit can do with that."""
+        return entries.find(self.entry_name)
+
+    @property
+    def entry_name(self) -> str:
+        return str(self.config.get("entry") or COMMON["entry"].default)
+
+    @property
+    def target(self) -> str:
+        """What the entry's name says after its colon: the path of a script, torchtune's name."""
+        return self.entry_name.partition(":")[2]
+
+    @property
+    def script(self) -> Path | None:
+        """The user's own training script; None for another entry."""
+        return self.entry.program(self) if self.entry.own_code else None
+
+    @property
+    def code_root(self) -> Path | None:
+        """The folder that is copied into the run of a script of the user's own."""
+        if self.script is None:
+            return None
+        given = self.config.get("code_root")
+        if not given:
+            return self.script.parent
+        return (self.path.parent / Path(str(given)).expanduser()).resolve()
+
+    @property
+    def secrets(self) -> dict[str, Path]:
+        """Names of variables that a job reads from files, and the files."""
+        given = self.config.get("secrets") or {}
+        named = given if isinstance(given, dict) else dict.fromkeys(given)
+        return {
+            name: Path(str(path)).expanduser() if path else SECRETS.expanduser() / name
+            for name, path in named.items()
+        }
+
+    @property
+    def umask(self) -> str:
+        """The umask of the run: what others may not do with its files."""
+        return "027" if self.config.get("share") == "group" else "077"
+
+    @property
+    def timeout_s(self) -> int | None:
+        """How long one attempt may take, None for as long as Slurm allows."""
+        given = self.config.get("timeout")
+        return None if given is None else time_limit_s(str(given))
+
+    @property
+    def max_retries(self) -> int:
+        """How many failed attempts in a row, with no new checkpoint between them, are retried."""
+        given = self.config.get("max_retries")
+        return self.entry.max_retries if given is None else int(given)
+
+    @property
+    def method(self) -> str:
+        """full, lora, dora, qlora or qdora, as the model block says; script for the user's own."""
+        return "script" if self.script else method_of(self.config.get("model") or {})
+
+    @property
+    def notes(self) -> list[str]:
+        """One line about keys that are accepted and not used; none if there are none."""
+        given = "; ".join(
+            f"{key.name} ({key.unused})" for key in unused(self.config, self.entry.keys)
+        )
+        return [f"keys that are not used: {given}"] if given else []
+
+    def profiled(self) -> Recipe:
+        """Return the recipe with its profiler turned on; UsageFault if its entry has none."""
+        if not self.entry.can_profile:
+            raise UsageFault(
+                f"--profile: {self.entry_name} has no profiler of the kit's: leave --profile out"
+            )
+        profiler = {**(self.config.get("profiler") or {}), "enabled": True}
+        return replace(self, config={**self.config, "profiler": profiler})
+
+    def resolved(self, root: Path, run_dir: str) -> dict[str, Any]:
+        """Return the whole recipe with every ${...} replaced for a run in run_dir."""
+        config, faults = self._resolve(root, run_dir)
+        if faults:
+            raise RecipeFault([f"{fault.text} in {self.path}" for fault in faults])
+        return config
+
+    def _resolve(self, root: Path, run_dir: str) -> tuple[dict[str, Any], list[Fault]]:
+        return resolve({**self.config, "output_dir": run_dir}, variables(root))
+
+    def train_config(self, root: Path, run_dir: str) -> dict[str, Any]:
+        """Return what the trainer reads: the resolved recipe without the launcher's keys."""
+        config = self.resolved(root, run_dir)
+        return {k: value for k, value in config.items() if k == "output_dir" or k not in COMMON}
+
+    def parameters(self, root: Path, run_dir: str) -> dict[str, Any]:
+        """Return what the user's own script reads from its YAML file."""
+        return dict(self.resolved(root, run_dir).get("parameters") or {})
+
+
+def method_of(model: Mapping[str, Any]) -> str:
+    """Return full, lora, dora, qlora or qdora, as a `model` block says."""
+    builder = str(model.get("_component_") or "").rpartition(".")[2]
+    if not builder.startswith(("lora_", "qlora_")):
+        return "full"
+    quantised = model.get("quantize_base", builder.startswith("qlora_"))
+    return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
+
+
+def variables(root: Path) -> dict[str, str]:
+    """Return the names that a recipe may use beside its own keys, as in ${models_root}/llama."""
+    return {
+        "repo_root": str(paths.REPO_ROOT),
+        "models_root": str(root / "models"),
+        "datasets_root": str(root / "datasets"),
+    }
+
+
+def time_limit_s(text: str) -> int:
+    """Return a Slurm time limit (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S) in seconds."""
+    days, dash, rest = text.rpartition("-")
+    fields = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*fields, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(fields) == 1:
+        return fields[0] * 60
+    if len(fields) == 2:
+        return fields[0] * 60 + fields[1]
+    return (fields[0] * 60 + fields[1]) * 60 + fields[2]
+
+
+def names() -> list[str]:
+    """Return the names of the recipes that the kit ships, sorted."""
+    return sorted(path.stem for path in paths.RECIPES.glob("*.yaml"))
+
+
+def find(name: str) -> Path:
+    """Return the file of a recipe, given its name or the path of a YAML file."""
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).expanduser().absolute()
+        if not path.is_file():
+            raise RecipeFault(
+                f"there is no recipe file {name}: list the kit's own with: cookbook recipes"
+            )
+        if not NAME.match(path.stem):
+            raise RecipeFault(
+                f"the recipe file name {path.name!r} may hold only {NAME_RULE}: rename it"
+            )
+        return path
+    if not NAME.match(name):
+        raise RecipeFault(
+            f"the recipe name {name!r} may hold only {NAME_RULE}; give a file of your own as a "
+            "path that ends in .yaml"
+        )
+    path = paths.RECIPES / f"{name}.yaml"
+    if not path.is_file():
+        raise RecipeFault(
+            f"there is no recipe {name!r}{nearest(name, names())}: list them with: cookbook recipes"
+        )
+    return path
+
+
+def load(
+    name: str, overrides: Iterable[str] = (), resources: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Return the recipe with its overrides; RecipeFault lists every fault found in it.
+
+    overrides are 'key.path=value' (the key must exist or be known), '+key.path=value' (adds a
+    key) or '~key.path' (removes one). resources are those given by options such as --nodes.
+    """
+    path = find(name)
+    config, files = extend.read(path)
+    overrides = tuple(overrides)
+    texts = override.apply(config, overrides)
+    options = {key: value for key, value in (resources or {}).items() if value is not None}
+    if config.get("resources") is None:
+        config["resources"] = {}
+    if isinstance(config["resources"], dict):
+        config["resources"].update(options)
+    if not config.get("entry"):
+        model = config.get("model")
+        builder = str(model.get("_component_")) if isinstance(model, dict) else ""
+        config["entry"] = stock.entry_of(path, builder) or COMMON["entry"].default
+    recipe = Recipe(path.stem, path, config, Resources(), overrides)
+    resolved, faults = recipe._resolve(paths.REPO_ROOT, "unset")
+    try:
+        faults += validate.faults(resolved, recipe.entry)
+    except UsageFault as fault:
+        faults += [Fault("entry", text) for text in fault.faults]
+    texts += [
+        f"{fault.text}, in {_place(fault.key, files, overrides, options)}" for fault in faults
+    ]
+    if texts:
+        raise RecipeFault(list(dict.fromkeys(texts)))
+    return Recipe(path.stem, path, config, Resources.of(resolved["resources"]), overrides)
+
+
+def _place(
+    key: str, files: list[Path], overrides: tuple[str, ...], options: Mapping[str, Any]
+) -> str:
+    """Say where the value of a key was given: an option, an override, or a line of a file."""
+    if key.startswith("resources.") and key.removeprefix("resources.") in options:
+        return f"the option --{key.removeprefix('resources.').replace('_', '-')}"
+    for text in reversed(overrides):
+        if f"{key}.".startswith(f"{override.key_of(text)}."):
+            return f"the override {text!r}"
+    while key:
+        for file in files:
+            line = yamlfile.line_of(file, key)
+            if line:
+                return f"{file}, line {line}"
+        key = key.rpartition(".")[0]  # a key that is missing: the block that lacks it
+    return str(files[0])

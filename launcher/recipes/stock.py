@@ -1,0 +1,114 @@
+"""torchtune's own recipes and configs, read from its files: importing it would import torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from launcher.venv import site_packages
+
+# What trainer.sft does in the place of these recipes, for the models that it builds.
+_OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)\Z")
+_TEXT_MODELS = (
+    "code_llama2",
+    "gemma2",
+    "llama2",
+    "llama3",
+    "llama3_1",
+    "llama3_2",
+    "llama3_3",
+    "mistral",
+    "phi3",
+    "phi4",
+    "qwen2",
+    "qwen2_5",
+)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A training script of torchtune's, and the configs that are written for it."""
+
+    name: str
+    path: Path
+    distributed: bool
+    configs: tuple[str, ...]
+
+
+@cache
+def recipes() -> dict[str, Stock]:
+    """Return torchtune's recipes by the names that `tune ls` prints; {} without torchtune."""
+    packages = site_packages()
+    registry = packages / "torchtune" / "_recipe_registry.py" if packages else None
+    if packages is None or registry is None or not registry.is_file():
+        return {}
+    found = {}
+    for call in ast.walk(ast.parse(registry.read_text(encoding="utf-8"))):
+        if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Recipe"):
+            continue
+        given = {word.arg: word.value for word in call.keywords}
+        configs = [
+            ast.literal_eval(word.value)
+            for config in getattr(given["configs"], "elts", [])
+            for word in config.keywords
+            if word.arg == "file_path"
+        ]
+        name, file = (ast.literal_eval(given[key]) for key in ("name", "file_path"))
+        distributed = ast.literal_eval(given["supports_distributed"])
+        found[name] = Stock(name, packages / "recipes" / file, distributed, tuple(configs))
+    return found
+
+
+def entry_of(path: Path, builder: str) -> str | None:
+    """Return the entry for one of torchtune's own config files, None for any other file.
+
+    What trainer.sft does too is its; preference tuning, distillation, quantisation, images and
+    the like are torchtune's own script's. builder is the config's model component.
+    """
+    packages = site_packages()
+    folder = packages / "recipes" / "configs" if packages else None
+    if folder is None or not path.is_relative_to(folder):
+        return None
+    relative = path.relative_to(folder).as_posix()
+    name = next((each.name for each in recipes().values() if relative in each.configs), None)
+    if name is None:
+        # One that torchtune forgot to register: its header shows how it is run.
+        shown = re.search(r"tune run .*?([a-z_/]+) --config", path.read_text(encoding="utf-8"))
+        name = shown.group(1) if shown and shown.group(1) in recipes() else None
+    if name is None:
+        return None
+    family = builder.removeprefix("torchtune.models.").partition(".")[0]
+    is_ours = _OURS.match(name) and family in _TEXT_MODELS
+    return "sft" if is_ours else f"torchtune:{name}"
+
+
+def missing_imports(script: Path, code_root: Path | None = None) -> list[str]:
+    """Return the packages that a script imports at its top and the environment does not have.
+
+    code_root is the folder of the user's own modules.
+    """
+    packages = site_packages()
+    if packages is None:
+        return []
+    try:
+        body = ast.parse(script.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    wanted = set()
+    for node in body:
+        if isinstance(node, ast.Import):
+            wanted |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            wanted.add(node.module.partition(".")[0])
+    folders = [packages, script.parent, *([code_root] if code_root else [])]
+    return sorted(name for name in wanted if not _there(name, folders))
+
+
+def _there(name: str, folders: list[Path]) -> bool:
+    return name in sys.stdlib_module_names or any(
+        (folder / name).is_dir() or next(folder.glob(f"{name}.*"), None) for folder in folders
+    )

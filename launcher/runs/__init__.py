@@ -1,0 +1,1 @@
+"""Run directories, the kit's only registry: make one, find one, judge its state."""

@@ -1,0 +1,174 @@
+"""A run directory: making one, reading its files, and letting one command at a time change it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import CookbookError, RunFault
+from launcher.executors import Job, token
+from launcher.runs import snapshot
+from runspec import files
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and what its files say; RunFault if one of them is broken."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def submission(self) -> dict[str, Any]:
+        """How the run was started: its recipe, its token and the jobs that it was given."""
+        return self._read(files.SUBMISSION)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The newest state that a job wrote, {} if none has started."""
+        return self._read(files.STATUS)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What the trainer wrote last: step, total_steps, losses, newest checkpoint."""
+        return self._read(files.PROGRESS)
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """The attempts that have ended, oldest first."""
+        return files.read_json_lines(self.path / files.ATTEMPTS)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The logged steps in order."""
+        return files.read_json_lines(self.path / files.METRICS)
+
+    @property
+    def jobs(self) -> list[dict[str, Any]]:
+        """The jobs that submit and resume gave to the run, oldest first."""
+        return self.submission.get("jobs") or []
+
+    @property
+    def job_id(self) -> str | None:
+        """The newest job's id, None if nobody wrote one down."""
+        submitted, status = {str(job["job_id"]): job["submitted"] for job in self.jobs}, self.status
+        newest, own = next(reversed(submitted), None), status.get("job_id")
+        # Its script was submitted by hand, or the launcher died before it wrote the id down.
+        unknown = own is not None and str(own) not in submitted
+        if unknown and (newest is None or status["updated"] >= submitted[newest]):
+            return str(own)
+        return newest
+
+    @property
+    def job(self) -> Job:
+        """The newest job, with what its executor needs to find it."""
+        job_id, known = self.job_id, [self.status, *self.jobs]
+        records = [record for record in known if job_id and str(record.get("job_id")) == job_id]
+        newest = records[-1] if records else {}
+        return Job(token(self.name), job_id, newest.get("host"), newest.get("process_start"))
+
+    @property
+    def logs(self) -> Path:
+        return self.path / files.LOGS
+
+    def latest_logs(self) -> Path | None:
+        """The folder of the newest attempt's logs, None before the first."""
+        link = self.path / files.LATEST_LOGS
+        return link.resolve() if link.exists() else None
+
+    def write(self, name: str, value: Mapping[str, Any]) -> None:
+        """Replace one of the run's JSON files; whoever may read the directory may read it."""
+        path = self.path / name
+        try:
+            files.write_json(path, dict(value), mode=self.path.stat().st_mode & 0o666)
+        except OSError as error:
+            raise RunFault(f"cannot write {path}: {error.strerror}: check the disk") from error
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            value = files.read_json(path)
+        except (OSError, ValueError) as error:
+            raise RunFault(f"cannot read {path}: {error}") from error
+        if value is not None and not isinstance(value, dict):
+            raise RunFault(f"cannot read {path}: it does not hold a JSON object")
+        return value or {}
+
+
+def runs_root(root: Path) -> Path:
+    """Return the folder of all runs, in the shared folder."""
+    return root / "runs"
+
+
+def new_name(label: str) -> str:
+    """Return a new run's name: time, label and four random hex digits."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{label}-{secrets.token_hex(2)}"
+
+
+def create(
+    path: Path, contents: Mapping[str, str], code: Path | None = None, umask: int = 0o077
+) -> Run:
+    """Make a run directory whole, or not at all: its files are written before it gets its name.
+
+    Args:
+        contents: the text of each file by its name.
+        code: a folder of which the run takes a copy.
+        umask: 0o077 keeps the run private, 0o027 lets the group read it.
+
+    Raises:
+        RunFault: it cannot be made there.
+        PreflightFault: the code cannot be copied.
+    """
+    root, temporary = path.parent, path.with_name(f".tmp-{path.name}")
+    before = os.umask(umask)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if umask == 0o027:
+            # A private run may have made the folder of all runs.
+            with suppress(PermissionError):
+                root.chmod(root.stat().st_mode | 0o050)
+        temporary.mkdir()
+        (temporary / files.LOGS).mkdir()
+        # Slurm would create it with permissions of its own.
+        (temporary / files.JOB_LOG).touch()
+        for name, text in contents.items():
+            files.write_text(temporary / name, text)
+        if code is not None:
+            snapshot.copy(code, temporary / files.CODE)
+        os.rename(temporary, path)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunFault(
+            f"cannot make the run directory {path}: {error.strerror or error}: set COOKBOOK_ROOT to "
+            "a folder of yours with free space, on the shared filesystem"
+        ) from error
+    except CookbookError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.umask(before)
+    return Run(path)
+
+
+@contextmanager
+def locked(run: Run) -> Iterator[None]:
+    """Let one command at a time submit or cancel a run."""
+    with open(run.path / files.LOCK, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunFault(
+                f"another cookbook command is changing {run.name}: try again in a moment"
+            ) from error
+        yield

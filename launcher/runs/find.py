@@ -1,0 +1,52 @@
+"""Finding runs by what a user types: a name, a unique part of it, a job id, or last."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from launcher.errors import UnknownRun, nearest
+from launcher.runs.directory import Run
+
+_RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]{0,63}-[0-9a-f]{4}\Z")
+
+
+def every(root: Path) -> list[Run]:
+    """Return all runs, oldest first."""
+    if not root.is_dir():
+        return []
+    return [
+        Run(path) for path in sorted(root.iterdir()) if _RUN_NAME.match(path.name) and path.is_dir()
+    ]
+
+
+def none_yet(root: Path) -> str:
+    """Return the message for a folder without runs."""
+    return f"there is no run in {root} yet: start one with: cookbook submit --recipe demo"
+
+
+def find(root: Path, wanted: str) -> Run:
+    """Return the run that wanted names: its name, a unique part of it, a job id, or 'last'."""
+    known = every(root)
+    if wanted == "last":
+        if not known:
+            raise UnknownRun(none_yet(root))
+        return known[-1]
+    exact = [run for run in known if run.name == wanted]
+    by_job = [run for run in known if wanted.isdigit() and wanted in _job_ids(run)]
+    parts = [run for run in known if wanted and wanted in run.name]
+    for found in (exact, by_job, parts):
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise UnknownRun(
+                f"{len(found)} runs match {wanted!r}, such as {found[-1].name} and "
+                f"{found[-2].name}: give more of the name"
+            )
+    hint = nearest(wanted, [run.name for run in known])
+    raise UnknownRun(f"no run in {root} matches {wanted!r}{hint}: list them with: cookbook status")
+
+
+def _job_ids(run: Run) -> set[str]:
+    """Return the ids of all jobs that a run has had."""
+    return {str(record.get("job_id")) for record in (*run.jobs, run.status)}

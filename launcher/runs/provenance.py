@@ -1,0 +1,65 @@
+"""What made a run: code, packages, model, command; written before the run is queued."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, yamlfile
+from launcher.executors import slurm
+from launcher.recipes.recipe import Recipe
+from launcher.runs.snapshot import git
+from launcher.site import Site
+from launcher.venv import packages
+from runspec import files
+
+
+def of(recipe: Recipe, cluster: Site, contents: Mapping[str, str]) -> dict[str, Any]:
+    """Return what is needed to make the same run again; contents: its files by name."""
+    return {
+        "created": time.time(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "overrides": list(recipe.overrides),
+        # Without the run's own directory, so that equal configurations have equal hashes.
+        "config_sha256": _sha256(yamlfile.dump(recipe.resolved(cluster.root, "run"))),
+        "script_sha256": _sha256(contents[files.JOB_SCRIPT]),
+        "kit": _git_state(paths.REPO_ROOT),
+        "model": _model_revision(recipe, cluster),
+        "python": sys.version.split()[0],
+        "packages": [f"{name}=={version}" for name, version in packages().items()],
+        "slurm": slurm.version(),
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _git_state(folder: Path) -> dict[str, Any]:
+    """Return the checkout's commit and what has been changed since, as a diff."""
+    commit, diff = git(folder, "rev-parse", "HEAD"), git(folder, "diff", "HEAD")
+    untracked = git(folder, "ls-files", "--others", "--exclude-standard")
+    return {
+        "commit": commit.decode().strip() if commit else None,
+        "diff": (diff or b"").decode(errors="replace"),
+        "untracked": (untracked or b"").decode(errors="replace").splitlines(),
+    }
+
+
+def _model_revision(recipe: Recipe, cluster: Site) -> dict[str, Any]:
+    """Return the model folder, and the revision if a download recorded it there."""
+    checkpointer = recipe.resolved(cluster.root, "run").get("checkpointer") or {}
+    folder = Path(str(checkpointer.get("checkpoint_dir", "")))
+    note = folder / ".cache" / "huggingface" / "download" / "config.json.metadata"
+    revision, record = None, files.read_json_or_none(folder / paths.DOWNLOAD_RECORD)
+    if record:
+        revision = record.get("revision")
+    elif folder.parent.name == "snapshots":
+        revision = folder.name
+    elif note.is_file():
+        revision = note.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
+    return {"folder": str(folder), "revision": revision}

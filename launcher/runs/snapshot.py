@@ -1,0 +1,85 @@
+"""A copy of the user's own script tree, taken at submission: what is queued is what will run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from launcher.errors import PreflightFault
+
+# A snapshot is code; data and checkpoints in it would fill the runs folder submit by submit.
+LIMIT_BYTES = 100 * 2**20
+_IGNORED = {"__pycache__", "node_modules", "runs", "wandb"}
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files to copy, relative to folder, sorted.
+
+    In a git checkout: the files that git tracks or does not ignore. Elsewhere: all but hidden
+    folders, caches and virtual environments.
+    """
+    listed = _git_files(folder)
+    if listed is None:
+        listed = _walked(folder)
+    return sorted(path for path in listed if (folder / path).is_file())
+
+
+def git(folder: Path, *arguments: str) -> bytes | None:
+    """Return what a git command prints about a folder; None if it is no checkout."""
+    argv = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _git_files(folder: Path) -> list[Path] | None:
+    listed = git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed is None:
+        return None
+    return [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
+
+
+def _walked(folder: Path) -> list[Path]:
+    found = []
+    for current, folders, names in os.walk(folder):
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in _IGNORED
+            and not (Path(current) / name / "pyvenv.cfg").exists()
+        ]
+        found += [(Path(current) / name).relative_to(folder) for name in names]
+    return found
+
+
+def fault(folder: Path) -> str | None:
+    """Say why a folder cannot be copied, None if it can."""
+    sizes = {path: (folder / path).stat().st_size for path in files(folder)}
+    total = sum(sizes.values())
+    if total <= LIMIT_BYTES:
+        return None
+    largest = max(sizes, key=lambda path: sizes[path])
+    return (
+        f"the code in {folder} has {total >> 20} MiB, and a snapshot takes {LIMIT_BYTES >> 20} MiB "
+        f"at most; the largest file is {largest} ({sizes[largest] >> 20} MiB): move data out of "
+        "the folder, add it to .gitignore, or set code_root= to a smaller folder"
+    )
+
+
+def copy(folder: Path, target: Path) -> None:
+    """Copy the files of folder to target, which must not exist; links are followed."""
+    try:
+        target.mkdir(parents=True)
+        for path in files(folder):
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(folder / path, target / path)
+    except OSError as error:
+        raise PreflightFault(
+            f"cannot copy {error.filename or folder} into the run: {error.strerror}: make it "
+            "readable, or add it to .gitignore"
+        ) from error

@@ -1,0 +1,93 @@
+"""The state of runs: what the job wrote itself, else what squeue, sacct or this host says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.errors import SlurmFault
+from launcher.executors import Executor, JobState, executor_of
+from launcher.runs.directory import Run
+from runspec.states import FINAL
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a run.
+
+    word: the state that a user sees. source: status.json, squeue, sacct, this host or nobody.
+    ended: no job of the run runs or waits. job_id: that of its newest job.
+    """
+
+    word: str
+    source: str
+    detail: str = ""
+    ended: bool = False
+    job_id: str | None = None
+
+
+def state_of(run: Run) -> State:
+    """Return one run's state."""
+    return states([run])[run.name]
+
+
+def own_state(run: Run) -> str:
+    """Return the state that the newest job wrote, "" if it has written none yet."""
+    status, newest = run.status, (run.jobs or [{}])[-1]
+    written_later = float(status.get("updated", 0)) >= float(newest.get("submitted", 0))
+    # An unknown job that wrote later was submitted by hand, or nobody could write its id down.
+    ours = written_later or str(status.get("job_id")) == str(newest.get("job_id"))
+    return str(status.get("state") or "") if ours else ""
+
+
+def states(wanted: Sequence[Run]) -> dict[str, State]:
+    """Return each run's state by name, with at most one question to squeue and one to sacct.
+
+    The order is: the job's own final state, squeue, sacct, else UNKNOWN.
+    """
+    known: dict[str, State] = {}
+    asked: dict[Executor, list[Run]] = {}
+    for run in wanted:
+        if own_state(run) in FINAL:
+            known[run.name] = _from_status(run)
+        else:
+            asked.setdefault(executor_of(run.job_id), []).append(run)
+    for executor, group in asked.items():
+        try:
+            found = executor.states([run.job for run in group])
+        except SlurmFault as fault:
+            nothing = JobState(None, "nobody", detail=fault.faults[0])
+            found = {run.job.token: nothing for run in group}
+        known |= {run.name: _judge(run, found[run.job.token]) for run in group}
+    return known
+
+
+def _from_status(run: Run) -> State:
+    status = run.status
+    detail = str(status.get("message") or "")
+    return State(status["state"], "status.json", detail, ended=True, job_id=run.job_id)
+
+
+def _judge(run: Run, job: JobState) -> State:
+    """Return the state of a run whose job has not written a final one."""
+    status, own, resume = run.status, own_state(run), f"continue with: cookbook resume {run.name}"
+    message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
+    if job.state is None and not job.ended:  # cannot be asked now
+        return State(own or "UNKNOWN", "status.json", job.detail, job_id=job_id)
+    if job.state is None and status.get("state") in FINAL:
+        return _from_status(run)
+    if job.state is None and own == "INTERRUPTED":
+        return State(own, "status.json", f"{message}; {resume}", ended=True, job_id=job_id)
+    if job.state is None:
+        last = f"its last state was {own}" if own else "it has written no state"
+        return State("UNKNOWN", "nobody", f"{job.detail}, {last}; {resume}", True, job_id)
+    # What the status says about an earlier job is no news about this one.
+    message = message if own and str(status.get("job_id")) == job_id else ""
+    if job.ended:
+        details = [message or job.detail, "" if job.state == "COMPLETED" else resume]
+    elif message:
+        details = [f"attempt {status.get('attempt')} ended: {message}", job.detail]
+    else:
+        details = [job.detail]
+    detail = "; ".join(filter(None, details))
+    return State(job.state, job.source, detail, job.ended, job_id)

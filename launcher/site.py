@@ -1,0 +1,155 @@
+"""What a site has to say about itself: configs/clusters/<name>.yaml, all of it optional."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, yamlfile
+from launcher.errors import RecipeFault, SlurmFault, nearest
+from launcher.recipes.recipe import NAME, NAME_RULE, Recipe, Resources
+from launcher.recipes.validate import variable_faults
+from runspec.keys.common import COMMON
+from runspec.keys.key import Fault, Key, faults
+
+_KEYS = (
+    Key("description", "text", None, "One line about the site."),
+    Key("shared_root", "text", None, "The folder that login and compute nodes share."),
+    Key("gpu", "text", None, "Kind of the GPUs, as in configs/gpus.yaml."),
+    Key("gpu_request", "gpus-per-node | gres | none", "gpus-per-node", "How GPUs are asked for."),
+    Key("network_gbits", "number", None, "Gbit/s of the network between nodes, per GPU."),
+    Key("network_interface", "interface", None, "Interface for NCCL and gloo."),
+    Key("signal", "USR1 | USR2 | HUP | INT | CONT", "USR1", "Warning before the time limit."),
+    Key("signal_lead_s", "positive", 300, "Seconds between the warning and the limit."),
+    Key("node_paths", "texts", (), "Paths that only the nodes have."),
+    Key("job_setup", "texts", (), "Shell lines that a job runs first."),
+    Key("environment", "open block", {}, "Environment variables of each job. No secrets."),
+)
+# What a recipe and a site may both say: the recipe's comes first.
+_SHARED = {
+    name: key for name, key in COMMON.items() if name == "share" or name.startswith("resources")
+}
+KEYS = {key.name: key for key in _KEYS} | _SHARED
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site's settings; what a recipe or an option says comes before its resources."""
+
+    name: str = "default"
+    shared_root: str | None = None
+    gpu: str | None = None
+    gpu_request: str = "gpus-per-node"
+    network_interface: str | None = None
+    network_gbits: float | None = None
+    signal: str = "USR1"
+    signal_lead_s: int = 300
+    node_paths: tuple[str, ...] = ()
+    job_setup: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
+    share: str = "private"
+
+    @property
+    def root(self) -> Path:
+        """The folder that login and compute nodes share."""
+        return paths.shared_root(self.shared_root)
+
+
+def load(name: str | None = None) -> Site:
+    """Return the named site's settings, else COOKBOOK_CLUSTER's, else default.yaml's, else none.
+
+    RecipeFault lists every fault of the file.
+    """
+    chosen = name or os.environ.get("COOKBOOK_CLUSTER") or "default"
+    if not NAME.match(chosen):
+        raise RecipeFault(f"the cluster name {chosen!r} may hold only {NAME_RULE}")
+    path = paths.CLUSTERS / f"{chosen}.yaml"
+    if not path.is_file():
+        if chosen == "default":
+            return Site()
+        known = sorted(file.stem for file in paths.CLUSTERS.glob("*.yaml"))
+        raise RecipeFault(
+            f"there is no cluster file {path}{nearest(chosen, known)}: copy "
+            f"{paths.CLUSTERS / 'example.yaml'} to it"
+        )
+    config = yamlfile.load(path)
+    found = [*faults(config, KEYS), *_own_faults(config)]
+    if found:
+        raise RecipeFault([f"{fault.text}, in {_place(path, fault.key)}" for fault in found])
+    values = {key: value for key, value in config.items() if value is not None}
+    values.pop("description", None)
+    for key in ("job_setup", "node_paths"):
+        values[key] = tuple(values.get(key, ()))
+    variables = values.get("environment", {})
+    values["environment"] = {key: str(value) for key, value in variables.items()}
+    return Site(name=chosen, **values)
+
+
+def _place(path: Path, key: str) -> str:
+    line = yamlfile.line_of(path, key)
+    return f"{path}, line {line}" if line else str(path)
+
+
+def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
+    gpu, known = config.get("gpu"), yamlfile.load(paths.GPUS)
+    if gpu is not None and gpu not in known:
+        yield Fault(
+            "gpu", f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}"
+        )
+    given = config.get("node_paths")
+    for path in given if isinstance(given, list) else []:
+        if not str(path).startswith("/"):
+            yield Fault("node_paths", f"node_paths holds whole paths, from / on, got {path!r}")
+    yield from variable_faults(config.get("environment"), "environment")
+
+
+def complete(recipe: Recipe, site: Site, local: bool = False) -> Recipe:
+    """Return a recipe with what it leaves open, from the site's file and from what sinfo reports.
+
+    local: it will run on this host, without Slurm.
+    """
+    resources = with_site_defaults(recipe.resources, site)
+    if resources.cpus_per_gpu is None and not local:
+        resources = replace(resources, cpus_per_gpu=_cpus_per_gpu(resources))
+    config = {**recipe.config, "share": recipe.config.get("share") or site.share}
+    return replace(recipe, config=config, resources=resources)
+
+
+def with_site_defaults(resources: Resources, site: Site) -> Resources:
+    """Return resources with the site's values if the recipe and the options say nothing.
+
+    Exclusive nodes come with all their memory unless something else is asked for.
+    """
+    given, unset = Resources.of(site.resources), Resources()
+    missing = {
+        item.name: getattr(given, item.name)
+        for item in fields(Resources)
+        if getattr(resources, item.name) == getattr(unset, item.name)
+    }
+    filled = replace(resources, **missing)
+    return replace(filled, mem="0") if filled.exclusive and filled.mem is None else filled
+
+
+def _cpus_per_gpu(resources: Resources) -> int | None:
+    """A GPU's share of the CPUs of the smallest node that has the GPUs; None if sinfo is silent."""
+    # Imported late: most commands read a site's file and ask Slurm nothing.
+    from launcher.executors import slurm
+
+    try:
+        known = slurm.partitions(hidden=True)
+    except SlurmFault:
+        return None
+    wanted = resources.partition.split(",") if resources.partition else None
+    shares = []
+    for name, partition in known.items():
+        if name in wanted if wanted else partition.default:
+            for kind in partition.kinds:
+                gpus = sum(kind.gpus.values())
+                usable = kind.gpus.get(resources.gpu_type, 0) if resources.gpu_type else gpus
+                if gpus and usable >= resources.gpus_per_node and kind.cpus >= gpus:
+                    shares.append(kind.cpus // gpus)
+    return min(shares, default=None)

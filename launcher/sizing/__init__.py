@@ -1,0 +1,1 @@
+"""What a recipe needs and how fast it would be, computed."""

@@ -1,0 +1,199 @@
+"""What the ranks send each other in one training step, in closed form.
+
+Each kind of message is listed with its size, its group and how often a step sends it: what FSDP2
+gathers and reduces, what tensor parallelism with sequence-parallel norms exchanges (Korthikanti
+et al. 2022, arXiv 2205.05198), the loss over a split vocabulary, and the sums that every step
+needs. Nothing is fitted; a test compares every message with those of real runs.
+
+A ring sends (n - 1)/n of an all-gather's output or a reduce-scatter's input, and twice that for
+an all-reduce, from each of its n ranks (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launcher.sizing.activations import linear_loss_rows
+from launcher.sizing.parameters import Parameter, Unit, Units, units_of
+from launcher.sizing.step_config import FP32, StepConfig
+
+# Doubles that every step sums over all ranks, and those of a step that is logged: trainer/sft.py.
+CONTROL, LOGGED = 7, (1, 4)
+# The loss over a split vocabulary sums so many numbers per token: the highest logit, the sum, the
+# target's own.
+LOSS_SUMS = 3
+
+
+@dataclass(frozen=True)
+class Message:
+    """`count` messages of one kind that each rank takes part in, in one step.
+
+    size: bytes of all ranks' parts together: an all-gather's output, a reduce-scatter's or an
+    all-reduce's input. when: start, forward, recompute, loss, turn, backward, reduce, end or step,
+    as `launcher.sizing.step_time` has it. on_cpu: it goes over the CPU, while the GPU works.
+    """
+
+    what: str
+    kind: str  # all-gather, reduce-scatter or all-reduce
+    group: str  # shard, replicate, tensor or all
+    ranks: int
+    size: float
+    count: int
+    when: str
+    on_cpu: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether what sends it must wait for it, with no other work to do."""
+        return self.group in ("tensor", "all") and not self.on_cpu
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends in a step, over a ring."""
+        passes = 2 if self.kind == "all-reduce" else 1
+        return self.count * passes * self.size * (self.ranks - 1) / self.ranks
+
+
+def messages(step: StepConfig) -> list[Message]:
+    """Every message of a step in which all positions hold a token that is trained."""
+    units = units_of(step)
+    found = [*_weights(step, units), *_gradients(step, units), *_tensor_parallel(step)]
+    found += [*_loss(step), *_shared_gradients(step, units), *_sums(step)]
+    return [message for message in found if message.ranks > 1 and message.count and message.size]
+
+
+# FSDP ------------------------------------------------------------------------------------------
+
+
+def _padded(parameter: Parameter, shards: int) -> float:
+    """Rows that FSDP shards: filled up to a multiple of its ranks."""
+    return -(-parameter.rows // shards) * shards
+
+
+def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
+    """What is gathered: each unit before its forward and, resharded meanwhile, its backward.
+
+    A recomputed layer is whole already: its recomputation is a part of its backward.
+    """
+    if not step.fsdp:
+        return
+    shards, depth = step.layout.shard, step.shape.layers
+
+    def gather(what: str, unit: Unit, each: int, when: str) -> Message:
+        size = sum(_padded(p, shards) * p.row_bytes for p in unit.parameters)
+        count = each * step.accumulation
+        return Message(what, "all-gather", "shard", shards, size, count, when)
+
+    yield gather("root's weights", units.root, 1, "start")
+    yield gather("embedding", units.embedding, 1, "start")
+    yield gather("layers' weights", units.layer, depth, "forward")
+    yield gather("output layer", units.output, 1, "forward")
+    if step.reshard:
+        yield gather("root's weights", units.root, 1, "turn")
+        yield gather("output layer", units.output, 1, "turn")
+        yield gather("layers' weights", units.layer, depth, "backward")
+        # Also if it is frozen and nobody needs it: FSDP2 fetches the unit before ahead of time.
+        yield gather("embedding", units.embedding, 1, "backward")
+
+
+def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
+    """What is reduced: within a replica, and then over the replicas."""
+    if not step.fsdp:
+        return
+    shards, replicas = step.layout.shard, step.layout.replicate
+    within = step.accumulation if step.sync_each else 1
+    for what, unit, each, when in (
+        ("output layer's gradients", units.output, 1, "reduce"),
+        ("layers' gradients", units.layer, step.shape.layers, "reduce"),
+        ("embedding's gradients", units.embedding, 1, "end"),
+        ("root's gradients", units.root, 1, "end"),
+    ):
+        numbers = sum(_padded(p, shards) * p.width for p in unit.parameters if p.trained)
+        size = step.reduce_bytes * numbers
+        yield Message(what, "reduce-scatter", "shard", shards, size, each * within, when)
+        yield Message(what, "all-reduce", "replicate", replicas, size / shards, each, when)
+
+
+# Tensor parallelism ----------------------------------------------------------------------------
+
+
+def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
+    """Two gathers and two scatters of the hidden states per layer, forward and backward.
+
+    The embedding scatters and the last norm gathers once more. A layer that is recomputed does
+    so again, but for its last scatter, which nothing in its backward needs.
+    """
+    tp, depth = step.layout.tensor_parallel, step.shape.layers
+    hidden = step.element_bytes * step.tokens * step.shape.dim
+
+    def exchange(what: str, kind: str, each: int, when: str, size: float = hidden) -> Message:
+        count = each * step.accumulation
+        return Message(what, kind, "tensor", tp, size, count, when)
+
+    yield exchange("embedding's output", "reduce-scatter", 1, "start")
+    yield exchange("norms' outputs", "all-gather", 2 * depth, "forward")
+    yield exchange("layers' outputs", "reduce-scatter", 2 * depth, "forward")
+    yield exchange("last norm's output", "all-gather", 1, "loss")
+    yield exchange("last norm's gradient", "reduce-scatter", 1, "turn")
+    # Nothing flows back into what lies before the first adapter: a norm and the embedding.
+    full = int(step.is_full)
+    yield exchange("norms' gradients", "reduce-scatter", 2 * depth - 1 + full, "backward")
+    yield exchange("layers' gradients", "all-gather", 2 * depth, "backward")
+    yield exchange("embedding's gradient", "all-gather", full, "end")
+    # Recomputed by operation, no layer communicates again.
+    again = depth // round(1 / step.recomputed_share) if step.recomputed_share else 0
+    # Gemma 2 normalises what is scattered, and so needs it again.
+    scatters = 2 if step.shape.norms == 4 else 1
+    yield exchange("norms' outputs", "all-gather", 2 * again, "recompute")
+    yield exchange("layers' outputs", "reduce-scatter", scatters * again, "recompute")
+    for name in step.lora_targets if step.is_dora else ():
+        matrix = step.shape.matrices[name]
+        if matrix.role == "row":
+            norms = FP32 * matrix.outputs
+            yield exchange("DoRA's norms", "all-reduce", depth + again, "forward", norms)
+
+
+def _loss(step: StepConfig) -> Iterator[Message]:
+    """The loss over a split vocabulary: fp32 sums of each token, for a part of them at a time."""
+    tokens, tp, sums = step.tokens, step.layout.tensor_parallel, (1,) * LOSS_SUMS
+    size = tokens
+    if step.loss == "linear":
+        sums = (1, 2)
+        size = linear_loss_rows(step)
+    elif step.loss == "chunked":
+        size = step.batch * -(-(tokens // step.batch) // step.chunks)
+    whole, rest = divmod(tokens, size)
+    for numbers in sums:
+        for part, times in ((size, whole), (rest, 1)):
+            sent, count = FP32 * numbers * part, times * step.accumulation
+            yield Message("loss", "all-reduce", "tensor", tp, sent, count, "loss")
+
+
+def _shared_gradients(step: StepConfig, units: Units) -> Iterator[Message]:
+    """Gradients of which each tensor-parallel rank has a share: norms, one half of each adapter.
+
+    FSDP sums them before it reduces them: as they are, or in fp32 if micro-steps added up.
+    """
+    tp = step.layout.tensor_parallel
+    added_up = step.fsdp and step.accumulation > 1 and not step.sync_each
+    number_bytes = FP32 if added_up else step.element_bytes
+    times = step.accumulation if step.fsdp and step.sync_each else 1
+    for unit, each, when in (
+        (units.layer, step.shape.layers, "reduce"),
+        (units.root + units.output, 1, "end"),
+    ):
+        when = when if step.fsdp else "step"
+        for p in unit.parameters:
+            if p.shared and p.trained:
+                size, count = number_bytes * p.rows * p.width, each * times
+                yield Message("shared gradients", "all-reduce", "tensor", tp, size, count, when)
+
+
+def _sums(step: StepConfig) -> Iterator[Message]:
+    """The gradient norm, and what the ranks agree on."""
+    ranks = step.layout.ranks
+    yield Message("gradient norm", "all-reduce", "all", ranks, FP32, 1, "step")
+    for numbers in (CONTROL, *LOGGED):
+        yield Message("agreement", "all-reduce", "all", ranks, 8 * numbers, 1, "step", on_cpu=True)

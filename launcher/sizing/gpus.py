@@ -1,0 +1,68 @@
+"""The kinds of GPU that configs/gpus.yaml knows: memory, peak, links."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from launcher import paths, yamlfile
+from launcher.errors import UsageFault, nearest
+
+# Of a GPU's memory the CUDA context, NCCL's buffers, kernels' workspaces and the allocator's gaps
+# take a part that no formula gives: this much is reserved for them. An assumption.
+RESERVED_GIB, RESERVED_SHARE = 2.0, 0.05
+DEFAULT = "h100-80"
+# The round numbers that cards are sold by.
+_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 180)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU; match is a regular expression for the name that the driver gives it."""
+
+    name: str
+    match: str
+    memory_gib: float
+    bf16_tflops: float
+    memory_bandwidth_gbs: float
+    link_gbs: float
+    network_gbits: float
+
+    @property
+    def usable_gib(self) -> float:
+        """Memory without the reserved part."""
+        return self.memory_gib - RESERVED_GIB - RESERVED_SHARE * self.memory_gib
+
+
+@cache
+def known() -> dict[str, Gpu]:
+    """Return the kinds of GPU by name, in the file's order."""
+    return {name: Gpu(name, **facts) for name, facts in yamlfile.load(paths.GPUS).items()}
+
+
+def by_name(name: str | None) -> Gpu:
+    """Return the kind of GPU with this name; UsageFault lists those that are known."""
+    name = name or DEFAULT
+    if name not in known():
+        raise UsageFault(
+            f"there is no GPU {name!r}{nearest(name, known())} in configs/gpus.yaml: choose one of "
+            f"{', '.join(known())}"
+        )
+    return known()[name]
+
+
+def by_label(label: str) -> Gpu | None:
+    """Return the first kind that a name of a site's or a driver's fits, None if none does."""
+    for gpu in known().values():
+        if label.lower() == gpu.name or re.search(gpu.match, label, re.IGNORECASE):
+            return gpu
+    return None
+
+
+def smallest(gib: float) -> str | None:
+    """Return the label of the smallest memory in which gib fits, such as 80 GB; None for none."""
+    fitting = [gpu.memory_gib for gpu in known().values() if gib <= gpu.usable_gib]
+    if not fitting:
+        return None
+    return f"{min(_LABELS_GB, key=lambda label: abs(label - min(fitting)))} GB"

@@ -1,0 +1,208 @@
+"""Memory of one training step on one GPU, in closed form: what is alive at each phase's peak.
+
+A step has phases (forward, loss, backward, optimizer). For each, the bytes that are alive at its
+peak are listed term by term; the largest sum is the estimate. Nothing is fitted: a term is a
+number of elements times bytes per element, from what the trainer's modules keep for backward,
+what FSDP2 gathers and what autograd holds meanwhile. Symbols: t tokens per rank and micro-step,
+d width, f MLP width, q query width, V vocabulary, e bytes per element.
+
+Sources: FSDP2's buffers as in torch's fully_shard (torch/distributed/fsdp/_fully_shard); NF4's
+4.25 bits in Dettmers et al. 2023 (arXiv 2305.14314) without double quantisation; optimizer states
+in torch.optim and torchao.optim. `python -m trainer.trace` runs the same step on fake tensors, and
+a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launcher.sizing.activations import kept_by_layer, loss_memory
+from launcher.sizing.parameters import units_of
+from launcher.sizing.step_config import FP32, StepConfig
+
+Terms = dict[str, float]
+
+
+class StepMemory:
+    """The phases of a step and the peak among them, term by term, in bytes."""
+
+    def __init__(self, step: StepConfig) -> None:
+        self.phases: dict[str, Terms] = dict(_Phases(step))
+        sums = {name: sum(terms.values()) for name, terms in self.phases.items()}
+        self.peak_phase = max(sums, key=sums.__getitem__)
+        self.peak, self.terms = sums[self.peak_phase], self.phases[self.peak_phase]
+
+
+def state_bytes(step: StepConfig) -> float:
+    """Bytes of optimizer state per trained parameter.
+
+    AdamW keeps two moments in the weights' dtype; torchao's 8 and 4 bit ones keep codes and an
+    fp32 scale for each block of 256 or 128 (torchao.optim).
+    """
+    return {
+        "adamw": 2.0 * step.weight_bytes,
+        "adamw8bit": 2 * (1 + FP32 / 256),
+        "adamw4bit": 2 * (0.5 + FP32 / 128),
+        "momentum": 1.0 * step.weight_bytes,
+        "none": 0.0,
+    }[step.optimizer]
+
+
+class _Phases:
+    """Yields the phases of a step, each with its terms."""
+
+    def __init__(self, step: StepConfig) -> None:
+        shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
+        self.step, self.units, depth = step, units_of(step), shape.layers
+        ends = self.units.root + self.units.embedding + self.units.output
+        self.trained = depth * self.units.layer.trained + ends.trained
+        self.largest = max(self.units.layer.largest_trained, ends.largest_trained)
+        # Offloaded state lies on the CPU.
+        self.on_gpu = 0 if step.cpu_offload else 1
+        stored = depth * self.units.layer.stored(step.weight_bytes) + ends.stored(step.weight_bytes)
+        tables = FP32 * shape.max_seq_len * shape.head_dim * (2 if shape.whole_rotary else 1)
+        self.state: Terms = {
+            "weights": self.on_gpu * stored / step.layout.shard,
+            "optimizer": self.on_gpu * self.trained * state_bytes(step) / step.layout.shard,
+            "rotary tables": tables,
+        }
+        self.gradients = self._reduced(self.trained)
+        # Between micro-steps nothing is reduced: each rank holds all gradients, in fp32.
+        self.unreduced = step.accumulation > 1 and step.fsdp and not step.sync_each
+        self.accumulated = self.gradients if step.accumulation > 1 else 0.0
+        if self.unreduced:
+            self.accumulated = self.trained * step.reduce_bytes
+        self.kept, self.recomputed = kept_by_layer(step)
+        self.entry = e * t * shape.dim / tp
+        # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
+        self.gather = 1 if step.fsdp else 0
+        self.root = self.gather * self.units.root.gathered
+        self.layer = self.gather * self.units.layer.gathered
+        # What is not resharded stays gathered from forward to backward.
+        self.stays = step.fsdp and not step.reshard
+        # In full fine-tuning the output layer has a gradient, tied or not.
+        self.output_gradient = e * shape.output.parameters / tp if step.is_full else 0.0
+
+    def __iter__(self) -> Iterator[tuple[str, Terms]]:
+        depth = self.step.shape.layers
+        yield from self._forward()
+        yield from self._loss()
+        for index in sorted({depth - 1, max(depth - 2, 0), 0}):
+            yield from self._layer_backward(index)
+        if self.step.fsdp:
+            yield "backward, root", self._root_backward()
+        # A fused update needs nothing; foreach a copy of all second moments, single two of the
+        # largest parameter.
+        numbers = {"fused": 0, "foreach": self.trained, "single": 2 * self.largest}
+        working = self._reduced(numbers[self.step.update])
+        yield "optimizer step", self._terms(self.gradients, working=working)
+
+    def _terms(
+        self, gradients: float, activations: float = 0.0, gathered: float = 0.0, **more: float
+    ) -> Terms:
+        return self.state | {
+            "gradients": gradients,
+            "activations": activations,
+            "gathered weights": gathered,
+            "gradient reduction": self.gather * more.get("reduction", 0.0),
+            "logits and loss": more.get("logits", 0.0),
+            "working memory": more.get("working", 0.0),
+        }
+
+    def _reduced(self, trained: float) -> float:
+        """Bytes of the gradients of so many numbers, reduced and sharded."""
+        return self.on_gpu * trained * self.step.weight_bytes / self.step.layout.shard
+
+    def _forward(self) -> Iterator[tuple[str, Terms]]:
+        """First layer: the root and the first unit after it lie gathered twice, in the
+        collective's buffer and as parameters. Last layer: all activations.
+        """
+        depth, step = self.step.shape.layers, self.step
+        first = 2 * (self.root + max(self.layer, self.gather * self.units.embedding.gathered))
+        last = self.root + self.layer * (depth + 1 if self.stays else 2)
+        kept, working = depth * self.kept, _forward_working(step)
+        yield "forward, first layer", self._terms(self.accumulated, self.entry, first)
+        yield "forward, last layer", self._terms(self.accumulated, kept, last, working=working)
+
+    def _loss(self) -> Iterator[tuple[str, Terms]]:
+        """The output layer and the loss; in backward the root is gathered again, twice for a
+        moment, and the gradients that the chunks of a trained output layer make are summed out of
+        place.
+        """
+        step, loss, depth = self.step, loss_memory(self.step), self.step.shape.layers
+        linear, chunked = step.loss == "linear", step.loss == "chunked"
+        # The linear loss runs inside the model's forward pass, and makes the gradients there; a
+        # trained weight's is summed up in fp32.
+        early = self.output_gradient if linear else 0.0
+        summed = early * FP32 / step.element_bytes
+        norm = (FP32 * 2 if step.is_full else FP32) * self.entry / step.element_bytes
+        norm += self.entry * step.layout.tensor_parallel if step.is_full else 0
+        unit = self.root
+        if self.units.output.parameters:
+            unit = self.gather * self.units.output.gathered
+        rest = (step.chunks - 2) / step.chunks if chunked else 1
+        last = (3 if chunked else 1) * self.output_gradient
+        for name, gradients, gathered, logits in (
+            ("output layer, forward", 0.0, self.root, loss.made),
+            ("loss, forward", summed, (self.root + self.layer) * linear, loss.forward),
+            ("loss, backward", early, 0.0, loss.backward),
+            ("output layer, backward, gathered", early, 2 * unit, loss.gradient),
+            ("output layer, backward", last, unit + self.layer, rest * loss.gradient),
+        ):
+            held = depth * self.layer + self.root if self.stays else gathered
+            kept = depth * self.kept + norm
+            yield name, self._terms(self.accumulated + gradients, kept, held, logits=logits)
+
+    def _layer_backward(self, index: int) -> Iterator[tuple[str, Terms]]:
+        """A layer's backward. What is reduced lies in a buffer until the next reduction."""
+        step, units, above = self.step, self.units, self.step.shape.layers - 1 - index
+        shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
+        layer_gradients = self._reduced(units.layer.trained)
+        done = above * layer_gradients + self._reduced(units.output.trained)
+        if step.accumulation > 1:
+            done = self.accumulated
+        if self.unreduced:
+            done += above * (layer_gradients - step.reduce_bytes * units.layer.trained)
+        # Without FSDP they are added at once to what the micro-steps before have left.
+        if not units.output.parameters and (step.fsdp or step.accumulation == 1):
+            done += self.output_gradient
+        gathered = self.root + self.layer * (index + 1 if self.stays else min(index + 1, 2))
+        reduction = step.reduce_bytes * (units.layer.trained if above else units.output.trained)
+        # While its MLP is worked on, only the last matrix's gradient is there.
+        down = shape.matrices["down_proj"].parameters / shape.layer_parameters
+        part = e * units.layer.trained * (down if step.is_full else 1)
+        working = 2 * e * t * shape.intermediate / tp + 2 * self.entry + _dequantised(step)
+        working += 2 * e * t * shape.dim if tp > 1 else 0
+        kept = (index + 1) * self.kept + self.recomputed
+        mlp = self._terms(done + part, kept, gathered, reduction=reduction, working=working)
+        yield f"backward, layer {index + 1}, MLP", mlp
+        done, kept = done + e * units.layer.trained, index * self.kept + self.entry
+        end = self._terms(done, kept, gathered, reduction=reduction, working=4 * self.entry)
+        yield f"backward, layer {index + 1}, end", end
+
+    def _root_backward(self) -> Terms:
+        """The root's own reduction: gradients in their dtype and in the buffer."""
+        step, root = self.step, self.units.root.trained
+        gradients = self.gradients
+        gradients += root * (step.element_bytes - step.weight_bytes / step.layout.shard)
+        reduction = step.reduce_bytes * root
+        return self._terms(gradients + reduction * self.unreduced, reduction=reduction)
+
+
+def _dequantised(step: StepConfig) -> float:
+    """NF4: the largest matrix, in the compute dtype, while it is multiplied."""
+    if not step.is_quantised:
+        return 0.0
+    numbers = step.shape.dim * step.shape.intermediate
+    return step.element_bytes * numbers / step.layout.tensor_parallel
+
+
+def _forward_working(step: StepConfig) -> float:
+    """A layer's MLP in forward: gate, activation and product, the norm's output, the residual."""
+    shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
+    inside, width = e * t * shape.intermediate / tp, e * t * shape.dim
+    kept = step.checkpointing == "none"
+    at_product = (0 if kept else 3 * inside) + width
+    # The gathered input, down_proj's share of the sum, and its copy in the order of the scatter.
+    at_scatter = (0 if kept else inside) + 3 * width if tp > 1 else 0.0
+    return max(at_product, at_scatter) + 2 * width / tp + _dequantised(step)

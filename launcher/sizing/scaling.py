@@ -1,0 +1,155 @@
+"""How fast a recipe would be on more nodes and in other layouts, from what its ranks send."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from launcher.sizing.communication import messages
+from launcher.sizing.search import (
+    TENSOR_PARALLEL,
+    Prediction,
+    Predictor,
+    layout_overrides,
+    settings,
+)
+from launcher.sizing.step_config import GIB, StepConfig
+from runspec.layout import Layout
+
+NODES = (2, 4, 8, 16, 32, 64)
+
+
+def layouts(step: StepConfig) -> list[tuple[int, int]]:
+    """Return tensor parallelism and replicas to compare, the simplest first.
+
+    Layers whole or split within a node; one replica over all nodes or one replica in each.
+    """
+    return [(split, count) for split in TENSOR_PARALLEL for count in sorted({1, step.nodes})]
+
+
+def layout_name(layout: Layout) -> str:
+    """Return what a layout is called: TP8 x FSDP, HSDP, ..."""
+    split = f"TP{layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
+    data = "DDP" if layout.replicate > 1 else ""
+    if layout.shard > 1:
+        data = "HSDP" if layout.replicate > 1 else "FSDP"
+    return " x ".join(part for part in (split, data) if part) or "one GPU"
+
+
+class Scaling:
+    """What is predicted of a recipe: its own step, and other layouts on more nodes.
+
+    Each GPU has as many rows as in the recipe, or a tensor-parallel group one row if that would
+    be less.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor, own = predictor, predictor.own
+        self.messages = messages(own)
+        self.own = predictor.of(own)
+
+        def rows(step: StepConfig) -> list[tuple[int, int, bool]]:
+            per_rank = own.batch / own.layout.tensor_parallel
+            batch = max(1, round(per_rank * step.layout.tensor_parallel))
+            return [(batch, step.accumulation, step.sync_each)]
+
+        candidates = settings(own, nodes=NODES, layout=layouts, micro_steps=rows)
+        self.compared = [predictor.of(step) for step in candidates]
+        # The simplest layout that fits and is within 1 % of the fastest, by nodes.
+        self.choice: dict[int, Prediction] = {}
+        for nodes in NODES:
+            fitting = [each for each in self.compared if each.step.nodes == nodes and each.fits]
+            if fitting:
+                least = 0.99 * max(each.rate for each in fitting)
+                self.choice[nodes] = next(each for each in fitting if each.rate >= least)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything; sizes of messages in bytes, times in seconds."""
+        links, layout = self.predictor.links, self.own.step.layout
+        return {
+            "basis": "predicted, not measured",
+            "mfu": self.predictor.mfu,
+            "peak_share": self.predictor.peak_share,
+            "links": vars(links),
+            "own": _row(self.own),
+            "sent_bytes": sum(message.sent for message in self.messages),
+            "messages": [
+                {**vars(each), "sent": each.sent, "seconds_each": links.seconds(layout, each)}
+                for each in self.messages
+            ],
+            "compared": [_row(each) for each in self.compared],
+            "choice": {nodes: layout_overrides(best.step) for nodes, best in self.choice.items()},
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield it as a person reads it."""
+        took, step, links = self.own.time, self.own.step, self.predictor.links
+        yield (
+            f"Messages of one step per GPU, {layout_name(step.layout)} on {step.nodes} x "
+            f"{step.gpus_per_node} GPUs; predicted, not measured"
+        )
+        yield from self._message_lines()
+        yield (
+            f"one step {took.seconds:.3g} s, {took.tokens_per_second_per_gpu:,.0f} tokens/s/GPU: "
+            f"MFU {100 * took.mfu:.1f} %, HFU {100 * took.hfu:.1f} %"
+        )
+        yield (
+            f"computing {100 * took.computing_share:.0f} % of it, waiting for tensor parallelism "
+            f"{took.tensor_parallel_s:.2g} s, for weights and gradients {took.sharding_s:.2g} s"
+        )
+        yield ""
+        yield (
+            "Tokens/s/GPU by nodes, and the share of the time that is computing; predicted, not "
+            "measured; * does not fit"
+        )
+        yield (
+            f"{self.predictor.basis}; {links.within_gbs:g} GB/s within a node, "
+            f"{8 * links.between_gbs:g} Gbit/s per GPU between nodes"
+        )
+        yield from self._compared_lines()
+
+    def _message_lines(self) -> Iterator[str]:
+        totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0, 0])
+        for message in self.messages:
+            total = totals[message.what, message.kind, message.ranks]
+            seconds = self.predictor.links.seconds(self.own.step.layout, message)
+            for index, more in enumerate((message.count, message.sent, message.count * seconds)):
+                total[index] += more
+        for (what, kind, ranks), (count, sent, took) in totals.items():
+            if took >= 0.0005:
+                yield (
+                    f"  {what:<24} {kind:<14} of {ranks:>4} {int(count):>6} x "
+                    f"{sent / count / 2**20:>9.3f} MiB {sent / GIB:>9.2f} GiB {took:>8.3f} s"
+                )
+
+    def _compared_lines(self) -> Iterator[str]:
+        yield f"{'LAYOUT':<14}{'BATCH':>5}" + "".join(f"{nodes:>13}" for nodes in NODES)
+        rows: dict[str, dict[int, Prediction]] = defaultdict(dict)
+        for each in self.compared:
+            rows[layout_name(each.step.layout)][each.step.nodes] = each
+        for name, cells in rows.items():
+            batch = next(iter(cells.values())).step.batch
+            yield f"{name:<14}{batch:>5}" + "".join(_cell(cells.get(nodes)) for nodes in NODES)
+        yield "the simplest that fits and is within 1 % of the fastest:"
+        for nodes, best in self.choice.items():
+            name = layout_name(best.step.layout)
+            yield f"  on {nodes:>2} nodes  {name:<13} {layout_overrides(best.step)}"
+
+
+def _row(found: Prediction) -> dict[str, Any]:
+    step = found.step
+    return {
+        "name": layout_name(step.layout),
+        "overrides": layout_overrides(step),
+        "batch": step.batch,
+        "nodes": step.nodes,
+        **found.as_json(),
+    }
+
+
+def _cell(found: Prediction | None) -> str:
+    if found is None:
+        return f"{'-':>13}"
+    mark = " " if found.fits else "*"
+    return f"{found.rate:>7,.0f}{mark}{100 * found.time.computing_share:>3.0f} %"

@@ -1,0 +1,279 @@
+"""Settings of a recipe's step: every way to change it, and what is predicted of each.
+
+What to change if a recipe does not fit, --compare, --scaling and --tune all ask `settings` for
+candidates and a `Predictor` for their memory and time; they differ in what they keep and in which
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import UsageFault
+from launcher.sizing.gpus import Gpu
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.step_config import GIB, StepConfig
+from runspec.layout import Layout, LayoutError, model_faults
+from runspec.shape import ATTENTION, MLP
+
+if TYPE_CHECKING:
+    from launcher.sizing.links import Links
+    from launcher.sizing.step_time import StepTime
+
+METHODS = ("full", "lora", "qlora")
+TENSOR_PARALLEL = (1, 2, 4, 8)
+CHECKPOINTING = ("none", "op", "2", "full")
+# LoRA's adapter if the recipe has none: a usual one.
+_RANK, _TARGETS = 16, (*ATTENTION, *MLP)
+
+
+# Moves: one change of a step; None if it cannot be made ------------------------------------------
+
+
+def _to_layout(step: StepConfig, sizes: tuple[int, int], nodes: int = 0) -> StepConfig | None:
+    """Tensor parallelism over so many ranks, and so many replicas."""
+    tensor, replicas = sizes
+    keys = {"tensor_parallel_dim": tensor, "data_parallel_replicate_dim": replicas}
+    ranks = nodes * step.gpus_per_node or step.layout.ranks
+    try:
+        layout = Layout.of(keys, ranks, step.gpus_per_node)
+    except LayoutError:
+        return None
+    # The trainer refuses dropout in layers that are split.
+    if model_faults(tensor, step.shape.split_sizes) or (tensor > 1 and step.dropout):
+        return None
+    return replace(step, layout=layout)
+
+
+def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
+    """On so many nodes. One replica per node stays so; else there is one replica."""
+    replica_per_node = step.layout.replicate == step.nodes > 1
+    return _to_layout(step, (step.layout.tensor_parallel, nodes if replica_per_node else 1), nodes)
+
+
+def _to_micro_steps(step: StepConfig, rows: tuple[int, int, bool]) -> StepConfig:
+    """Rows per micro-step, micro-steps, and whether each of them reduces its gradients."""
+    batch, accumulation, sync = rows
+    return replace(step, batch=batch, accumulation=accumulation, sync_each=sync or step.cpu_offload)
+
+
+def _to_method(step: StepConfig, method: str) -> StepConfig:
+    """Full, LoRA or QLoRA, with the recipe's own adapter if it has one."""
+    if method == "full":
+        step = replace(step, lora_rank=0, lora_targets=(), lora_output=False, dropout=False)
+    if method == "full" or step.lora_targets:
+        return replace(step, method=method)
+    return replace(step, method=method, lora_rank=_RANK, lora_targets=_TARGETS)
+
+
+_MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
+    "nodes": _to_nodes,
+    "layout": _to_layout,
+    "micro_steps": _to_micro_steps,
+    "method": _to_method,
+    "checkpointing": lambda step, mode: replace(step, checkpointing=mode),
+    "loss": lambda step, _: replace(step, loss="linear", chunks=0),
+    # Offloading reduces after every micro-step, as no GPU could hold all gradients.
+    "cpu_offload": lambda step, _: replace(step, cpu_offload=True, sync_each=True),
+}
+Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
+
+
+def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
+    """Yield every combination of these choices that exists, in the order of the choices.
+
+    A choice is a move with its values, or with a function of the step that gives them. Moves are
+    made from left to right.
+    """
+    if not choices:
+        yield own
+        return
+    (move, values), *rest = choices.items()
+    for value in values(own) if callable(values) else values:
+        if (moved := _MOVES[move](own, value)) is not None:
+            yield from settings(moved, **dict(rest))
+
+
+# The keys of a recipe ----------------------------------------------------------------------------
+
+
+def overrides(step: StepConfig, before: StepConfig | None = None) -> str:
+    """Return the keys of a recipe that make this step, of those that differ from `before`."""
+    known = _keys(before) if before else {}
+    changed = [text for name, text in _keys(step).items() if known.get(name) != text]
+    return " ".join(changed)
+
+
+def layout_overrides(step: StepConfig) -> str:
+    """Return the keys that lay a step out."""
+    return " ".join(list(_keys(step).values())[:3])
+
+
+def _keys(step: StepConfig) -> dict[str, str]:
+    keys = {
+        "tensor_parallel": f"tensor_parallel_dim={step.layout.tensor_parallel}",
+        "replicate": f"data_parallel_replicate_dim={step.layout.replicate}",
+        "batch": f"batch_size={step.batch}",
+        "accumulation": f"gradient_accumulation_steps={step.accumulation}",
+        "sync_each": f"sync_each_micro_batch={str(step.sync_each).lower()}",
+        "checkpointing": f"activation_checkpointing={step.checkpointing}",
+        "method": _method_keys(step),
+    }
+    if step.loss == "linear":
+        keys["loss"] = "loss._component_=trainer.layers.loss.LinearCrossEntropy"
+    if step.cpu_offload:
+        del keys["sync_each"]
+        keys["cpu_offload"] = "fsdp_cpu_offload=true"
+    return keys
+
+
+def _method_keys(step: StepConfig) -> str:
+    module, _, name = step.builder.rpartition(".")
+    prefix = {"full": "", "lora": "lora_", "dora": "lora_"}.get(step.method, "qlora_")
+    plain = name.removeprefix("q").removeprefix("lora_") if "lora_" in name else name
+    text = f"model._component_={module}.{prefix}{plain}"
+    if step.method == "full" or "lora_" in name:
+        return text
+    # The recipe has no adapter yet.
+    attention = ",".join(name for name in step.lora_targets if name in ATTENTION)
+    return (
+        f"{text} +model.lora_attn_modules=[{attention}] +model.apply_lora_to_mlp=true "
+        f"+model.lora_rank={step.lora_rank} +model.lora_alpha={2 * step.lora_rank}"
+    )
+
+
+# What is predicted -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One setting, its memory, and its time, which is worked out when it is asked for."""
+
+    step: StepConfig
+    peak_gib: float
+    fits: bool
+    predictor: Predictor
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds of a step, and what follows from them."""
+        # Here and below imported late: the estimate alone needs no time of a step.
+        from launcher.sizing.step_time import step_time
+
+        predictor = self.predictor
+        return step_time(self.step, predictor.gpu, predictor.links, predictor.peak_share)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.time.tokens_per_second_per_gpu
+
+    @property
+    def billion_tokens_hours(self) -> float:
+        """Wall-clock hours for a billion tokens."""
+        return 1e9 / (self.rate * self.step.layout.ranks) / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures; sizes in GiB, times in seconds."""
+        return {
+            "peak_gib": round(self.peak_gib, 3),
+            "fits": self.fits,
+            "computing_share": self.time.computing_share,
+            "billion_tokens_hours": self.billion_tokens_hours,
+            **vars(self.time),
+        }
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts settings near a recipe's own.
+
+    mfu: of the recipe's own step while no GPU waits for another. The matrix products of every
+    setting are predicted to run at the same share of the peak as those of that step.
+    """
+
+    own: StepConfig
+    gpu: Gpu
+    mfu: float
+    network_gbits: float | None = None
+
+    @cached_property
+    def links(self) -> Links:
+        """How the GPUs are connected."""
+        from launcher.sizing.links import Links
+
+        return Links.of(self.gpu, self.own.gpus_per_node, self.network_gbits)
+
+    @cached_property
+    def peak_share(self) -> float:
+        """Share of the peak at which matrix products run; UsageFault if it were more than 1."""
+        from launcher.sizing.step_time import highest_mfu, peak_share
+
+        limit = highest_mfu(self.own, self.gpu)
+        if self.mfu > limit:
+            raise UsageFault(
+                f"--mfu {self.mfu:g} is more than {self.gpu.name} can reach with what this recipe "
+                f"computes again: give at most {limit:.2f}"
+            )
+        return peak_share(self.own, self.gpu, self.mfu)
+
+    @property
+    def basis(self) -> str:
+        """What the times rest on, in words."""
+        return (
+            f"at {100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: matrix "
+            f"products run at {100 * self.peak_share:.1f} % of {self.gpu.name}'s peak in all"
+        )
+
+    def of(self, step: StepConfig) -> Prediction:
+        """Return what is predicted of a setting."""
+        peak_gib = StepMemory(step).peak / GIB
+        return Prediction(step, peak_gib, peak_gib <= self.gpu.usable_gib, self)
+
+
+# What to change if a recipe does not fit ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the recipe, on top of those before it that helped, and what comes of it."""
+
+    overrides: str
+    peak_gib: float
+    helps: bool
+    fits: bool
+
+
+def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
+    """What may help, in the order in which it is tried: what costs the least time first."""
+    yield {"layout": [(step.layout.tensor_parallel, 1)]}
+    yield {"checkpointing": ["full"]}
+    if step.loss != "linear":
+        yield {"loss": ["linear"]}
+    if step.accumulation > 1 and step.fsdp:
+        yield {"micro_steps": [(step.batch, step.accumulation, True)]}
+    if step.batch > 1:
+        yield {"micro_steps": [(1, step.batch * step.accumulation, step.fsdp)]}
+    yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
+    if not step.is_quantised:
+        yield {"method": ["qdora" if step.is_dora else "qlora"]}
+    yield {"cpu_offload": [True]}
+
+
+def remedies(predictor: Predictor) -> Iterator[Remedy]:
+    """Try what may help, each on top of what helped before, until the recipe fits."""
+    now = predictor.of(predictor.own)
+    for choices in _remedies(predictor.own):
+        for step in settings(now.step, **choices):
+            if step == now.step:
+                continue
+            tried = predictor.of(step)
+            helps = tried.peak_gib < now.peak_gib * 0.99
+            fits = helps and tried.fits
+            yield Remedy(overrides(step, now.step), tried.peak_gib, helps, fits)
+            if fits:
+                return
+            now = tried if helps else now

@@ -1,0 +1,139 @@
+"""How long a training step takes, from what its GPUs compute and what its ranks send.
+
+Matrix products run at a given share of the GPU's peak. What FSDP gathers for the next layer and
+reduces of the last one goes on beside a layer's computation; what does not end with it is waited
+for, and so are a step's first gathers and last reductions. Everything that tensor parallelism
+sends is waited for. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from launcher.sizing.activations import recomputed_elements
+from launcher.sizing.communication import messages
+from launcher.sizing.gpus import Gpu
+from launcher.sizing.links import Links
+from launcher.sizing.step_config import StepConfig
+from runspec.flops import utilisation
+
+# When messages are sent that no layer hides; see launcher.sizing.communication.Message.
+ENDS = ("start", "loss", "turn", "end", "step")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, what of them is waiting, and what comes of it."""
+
+    seconds: float
+    tensor_parallel_s: float
+    sharding_s: float
+    tokens_per_second_per_gpu: float
+    mfu: float
+    hfu: float
+
+    @property
+    def computing_share(self) -> float:
+        """The share of the time in which a GPU computes."""
+        return 1 - (self.tensor_parallel_s + self.sharding_s) / self.seconds
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """Seconds of messages: those that a layer waits for, and those beside it by kind of link."""
+
+    waited: float = 0.0
+    within: float = 0.0
+    between: float = 0.0
+
+    def __add__(self, other: _Traffic) -> _Traffic:
+        return _Traffic(
+            self.waited + other.waited, self.within + other.within, self.between + other.between
+        )
+
+    def __truediv__(self, parts: int) -> _Traffic:
+        return _Traffic(self.waited / parts, self.within / parts, self.between / parts)
+
+    @property
+    def exposed(self) -> float:
+        """All of them, when there is no layer to hide behind."""
+        return self.waited + self.within + self.between
+
+    def beside(self, computing: float) -> float:
+        """A layer that computes for so long, and sends all of this meanwhile."""
+        return max(computing + self.waited, self.waited + self.within, self.between)
+
+
+def _traffic(step: StepConfig, links: Links) -> dict[str, _Traffic]:
+    """A step's messages by when they are sent."""
+    found: dict[str, _Traffic] = defaultdict(_Traffic)
+    for message in messages(step):
+        if message.on_cpu:
+            continue
+        took = message.count * links.seconds(step.layout, message)
+        local = links.ranks_per_node(step.layout, message.group) == message.ranks
+        kind = "waited" if message.waits else "within" if local else "between"
+        found[message.when] += _Traffic(**{kind: took})
+    return found
+
+
+def _elements_s(step: StepConfig, gpu: Gpu) -> float:
+    """Seconds per layer and micro-step in which "op" computes again what it does not keep.
+
+    Those elements are read once and written once.
+    """
+    if step.checkpointing != "op":
+        return 0.0
+    return 2 * recomputed_elements(step) / (gpu.memory_bandwidth_gbs * 1e9)
+
+
+def _element_flops(step: StepConfig, gpu: Gpu) -> float:
+    """FLOPs per token that the GPUs could do in that time."""
+    seconds = step.shape.layers * _elements_s(step, gpu) / step.tokens
+    return seconds * step.layout.tensor_parallel * gpu.bf16_tflops * 1e12
+
+
+def highest_mfu(step: StepConfig, gpu: Gpu) -> float:
+    """MFU of a step that never waits and computes at the GPU's peak."""
+    return step.flops.model / (step.flops.hardware + _element_flops(step, gpu))
+
+
+def peak_share(step: StepConfig, gpu: Gpu, mfu: float) -> float:
+    """Share of the peak at which products run, if this step has this MFU when it never waits."""
+    return step.flops.hardware / (step.flops.model / mfu - _element_flops(step, gpu))
+
+
+def step_time(step: StepConfig, gpu: Gpu, links: Links, share: float) -> StepTime:
+    """Return the time of a step whose matrix products run at this share of the GPU's peak."""
+    depth, micro_steps, flops = step.shape.layers, step.accumulation, step.flops
+    reductions = micro_steps if step.sync_each else 1
+    per_flop = step.tokens / step.layout.tensor_parallel / (gpu.bf16_tflops * 1e12 * share)
+    forward = flops.forward * per_flop
+    backward = (flops.backward + flops.recomputed) * per_flop
+    backward += _elements_s(step, gpu)
+    computing = micro_steps * (depth * (forward + backward) + flops.output * per_flop)
+
+    sent = _traffic(step, links)
+    fore = sent["forward"] / (depth * micro_steps)
+    back = (sent["backward"] + sent["recompute"]) / (depth * micro_steps)
+    reduced = sent["reduce"] / (depth * reductions)
+    # The first layer's weights come before anything is computed, the last one fetches none; so in
+    # backward, where the last reduction finds nothing to hide behind either.
+    waiting = sum(sent[when].exposed for when in ENDS)
+    waiting += micro_steps * (fore.exposed + back.exposed) + reductions * reduced.exposed
+    waiting += micro_steps * (depth - 1) * (fore.beside(forward) - forward)
+    waiting += (micro_steps - reductions) * (depth - 1) * (back.beside(backward) - backward)
+    waiting += reductions * (depth - 1) * ((back + reduced).beside(backward) - backward)
+    seconds = computing + waiting
+    tensor_parallel = sum(traffic.waited for when, traffic in sent.items() if when != "step")
+    tokens = step.rows_per_step * step.tokens // step.batch
+    ranks, peak = step.layout.ranks, gpu.bf16_tflops
+    return StepTime(
+        seconds,
+        tensor_parallel,
+        waiting - tensor_parallel,
+        tokens / seconds / ranks,
+        mfu=utilisation(flops.model * tokens, seconds, ranks, peak),
+        hfu=utilisation(flops.hardware * tokens, seconds, ranks, peak),
+    )

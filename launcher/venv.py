@@ -1,0 +1,66 @@
+"""The virtual environment that jobs use: its packages, and questions to the trainer in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher import paths, yamlfile
+
+if TYPE_CHECKING:
+    from subprocess import CompletedProcess
+
+
+def python() -> Path:
+    """Return the virtual environment's interpreter, whether it exists or not."""
+    return paths.venv_root() / "bin" / "python"
+
+
+def site_packages() -> Path | None:
+    """Return the folder of the packages, None if there is no virtual environment."""
+    return next(paths.venv_root().glob("lib/python*/site-packages"), None)
+
+
+def packages() -> dict[str, str]:
+    """Return the installed packages and their versions, read from their folders' names."""
+    folder = site_packages()
+    found = folder.glob("*.dist-info") if folder else ()
+    pairs = (path.stem.split("-")[:2] for path in sorted(found))
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
+def torch_build() -> tuple[str | None, str | None]:
+    """Return torch's version and its CUDA version, read without importing it."""
+    folder = site_packages()
+    file = folder / "torch" / "version.py" if folder else None
+    text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
+    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda[^=\n]*= '([^']+)'", text, re.MULTILINE)
+    return (version.group(1) if version else None), (cuda.group(1) if cuda else None)
+
+
+def ask_trainer(
+    module: str, config: dict[str, Any], *arguments: str, timeout_s: float | None = None
+) -> CompletedProcess[str]:
+    """Run one of the trainer's modules in the virtual environment on a train.yaml of config.
+
+    OSError if there is no virtual environment; subprocess.TimeoutExpired after timeout_s.
+    """
+    # Not at the top: the estimate's closed form must not wait for them.
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "train.yaml"
+        file.write_text(yamlfile.dump(config), encoding="utf-8")
+        return subprocess.run(
+            [str(python()), "-m", f"trainer.{module}", str(file), *arguments],
+            cwd=paths.REPO_ROOT,
+            env={**os.environ, "PYTHONPATH": str(paths.REPO_ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )

@@ -1,0 +1,1 @@
+"""What a command does from beginning to end: prepare, submit, resume, cancel."""

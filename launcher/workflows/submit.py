@@ -1,0 +1,106 @@
+"""From a recipe to a run that is queued: plan it, check it, make its directory, start its job."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher import executors, render, yamlfile
+from launcher.checks import Context, preflight
+from launcher.errors import PreflightFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
+from launcher.runs import directory, provenance
+from launcher.runs.directory import Run
+from launcher.site import Site
+from launcher.workflows.prepare import missing, prepare
+from runspec import files
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that could be submitted: its future directory and the text of each file in it."""
+
+    recipe: Recipe
+    cluster: Site
+    path: Path
+    contents: dict[str, str]
+
+    @property
+    def script(self) -> str:
+        return self.contents[files.JOB_SCRIPT]
+
+
+def plan(recipe: Recipe, cluster: Site, label: str | None = None) -> PlannedRun:
+    """Work out a run without writing anything: what submit sends and --dry-run prints."""
+    label = label or recipe.name
+    if not NAME.match(label):
+        raise UsageFault(f"the name {label!r} may hold only {NAME_RULE}: choose another --name")
+    path = directory.runs_root(cluster.root) / directory.new_name(label)
+    if recipe.entry.own_code:
+        given = {files.PARAMETERS: recipe.parameters(cluster.root, str(path))}
+    else:
+        given = {files.TRAIN: recipe.train_config(cluster.root, str(path))}
+    given[files.RECIPE] = recipe.resolved(cluster.root, str(path))
+    contents = {name: yamlfile.dump(content) for name, content in given.items()}
+    contents[files.JOB_SCRIPT] = render.job_script(recipe, cluster, path, label)
+    return PlannedRun(recipe, cluster, path, contents)
+
+
+def context(planned: PlannedRun, local: bool = False, elsewhere: tuple[str, ...] = ()) -> Context:
+    """Return what there is to check of a planned run now."""
+    prepared = missing(planned.recipe, planned.cluster) is None
+    return Context(planned.recipe, planned.cluster, local, prepared, elsewhere)
+
+
+def submit(
+    planned: PlannedRun, checked: Context, say: Callable[[str], None], skip: bool = False
+) -> Run:
+    """Check, record and start a run: afterwards it is queued, or nothing of it is left.
+
+    skip leaves out the checks that may be left out.
+    """
+    recipe, cluster = planned.recipe, planned.cluster
+    _refuse(preflight.faults(checked, skip))
+    wanted = missing(recipe, cluster)
+    if wanted is not None:
+        prepare(wanted, say)
+        _refuse(preflight.faults(context(planned, checked.local, checked.elsewhere), skip))
+    umask = int(recipe.umask, 8)
+    run = directory.create(planned.path, planned.contents, recipe.code_root, umask)
+    try:
+        run.write(files.PROVENANCE, provenance.of(recipe, cluster, planned.contents))
+        token = executors.token(run.name)
+        submission = {"run": run.name, "recipe": recipe.name, "token": token, "jobs": []}
+        run.write(files.SUBMISSION, submission)
+    except BaseException:
+        _discard(run)
+        raise
+    try:
+        start(run, executors.choose(checked.local))
+    except SlurmTimeout:
+        raise  # a job may exist, as after Ctrl-C: the run directory is what finds it again
+    except (SlurmFault, OSError):
+        _discard(run)
+        raise
+    return run
+
+
+def start(run: Run, executor: executors.Executor) -> None:
+    """Give the run's job script to an executor, and record the job."""
+    submitted = time.time()
+    job = executor.start(run.path / files.JOB_SCRIPT, executors.token(run.name))
+    jobs = [*run.jobs, {**job, "submitted": submitted}]
+    run.write(files.SUBMISSION, {**run.submission, "jobs": jobs})
+
+
+def _refuse(faults: list[str]) -> None:
+    if faults:
+        raise PreflightFault(faults)
+
+
+def _discard(run: Run) -> None:
+    """Remove a run that was never started."""
+    shutil.rmtree(run.path, ignore_errors=True)

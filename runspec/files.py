@@ -1,0 +1,146 @@
+"""The files of a run directory by name, and how they are read and written.
+
+A file is written under a temporary name, flushed to the disk and renamed: a reader, or a crash,
+sees the old content or the new one, never a part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+# What the launcher writes before the job is submitted.
+RECIPE = "recipe.yaml"
+TRAIN = "train.yaml"
+PARAMETERS = "parameters.yaml"
+JOB_SCRIPT = "job.sbatch"
+PROVENANCE = "provenance.json"
+SUBMISSION = "submission.json"
+CODE = "code"
+LOCK = ".lock"
+# What the launcher tells a job that is running.
+CANCELLED = "cancelled.json"
+STOP = ".stop"
+# What the job script and its attempt record write.
+ATTEMPTS = "attempts.jsonl"
+STATUS = "status.json"
+LOGS = "logs"
+LATEST_LOGS = "logs/latest"
+JOB_LOG = "logs/job.log"
+# What the trainer writes.
+PROGRESS = "progress.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+TENSORBOARD = "tensorboard"
+PROFILE = "profile"
+CHECKPOINTS = "checkpoints"
+EXPORT = "export"
+ADAPTER = "adapter"
+EVALS = "evals"
+# Inside checkpoints/step_<n>: the folder counts only with the marker.
+CHECKPOINT_STATE = "trainer_state.json"
+CHECKPOINT_MANIFEST = "manifest.json"
+CHECKPOINT_COMPLETE = "COMPLETE"
+
+_HASH_BLOCK_BYTES = 1 << 22
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, ascending."""
+    markers = (run_dir / CHECKPOINTS).glob(f"step_*/{CHECKPOINT_COMPLETE}")
+    names = (marker.parent.name.removeprefix("step_") for marker in markers)
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def write_text(path: Path, text: str, mode: int | None = None) -> None:
+    """Replace path by text, atomically.
+
+    Args:
+        mode: the file's permissions; None leaves them to the process's umask.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, mode: int | None = None) -> None:
+    """Replace path by value as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=1) + "\n", mode)
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON value in a file, None if there is no file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file does not hold JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} does not hold JSON: {error}") from error
+
+
+def read_json_or_none(path: Path) -> Any:
+    """Return the JSON value in a file, None if it is missing, unreadable or not JSON."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """Return one value per line, [] if there is no file; a line that is cut short is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    values = []
+    for line in text.splitlines():
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            continue
+    return values
+
+
+def append_json_line(path: Path, value: Any) -> None:
+    """Add one line to a JSON lines file and flush it to the disk."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file's content."""
+    # Imported late: every start of the command and of a rank imports this module.
+    import hashlib
+
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

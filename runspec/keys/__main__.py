@@ -1,0 +1,57 @@
+"""docs/keys.md, the reference of all keys of a recipe: python -m runspec.keys > docs/keys.md"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from runspec.keys.common import COMMON
+from runspec.keys.key import REQUIRED, Key, may_change
+from runspec.keys.script import SCRIPT
+from runspec.keys.sft import GROUPS, SFT
+
+_INTRODUCTION = """\
+# The keys of a recipe
+
+Made by `python -m runspec.keys > docs/keys.md`; do not edit it. `cookbook recipes --key
+dataset.packed` explains one key.
+
+A dotted name is a key inside a block: `resources.nodes` is `nodes` under `resources:`. On the
+command line `resources.nodes=4` sets it. `null` is the same as leaving a key out. `${a.b}` is the
+value of the key `a.b`; `${models_root}`, `${datasets_root}` and `${repo_root}` are folders of the
+site. In a file, `extends:` names other files (of `configs/base`, recipes, or paths that end in
+.yaml) whose keys it takes; its own come first.
+
+*At resume* says whether a run may resume with another value. *Not used*: accepted because configs
+of torchtune hold it, and it changes nothing.
+"""
+
+
+def markdown() -> str:
+    """Return the page."""
+    sections = [_section("Every recipe", COMMON.values())]
+    for title, keys in GROUPS.items():
+        sections.append(_section(f"`entry: sft`. {title}", (SFT[k.name] for k in keys)))
+    sections.append(_section("`entry: script:PATH`", SCRIPT.values()))
+    return "\n".join([_INTRODUCTION, *sections])
+
+
+def _section(title: str, keys: Iterable[Key]) -> str:
+    rows = [f"## {title}", "", "| key | type | default | at resume | what it does |"]
+    rows.append("|---|---|---|---|---|")
+    rows += [_row(key) for key in keys]
+    return "\n".join([*rows, ""])
+
+
+def _row(key: Key) -> str:
+    default = "required"
+    if key.default is not REQUIRED:
+        default = "" if key.default is None else f"`{json.dumps(key.default)}`"
+    change = "may change" if may_change({**COMMON, **SFT, **SCRIPT}, key.name) else "same"
+    text = f"{key.help} Not used: {key.unused}." if key.unused else key.help
+    text = f"{key.help} Refused: {key.refused}." if key.refused else text
+    return f"| `{key.name}` | {key.expects} | {default} | {change} | {text} |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,209 @@
+"""A key of a recipe: what it may hold, its default and its help; and the check of given values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runspec.hints import nearest
+
+REQUIRED = object()
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+NAME_RULE = "letters, digits, '.', '_' and '-', beginning with a letter or digit, 64 at most"
+Test = Callable[[Any], bool]
+
+
+def _whole(lowest: int) -> Test:
+    return lambda value: type(value) is int and value >= lowest
+
+
+def _number(lowest: float) -> Test:
+    return lambda value: type(value) in (int, float) and lowest <= value < math.inf
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+def _list(item: Test) -> Test:
+    return lambda value: isinstance(value, list) and all(map(item, value))
+
+
+def _is_range(value: Any) -> bool:
+    return _list(_whole(1))(value) and len(value) == 2 and bool(value[0] <= value[1])
+
+
+def _is_component(value: Any) -> bool:
+    return isinstance(value, dict) and _is_line(value.get("_component_"))
+
+
+def _text(pattern: str | re.Pattern[str]) -> Test:
+    compiled = re.compile(rf"(?:{pattern})\Z") if isinstance(pattern, str) else pattern
+    return lambda value: type(value) in (str, int) and bool(compiled.match(str(value)))
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+_BLOCK = "a block of 'key: value' lines"
+# By the name that a table gives: what a value must be, in words, and the test of it.
+KINDS: dict[str, tuple[str, Test]] = {
+    "any": ("anything", lambda value: True),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "count": ("a whole number, 0 or more", _whole(0)),
+    "positive": ("a whole number, 1 or more", _whole(1)),
+    "dimension": ("a whole number, 1 or more, or -1", lambda v: v == -1 or _whole(1)(v)),
+    "number": ("a number above 0", _number(math.ulp(0))),
+    "rate": ("a number, 0 or more", _number(0)),
+    "text": ("one line of text", _is_line),
+    "fp32": ("fp32", lambda value: value == "fp32"),
+    "list": ("a list", lambda value: isinstance(value, list)),
+    "texts": ("a list of texts", _list(_is_line)),
+    "ranks": (
+        "all, or a list of ranks such as [0, 8]",
+        lambda value: value == "all" or (value != [] and _list(_whole(0))(value)),
+    ),
+    "steps": ("the first and the last step, counted from 1, such as [10, 12]", _is_range),
+    "layers": (
+        "none, full, op, or a number n for every n-th layer",
+        lambda value: value in ("none", "full", "op") or _whole(1)(value),
+    ),
+    "block": (_BLOCK, _is_block),
+    # These two may hold keys that no table lists.
+    "open block": (_BLOCK, _is_block),
+    "component": ("a block with a _component_", _is_component),
+    "name": (NAME_RULE, _text(NAME)),
+    "partition": (
+        "a partition's name, or several with commas",
+        _text(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,255}"),
+    ),
+    "nodes": (
+        "node names such as gpu-07 or gpu-[07-09]",
+        _text(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]{0,255}"),
+    ),
+    "features": (
+        "node features such as h100 or h100&ib",
+        _text(r"[A-Za-z0-9(\[][A-Za-z0-9._,&|*()\[\]-]{0,255}"),
+    ),
+    "memory": ("a size such as 900G, or 0 for all of a node's memory", _text(r"\d+[KMGT]?")),
+    "time": (
+        "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
+        _text(r"\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(?::[0-5]?\d){0,2}"),
+    ),
+    # A repository of the hub, and a branch, tag or commit after an @.
+    "repository": (
+        "a repository of the hub such as org/name or org/name@revision",
+        _text(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?"),
+    ),
+    "interface": (
+        "a network interface such as ib0",
+        _text(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a recipe; a dotted name is a key inside a block.
+
+    kind: a name in KINDS, or all the values that are possible, as "best | last".
+    default: REQUIRED if there is none. A value of null is the same as no value.
+    unused: not empty if the key is accepted, because torchtune's configs hold it, and changes
+        nothing; the text says what happens instead.
+    refused: not empty if no value but null and false is accepted; the text says what to do instead.
+    may_change: whether a run may resume with another value.
+    replaces: older keys for the same thing; whichever is given last counts.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+    unused: str = ""
+    refused: str = ""
+    may_change: bool = False
+    replaces: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> list[str]:
+        """All values that are possible, [] if its kind says it."""
+        return self.kind.split(" | ") if " | " in self.kind else []
+
+    @property
+    def expects(self) -> str:
+        """What a value must be, in words."""
+        return f"one of {', '.join(self.choices)}" if self.choices else KINDS[self.kind][0]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a block that may hold keys which no table lists."""
+        return self.kind in ("component", "open block")
+
+    def fault(self, value: Any) -> str | None:
+        """Return what is wrong with a value, None if nothing is."""
+        if value is None or (isinstance(value, str) and "${" in value):
+            return None  # a reference is checked when it has its value
+        if not (value in self.choices if self.choices else KINDS[self.kind][1](value)):
+            return f"{self.name} must be {self.expects}, got {value!r}"
+        return f"{self.name} is refused: {self.refused}" if self.refused and value else None
+
+
+Keys = Mapping[str, Key]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a recipe: the dotted name of the key, and what is wrong, without its place."""
+
+    key: str
+    text: str
+
+
+def children(keys: Keys, block: str = "") -> dict[str, Key]:
+    """Return the keys of a block by their own names; "" stands for the recipe itself."""
+    start = f"{block}." if block else ""
+    inner = {name.removeprefix(start): key for name, key in keys.items() if name.startswith(start)}
+    return {name: key for name, key in inner.items() if "." not in name}
+
+
+def faults(values: Mapping[Any, Any], keys: Keys, block: str = "") -> Iterator[Fault]:
+    """Yield all faults of a block's values: unknown, missing, refused, or not of their kind."""
+    known = children(keys, block)
+    start = f"{block}." if block else ""
+    for name, value in values.items():
+        key = known.get(name)
+        text = key.fault(value) if key else None
+        if text:
+            yield Fault(f"{start}{name}", text)
+        elif key and isinstance(value, dict) and (key.is_open or children(keys, key.name)):
+            yield from faults(value, keys, key.name)
+        elif key is None and not (block and keys[block].is_open):
+            hint = nearest(str(name), known)
+            yield Fault(f"{start}{name}", f"unknown key '{start}{name}'{hint}")
+    for name, key in known.items():
+        if key.default is REQUIRED and values.get(name) is None:
+            yield Fault(key.name, f"{key.name} is missing: it must be {key.expects}")
+
+
+def unused(values: Mapping[str, Any], keys: Keys, block: str = "") -> Iterator[Key]:
+    """Yield the keys that are given, would change something, and are not used."""
+    for name, key in children(keys, block).items():
+        value = values.get(name)
+        if key.unused and value:
+            yield key
+        elif isinstance(value, dict):
+            yield from unused(value, keys, key.name)
+
+
+def may_change(keys: Keys, name: str) -> bool:
+    """Whether a run may resume with another value of a key, such as optimizer.lr.
+
+    A key is as the table says of it, or of a block around it.
+    """
+    parts = name.split(".")
+    prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return any(prefix in keys and keys[prefix].may_change for prefix in prefixes)

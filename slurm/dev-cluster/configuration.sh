@@ -1,0 +1,124 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154  # cluster.sh sets the variables
+# Functions of cluster.sh: the state folder of a cluster, with slurm.conf and its database.
+
+shape() {
+    local key
+    printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
+        "$nodes" "$gpus" "$gpu_type" "$requeue_delay_s"
+    ((!accounting)) || printf ' accounting=1'
+    for key in $(sorted "${!CHANGED[@]}"); do printf ' %s=%s' "$key" "${CHANGED[$key]}"; done
+}
+
+sorted() { printf '%s\n' "$@" | LC_ALL=C sort; }
+
+free_ports() { # count; prints the first of as many neighbouring TCP ports that nobody uses
+    local address port base attempt
+    local -A used=()
+    while read -r _ address _; do
+        [[ $address != *:* ]] || used[$((16#${address##*:}))]=1
+    done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
+    for ((attempt = 0; attempt < 1000; attempt++)); do
+        # Below the ports that the kernel assigns itself, so that a restarted daemon can use its port again.
+        base=$((20000 + (RANDOM * 32768 + RANDOM) % 12000))
+        for ((port = base; port < base + $1; port++)); do
+            [[ ! ${used[$port]:-} ]] || continue 2
+        done
+        echo "$base"
+        return
+    done
+    fail "found no $1 free neighbouring TCP ports from 20000 on"
+}
+
+write_state() {
+    local i
+    local port
+    mkdir -m 0711 -- "$state" "$state"/{dev,spool}
+    shape >"$state/shape"
+    mkdir -m 0700 -- "$state"/{controller,log}
+    for ((i = 1; i <= nodes; i++)); do mkdir -m 0755 -- "$state/spool/n$i"; done
+    # slurmd needs character devices, and anybody can make links to /dev/null.
+    for ((i = 0; i < gpus; i++)); do ln -s /dev/null "$state/dev/nvidia$i"; done
+    (umask 077 && head -c 128 /dev/urandom >"$state/munge.key" && chmod 0400 "$state/munge.key")
+    port=$(free_ports $((nodes + 1 + accounting)))
+    ((!accounting)) || write_database
+    write_configuration
+}
+
+# Only this user can enter the folder of the database's socket, so it needs no password. The server's
+# own tables are made because slurmdbd keeps a procedure in them.
+write_database() {
+    local tables
+    for tables in /usr/share/{mysql,mariadb}/{mysql,mariadb}_system_tables.sql; do
+        [[ ! -r $tables ]] || break
+    done
+    [[ -r $tables ]] || fail "mariadbd's own tables are missing: install $ACCOUNTING_PACKAGES"
+    mkdir -m 0700 -- "$database"
+    { printf 'create database mysql;\nuse mysql;\n' && cat -- "$tables"; } |
+        env -i PATH="$PATH" mariadbd "${DATABASE[@]}" --datadir="$database" --bootstrap \
+            >"$state/log/mariadbd.log" 2>&1 9>&- || give_up mariadbd "mariadbd made no database"
+    cat >"$state/slurmdbd.conf" <<EOT
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort=$((port + nodes + 1))
+SlurmUser=$(id -un)
+AuthType=auth/munge
+AuthInfo=socket=$socket
+PidFile=$state/slurmdbd.pid
+LogFile=$state/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=$(id -un)
+StorageLoc=slurm
+EOT
+    chmod 0600 "$state/slurmdbd.conf"
+}
+
+write_configuration() {
+    local version key user host node_gres=''
+    user=$(id -un) host=$(uname -n)
+    version=$(slurmd -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
+    {
+        cat <<EOT
+ClusterName=$name
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort=$port
+SlurmUser=$user
+SlurmdUser=$user
+AuthInfo=socket=$socket,cred_expire=$requeue_delay_s
+StateSaveLocation=$state/controller
+SlurmdSpoolDir=$state/spool/%n
+SlurmctldPidFile=$state/slurmctld.pid
+SlurmdPidFile=$state/slurmd-%n.pid
+SlurmctldLogFile=$state/log/slurmctld.log
+SlurmdLogFile=$state/log/slurmd-%n.log
+
+# Ids start from the clock, so that two clusters give no job the same id.
+FirstJobId=$((EPOCHSECONDS % 10000000 + 1))
+
+EOT
+        for key in $(sorted "${!SETTINGS[@]}"); do echo "$key=${SETTINGS[$key]}"; done
+        echo
+        if ((accounting)); then
+            echo "AccountingStorageType=accounting_storage/slurmdbd"
+            echo "AccountingStorageHost=127.0.0.1"
+            echo "AccountingStoragePass=$socket"
+            echo "AccountingStoragePort=$((port + nodes + 1))"
+            ((!gpus)) || echo "AccountingStorageTRES=gres/gpu,gres/gpu:$gpu_type"
+        fi
+        if ((gpus)); then
+            echo "GresTypes=gpu"
+            node_gres=" Gres=gpu:$gpu_type:$gpus"
+        fi
+        echo "NodeName=n[1-$nodes] NodeHostname=${host%%.*} NodeAddr=127.0.0.1" \
+            "Port=[$((port + 1))-$((port + nodes))] CPUs=256 RealMemory=2097152$node_gres"
+        echo "PartitionName=gpu Nodes=ALL Default=YES MaxTime=7-00:00:00"
+        echo "PartitionName=debug Nodes=ALL MaxTime=00:30:00"
+    } >"$conf"
+    ((!gpus)) ||
+        echo "Name=gpu Type=$gpu_type File=$state/dev/nvidia[0-$((gpus - 1))]" >"$state/gres.conf"
+    # Slurm knows this value since 24.05, and without it asks for cgroups that a container lacks.
+    if printf '24.05\n%s\n' "$version" | sort -VC; then
+        echo "CgroupPlugin=disabled" >"$state/cgroup.conf"
+    fi
+}

@@ -1,0 +1,128 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154  # cluster.sh sets the variables
+# Functions of cluster.sh: starting the daemons of a cluster, waiting for them, and stopping them.
+
+# Starts each daemon that does not run, and waits for it.
+start_cluster() {
+    local i
+    if none_left daemon_pids munged; then
+        start_daemon munged munged --key-file="$state/munge.key" --socket="$socket" \
+            --pid-file="$state/munged.pid" --log-file="$state/log/munged.log" \
+            --seed-file="$state/munge.seed" --num-threads=2 || give_up munged "munged did not start"
+    fi
+    ((!accounting)) || start_accounting
+    if none_left daemon_pids slurmctld; then
+        start_daemon slurmctld slurmctld -f "$conf" || give_up slurmctld "slurmctld did not start"
+    fi
+    wait_until "$READY_TIMEOUT_S" controller_settled || true
+    controller_answers || give_up slurmctld "slurmctld does not answer"
+    for ((i = 1; i <= nodes; i++)); do
+        none_left daemon_pids slurmd "n$i" || continue
+        start_daemon "slurmd-n$i" slurmd -f "$conf" -N "n$i" ||
+            give_up "slurmd-n$i" "slurmd of n$i did not start"
+    done
+    wait_until "$READY_TIMEOUT_S" nodes_settled || true
+    none_left missing_nodes ||
+        give_up "slurmd-$(missing_nodes | head -n 1)" "not ready: $(missing_nodes | tr '\n' ' ')"
+}
+
+start_accounting() {
+    if none_left daemon_pids mariadbd; then
+        start_daemon mariadbd --fork mariadbd "${DATABASE[@]}" --user="$(id -un)" \
+            --datadir="$database" --socket="$database/socket" --pid-file="$database/pid"
+        wait_until "$READY_TIMEOUT_S" database_settled || true
+        [[ -S $database/socket ]] || give_up mariadbd "mariadbd did not start"
+    fi
+    if none_left daemon_pids slurmdbd; then
+        # This variable names the socket for the database's client library.
+        start_daemon slurmdbd env MYSQL_UNIX_PORT="$database/socket" slurmdbd ||
+            give_up slurmdbd "slurmdbd did not start"
+    fi
+    wait_until "$READY_TIMEOUT_S" accounting_settled || true
+    accounting_answers || give_up slurmdbd "slurmdbd does not answer"
+    # Without this cluster and an account for the user, the controller would refuse every job.
+    if ((fresh)); then
+        add cluster "$name"
+        add account users Description=users Organization=users
+        add user "$(id -un)" Account=users DefaultAccount=users
+    fi
+}
+
+add() {
+    isolated timeout 20 sacctmgr --immediate --quiet add "$@" >>"$state/log/sacctmgr.log" 2>&1 ||
+        give_up sacctmgr "sacctmgr could not add $1 $2"
+}
+
+database_settled() {
+    [[ -S $database/socket ]] || grep -q 'ERROR. Aborting' "$state/log/mariadbd.log"
+}
+
+accounting_settled() { accounting_answers || twice none_left daemon_pids slurmdbd; }
+
+accounting_answers() { isolated timeout 5 sacctmgr --noheader show cluster >/dev/null 2>&1; }
+
+# Ready, or dead, so that there is nothing to wait for.
+controller_settled() { controller_answers || twice none_left daemon_pids slurmctld; }
+
+nodes_settled() { none_left missing_nodes || twice a_daemon_is_dead; }
+
+a_daemon_is_dead() { ! every_daemon_runs; }
+
+controller_answers() { isolated timeout 5 scontrol ping 2>/dev/null | grep -q 'is UP'; }
+
+missing_nodes() {
+    local ready i
+    ready=$(isolated timeout 5 sinfo -h -N -p gpu -o '%N %t' 2>/dev/null |
+        grep -E ' (idle|mix|alloc|comp|resv|drain|drng)$') || true
+    for ((i = 1; i <= nodes; i++)); do
+        grep -q "^n$i " <<<"$ready" || echo "n$i"
+    done
+}
+
+run_test_job() {
+    local answer expected
+    expected=$(printf 'n%s\n' $(seq "$nodes") | sort)
+    answer=$(cd / && isolated timeout "$READY_TIMEOUT_S" srun --job-name=ready --partition=debug \
+        --nodes="$nodes" --ntasks-per-node=1 printenv SLURMD_NODENAME 2>"$state/log/ready.log" |
+        sort) || true
+    [[ $answer == "$expected" ]] ||
+        give_up ready "a test job on $nodes nodes answered '${answer//$'\n'/ }'"
+}
+
+# A cluster that cannot be completed is stopped, unless it was there before; its logs stay.
+give_up() { # log reason
+    trap - INT TERM
+    say "$PROGRAM: $2; the logs are in $state/log"
+    if [[ -s $state/log/$1.log ]]; then
+        say "end of $1.log:"
+        tail -n 15 -- "$state/log/$1.log" >&2
+    fi
+    ((!fresh)) || stop_cluster
+    exit 1
+}
+
+stop_cluster() {
+    cancel_jobs
+    # The controller first, or it would start queued jobs when others end. slurmd has nothing to
+    # save, and after a TERM it would wait for jobs that do not end.
+    end_processes "TERM KILL" daemon_pids slurmctld
+    end_processes KILL helper_pids slurmscriptd
+    end_processes KILL helper_pids slurmstepd
+    end_processes KILL orphan_pids
+    end_processes KILL daemon_pids slurmd
+    end_processes "TERM KILL" daemon_pids slurmdbd
+    end_processes KILL daemon_pids mariadbd
+    end_processes "TERM KILL" daemon_pids munged
+    rm -f -- "$socket" "$socket.lock" "$database/socket"
+}
+
+# Through Slurm first, so that waiting srun and sbatch commands end and nothing is requeued.
+cancel_jobs() {
+    local jobs
+    [[ $(daemon_pids slurmctld) ]] || return 0
+    jobs=$(isolated timeout 5 squeue -h -o %A 2>/dev/null | sort -u) || return 0
+    [[ $jobs ]] || return 0
+    # shellcheck disable=SC2086 # one word per job
+    isolated timeout 5 scancel $jobs >/dev/null 2>&1 || true
+    wait_until 2 none_left helper_pids slurmstepd || true
+}

@@ -1,0 +1,94 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154  # cluster.sh sets the variables
+# Functions of cluster.sh: finding, starting and ending the processes of one cluster.
+
+pids_matching() { # file-in-/proc grep-option...
+    grep -l "${@:2}" /proc/[0-9]*/"$1" 2>/dev/null | cut -d/ -f3 || true
+}
+
+# A daemon is recognised by its name and by this cluster's file in its arguments: the pid in a pid
+# file may belong to another process by now. slurmdbd takes no file, only SLURM_CONF.
+daemon_pids() { # [daemon [node]]
+    local pid daemon
+    for pid in $(pids_matching cmdline -zxF -e "$conf" -e "--socket=$socket" \
+        -e "--socket=$database/socket"); do
+        daemon=$(cat "/proc/$pid/comm" 2>/dev/null) || continue
+        [[ $daemon == "${1:-$daemon}" ]] || continue
+        case $daemon in
+        slurmd) [[ ! ${2:-} ]] || grep -qzxF -- "$2" "/proc/$pid/cmdline" 2>/dev/null || continue ;;
+        munged | slurmctld | mariadbd) ;;
+        *) continue ;;
+        esac
+        echo "$pid"
+    done
+    [[ ${1:-slurmdbd} == slurmdbd ]] || return 0
+    for pid in $(pids_matching comm -xF slurmdbd); do
+        ! grep -qzxF "SLURM_CONF=$conf" "/proc/$pid/environ" 2>/dev/null || echo "$pid"
+    done
+}
+
+# slurmstepd and slurmscriptd hide their arguments, but their working directory is the log folder of
+# the daemon that started them.
+helper_pids() { # helper
+    local pid
+    for pid in $(pids_matching comm -xF "$1"); do
+        [[ $(readlink "/proc/$pid/cwd" 2>/dev/null) != "$state/log" ]] || with_descendants "$pid"
+    done
+}
+
+# What a job left behind has this cluster's SLURM_CONF and a node's name in its environment.
+orphan_pids() {
+    local pid
+    for pid in $(pids_matching environ -zxF "SLURM_CONF=$conf"); do
+        ! grep -qz '^SLURMD_NODENAME=' "/proc/$pid/environ" 2>/dev/null || echo "$pid"
+    done
+}
+
+with_descendants() {
+    local pid
+    for pid in "$@"; do
+        echo "$pid"
+        # shellcheck disable=SC2046 # one word per child
+        with_descendants $(cat "/proc/$pid/task/"*/children 2>/dev/null)
+    done
+}
+
+# Sends the signals one after another while a process is left.
+end_processes() { # signals lister [argument...]
+    local pids signal signals=$1
+    shift
+    for signal in $signals; do
+        pids=$("$@")
+        [[ $pids ]] || return 0
+        # shellcheck disable=SC2086 # one word per pid
+        kill -s "$signal" $pids 2>/dev/null || true
+        wait_until "$STOP_TIMEOUT_S" none_left "$@" && return 0
+    done
+    fail "could not end these processes of $state: $("$@" | tr '\n' ' ')"
+}
+
+none_left() { [[ ! $("$@") ]]; }
+
+# A daemon that goes into the background changes its process id meanwhile: one look may miss it.
+twice() { "$@" && sleep 0.3 && "$@"; }
+
+wait_until() { # seconds command...
+    local deadline=$((EPOCHSECONDS + $1))
+    shift
+    until "$@"; do
+        ((EPOCHSECONDS <= deadline)) || return 1
+        sleep 0.05
+    done
+}
+
+# Nothing of the caller's Slurm settings, lock or terminal may reach the daemons.
+isolated() {
+    env -i PATH="$PATH" HOME="${HOME:-/}" LC_ALL=C SLURM_CONF="$conf" \
+        ${LD_LIBRARY_PATH:+LD_LIBRARY_PATH="$LD_LIBRARY_PATH"} ${TZ:+TZ="$TZ"} \
+        "$@" </dev/null 9>&-
+}
+
+# In a subshell, so that an interrupt is not reported into the log.
+start_daemon() ( # log program argument...
+    isolated setsid "${@:2}" >>"$state/log/$1.log" 2>&1
+)

@@ -1,0 +1,107 @@
+"""Why an attempt failed: what its ranks and nodes left in its log folder.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+
+# The end of a log that is searched.
+_TAIL_BYTES = 65536
+
+# What torchrun's ChildFailedError prints about a killed rank. SIGTERM is what torchrun and Slurm
+# themselves send once something has failed, so it explains nothing.
+_KILLED = re.compile(
+    r"time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+).*\n +exitcode +: -\d+ .*\((SIG(?!TERM)\w+)\)"
+)
+
+# The last line of a Python traceback, at the beginning of a line.
+_EXCEPTION = re.compile(
+    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): ?(.*)", re.MULTILINE
+)
+
+
+def read_errors(logs: Path) -> list[dict[str, Any]]:
+    """Return what ranks and nodes left in an attempt's log folder, in no order."""
+    records = map(files.read_json_or_none, logs.glob("error_*.json"))
+    errors = [record for record in records if isinstance(record, dict)]
+    for path in logs.glob("node_*.log"):
+        errors += _killed_ranks(path)
+    # A script of the user's own leaves no record: its traceback says what happened.
+    return errors or [error for path in logs.glob("rank_*.log") for error in _exception(path)]
+
+
+def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the error that caused the others, None if there is none.
+
+    A permanent one comes first, then a killed rank (the others report a broken connection, often
+    sooner), then the earliest.
+    """
+
+    def order(error: dict[str, Any]) -> tuple[bool, bool, float]:
+        return (
+            not error.get("permanent"),
+            error.get("type") != "Killed",
+            float(error.get("time", 0)),
+        )
+
+    return min(errors, key=order, default=None)
+
+
+def describe(error: dict[str, Any]) -> str:
+    """Return one line that names the rank, the node and the fault."""
+    rank, host = error.get("rank"), error.get("host", "?")
+    who = f"node {host}" if rank is None else f"rank {rank} on {host}"
+    lines = str(error.get("message", "")).splitlines() or ["no message"]
+    return f"{who}: {error.get('type', 'error')}: {lines[0]}"
+
+
+def fault(message: str) -> dict[str, Any]:
+    """Return the record of a fault of this node that a retry cannot fix."""
+    host, now = socket.gethostname(), time.time()
+    return {"host": host, "time": now, "type": "fault", "message": message, "permanent": True}
+
+
+def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": int(rank),
+            "host": host,
+            "time": time.mktime(time.strptime(when, "%Y-%m-%d_%H:%M:%S")),
+            "type": "Killed",
+            "message": f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""),
+        }
+        for when, host, rank, name in _KILLED.findall(_tail(node_log))
+    ]
+
+
+def _exception(rank_log: Path) -> list[dict[str, Any]]:
+    """Return the last exception in a rank's log."""
+    found = _EXCEPTION.findall(_tail(rank_log))
+    number = rank_log.stem.removeprefix("rank_")
+    if not found or not number.isdigit():
+        return []
+    name, message = found[-1]
+    # A rank that lost its peers writes last; the one that failed by itself wrote before it.
+    written = rank_log.stat().st_mtime
+    host = socket.gethostname()
+    return [{"rank": int(number), "host": host, "time": written, "type": name, "message": message}]
+
+
+def _tail(log: Path) -> str:
+    """Return the end of a log, "" if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""

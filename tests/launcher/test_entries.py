@@ -1,0 +1,108 @@
+"""An entry is one row of a table: a toy one is added here, and no file of the kit is touched."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from launcher import checks, paths, render
+from launcher.checks import preflight
+from launcher.cli import cookbook
+from launcher.errors import RecipeFault, UsageFault
+from launcher.recipes import entries
+from launcher.recipes import recipe as recipes
+from launcher.site import Site
+from launcher.sizing import estimate as estimates
+from launcher.workflows.submit import plan
+from runspec.keys.common import COMMON
+from runspec.keys.key import REQUIRED, Key
+
+STEPS = Key("steps", "positive", REQUIRED, "How many steps the toy makes.")
+WORDS = Key("words", "hello | goodbye", "hello", "What it says.")
+TOY = entries.Entry(
+    keys={**COMMON, "steps": STEPS, "words": WORDS},
+    command=entries.trainer_command("toys.train"),
+    resumes=True,
+)
+
+
+@pytest.fixture
+def toy(monkeypatch, tmp_path) -> Path:
+    """A recipe of the toy entry."""
+    monkeypatch.setitem(entries.ENTRIES, "toy", TOY)
+    path = tmp_path / "mine.yaml"
+    path.write_text("entry: toy\nsteps: 5\nresources: {nodes: 2, gpus_per_node: 1, time: '10'}\n")
+    return path
+
+
+def test_it_loads_renders_and_is_checked(toy, tmp_path):
+    recipe = recipes.load(str(toy), ["words=goodbye"], {"nodes": 3})
+    assert recipe.entry is TOY and recipe.method == "full" and recipe.max_retries == 3
+    planned = plan(recipe, Site(shared_root=str(tmp_path / "shared")))
+    assert 'slurm/rank.sh" python -m toys.train "$RUN_DIR/train.yaml"\n' in planned.script
+    assert "#SBATCH --nodes=3\n" in planned.script and "MAX_RETRIES=3" in planned.script
+    written = yaml.safe_load(planned.contents["train.yaml"])
+    assert written == {"steps": 5, "words": "goodbye", "output_dir": str(planned.path)}
+    context = checks.Context(recipe, planned.cluster, local=True)
+    states = {each.subject: each.state for each in preflight.check(context)}
+    assert set(states.values()) == {"ok", "skipped"} and states["layout"] == "ok"
+
+
+def test_its_keys_are_checked_explained_and_overridden_as_all_are(toy):
+    with pytest.raises(RecipeFault) as fault:
+        recipes.load(str(toy), ["steps=0", "+wrods=hello", "batch_size=2", "words=hi"])
+    told = "\n".join(fault.value.faults)
+    assert "steps must be a whole number, 1 or more, got 0, in the override 'steps=0'" in told
+    assert "unknown key 'wrods' (did you mean words?), in the override '+wrods=hello'" in told
+    assert "unknown key 'batch_size', in the override" in told
+    assert "words must be one of hello, goodbye, got 'hi'" in told
+    shown = CliRunner().invoke(cookbook, ["recipes", "--key", "words"]).output
+    assert "What it says." in shown and re.search(r"entries +toy\n", shown)
+
+
+def test_what_it_cannot_is_refused(toy, tmp_path):
+    recipe = recipes.load(str(toy))
+    with pytest.raises(UsageFault, match=r"mine cannot be estimated: it starts toy"):
+        estimates.Estimate(recipe, tmp_path)
+    with pytest.raises(UsageFault, match="--profile: toy has no profiler"):
+        recipe.profiled()
+
+
+def test_without_its_row_it_is_not_known(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("steps: 5\nentry: toy\n")
+    with pytest.raises(RecipeFault) as fault:
+        recipes.load(str(path))
+    (told,) = fault.value.faults
+    assert told.startswith("entry 'toy' is not known: it is one of sft, torchtune:..., script:...")
+    assert told.endswith(f"in {path}, line 2")
+
+
+def test_nothing_else_compares_the_names_of_entries():
+    compared = re.compile(
+        r"""\.entry(_name)?\s*(==|!=|in\b)|entry\s*[!=]=\s*"|(startswith|removeprefix)\("(sft|script:|torchtune:)"""
+    )
+    found = [
+        f"{path.relative_to(paths.REPO_ROOT)}: {line.strip()}"
+        for path in sorted((paths.REPO_ROOT / "launcher").rglob("*.py"))
+        if path.name != "entries.py"
+        for line in path.read_text().splitlines()
+        if compared.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["sft", "torchtune:full_finetune_distributed", "script:a.py"])
+def test_each_row_has_a_command(name, tmp_path):
+    path = tmp_path / "mine.yaml"
+    shipped = recipes.load("llama1b_lora").config
+    config = {} if name.startswith("script:") else shipped
+    path.write_text(yaml.safe_dump({**config, "entry": name, "resources": {"nodes": 1}}))
+    recipe = recipes.load(str(path))
+    script = render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
+    assert recipe.entry.command(recipe, recipe.resolved(tmp_path, "r")) in script
+    assert recipe.max_retries == (3 if name == "sft" else 0)

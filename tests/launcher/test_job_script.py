@@ -1,0 +1,292 @@
+"""The job script under real bash and real Slurm: a site's own lines, a second submission, umask."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher import paths
+from launcher.errors import RecipeFault
+from launcher.recipes import recipe
+from launcher.runs import directory
+from launcher.runs.directory import Run
+from launcher.runs.states import State, state_of
+from launcher.site import Site
+from launcher.workflows.submit import plan
+from runspec.variables import owned_variables
+from tests.conftest import SlurmCluster
+from tests.launcher.kit import Kit, report, until
+from tests.launcher.test_script import project
+
+PASS = "print('trained')\n"
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
+    return tmp_path
+
+
+def made(folder: Path, script: str = PASS, shared: bool = False, **site) -> Run:
+    """A run of a training script of one line on a site; its job is not started."""
+    path = project(folder, script, resources={"nodes": 1, "gpus_per_node": 1, "time": "10"})
+    loaded = recipe.load(str(path), ["share=group"] if shared else [])
+    planned = plan(loaded, Site(name="site", **site))
+    umask = int(loaded.umask, 8)
+    return directory.create(planned.path, planned.contents, path.parent, umask)
+
+
+def by_bash(run: Run, plain_env: dict[str, str]) -> int:
+    """Run the job script under bash, as submit --local does; return its exit status."""
+    with (run.logs / "job.log").open("ab") as log:
+        argv = ["bash", run.path / "job.sbatch"]
+        return subprocess.run(argv, env=plain_env, stdout=log, stderr=log, timeout=120).returncode
+
+
+def log(run: Run) -> str:
+    return (run.logs / "job.log").read_text()
+
+
+# The site's own lines -----------------------------------------------------------------------
+
+FAILING = {
+    "false": ("false", 1),
+    "not a command": ("no-such-command --now", 127),
+    "a module that is not there": ("module() { return 3; }; module load cuda/99", 3),
+    "sourced": ("source /nowhere/setup.sh", 1),
+    "set -u of its own": ("set -u; echo $UNSET_VAR", 1),
+    "a variable that must be set": ("echo ${UNSET_VAR:?is not set}", 1),
+    "the end of the script": ("exit 0", 1),
+}
+
+
+@pytest.mark.parametrize(("line", "status"), FAILING.values(), ids=FAILING)
+def test_a_setup_line_that_fails_ends_the_run_and_is_named(root, plain_env, line, status):
+    run = made(root, job_setup=("export BEFORE=1", line, "echo after"))
+    assert by_bash(run, plain_env) == 1
+    assert "trained" not in log(run) and "\nafter\n" not in log(run)
+    state = state_of(run)
+    assert (state.word, state.source, state.ended) == ("FAILED", "status.json", True)
+    assert f"the job_setup line '{line}' failed with exit status {status} (see " in state.detail
+    assert "fix job_setup in configs/clusters/site.yaml" in state.detail
+    (attempt,) = run.attempts
+    assert (attempt["attempt"], attempt["exit_code"], attempt["cause"]) == (0, status, "error")
+
+
+def test_setup_lines_may_use_unset_variables_and_set_what_the_ranks_see(root, plain_env):
+    script = "import os\nassert os.environ['CUDA_HOME'] == '/opt/cuda with a blank'\n"
+    lines = (
+        'module() { export CUDA_HOME="/opt/cuda$UNSET_VAR with a blank"; }',
+        "module load cuda",
+        "[ -d /nowhere ] && export CUDA_HOME=/nowhere",
+        "cd /nowhere 2>/dev/null || true",
+        "set -e",
+    )
+    run = made(root, script, job_setup=lines)
+    assert by_bash(run, plain_env) == 0, report(run.path)
+    assert state_of(run).word == "COMPLETED"
+
+
+def test_under_slurm_a_setup_line_that_fails_is_shown_by_status(
+    root, slurm: SlurmCluster, kit: Kit
+):
+    run = made(root, job_setup=("no-such-command --now",))
+    sent = slurm.run(["sbatch", "--wait", "--parsable", run.path / "job.sbatch"], timeout=120)
+    assert sent.returncode == 1, sent.stderr
+    user = Kit({**kit.env, "COOKBOOK_ROOT": str(root / "shared")}, root / "shared")
+    shown = user.cookbook("status", run.name).stdout
+    assert "FAILED" in shown and "'no-such-command --now' failed with exit status 127" in shown
+    assert user.status(run.path)["job_id"] == sent.stdout.strip()
+    assert "no-such-command: command not found" in user.cookbook("logs", run.name).stdout
+
+
+@pytest.mark.parametrize("line", ["if true; then", "echo 'a", "echo )"])
+def test_a_setup_line_that_bash_cannot_read_is_refused_before_the_queue(root, line):
+    with pytest.raises(RecipeFault, match=r"bash cannot read the job_setup line .* in configs/"):
+        made(root, job_setup=("true", line))
+
+
+# Submitted again ----------------------------------------------------------------------------
+
+
+def test_a_script_submitted_again_says_that_it_continues_an_old_run(root, plain_env):
+    run = made(root)
+    assert by_bash(run, plain_env) == 0
+    assert "make a new run" not in log(run)
+    first = run.job_id
+    assert by_bash(run, plain_env) == 0
+    told = re.search(
+        r"job (local-\d+) continues the run of job (local-\d+) in (\S+), (.*)", log(run)
+    )
+    assert told and told.groups()[1:3] == (first, str(run.path))
+    assert told.group(4) == "from the first step; make a new run with: cookbook submit"
+    assert [line["attempt"] for line in run.attempts] == [0, 1]
+
+
+def test_a_finished_run_says_so_and_what_to_do(root, plain_env):
+    run = made(root)
+    (run.path / "progress.json").write_text('{"state": "finished"}')
+    assert by_bash(run, plain_env) == 0
+    assert f"the run {run.name} is finished already" in log(run)
+    assert "make a new run with: cookbook submit" in log(run)
+    assert run.attempts == [] and state_of(run).word == "COMPLETED"
+
+
+def test_a_script_started_twice_leaves_the_run_to_the_first(root, plain_env):
+    run = made(root, "import time; time.sleep(600)\n")
+    with (run.logs / "job.log").open("ab") as output:
+        argv = ["bash", run.path / "job.sbatch"]
+        first = subprocess.Popen(argv, env=plain_env, stdout=output, stderr=output)
+    try:
+        until(lambda: run.status, 20, lambda: report(run.path))
+        assert state_of(run) == State(
+            "RUNNING", "this host", "on this host, without Slurm", job_id=f"local-{first.pid}"
+        )
+        assert by_bash(run, plain_env) == 1
+        assert f"job local-{first.pid} still works on this run" in log(run)
+        assert run.status["attempt"] == 0 and run.attempts == []
+    finally:
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=60) == 143
+    state = state_of(run)
+    assert (state.word, state.detail) == ("CANCELLED", "its job was cancelled")
+
+
+def test_the_warning_before_the_time_limit_asks_the_ranks_to_stop(root, plain_env):
+    """By the file that the trainer, and a script of the user's own, looks for."""
+    script = (
+        "import os, pathlib, time\n"
+        "stop = pathlib.Path(os.environ['COOKBOOK_STOP_FILE'])\n"
+        "deadline = time.monotonic() + 15\n"
+        "print('waiting', flush=True)\n"
+        "while not stop.exists() and time.monotonic() < deadline: time.sleep(0.1)\n"
+        "assert stop.exists()\n"
+    )
+    run = made(root, script)
+    with (run.logs / "job.log").open("ab") as output:
+        argv = ["bash", run.path / "job.sbatch"]
+        job = subprocess.Popen(argv, env=plain_env, stdout=output, stderr=output)
+    rank = run.logs / "0" / "rank_0.log"
+    until(lambda: rank.exists() and rank.read_text(), 30, lambda: report(run.path))
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=60) == 0, report(run.path)
+    assert "the time limit is near" in log(run)
+
+
+# Who may read -------------------------------------------------------------------------------
+
+
+def modes(run: Run) -> dict[str, int]:
+    found = {
+        "": run.path,
+        **{str(path.relative_to(run.path)): path for path in run.path.rglob("*")},
+    }
+    return {
+        name: stat.S_IMODE(path.stat().st_mode)
+        for name, path in found.items()
+        if not path.is_symlink() and not name.startswith("code/")
+    }
+
+
+@pytest.mark.parametrize(("shared", "forbidden"), [(False, 0o077), (True, 0o027)])
+def test_a_run_is_private_or_open_to_the_group(root, plain_env, shared, forbidden):
+    before = os.umask(0o022)
+    try:
+        made(root / "earlier")
+        run = made(root, shared=shared)
+        assert by_bash(run, plain_env) == 0
+        run.write("cancelled.json", {})
+    finally:
+        os.umask(before)
+    found = modes(run)
+    assert {"logs/0/rank_0.log", "status.json", "cancelled.json", "logs/job.log"} <= set(found)
+    assert not [name for name, mode in found.items() if mode & forbidden], found
+    if shared:
+        closed = [name for name, mode in found.items() if not mode & 0o040]
+        assert not closed, closed
+        assert stat.S_IMODE(run.path.parent.stat().st_mode) & 0o050 == 0o050
+
+
+# Variables that are not the recipe's ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["NODES", "RUN_DIR", "SLURM_NNODES", "COOKBOOK", "RANK", "UID"])
+def test_a_recipe_may_not_set_what_the_script_owns(root, name):
+    path = project(root, PASS, env={name: "1", "NCCL_DEBUG": "WARN"})
+    with pytest.raises(RecipeFault, match=f"env sets {name}, which the job script"):
+        plan(recipe.load(str(path)), Site())
+    with pytest.raises(RecipeFault, match="secrets sets RANK, which the job script"):
+        plan(recipe.load(str(path), ["~env", "+secrets=[RANK]"]), Site())
+
+
+def test_every_variable_that_the_scripts_set_is_owned_or_may_be_set():
+    """A variable that is read with a default, ${X:-...}, is the user's to set."""
+    folder = paths.REPO_ROOT
+    files = [*folder.glob("templates/*.j2"), *folder.glob("slurm/*.sh")]
+    files.remove(folder / "slurm" / "node_check.sh")
+    text = "\n".join(path.read_text() for path in files)
+    assigned = set(re.findall(r"(?:^|[\s;(])([A-Z][A-Z0-9_]*)=", text))
+    users = set(re.findall(r"\$\{([A-Z][A-Z0-9_]*):-", text))
+    # PATH is extended; the others are defaults that a recipe may replace.
+    allowed = {"PATH", "HF_HOME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+    allowed |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
+    left = assigned - set(owned_variables(assigned)) - users - allowed
+    assert not left, left
+    assert owned_variables(["NCCL_DEBUG", "OMP_NUM_THREADS", "MY_NODES"]) == []
+
+
+# A job that waits ---------------------------------------------------------------------------
+
+
+def test_a_job_cancelled_while_it_waits_is_cancelled_for_good(root, slurm: SlurmCluster, kit: Kit):
+    user = Kit({**kit.env, "COOKBOOK_ROOT": str(root / "shared")}, root / "shared")
+    path = project(root, PASS)
+    slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
+    try:
+        job, folder = user.submit("--recipe", str(path), "--nodes", "1")
+        again = user.cookbook("resume", folder.name)
+        assert again.returncode == 2
+        assert f"is PENDING (job {job}" in again.stderr and "cookbook cancel" in again.stderr
+        # As if the launcher had died before it wrote the job's id down.
+        submission = json.loads((folder / "submission.json").read_text())
+        (folder / "submission.json").write_text(json.dumps({**submission, "jobs": []}))
+        assert f"is PENDING (job {job}" in user.cookbook("resume", folder.name).stderr
+        done = user.cookbook("cancel", folder.name).stdout
+        assert done.startswith(f"cancelled {folder.name} (job {job}); continue it with: ")
+        told = user.status(folder)
+        assert (told["state"], told["source"]) == ("CANCELLED", "status.json")
+        assert told["detail"] == "by cookbook cancel, while it waited"
+        # A resumed job is not what an earlier one was.
+        assert f"resumed {folder.name} as job " in user.cookbook("resume", folder.name).stdout
+        told = until(lambda: (found := user.status(folder))["detail"] and found, 20)
+        assert (told["state"], told["source"]) == ("PENDING", "squeue")
+        assert "cancel" not in told["detail"] and told["job_id"] != job
+        assert "cancelled" in user.cookbook("cancel", folder.name).stdout
+    finally:
+        slurm.run(["scontrol", "update", "partitionname=gpu", "state=up"])
+
+
+def test_a_local_process_that_is_gone_is_failed_and_resumes(root, user: Kit):
+    path = project(root, "import time; time.sleep(600)\n")
+    job, folder = user.submit("--recipe", str(path), "--local", "--nodes", "1")
+    run = Run(folder)
+    until(lambda: run.status, 30, lambda: report(folder))
+    shown = user.cookbook("status", folder.name).stdout
+    assert shown.startswith(f"{folder.name} RUNNING: on this host, without Slurm")
+    os.killpg(int(job.removeprefix("local-")), signal.SIGKILL)
+    told = user.wait(folder, "FAILED")
+    assert told["detail"] == f"its process is gone; continue with: cookbook resume {folder.name}"
+    resumed = user.cookbook("resume", folder.name)
+    assert f"resumed {folder.name} as process " in resumed.stdout, resumed.stderr
+    until(lambda: run.status["job_id"] == run.job_id != job, 30, lambda: report(folder))
+    done = user.cookbook("cancel", folder.name).stdout
+    assert f"cancelled {folder.name} (process " in done
+    told = user.status(folder)
+    assert (told["state"], told["detail"]) == ("CANCELLED", "by cookbook cancel")

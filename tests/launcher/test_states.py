@@ -1,0 +1,140 @@
+"""What is said of runs that squeue, sacct and this host know nothing of; broken records."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import RunFault, UsageFault
+from launcher.executors import title
+from launcher.observe import watch as watching
+from launcher.observe.logs import Tail
+from launcher.runs.directory import Run
+from launcher.runs.states import state_of
+from launcher.workflows.cancel import cancel
+from launcher.workflows.resume import resume
+from tests.launcher.kit import Kit
+
+NAME = "20260102-030405-demo-0a1b"
+
+
+def run_of(root: Path, status: dict | None = None, **job) -> Run:
+    """A run directory with one submitted job and what it wrote."""
+    run = Run(root / "runs" / NAME)
+    (run.path / "logs").mkdir(parents=True)
+    jobs = [{"submitted": 100.0, **job}] if job else []
+    run.write("submission.json", {"run": NAME, "recipe": "demo", "jobs": jobs})
+    if status is not None:
+        run.write("status.json", {"updated": 200.0, "attempt": 0, **status})
+    return run
+
+
+def test_a_process_of_another_host_is_neither_resumed_nor_cancelled_here(tmp_path):
+    here = {"job_id": "local-7", "host": "elsewhere", "process_start": "1"}
+    run = run_of(tmp_path, {"state": "RUNNING", "job_id": "local-7"}, **here)
+    state = state_of(run)
+    assert (state.word, state.ended) == ("RUNNING", False)
+    assert state.detail.startswith("it was started on elsewhere, without Slurm")
+    with pytest.raises(UsageFault, match=r"is RUNNING \(process 7, it was started on elsewhere"):
+        resume(run)
+    with pytest.raises(RunFault, match="is a process of elsewhere: run cookbook cancel there"):
+        cancel(run)
+    assert not (run.path / "cancelled.json").exists()
+    assert title("local-7") == "process 7" and title("7") == "job 7"
+
+
+def test_a_process_whose_id_was_given_to_another_is_not_the_runs(tmp_path):
+    here = {"job_id": f"local-{os.getpid()}", "host": socket.gethostname(), "process_start": "1"}
+    state = state_of(run_of(tmp_path, None, **here))
+    assert (state.word, state.ended) == ("FAILED", True)
+    assert state.detail.startswith("its process is gone; ")
+
+
+def test_watch_waits_for_the_jobs_own_last_word(tmp_path, monkeypatch):
+    """The process is gone, and what it wrote last arrives later, as on a network filesystem."""
+    monkeypatch.setattr(watching, "_DOUBT_S", 20.0)
+    gone = {"job_id": f"local-{os.getpid()}", "host": socket.gethostname(), "process_start": "1"}
+    running = {"job_id": gone["job_id"], "host": gone["host"], "process_start": "1"}
+    run = run_of(tmp_path, running | {"state": "RUNNING"}, **gone)
+    last = {**run.status, "state": "COMPLETED"}
+    timer = threading.Timer(1.0, run.write, ["status.json", last])
+    timer.start()
+    state = watching.watch(run, lambda line: None, poll_s=0.1)
+    timer.join()
+    assert (state.word, state.source) == ("COMPLETED", "status.json")
+
+
+def test_a_line_that_comes_in_parts_is_shown_once_and_whole(tmp_path):
+    run = run_of(tmp_path)
+    tail = Tail(run)
+    with (run.path / "logs/job.log").open("a") as log:
+        for part, shown in (
+            ("first\nsec", ["first"]),
+            ("ond", []),
+            ("\nthird\n", ["second", "third"]),
+        ):
+            log.write(part)
+            log.flush()
+            assert tail.new_lines() == shown
+
+
+def test_while_slurm_cannot_be_asked_nothing_is_taken_to_have_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = run_of(tmp_path, None, job_id="17")
+    state = state_of(run)
+    assert (state.word, state.ended) == ("UNKNOWN", False)
+    assert state.detail.startswith("there is no squeue on this machine")
+    with pytest.raises(UsageFault, match=r"is UNKNOWN \(job 17, there is no squeue"):
+        resume(run)
+
+
+def test_a_run_without_any_job_says_so(slurm, tmp_path, kit: Kit):
+    user = Kit({**kit.env, "COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
+    run = run_of(tmp_path)
+    told = user.status(run.path)
+    assert (told["state"], told["job_id"]) == ("UNKNOWN", None)
+    assert told["detail"].startswith("its job is gone from the queue, it has written no state; ")
+    done = user.cookbook("cancel", NAME)
+    assert done.stdout.startswith(f"no job of {NAME} is known") and "None" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("own", "message", "told"),
+    [
+        ("INTERRUPTED", "Slurm ended the job: TIMEOUT", "Slurm ended the job: TIMEOUT; continue"),
+        ("RUNNING", "", "its job is gone from the queue, its last state was RUNNING; continue"),
+    ],
+)
+def test_watch_ends_when_the_queue_has_forgotten_the_job(tmp_path, kit: Kit, own, message, told):
+    user = Kit({**kit.env, "COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
+    status = {"state": own, "job_id": "1", "message": message}
+    run_of(tmp_path, status, job_id="1")
+    watched = user.cookbook("watch", NAME, timeout=60)
+    word = "INTERRUPTED" if own == "INTERRUPTED" else "UNKNOWN"
+    assert watched.returncode == 1 and watched.stdout.startswith(f"{NAME} {word}: {told} with: ")
+    assert user.cookbook("logs", "-f", NAME, timeout=60).returncode == 0
+
+
+def test_a_job_that_wrote_nothing_yet_has_not_the_state_of_an_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = run_of(tmp_path, {"state": "CANCELLED", "job_id": "1"}, job_id="1")
+    assert state_of(run).word == "CANCELLED"
+    jobs = [{"job_id": "1", "submitted": 100.0}, {"job_id": "2", "submitted": 300.0}]
+    run.write("submission.json", {"jobs": jobs})
+    assert run.job_id == "2"
+    assert (state_of(run).word, state_of(run).ended) == ("UNKNOWN", False)
+    # Submitted by hand since, so no command wrote its id down.
+    run.write("status.json", {"state": "FAILED", "job_id": "3", "updated": 400.0})
+    assert (state_of(run).word, run.job_id) == ("FAILED", "3")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_broken_record_is_one_fault_that_names_the_file(tmp_path, text):
+    run = run_of(tmp_path)
+    (run.path / "status.json").write_text(text)
+    with pytest.raises(RunFault, match=r"cannot read .*/status\.json: "):
+        state_of(run)

@@ -1,0 +1,51 @@
+"""Model FLOPs of a shape by hand, MFU and HFU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runspec.flops import Attention, Linear, count, of_shape, utilisation
+from runspec.shape import Experts, Shape
+
+SHAPE = Shape(128, 3, 4, 2, 32, 512, 1024, 512)
+MATRICES = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512
+
+
+def test_a_trained_weight_takes_six_flops_per_token():
+    found = of_shape(SHAPE, full=True, ranks={})
+    assert (found.token, found.target) == (6 * 3 * MATRICES, 6 * 128 * 1024)
+    assert found.pair == 12 * 3 * 128
+    assert found.of(10, 5, 55) == 10 * found.token + 5 * found.target + 55 * found.pair
+    forward = of_shape(SHAPE, full=True, ranks={}, backward=False)
+    assert (forward.token, forward.target) == (2 * 3 * MATRICES, 2 * 128 * 1024)
+    assert forward.pair == 4 * 3 * 128
+
+
+def test_a_frozen_weight_takes_four_and_an_adapter_six():
+    found = of_shape(SHAPE, full=False, ranks={"q_proj": 4, "down_proj": 4, "output": 4})
+    adapters = 4 * (128 + 128) + 4 * (512 + 128)
+    assert found.token == 3 * (4 * MATRICES + 6 * adapters)
+    assert found.target == 4 * 128 * 1024 + 6 * 4 * (128 + 1024)
+
+
+def test_gradients_flow_back_to_the_first_trained_weight_only():
+    frozen, adapted = Linear(10, False), Linear(10, False, (2, 3))
+    stages = [[frozen], Attention(8), [adapted, frozen], Attention(8), [frozen]]
+    found = count(stages, frozen, trained_before=False)
+    # The first product and attention: forward. The adapter's A: forward and its own gradient.
+    assert found.token == 20 + (20 + 4 * 2 + 6 * 3) + 20 + 40
+    assert found.pair == 4 * 8 + 12 * 8
+    assert found.target == 40
+
+
+def test_a_token_meets_its_active_experts_only():
+    sparse = replace(SHAPE, experts=Experts(count=8, active=2, intermediate=256, shared=1))
+    attention = 2 * 128 * 128 + 2 * 128 * 64
+    met = attention + 128 * 8 + 3 * 3 * 128 * 256
+    assert of_shape(sparse, full=True, ranks={}).token == 6 * 3 * met
+
+
+def test_utilisation_is_flops_over_time_and_peak():
+    assert utilisation(4e15, seconds=2.0, gpus=8, peak_tflops=500.0) == pytest.approx(0.5)

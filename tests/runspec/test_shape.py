@@ -1,0 +1,123 @@
+"""Shapes of models from their config.json, with and without experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runspec.shape import Experts, Shape, ShapeError, of_builder_arguments, of_config_json
+
+# As on the hub, without what no size comes from.
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "experts_per_token": 4,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+}
+QWEN_MOE = QWEN | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+DEEPSEEK = QWEN | {"model_type": "deepseek_v3", "n_routed_experts": 256, "n_shared_experts": 1}
+
+
+def test_a_dense_models_sizes_and_parameters():
+    shape = of_config_json(QWEN)
+    assert shape.tied and shape.qkv_bias and shape.whole_rotary and shape.head_dim == 64
+    # The hub's own count of Qwen2.5-0.5B.
+    assert shape.parameters == 494_032_768
+    assert {name: matrix.role for name, matrix in shape.matrices.items()} == {
+        "q_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "output_proj": "row",
+        "gate_proj": "column",
+        "up_proj": "column",
+        "down_proj": "row",
+    }
+    # Older files do not say how many heads keys have: as many as queries.
+    old = {key: value for key, value in QWEN.items() if key != "num_key_value_heads"}
+    assert of_config_json(old).kv_heads == 14
+    with pytest.raises(ShapeError, match="does not say num_hidden_layers, vocab_size: give the"):
+        of_config_json(QWEN | {"num_hidden_layers": None, "vocab_size": None})
+
+
+@pytest.mark.parametrize(
+    ("content", "count"),
+    [
+        (MIXTRAL, "num_local_experts 8"),
+        (GPT_OSS, "num_local_experts 32"),
+        (QWEN_MOE, "num_experts 128"),
+        (DEEPSEEK, "n_routed_experts 256"),
+        (QWEN | {"text_config": {"num_local_experts": 16}}, "num_local_experts 16"),
+        (QWEN | {"ffn_config": {"moe_num_experts": 16}}, "moe_num_experts 16"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_experts_are_refused(content, count):
+    with pytest.raises(ShapeError, match=rf"\({count}\), and its experts are not known"):
+        of_config_json(content)
+    # A dense model of a family that has experts, too, may say so.
+    assert of_config_json(QWEN | {"num_experts": 0, "num_local_experts": 1}) == of_config_json(QWEN)
+
+
+def test_a_shape_with_experts_has_their_parameters():
+    """Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9."""
+    dense = {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}
+    shape = replace(of_config_json(dense), experts=Experts(8, 2, 14336))
+    assert shape.parameters == 46_702_792_704
+    idle = sum(each.parameters - each.active_parameters for each in shape.matrices.values())
+    assert shape.parameters - shape.layers * idle == 12_879_925_248
+    assert shape.matrices["experts.down_proj"].role == "expert"
+    assert shape.matrices["router"].role == "replicated"
+    shared = replace(shape, experts=Experts(8, 2, 14336, shared=1)).matrices
+    assert shared["shared.gate_proj"].role == "column" and shared["shared.down_proj"].role == "row"
+
+
+def test_a_component_builders_default_width():
+    arguments = {
+        "vocab_size": 1024,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "embed_dim": 128,
+        "max_seq_len": 512,
+    }
+    assert of_builder_arguments(arguments, "llama3") == Shape(128, 3, 4, 2, 32, 512, 1024, 512)
+    assert of_builder_arguments({"num_layers": 3}, "llama3") is None

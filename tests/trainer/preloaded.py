@@ -1,0 +1,34 @@
+"""What a rank or a command of the trainer imports, for the process that forks.py forks."""
+
+import gc
+from importlib import import_module
+
+# The trainer imports many of these when it needs them, which would be once more in each fork.
+for name in (
+    "tests.trainer.forks",
+    "trainer.models.torchtune.compat",
+    "trainer.check",
+    "trainer.demo",
+    "trainer.generate",
+    "trainer.sft",
+    "trainer.trace",
+    "datasets.packaged_modules.json.json",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.attention.flex_attention",
+    "torch.utils.tensorboard",
+    "torchao.optim",
+    "torchtune.datasets",
+    "torchtune.models.llama3",
+    "torchtune.models.llama3_2",
+    "torchtune.modules.loss",
+    "torchtune.training.lr_schedulers",
+    "transformers.models.auto.modeling_auto",
+):
+    import_module(name)
+
+# Objects that no fork's garbage collection visits stay in memory that all forks share.
+gc.collect()
+gc.freeze()

@@ -1,0 +1,1 @@
+"""Tokens, packing and batches."""

@@ -1,0 +1,333 @@
+"""The order of the training data and the batches that a rank sees; a pure function of the step."""
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.config import TrainConfig, instantiate
+from trainer.data import tokenizers
+from trainer.data.packing import pack
+from trainer.data.tokenised import TokenisedDataset, open_dataset
+from trainer.errors import ConfigError
+from trainer.layers.batch import IGNORE_INDEX, Documents, MicroBatch
+from trainer.parallel.world import World
+
+# Enough that reading, which is quick, never makes a GPU wait.
+WORKERS_ON_GPU = 2
+
+
+class Row(NamedTuple):
+    """One row of a batch: its documents as (tokens, trained), and whether they count."""
+
+    documents: list[tuple[np.ndarray, np.ndarray]]
+    counted: bool
+
+
+class Rows(Dataset):
+    """The rows of batches: one sample per row, or whole samples packed to one length.
+
+    Index ~i is row i with every label masked.
+
+    Args:
+        row_length: tokens of a packed row; None packs nothing.
+        multiple: what the length of every row must be divisible by.
+        seed: of the packing; None packs the samples in order.
+    """
+
+    def __init__(
+        self,
+        samples: TokenisedDataset,
+        pad_id: int,
+        multiple: int = 1,
+        row_length: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.samples, self._pad_id, self._multiple = samples, pad_id, multiple
+        self.length, self._begins = None, np.arange(len(samples) + 1)
+        self._order = np.arange(len(samples))
+        if row_length is not None:
+            self.length = row_length + -row_length % multiple
+            rows = pack(samples.lengths, row_length, seed)
+            self._begins = np.cumsum([0, *map(len, rows)])
+            self._order = np.concatenate([np.asarray(row) for row in rows])
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        row = index if index >= 0 else ~index
+        members = self._order[self._begins[row] : self._begins[row + 1]]
+        return Row([self.samples[int(member)] for member in members], index >= 0)
+
+    @property
+    def filled(self) -> float:
+        """Share of the packed rows' positions that hold a token."""
+        return float(self.samples.lengths.sum()) / (len(self) * (self.length or 1))
+
+    def collate(self, rows: list[Row]) -> MicroBatch:
+        """A batch of rows. The last token of a document never predicts the next one's first."""
+        packed = self.length is not None
+        longest = self.length or max(len(tokens) for row in rows for tokens, _ in row.documents)
+        shape = len(rows), longest + -longest % self._multiple
+        tokens = np.full(shape, self._pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        positions, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
+        offsets = [0]
+        for line, row in enumerate(rows):
+            end = 0
+            for number, (own, trained) in enumerate(row.documents):
+                begin, end = end, end + len(own)
+                tokens[line, begin:end] = own
+                if row.counted:
+                    labels[line, begin : end - 1] = np.where(trained[1:], own[1:], IGNORE_INDEX)
+                positions[line, begin:end] = np.arange(len(own))
+                numbers[line, begin:end] = number
+                offsets.append(line * shape[1] + end)
+            if end < shape[1]:
+                # The padding is a document too: every position belongs to one.
+                positions[line, end:] = np.arange(shape[1] - end)
+                numbers[line, end:] = len(row.documents)
+                offsets.append((line + 1) * shape[1])
+        trained_at = np.flatnonzero(labels != IGNORE_INDEX)
+        counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
+        return MicroBatch(
+            tokens=torch.from_numpy(tokens),
+            labels=torch.from_numpy(labels),
+            trained=torch.from_numpy(trained_at),
+            token_count=sum(counted),
+            target_count=len(trained_at),
+            attention_pairs=sum(n * (n + 1) // 2 for n in counted),
+            positions=torch.from_numpy(positions) if packed else None,
+            documents=Documents(torch.from_numpy(numbers), torch.tensor(offsets, dtype=torch.int32))
+            if packed
+            else None,
+        )
+
+
+class Batches:
+    """Global batches in a fixed order, split over the ranks that see different data.
+
+    Each epoch is a permutation by (seed, epoch). Nothing is dropped: the last global batch of an
+    epoch may have fewer rows, and is filled up by masked ones, which add nothing to the loss. As
+    one step takes one global batch, the step is the data position.
+
+    Args:
+        seed: of the order; None keeps the rows' own.
+        workers: processes that read ahead; 0 reads when a batch is asked for.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        world: World,
+        batch_size: int,
+        *,
+        micro_steps: int = 1,
+        seed: int | None = None,
+        epochs: int = 1,
+        max_steps_per_epoch: int | None = None,
+        max_steps: int | None = None,
+        workers: int = 0,
+    ) -> None:
+        self.rows, self.size = rows, len(rows)
+        self.samples_per_step = batch_size * micro_steps * world.data_size
+        self.steps_per_epoch = -(-self.size // self.samples_per_step)
+        if max_steps_per_epoch:
+            self.steps_per_epoch = min(self.steps_per_epoch, max_steps_per_epoch)
+        self.total_steps = self.steps_per_epoch * epochs
+        if max_steps:
+            self.total_steps = min(self.total_steps, max_steps)
+        self._seed, self._batch_size, self._micro_steps = seed, batch_size, micro_steps
+        self._world, self._workers = world, workers
+
+    def epoch_of(self, step: int) -> int:
+        """Epoch (from 0) to which the step with this index (from 0) belongs."""
+        return step // self.steps_per_epoch
+
+    def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches, one list per step, from step index `step` to the last."""
+        loader = DataLoader(
+            self.rows,
+            batch_sampler=self._index_lists(step),
+            collate_fn=self.rows.collate,
+            num_workers=self._workers,
+            worker_init_fn=_ignore_sigterm,
+            pin_memory=self._world.device.type == "cuda",
+            # Its own generator, so that the loader leaves the ranks' random state alone.
+            generator=torch.Generator(),
+        )
+        micro_batches = iter(loader)
+        for _ in range(step, self.total_steps):
+            yield [next(micro_batches) for _ in range(self._micro_steps)]
+
+    def _index_lists(self, first_step: int) -> Iterator[list[int]]:
+        epoch, world = -1, self._world
+        for step in range(first_step, self.total_steps):
+            if self.epoch_of(step) != epoch:
+                epoch = self.epoch_of(step)
+                order = self._order(epoch)
+            begin = (step % self.steps_per_epoch) * self.samples_per_step
+            for micro in range(self._micro_steps):
+                offset = begin + (micro * world.data_size + world.data_rank) * self._batch_size
+                own = order[offset : offset + self._batch_size]
+                # Masked rows fill it up: every batch has one shape, for which layers are compiled
+                # once, and a rank without any row still runs the passes that the others run.
+                yield own + [~(own or order)[0]] * (self._batch_size - len(own))
+
+    def _order(self, epoch: int) -> list[int]:
+        if self._seed is None:
+            return list(range(self.size))
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        return torch.randperm(self.size, generator=generator).tolist()
+
+
+def _ignore_sigterm(worker: int) -> None:
+    """A stop reaches the ranks; the workers go on until their rank is done with them."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The batches of a run; `validation` is one pass over dataset_val, None without it.
+
+    `mismatches`: why the tokenizer does not belong to the model.
+    """
+
+    training: Batches
+    validation: Batches | None
+    mismatches: list[str]
+
+    def faults(self, vocab_size: int, max_seq_len: int) -> list[str]:
+        """What would fail inside a model that knows so many tokens and positions."""
+        found = self.mismatches + _faults("dataset", self.training.rows, vocab_size, max_seq_len)
+        if self.validation is not None:
+            found += _faults("dataset_val", self.validation.rows, vocab_size, max_seq_len)
+        return found
+
+
+def build(config: TrainConfig, world: World, say: Callable[[str], None]) -> Data:
+    """Tokenise the datasets that `config` names, or find them tokenised, and lay out the batches.
+
+    Raises:
+        ConfigError: tokenizer or dataset cannot be opened, a sample cannot be tokenised, a
+            dataset is empty or has nothing to train on, or the two of them overlap.
+    """
+    tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
+    mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
+    pad_id = getattr(tokenizer, "pad_id", 0)
+    seed = config.seed if config.shuffle else None
+
+    def rows(key: str, block: dict[str, Any], packing_seed: int | None) -> Rows:
+        samples = open_dataset(key, block, config, world, tokenizer, say)
+        world.on_all(lambda: _check_targets(key, samples, say))
+        row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
+        return Rows(samples, pad_id, config.row_multiple, row_length, packing_seed)
+
+    training = Batches(
+        rows("dataset", config.dataset, seed),
+        world,
+        config.batch_size,
+        micro_steps=config.gradient_accumulation_steps,
+        seed=seed,
+        epochs=config.epochs,
+        max_steps_per_epoch=config.max_steps_per_epoch,
+        max_steps=config.max_steps,
+        workers=_workers(config, world),
+    )
+    if config.dataset_val is None:
+        return Data(training, None, mismatches)
+    own = rows("dataset_val", config.dataset_val, None)
+    world.on_all(lambda: _check_overlap(config, training.rows.samples, own.samples, say))
+    return Data(training, Batches(own, world, config.batch_size_val), mismatches)
+
+
+def _workers(config: TrainConfig, world: World) -> int:
+    if config.num_workers is not None:
+        return config.num_workers
+    return WORKERS_ON_GPU if world.device.type == "cuda" else 0
+
+
+def _check_targets(key: str, samples: TokenisedDataset, say: Callable[[str], None]) -> None:
+    empty = int((samples.targets == 0).sum())
+    if empty == len(samples):
+        raise ConfigError(
+            f"{key}: no sample holds a token to train on; "
+            "check the answers' column and tokenizer.max_seq_len"
+        )
+    if empty:
+        say(
+            f"note: {key}: {empty:,} of {len(samples):,} samples hold no token to train on "
+            "(no answer, or it begins after tokenizer.max_seq_len)"
+        )
+
+
+def _check_overlap(
+    config: TrainConfig,
+    training: TokenisedDataset,
+    validation: TokenisedDataset,
+    say: Callable[[str], None],
+) -> None:
+    """A validation loss over samples that are trained on says nothing."""
+    remedy = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
+    alike = {"split": None, "packed": None}
+    blocks = [block | alike for block in (config.dataset, config.dataset_val)]
+    if blocks[0] == blocks[1]:
+        splits = [block.get("split", "train") for block in (config.dataset, config.dataset_val)]
+        shared = _shared_samples(*splits, training.split_sizes)
+        if shared:
+            raise ConfigError(
+                f"dataset_val: shares {shared:,} samples with dataset "
+                f"(split {splits[1]} and {splits[0]}); {remedy}"
+            )
+    equal = int(np.isin(validation.fingerprints, training.fingerprints).sum())
+    if equal == len(validation):
+        raise ConfigError(f"dataset_val: each of its samples is in dataset too; {remedy}")
+    if equal:
+        say(
+            f"note: dataset_val: {equal:,} of {len(validation):,} samples are the same as "
+            "samples of dataset"
+        )
+
+
+def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:
+    """How many samples two splits such as train[:90%] have in common; 0 if that is not known."""
+    from datasets import ReadInstruction
+
+    try:
+        ranges = [ReadInstruction.from_spec(spec).to_absolute(sizes) for spec in (first, second)]
+    except (ValueError, AssertionError):
+        return 0
+    return sum(
+        max(0, min(a.to, b.to) - max(a.from_, b.from_))
+        for a in ranges[0]
+        for b in ranges[1]
+        if a.splitname == b.splitname
+    )
+
+
+def _faults(key: str, rows: Rows, vocab_size: int, max_seq_len: int) -> list[str]:
+    samples, found = rows.samples, []
+    longest = int(samples.lengths.argmax())
+    if rows.length is not None and rows.length > max_seq_len:
+        found.append(
+            f"{key}.packed: rows of {rows.length} tokens, the model takes {max_seq_len}; "
+            f"set tokenizer.max_seq_len={max_seq_len}"
+        )
+    elif samples.lengths[longest] > max_seq_len:
+        found.append(
+            f"{key}: {int((samples.lengths > max_seq_len).sum()):,} of {len(samples):,} samples "
+            f"are too long: {samples.origin(longest)} has {samples.lengths[longest]} tokens, "
+            f"the model takes {max_seq_len}; set tokenizer.max_seq_len={max_seq_len}"
+        )
+    if samples.highest_token >= vocab_size:
+        found.append(
+            f"tokenizer: it made token {samples.highest_token} of {key}'s "
+            f"{samples.origin(samples.highest_sample)}, the model knows {vocab_size} tokens; "
+            "tokenizer and model do not belong together"
+        )
+    return found

@@ -1,0 +1,98 @@
+"""Where a sample comes from, in words: file and line, or source, split and index."""
+
+import csv
+import glob
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Sources of datasets.load_dataset that are kinds of files, not names.
+FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
+JSON_LINES = (".json", ".jsonl")
+
+
+def data_files(block: dict[str, Any]) -> list[Path]:
+    """The local files that a dataset block names."""
+    source = block.get("source")
+    names = [block.get("data_files"), block.get("data_dir")]
+    if source not in FILE_SOURCES:
+        names.append(source)
+    found: set[Path] = set()
+    for name in texts(names):
+        for match in glob.glob(os.path.expanduser(name), recursive=True):
+            path = Path(match)
+            found |= {p for p in path.rglob("*") if p.is_file()} if path.is_dir() else {path}
+    return sorted(found)
+
+
+def texts(value: Any) -> list[str]:
+    """All strings in nested lists and mappings."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for inner in value for text in texts(inner)]
+    return [value] if isinstance(value, str) else []
+
+
+def of_sample(block: dict[str, Any], index: int, row: dict[str, Any] | None = None) -> str:
+    """Where sample `index` (from 0) of a dataset is.
+
+    Args:
+        block: the dataset's block of the config.
+        row: the sample's columns, by which it is found in a part of a file or in several files.
+    """
+    split, paths = str(block.get("split", "train")), data_files(block)
+    is_whole = len(paths) == 1 and split == "train" and not block.get("filter_fn")
+    for path in paths:
+        for number, (line, record) in enumerate(_records(path)):
+            if (row is None and is_whole and number == index) or (
+                row is not None and _filled(record) == _filled(row)
+            ):
+                return f"{path}, line {line}"
+    return f"{block.get('source')}, split {split}, sample {index} (counted from 0)"
+
+
+def broken_line(block: dict[str, Any]) -> str | None:
+    """File, line and reason of the first line that is no JSON or holds another type than before."""
+    for path in data_files(block):
+        if path.suffix not in JSON_LINES:
+            continue
+        kinds: dict[str, str] = {}
+        for number, text in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+            try:
+                record = json.loads(text) if text.strip() else {}
+            except ValueError as error:
+                return f"{path}, line {number}: not JSON: {error}"
+            if not isinstance(record, dict):
+                return f"{path}, line {number}: not a JSON object"
+            for key, value in record.items():
+                kind = "number" if type(value) in (int, float) else type(value).__name__
+                if value is not None and kinds.setdefault(key, kind) != kind:
+                    return f"{path}, line {number}: {key!r} is a {kind}, before it was {kinds[key]}"
+    return None
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, columns) of each record of a JSON lines or CSV file; of another file nothing."""
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file)
+            begin = 2
+            for record in reader:
+                yield begin, record
+                begin = reader.line_num + 1
+        elif path.suffix in JSON_LINES:
+            for number, text in enumerate(file, 1):
+                try:
+                    record = json.loads(text) if text.strip() else None
+                except ValueError:
+                    return
+                if isinstance(record, dict):
+                    yield number, record
+
+
+def _filled(record: dict[str, Any]) -> dict[str, Any]:
+    # Columns that another row has are None here.
+    return {key: value for key, value in record.items() if value is not None}

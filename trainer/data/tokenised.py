@@ -1,0 +1,366 @@
+"""A dataset's tokens on disk: made once by all ranks together, memory-mapped afterwards.
+
+One folder per dataset, named by what its tokens depend on: tokens as int32, one bit per token that
+says whether it is trained, and a table of the samples, in a part for each rank that made it. The
+folder appears under a temporary name and is renamed when all parts are there.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runspec import files
+from trainer.config import TrainConfig, instantiate
+from trainer.data import origin, tokenizers
+from trainer.errors import ConfigError
+from trainer.layers.batch import IGNORE_INDEX
+from trainer.parallel.world import World
+
+FORMAT = 1
+META = "meta.json"
+# What the tokens of a sample depend on besides the config and the data.
+PACKAGES = ("torchtune", "tokenizers", "datasets")
+TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+PROGRESS_EVERY_S = 15.0
+# Until a folder that another node has renamed is seen here.
+SHARED_FOLDER_LIMIT_S = 120.0
+LEFT_OVER_S = 24 * 3600.0
+
+
+class TokenisedDataset:
+    """The samples of one dataset, read from its folder.
+
+    lengths: tokens of each sample, int64 [samples]. targets: how many of them are predicted and
+    trained. fingerprints: a 64-bit hash of each sample's tokens and mask.
+
+    Raises:
+        ConfigError: files are missing or cut short.
+    """
+
+    def __init__(self, folder: Path, block: dict[str, Any] | None = None) -> None:
+        meta = files.read_json_or_none(folder / META)
+        if not isinstance(meta, dict):
+            raise ConfigError(f"data_cache_dir: {folder} is damaged; delete it and start again")
+        self.folder, self._block = folder, block or {}
+        self.highest_token, self.highest_sample = meta["highest"]
+        self.split_sizes: dict[str, int] = meta["split_sizes"]
+        tables, self._parts = [], []
+        for number in meta["parts"]:
+            table = np.load(folder / f"samples_{number}.npy")
+            tables.append(table)
+            self._parts.append(
+                (
+                    _mapped(folder / f"tokens_{number}.bin", np.int32, table[:, 0]),
+                    _mapped(folder / f"trained_{number}.bin", np.uint8, _mask_bytes(table[:, 0])),
+                )
+            )
+        table = np.concatenate(tables)
+        self.lengths, self.targets, self.fingerprints = table.T.copy()
+        self._part_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
+        self._token_begin = np.concatenate([_begins(t[:, 0]) for t in tables])
+        self._mask_begin = np.concatenate([_begins(_mask_bytes(t[:, 0])) for t in tables])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32 [n], trained bool [n]) of a sample."""
+        length = int(self.lengths[index])
+        tokens, mask = self._parts[self._part_of[index]]
+        first, first_byte = int(self._token_begin[index]), int(self._mask_begin[index])
+        packed = mask[first_byte : first_byte + -(-length // 8)]
+        return tokens[first : first + length], np.unpackbits(packed, count=length).astype(bool)
+
+    def origin(self, index: int) -> str:
+        """Where a sample comes from."""
+        return origin.of_sample(self._block, index)
+
+    @cached_property
+    def sha256(self) -> str:
+        """A hash of every sample, the same wherever the data lies."""
+        return hashlib.sha256(self.fingerprints.tobytes()).hexdigest()[:16]
+
+
+def open_dataset(
+    key: str,
+    block: dict[str, Any],
+    config: TrainConfig,
+    world: World,
+    tokenizer: Any,
+    say: Callable[[str], None],
+) -> TokenisedDataset:
+    """The tokenised dataset that `block` names; all ranks call this together.
+
+    Args:
+        key: the config's key, for messages.
+        say: told how far tokenising is.
+
+    Raises:
+        ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
+    """
+    block = {k: v for k, v in block.items() if k not in ("packed", "split_across_pack")}
+
+    def find() -> tuple[Path, Any]:
+        # Data of the hub changes under one name: only the opened dataset tells its version.
+        opened = None if origin.data_files(block) else _opened(key, block, tokenizer)
+        name = _name(block, config.tokenizer, opened)
+        return config.data_cache / name, opened
+
+    folder, opened = world.on_main(find) or (None, None)
+    folder = world.gather(folder)[0]
+    if not world.gather((folder / META).is_file())[0]:
+        # Rank 0 first, so that one process alone converts the files.
+        first = world.on_main(lambda: opened or _opened(key, block, tokenizer))
+        samples = world.on_all(lambda: _opened(key, block, tokenizer) if first is None else first)
+        make(key, block, folder, samples, tokenizer, world, say)
+    return world.on_all(lambda: TokenisedDataset(_seen(folder), block))
+
+
+def _opened(key: str, block: dict[str, Any], tokenizer: Any) -> Any:
+    from datasets import disable_progress_bars
+    from datasets.exceptions import DatasetGenerationError
+
+    disable_progress_bars()
+    try:
+        samples = instantiate(key, block, tokenizer)
+    except StopIteration:
+        # So datasets answers to a file of no line.
+        raise ConfigError(f"{key}: holds no sample") from None
+    except DatasetGenerationError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(
+            f"{key}: {origin.broken_line(block) or f'cannot be read: {reason}'}"
+        ) from None
+    except (OSError, ConnectionError) as error:
+        raise ConfigError(f"{key}: cannot be opened: {str(error).splitlines()[0]}") from None
+    if len(samples) == 0:
+        split = f" (split {block['split']})" if "split" in block else ""
+        raise ConfigError(f"{key}: holds no sample{split}")
+    return samples
+
+
+def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -> str:
+    """The folder's name: a hash of all that the tokens depend on."""
+    info = getattr(getattr(opened, "_data", None), "info", None)
+    content = {
+        "format": FORMAT,
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "code": files.sha256(Path(tokenizers.__file__)),
+        "dataset": block,
+        "tokenizer": tokenizer_block,
+        "data": [files.sha256(path) for path in origin.data_files(block)],
+        "tokenizer_files": [files.sha256(path) for path in _tokenizer_files(tokenizer_block)],
+        # The addresses of files on the hub hold the commit.
+        "addresses": sorted(getattr(info, "download_checksums", None) or {}),
+    }
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _tokenizer_files(block: dict[str, Any]) -> list[Path]:
+    found: set[Path] = set()
+    for name in origin.texts(list(block.values())):
+        path = Path(name)
+        if path.is_dir():
+            found |= {p for p in path.iterdir() if p.suffix in TOKENIZER_SUFFIXES}
+        elif path.is_file():
+            found.add(path)
+    return sorted(found)
+
+
+def make(
+    key: str,
+    block: dict[str, Any],
+    folder: Path,
+    samples: Any,
+    tokenizer: Any,
+    world: World,
+    say: Callable[[str], None],
+) -> None:
+    """Tokenise on all ranks, a range of samples each, and give the folder its name.
+
+    Args:
+        key, block: of the config, for messages.
+        samples: by index, mappings with the `tokens` and the `labels` of a sample.
+        tokenizer: its `max_seq_len` cuts samples, if it has one.
+
+    Raises:
+        ConfigError: the folder cannot be written to, or a sample cannot be tokenised.
+    """
+    temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{secrets.token_hex(4)}"))[0]
+    world.on_main(lambda: _begin(temporary))
+    limit = getattr(tokenizer, "max_seq_len", None)
+    own = range(
+        len(samples) * world.rank // world.size, len(samples) * (world.rank + 1) // world.size
+    )
+    try:
+        highest = world.on_all(
+            lambda: _write_part(key, block, _seen(temporary), world.rank, samples, own, limit, say)
+        )
+        parts = [part for part in enumerate(world.gather(highest)) if part[1] is not None]
+        world.on_main(lambda: _publish(temporary, folder, parts, samples))
+    except Exception:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _begin(temporary: Path) -> None:
+    """Make the folder, and remove what starts left behind that were killed at this point."""
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data_cache_dir: {temporary.parent} cannot be written to: {error.strerror}; "
+            "set data_cache_dir to a folder that all nodes share"
+        ) from None
+    for path in temporary.parent.glob(".tmp_*"):
+        # Another start may remove it at the same time.
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > LEFT_OVER_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _publish(
+    temporary: Path, folder: Path, parts: list[tuple[int, tuple[int, int]]], samples: Any
+) -> None:
+    splits = getattr(getattr(getattr(samples, "_data", None), "info", None), "splits", None) or {}
+    meta = {
+        "parts": [number for number, _ in parts],
+        "highest": max((highest for _, highest in parts), key=lambda pair: pair[0]),
+        "split_sizes": {name: split.num_examples for name, split in splits.items()},
+    }
+    files.write_json(temporary / META, meta)
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if not (folder / META).is_file():
+            raise
+        # Another run was quicker, and its folder holds the same.
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        files.fsync_path(folder.parent)
+
+
+def _seen(folder: Path) -> Path:
+    """`folder`, once this node sees it."""
+    deadline = time.monotonic() + SHARED_FOLDER_LIMIT_S
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"data_cache_dir: {folder} was made on another node and is not seen here; "
+                "set data_cache_dir to a folder that all nodes share"
+            )
+        time.sleep(0.2)
+    return folder
+
+
+def _write_part(
+    key: str,
+    block: dict[str, Any],
+    folder: Path,
+    number: int,
+    samples: Any,
+    indices: range,
+    limit: int | None,
+    say: Callable[[str], None],
+) -> tuple[int, int] | None:
+    """Tokenise `indices` into files; (highest token, its sample), None if there is nothing."""
+    if not indices:
+        return None
+
+    def where(index: int, samples: Any) -> str:
+        return f"{key}: {origin.of_sample(block, index, _row(samples, index))}"
+
+    table = np.zeros((len(indices), 3), dtype=np.int64)
+    highest = (-1, 0)
+    last_said = time.monotonic()
+    paths = folder / f"tokens_{number}.bin", folder / f"trained_{number}.bin"
+    with open(paths[0], "wb") as tokens_file, open(paths[1], "wb") as trained_file:
+        for row, index in enumerate(indices):
+            tokens, trained = _sample(where, samples, index, limit)
+            table[row] = len(tokens), trained[1:].sum(), _fingerprint(tokens, trained)
+            highest = max(highest, (int(tokens.max()), index), key=lambda pair: pair[0])
+            tokens_file.write(tokens.tobytes())
+            trained_file.write(np.packbits(trained).tobytes())
+            if time.monotonic() - last_said > PROGRESS_EVERY_S:
+                last_said = time.monotonic()
+                say(f"tokenising {key}: {row + 1:,} of {len(indices):,} samples of this rank")
+    np.save(folder / f"samples_{number}.npy", table)
+    for path in (*paths, folder / f"samples_{number}.npy"):
+        files.fsync_path(path)
+    return highest
+
+
+def _sample(
+    where: Callable[[int, Any], str], samples: Any, index: int, limit: int | None
+) -> tuple[Any, Any]:
+    """(tokens int32 [n], trained bool [n]) of a sample; its fault names where it is."""
+    try:
+        sample = samples[index]
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        raise ConfigError(f"{where(index, samples)}: {_reason(samples, index, error)}") from error
+    tokens = np.asarray(sample["tokens"], dtype=np.int32)[:limit]
+    labels = np.asarray(sample["labels"], dtype=np.int64)[:limit]
+    trained = labels != IGNORE_INDEX
+    if tokens.ndim != 1 or not len(tokens) or tokens.shape != labels.shape:
+        raise ConfigError(
+            f"{where(index, samples)}: holds no tokens, or not as many labels as tokens"
+        )
+    if not np.array_equal(labels[trained], tokens[trained]):
+        raise ConfigError(
+            f"{where(index, samples)}: its labels are not its tokens; only these can be trained"
+        )
+    return tokens, trained
+
+
+def _row(samples: Any, index: int) -> dict[str, Any] | None:
+    """The columns of a sample before they become messages; None if the dataset keeps none."""
+    try:
+        row = samples._data[index]
+    except (AttributeError, TypeError, KeyError):
+        return None
+    return dict(row) if isinstance(row, Mapping) else None
+
+
+def _reason(samples: Any, index: int, error: Exception) -> str:
+    """Why a sample cannot be tokenised; names the missing column if the dataset tells which."""
+    if isinstance(error, KeyError):
+        return f"there is no column {error}"
+    transform = getattr(samples, "_message_transform", None)
+    columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
+    used = list((columns or {}).values()) or [getattr(samples, "_column", None)]
+    row = _row(samples, index)
+    missing = [] if row is None else [repr(name) for name in used if name and row.get(name) is None]
+    return f"there is no {' and no '.join(missing)}" if missing else str(error)
+
+
+def _fingerprint(tokens: np.ndarray, trained: np.ndarray) -> int:
+    digest = hashlib.blake2b(tokens.tobytes() + trained.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _mapped(path: Path, dtype: Any, sizes: np.ndarray) -> np.ndarray:
+    expected = int(sizes.sum()) * np.dtype(dtype).itemsize
+    if not path.is_file() or path.stat().st_size != expected:
+        raise ConfigError(f"data_cache_dir: {path} is damaged; delete its folder and start again")
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _begins(sizes: np.ndarray) -> np.ndarray:
+    return np.cumsum(sizes) - sizes
+
+
+def _mask_bytes(lengths: np.ndarray) -> np.ndarray:
+    return -(-lengths // 8)

@@ -1,0 +1,236 @@
+"""A torchtune model tokenizer over a Hugging Face folder, with the model's own chat template."""
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from runspec.files import read_json_or_none
+from trainer.errors import ConfigError
+
+# Templates that ask for today's date get this one, so that a resumed run sees the same tokens.
+TEMPLATE_DATE = datetime(2024, 7, 26)
+ROLES = {"ipython": "tool"}
+
+
+def hugging_face_tokenizer(path: str, max_seq_len: int | None = None) -> "HuggingFaceTokenizer":
+    """Open the tokenizer of a Hugging Face model folder.
+
+    Args:
+        path: folder with tokenizer.json and tokenizer_config.json; messages need a chat template
+            in it too, plain text needs none.
+        max_seq_len: longer conversations are cut to this many tokens; None cuts nothing.
+
+    Raises:
+        ConfigError: tokenizer.json is missing or the chat template is broken.
+    """
+    return HuggingFaceTokenizer(Path(path), max_seq_len)
+
+
+class HuggingFaceTokenizer:
+    """Turns messages into tokens and a mask, as torchtune's datasets expect of a tokenizer."""
+
+    def __init__(self, folder: Path, max_seq_len: int | None) -> None:
+        from tokenizers import Tokenizer
+
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
+        self.max_seq_len = max_seq_len
+        self._tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = read_json_or_none(folder / "tokenizer_config.json") or {}
+        self._special = {
+            key: value["content"] if isinstance(value, dict) else value
+            for key, value in settings.items()
+            if key in ("bos_token", "eos_token", "pad_token", "unk_token") and value
+        }
+        self._folder = folder
+        self._template_text = _template_text(folder, settings)
+        self.special_tokens = {
+            token.content: index
+            for index, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        self.bos_id = self._id("bos_token")
+        self.eos_id = self._id("eos_token")
+        pad_id = self._id("pad_token")
+        self.pad_id = pad_id if pad_id is not None else self.eos_id or 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        """Token ids of `text`, between the begin token, if the model has one, and the end token.
+
+        Raises:
+            ConfigError: an end token is asked for and tokenizer_config.json names none.
+        """
+        if add_eos and self.eos_id is None:
+            raise ConfigError("tokenizer: has no eos_token; set dataset.add_eos=False")
+        begin = [self.bos_id] if add_bos and self.bos_id is not None else []
+        end = [self.eos_id] if add_eos else []
+        return begin + self._tokenizer.encode(text, add_special_tokens=False).ids + end
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
+        """Tokens of a conversation, and for each whether it is masked (not trained on).
+
+        An assistant's content and its end token are unmasked; the header before it, which the
+        template adds by itself when it asks for an answer, is masked. A message whose `masked`
+        is True is masked whole.
+
+        Args:
+            messages: torchtune messages (role, text_content, masked).
+
+        Raises:
+            ConfigError: the template renders the beginning of a conversation in another way
+                once there is more of it, so that no mask can be right.
+        """
+        turns = [{"role": ROLES.get(m.role, m.role), "content": m.text_content} for m in messages]
+        text = self.render(turns)
+        spans = [
+            self._span(turns, index, text)
+            for index, message in enumerate(messages)
+            if not message.masked
+        ]
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        mask = [
+            not any(begin <= start < end for begin, end in spans) for start, _ in encoding.offsets
+        ]
+        return encoding.ids[: self.max_seq_len], mask[: self.max_seq_len]
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace a sample's `messages` by its `tokens` and `mask`."""
+        fields = dict(sample)
+        fields["tokens"], fields["mask"] = self.tokenize_messages(fields.pop("messages"))
+        return fields
+
+    def render(self, turns: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+        """The text that the model's chat template makes of {role, content} turns."""
+        if self._template is None:
+            raise ConfigError(
+                f"tokenizer.path: {self._folder} has no chat template; use the folder of an "
+                "instruct model, or the model's torchtune tokenizer"
+            )
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=turns,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                **self._special,
+            )
+        except TemplateError as error:
+            raise ConfigError(f"tokenizer: the chat template refuses a sample: {error}") from None
+
+    @cached_property
+    def _template(self) -> Any:
+        # Compiled for the first conversation: a rank whose tokens are cached needs no jinja2.
+        return None if self._template_text is None else _compile_template(self._template_text)
+
+    def _span(self, turns: list[dict[str, str]], index: int, text: str) -> tuple[int, int]:
+        """Begin and end (characters) of what is trained on in message `index`."""
+        is_answer = turns[index]["role"] == "assistant"
+        before = self.render(turns[:index], add_generation_prompt=is_answer) if index else ""
+        until = self.render(turns[: index + 1])
+        if not (text.startswith(before) and text.startswith(until)):
+            raise ConfigError(
+                "tokenizer: the chat template changes earlier turns when a later one is added; "
+                "train on single-turn samples, or use the model's torchtune tokenizer"
+            )
+        # White space after the end token is the template's, the model never writes it.
+        end = len(until.rstrip()) if is_answer else len(until)
+        return len(before), end
+
+    def _id(self, name: str) -> int | None:
+        token = self._special.get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+
+def faults(tokenizer: Any, folder: Path) -> list[str]:
+    """Why tokenizer and model do not belong together, one line per reason; [] if they do.
+
+    The ids of the model are those of config.json and generation_config.json. It must know every
+    token, begin a text by the same one, and end it by one of the tokenizer's.
+
+    Args:
+        tokenizer: ours or torchtune's: vocab_size, bos_id, eos_id, pad_id, stop_tokens, as far as
+            it has them.
+        folder: the model's Hugging Face folder.
+    """
+    settings = [
+        read_json_or_none(folder / f"{name}.json") for name in ("config", "generation_config")
+    ]
+    known = [s for s in settings if isinstance(s, dict)]
+    vocabulary = (known[0].get("vocab_size") if known else None) or math.inf
+    advice = "; give the tokenizer that belongs to checkpointer.checkpoint_dir"
+    own = {name: getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", "pad_id")}
+    ends = {own["eos_id"], *(getattr(tokenizer, "stop_tokens", None) or ())} - {None}
+    found = []
+    size = getattr(tokenizer, "vocab_size", 0)
+    if size > vocabulary:
+        found.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
+    found += [
+        f"tokenizer: its {name} is {value}, the model knows {vocabulary} tokens, from 0{advice}"
+        for name, value in own.items()
+        if value is not None and not 0 <= value < vocabulary
+    ]
+    begins, model_ends = _ids(known, "bos_token_id"), _ids(known, "eos_token_id")
+    if begins and own["bos_id"] is not None and own["bos_id"] not in begins:
+        found.append(f"tokenizer: its bos_id is {own['bos_id']}, the model's {_or(begins)}{advice}")
+    if model_ends and ends and not model_ends & ends:
+        found.append(
+            f"tokenizer: it ends a text by {_or(ends)}, the model by {_or(model_ends)}{advice}"
+        )
+    return found
+
+
+def _ids(settings: list[dict[str, Any]], name: str) -> set[int]:
+    values = [s.get(name) for s in settings]
+    lists = [v if isinstance(v, list) else [v] for v in values]
+    return {i for ids in lists for i in ids if i is not None}
+
+
+def _or(ids: set[int]) -> str:
+    return " or ".join(map(str, sorted(ids)))
+
+
+def _template_text(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    if isinstance(template, list):
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _compile_template(text: str) -> Any:
+    """A sandboxed template with the helpers that Hugging Face gives to chat templates."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
+    try:
+        return environment.from_string(text)
+    except TemplateError as error:
+        raise ConfigError(f"tokenizer: the chat template is broken: {error}") from None

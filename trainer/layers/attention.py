@@ -1,0 +1,251 @@
+"""Attention in which no document of a packed row sees another one."""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.layers import flex
+from trainer.layers.batch import Documents
+
+# At import: activation checkpointing keeps the results of this operator, and looks for it when a
+# layer is prepared.
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+# FlashAttention-2: Ampere and later, half precision, at most 256 features per head.
+FLASH_CAPABILITY = (8, 0)
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_DIM, FLASH_HEAD_MULTIPLE = 256, 8
+
+Mask = Documents | flex.BlockMasks | torch.Tensor | None
+
+
+class DocumentAttention(nn.Module):
+    """Causal scaled dot-product attention over heads, document by document.
+
+    The attention layers of a decoder call it with their heads. `choose_kernels` sets which kernel
+    it uses.
+
+    Args:
+        head_dim: features per head.
+        scale: of the scores; None is 1 / sqrt(head_dim).
+        window: number of tokens that a token sees, itself included; None sees all before it (the
+            bound of transformers.masking_utils.sliding_window_overlay).
+        softcap: scores x become softcap * tanh(x / softcap), as in Gemma 2 (arXiv 2408.00118).
+        dropout: probability, in training.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.scale, self.window = head_dim, scale, window
+        self.softcap, self.dropout = softcap, dropout
+        self.varlen_attention: Callable[..., torch.Tensor] | None = None
+        self.flex_attention: Callable[..., torch.Tensor] | None = None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Mask = None,
+    ) -> torch.Tensor:
+        """Return [batch, sequence, heads, head_dim], like the query.
+
+        Args:
+            key, value: the same with the same number of heads, or fewer that divide it.
+            mask: the documents, their block masks, a boolean [batch, sequence, sequence], or None
+                if each row is one document.
+        """
+        if isinstance(mask, flex.BlockMasks):
+            return flex.attend(
+                self.flex_attention,
+                (query, key, value),
+                mask.by_window[self.window],
+                self.softcap,
+                self.scale,
+            )
+        if isinstance(mask, Documents):
+            if self.varlen_attention is not None:
+                # No document is longer than the row, a constant that is known without waiting.
+                flat = (t.flatten(0, 1) for t in (query, key, value))
+                output = self.varlen_attention(*flat, mask.cu_seqlens, query.shape[1])
+                return output.unflatten(0, query.shape[:2])
+            mask = mask.mask()
+        mask = _with_window(mask, self.window, query)
+        if self.softcap is not None:
+            return _softcapped(query, key, value, mask, self.softcap, self.scale)
+        dropout = self.dropout if self.training else 0.0
+        return _sdpa(query, key, value, mask, dropout, self.scale)
+
+    def fits_flash(self, dtype: torch.dtype) -> bool:
+        """Whether the variable-length flash kernel computes the same."""
+        return (
+            # No fused kernel caps the scores before the softmax.
+            self.softcap is None
+            and self.scale is None
+            and dtype in FLASH_DTYPES
+            and self.dropout == 0.0
+            and self.head_dim <= FLASH_HEAD_DIM
+            and self.head_dim % FLASH_HEAD_MULTIPLE == 0
+        )
+
+
+def layers(model: nn.Module) -> list[DocumentAttention]:
+    """Return every `DocumentAttention` of a model."""
+    return [module for module in model.modules() if isinstance(module, DocumentAttention)]
+
+
+def choose_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Choose the kernels of the attention layers of `model`, in place.
+
+    On a GPU packed rows go through flash attention's variable-length kernel, or through
+    FlexAttention if that does not fit: with a soft cap (Gemma 2), in fp32, on an older GPU. On a
+    CPU, and with dropout, they go through a block-diagonal mask.
+
+    Args:
+        model: after tensor parallelism.
+        device: the device that it will run on.
+        dtype: the dtype that it will compute in.
+    """
+    if device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY:
+        use_flash_attention(model, dtype)
+    without_kernel = any(layer.varlen_attention is None for layer in layers(model))
+    if without_kernel and not any(layer.dropout for layer in layers(model)):
+        use_flex_attention(model, device)
+
+
+def use_flash_attention(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let packed rows go through the variable-length kernel in the layers that it fits.
+
+    It runs on GPUs with flash attention, and on fake tensors.
+    """
+    for layer in layers(model):
+        if layer.fits_flash(dtype):
+            layer.varlen_attention = varlen_attention(layer.window)
+
+
+def use_flex_attention(model: nn.Module, device: torch.device) -> None:
+    """Let the attention layers use FlexAttention, with block masks made for each batch."""
+    for layer in layers(model):
+        layer.flex_attention = flex.kernel(device)
+    windows = {layer.window for layer in layers(model)}
+    # Rows that are not packed need block masks only for what no causal kernel does.
+    always = windows != {None} or any(layer.softcap is not None for layer in layers(model))
+
+    def make_block_masks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        documents = kwargs.get("mask")
+        if documents is None and not always:
+            return None
+        ids = args[0].new_zeros(args[0].shape, dtype=torch.int32)
+        if isinstance(documents, Documents):
+            ids = documents.ids
+        return args, kwargs | {"mask": flex.block_masks(ids, windows)}
+
+    model.register_forward_pre_hook(make_block_masks, with_kwargs=True)
+
+
+@cache
+def varlen_attention(window: int | None = None) -> Callable[..., torch.Tensor] | None:
+    """Return (query, key, value, cu_seqlens, longest) -> output; None if this torch has none.
+
+    All are [tokens, heads, head_dim].
+    """
+    if varlen_attn is None:
+        return None
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    # The kernel always shares key heads; torch 2.13 has an option for it, and 2.11 has none.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    return partial(_varlen, partial(varlen_attn, **options))
+
+
+def _varlen(
+    kernel: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    return kernel(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
+
+
+def _with_window(
+    mask: torch.Tensor | None, window: int | None, query: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the boolean mask with a sliding window; None is causal."""
+    length = query.shape[1]
+    if window is None or length <= window:
+        return mask
+    position = torch.arange(length, device=query.device)
+    distance = position[:, None] - position
+    near = ((distance >= 0) & (distance < window)).unsqueeze(0)
+    return near if mask is None else mask & near
+
+
+def _repeated(tensor: torch.Tensor, repeats: int) -> torch.Tensor:
+    """[batch, sequence, key heads, head_dim] with each head `repeats` times."""
+    return tensor.unsqueeze(3).expand(*tensor.shape[:3], repeats, -1).flatten(2, 3)
+
+
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    repeats = query.shape[2] // key.shape[2]
+    # Only the flash kernel shares key heads without copies; elsewhere sharing is slower.
+    grouped = repeats > 1 and mask is None and query.is_cuda and query.dtype in FLASH_DTYPES
+    if repeats > 1 and not grouped:
+        key, value = _repeated(key, repeats), _repeated(value, repeats)
+    output = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=None if mask is None else mask.unsqueeze(1),
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        **({"enable_gqa": True} if grouped else {}),
+    )
+    return output.transpose(1, 2)
+
+
+def _softcapped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """The textbook formula, which holds all scores at once."""
+    repeats, length = query.shape[2] // key.shape[2], query.shape[1]
+    key, value = (_repeated(t, repeats).transpose(1, 2) for t in (key, value))
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scores = (query.transpose(1, 2) * scale) @ key.transpose(2, 3)
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        mask = torch.ones(1, length, length, dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
+    return (scores.float().softmax(-1).to(query.dtype) @ value).transpose(1, 2)

@@ -1,0 +1,72 @@
+"""What one rank runs in one forward pass: tokens, labels, and the documents of packed rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+# The label of a position that is not trained, as in torch.nn.functional.cross_entropy.
+IGNORE_INDEX = -100
+
+
+class Documents(NamedTuple):
+    """Which document each token of a packed batch belongs to; given to the model as its mask.
+
+    ids: int32 [batch, sequence], the number of the document within its row; padding has a number
+    of its own. cu_seqlens: int32 [documents + 1], where each document begins in the flattened
+    batch, and the end of the last one.
+    """
+
+    ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+    def mask(self) -> torch.Tensor:
+        """Boolean [batch, sequence, sequence]: True if a query (row) may see a key (column)."""
+        same = self.ids.unsqueeze(2) == self.ids.unsqueeze(1)
+        return same.tril()
+
+
+@dataclass
+class MicroBatch:
+    """The rows of one forward and backward pass of one rank.
+
+    tokens, labels: int64 [batch, sequence], padded to the longest sample, and on to a length that
+    the tensor-parallel ranks divide and fp8 takes. Labels are already shifted: labels[b, s] is the
+    target of position s, or `IGNORE_INDEX`.
+    trained: int64 [target_count], the indices of the trained positions in the flattened labels.
+    They are counted before the batch reaches the GPU, because counting there waits for it.
+    token_count: real input tokens. target_count: trained labels. attention_pairs: query-key pairs
+    of real tokens, n(n + 1)/2 for a document of n tokens.
+    positions: int64 [batch, sequence], the position of each token in its document; documents:
+    which document it belongs to. Both are None if rows are not packed; packed rows all have the
+    same length.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    trained: torch.Tensor
+    token_count: int
+    target_count: int
+    attention_pairs: int
+    positions: torch.Tensor | None = None
+    documents: Documents | None = None
+
+    def pin_memory(self) -> "MicroBatch":
+        """Return the batch in pinned memory; the DataLoader calls this."""
+        return self._mapped(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Return the batch on `device`; from pinned memory the copy is asynchronous."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        documents, positions = self.documents, self.positions
+        return replace(
+            self,
+            tokens=change(self.tokens),
+            labels=change(self.labels),
+            trained=change(self.trained),
+            positions=None if positions is None else change(positions),
+            documents=None if documents is None else Documents(*map(change, documents)),
+        )

@@ -1,0 +1,124 @@
+"""FlexAttention, for what no fused kernel has: soft caps, windows, documents, any GPU.
+
+torch compiles one kernel from a score_mod and a mask_mod. Blocks of keys that no query of a block
+sees are not computed. Which these are follows from the documents' ids alone, so that no mask of
+[sequence, sequence] is ever made.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+# Rows of less than 128 tokens would else go to the decoding kernel, which cannot be compiled for
+# blocks of this size (torch 2.11).
+KERNEL_OPTIONS = {"BACKEND": "TRITON"}
+
+
+class BlockMasks(NamedTuple):
+    """The block masks of a batch: one for each window that its layers have, or None."""
+
+    by_window: dict[int | None, BlockMask]
+
+
+def block_masks(document_ids: torch.Tensor, windows: set[int | None]) -> BlockMasks:
+    """Return the block masks of a batch for layers with these windows.
+
+    Args:
+        document_ids: int32 [batch, sequence], ascending within each row.
+    """
+    return BlockMasks({window: _block_mask(document_ids, window) for window in windows})
+
+
+def _block_mask(ids: torch.Tensor, window: int | None) -> BlockMask:
+    """A query sees keys of its document that are not after it and less than `window` before it.
+
+    The first and last tokens of blocks tell which blocks are left out, and which are full: those
+    need no mask_mod.
+    """
+    length = ids.shape[1]
+    first = torch.arange(0, length, BLOCK, device=ids.device)
+    last = (first + BLOCK - 1).clamp(max=length - 1)
+    lowest, highest = ids[:, first], ids[:, last]
+    # Of [batch, query block, key block]: how far back the keys are, and whose document is whose.
+    seen = (first <= last[:, None]) & (highest[:, None, :] >= lowest[:, :, None])
+    full = (last <= first[:, None]) & (lowest[:, None, :] == highest[:, :, None])
+    if window is not None:
+        seen = seen & (first[:, None] - last < window)
+        full = full & (last[:, None] - first < window)
+    partial_blocks, full_blocks = (_indices(part) for part in (seen & ~full, full))
+    return BlockMask.from_kv_blocks(
+        *partial_blocks,
+        *full_blocks,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(ids, window),
+        seq_lengths=(length, length),
+    )
+
+
+def _indices(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of chosen key blocks per query block, and the indices with these first; one head."""
+    indices = chosen.int().argsort(dim=2, descending=True, stable=True)
+    return chosen.sum(2, dtype=torch.int32)[:, None], indices.int()[:, None]
+
+
+def _mask_mod(ids: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
+    def sees(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        seen = (query >= key) & (ids[row, query] == ids[row, key])
+        return seen if window is None else seen & (query - key < window)
+
+    return sees
+
+
+@cache
+def _score_mod(softcap: float) -> Callable[..., torch.Tensor]:
+    """Scores x become softcap * tanh(x / softcap): Gemma 2 (arXiv 2408.00118), section 2."""
+
+    def score(value: torch.Tensor, *indices: Any) -> torch.Tensor:
+        return softcap * torch.tanh(value / softcap)
+
+    return score
+
+
+def kernel(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return FlexAttention for `device`: not compiled on a CPU, where it makes all scores."""
+    return _compiled() if device.type == "cuda" else flex_attention
+
+
+@cache
+def _compiled() -> Callable[..., torch.Tensor]:
+    # One kernel for each window, length or all lengths, with gradients or not: beyond the limit
+    # all scores would be made.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    return torch.compile(flex_attention)
+
+
+def attend(
+    kernel: Callable[..., torch.Tensor],
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: BlockMask,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return attention over [batch, sequence, heads, head_dim], in the query's shape.
+
+    Args:
+        kernel: from `kernel`.
+        heads: query, key and value; key and value may have fewer heads.
+        scale: of the scores; None is 1 / sqrt(head_dim).
+    """
+    query, key, value = (tensor.transpose(1, 2) for tensor in heads)
+    output = kernel(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _score_mod(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=KERNEL_OPTIONS,
+    )
+    return output.transpose(1, 2)

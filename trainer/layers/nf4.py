@@ -1,0 +1,159 @@
+"""NF4, the 4-bit NormalFloat of QLoRA, stored so that every layout can shard it.
+
+A weight [out, in] becomes one frozen uint8 parameter [out, in / 64, 34]: of each block of 64
+neighbouring inputs, 32 bytes hold two codes each (the first in the high half) and 2 bytes
+the block's scale, its largest magnitude, in bf16. That is 0.53 bytes per weight. Dimension 0 is the
+outputs and dimension 1 whole blocks, so FSDP and tensor parallelism shard it like any other
+tensor, and the values do not depend on where it is cut.
+
+Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), without its second quantisation of the
+scales. The code table and the rounding to the nearest code are bitsandbytes'; the scale of a bf16
+weight is exact, so that its codes and values are those that bitsandbytes computes too.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BLOCK = 64
+CODE_BYTES, SCALE_BYTES = BLOCK // 2, 2
+# Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero.
+VALUES = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """True for a parameter that holds NF4 blocks."""
+    return parameter.dtype == torch.uint8
+
+
+def dense_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the weight that a parameter represents, packed or not."""
+    if not is_packed(parameter):
+        return tuple(parameter.shape)
+    return parameter.shape[0], parameter.shape[1] * BLOCK
+
+
+def dense_numel(parameter: torch.Tensor) -> int:
+    """Number of weights that a parameter represents, packed or not."""
+    return math.prod(dense_shape(parameter))
+
+
+def faults(names: list[str], model: nn.Module) -> list[str]:
+    """Return one line per number of inputs of the layers `names` that is no multiple of a block."""
+    widths = {model.get_submodule(name).weight.shape[1] for name in names}
+    return [
+        f"model.quantize_base: NF4 needs inputs in blocks of {BLOCK}, and this model has layers "
+        f"with {width} inputs; set model.quantize_base=False"
+        for width in sorted(widths)
+        if width % BLOCK
+    ]
+
+
+def pack_weight(layer: nn.Module) -> None:
+    """Make `layer.weight` (on the meta device, [out, in]) a packed one, and add the code table.
+
+    The table is the buffer `nf4_table` [256, 2], fp32: the two values of each byte of codes. It
+    is a buffer, so that no step copies it to the GPU. `fill_tables` fills it.
+    """
+    outputs, inputs = layer.weight.shape
+    packed = layer.weight.new_empty(
+        outputs, inputs // BLOCK, CODE_BYTES + SCALE_BYTES, dtype=torch.uint8
+    )
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    table = layer.weight.new_empty(256, 2, dtype=torch.float32)
+    layer.register_buffer("nf4_table", table, persistent=False)
+
+
+def fill_tables(model: nn.Module) -> None:
+    """Fill the code table of every packed layer."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("nf4_table"):
+            buffer.copy_(table())
+
+
+def table() -> torch.Tensor:
+    """The values of a byte's high and low half, [256, 2] in fp32."""
+    values = torch.tensor(VALUES)
+    return torch.cartesian_prod(values, values)
+
+
+def quantise(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] in any floating dtype to packed [out, in / 64, 34] uint8, on the same device."""
+    blocks = weight.unflatten(1, (-1, BLOCK)).float()
+    scale = blocks.abs().amax(2, keepdim=True).bfloat16()
+    # A block of zeros has scale 0, and any divisor keeps it zero.
+    shares = blocks / torch.where(scale == 0, 1, scale).float()
+    values = torch.tensor(VALUES, device=weight.device)
+    codes = torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True)
+    pairs = codes.to(torch.uint8).unflatten(2, (-1, 2))
+    return torch.cat([pairs[..., 0] << 4 | pairs[..., 1], scale.view(torch.uint8)], dim=2)
+
+
+def dequantise(packed: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Packed [out, in / 64, 34] to [out, in] in `dtype`; `table` as `table()` makes it."""
+    # Older torch's FSDP casts whatever it gathers: the bytes then arrive as bf16 or fp32, which
+    # hold 0 to 255 exactly.
+    packed = packed.to(torch.uint8)
+    values = F.embedding(packed[..., :CODE_BYTES].int(), table).flatten(2)
+    # bf16 is the upper half of fp32. Bytes put together so are part of one compiled kernel.
+    low, high = (packed[..., CODE_BYTES + i, None].int() for i in range(SCALE_BYTES))
+    scale = (low << 16 | high << 24).view(torch.float32)
+    return values.mul_(scale).to(dtype).flatten(1)
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """F.linear of x [..., in] with a packed weight [out, in / 64, 34], in x's dtype.
+
+    Only the packed weight is kept for the backward pass, which dequantises it again; it gets no
+    gradient.
+    """
+    return _Linear.apply(x, packed, table)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, packed, table):
+        ctx.save_for_backward(packed, table)
+        return F.linear(x, dequantise(packed, table, x.dtype))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        packed, table = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            packed = _later(packed, gradient)
+        return gradient @ dequantise(packed, table, gradient.dtype), None, None
+
+
+@torch.library.custom_op("slurm_cookbook::later", mutates_args=())
+def _later(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` that cannot be there before `event`.
+
+    Otherwise the compiler would dequantise once for both passes, and keep the dense weight of every
+    layer from its forward to its backward pass. A copy of the bytes takes 1/4 of the memory traffic
+    of dequantising them.
+    """
+    return tensor.clone()
+
+
+@_later.register_fake
+def _(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor)

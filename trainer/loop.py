@@ -1,0 +1,321 @@
+"""The training loop: steps, stop, save, log. It knows no method; `objective` is the method."""
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from runspec import files
+from trainer import optimizers
+from trainer.config import TrainConfig
+from trainer.data.batches import MicroBatch
+from trainer.errors import ConfigError
+from trainer.guard import NonFiniteGuard
+from trainer.metrics import say
+from trainer.objectives.base import Objective
+from trainer.parallel import activations, gradients
+from trainer.parallel import world as distributed
+from trainer.parallel.tensor_parallel import vocabulary_split_loss
+from trainer.parallel.world import StopRequest, World
+from trainer.profiling import profiler
+from trainer.reporting import Reporter
+from trainer.storage import resume
+from trainer.storage.checkpoint import Checkpoints
+from trainer.storage.committed import TrainerState
+
+
+class Trainer:
+    """One start of a run: everything that the loop needs, set up in the order that can fail.
+
+    Args:
+        attempt: which start of the run this is, counted from 0.
+        objective: the training method.
+    """
+
+    def __init__(
+        self, config: TrainConfig, world: World, attempt: int, objective: type[Objective]
+    ) -> None:
+        started = time.monotonic()
+        self.world = world
+        self.say = say(world.is_main)
+        self.config = config = self._compilable(config)
+        for note in config.notes:
+            self.say(f"note: {note}")
+        self.stop = StopRequest(world, config.output_dir)
+        torch.manual_seed(config.seed * 1_000_003 + world.rank)
+        if config.cudnn_deterministic_mode is not None:
+            torch.set_deterministic_debug_mode(config.cudnn_deterministic_mode)
+
+        self.objective = objective(config, world, self.say)
+        self.data = self.objective.build_data()
+        self.batches = self.data.training
+        self.models = self.objective.build_models(self.data)
+        self.model = self.models.policy
+        if config.checkpointer.get("adapter_checkpoint") is not None:
+            from trainer.storage import adapter
+
+            continued = world.on_all(lambda: adapter.load(self.model, config))
+            self.say(f"adapter from {continued}")
+        self.optimizer = world.on_all(
+            lambda: optimizers.build(config.optimizer, self.model.trainable)
+        )
+        self.scheduler = world.on_all(
+            lambda: optimizers.schedule(
+                config.lr_scheduler, self.optimizer, self.batches.total_steps
+            )
+        )
+        self.checkpoints = Checkpoints(
+            config.output_dir,
+            world,
+            attempt,
+            keep=config.keep_last_n_checkpoints,
+            asynchronous=config.enable_async_checkpointing,
+        )
+        self.identity = self.objective.identity(self.models, self.data)
+        self.saved_at = time.monotonic()
+        self.state = self._resume()
+        self.reporter = Reporter(
+            config, world, self.model, self.data, self.checkpoints, attempt, self.state
+        )
+        self.guard = NonFiniteGuard(
+            self.optimizer, config.max_non_finite_steps, world.device, self.state.skipped_steps
+        )
+        self.profiler = world.on_all(lambda: profiler(config, world, self.state.step))
+        self.reporter.setup(self.model, time.monotonic() - started)
+        self.reporter.progress("running")
+
+    def _compilable(self, config: TrainConfig) -> TrainConfig:
+        """`config`, without `compile` if a node cannot: slower is better than not at all."""
+        lacks = activations.missing_for_compile(self.world.device) if config.compile else None
+        found = [(rank, what) for rank, what in enumerate(self.world.gather(lacks)) if what]
+        if not found:
+            return config
+        self.say(f"note: not compiled, as the node of rank {found[0][0]} lacks {found[0][1]}")
+        return replace(config, compile=False)
+
+    def train(self) -> bool:
+        """Train to the last step; False if a stop was requested and done before it."""
+        config, batches, state = self.config, self.batches, self.state
+        last, weight = batches.total_steps, self.world.data_weight
+        clock = self.reporter.clock
+        with self.profiler as profile:
+            for micro_batches in clock.waiting(batches.from_step(state.step)):
+                targets, tokens, pairs, stop, too_many, failed, due = self.world.sum(
+                    [
+                        weight * sum(b.target_count for b in micro_batches),
+                        weight * sum(b.token_count for b in micro_batches),
+                        weight * sum(b.attention_pairs for b in micro_batches),
+                        self.stop.seen_here(),
+                        self.guard.exceeded(),
+                        self.checkpoints.failed_here(),
+                        self._save_is_due(),
+                    ]
+                )
+                self.reporter.saved()
+                if failed:
+                    self.checkpoints.wait()
+                if too_many:
+                    raise self.guard.fault(state.step)
+                if stop:
+                    self._honour_stop()
+                    return False
+                sums = self._backward(micro_batches, max(targets, 1))
+                step = state.step + 1
+                validating = self._validates(step)
+                logging = validating or step in (1, last) or step % config.log_every_n_steps == 0
+                saving = (
+                    step == last
+                    or due
+                    or (config.save_every_n_steps and step % config.save_every_n_steps == 0)
+                )
+                norm = self._update(sums["loss"])
+                state.step, state.tokens = step, state.tokens + int(tokens)
+                # The last one was measured on other weights, and this checkpoint may have none.
+                state.val_loss = None
+                self.reporter.count(tokens, targets, pairs)
+                if logging or saving:
+                    figures = self._figures(sums, targets, norm)
+                if validating:
+                    with clock.paused():
+                        figures["val_loss"] = self._validate()
+                if logging:
+                    self.reporter.log(figures, self.lr)
+                if saving and (step == last or figures["grad_norm"] is not None):
+                    with clock.paused():
+                        self._save(wait=step == last)
+                profile.step()
+        return True
+
+    def finish(self) -> None:
+        """Write the export and the samples, then mark the run finished."""
+        config = self.config
+        self.optimizer.zero_grad(set_to_none=True)
+        self._choose_weights()
+        self.say("exporting the model ...")
+        # Imported late, as elsewhere here: a rank starts faster without what it needs later.
+        from trainer.storage.export import export
+
+        folder = export(self.model, config, self.world)
+        self.say(f"exported to {folder}")
+        # The other ranks are done; the model's memory is needed for the one that answers.
+        del self.models, self.model, self.optimizer, self.scheduler, self.guard
+        device = self.world.device
+        distributed.stop()
+        self.reporter.close()
+        if self.world.is_main and config.generate:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            from trainer.generate import write_samples
+
+            write_samples(config.output_dir / files.SAMPLES, folder, config.generate, device)
+        # Too late to stop: everything is done.
+        self.stop.clear()
+        self.reporter.finished()
+
+    def _backward(self, micro_batches: list[MicroBatch], targets: float) -> dict[str, torch.Tensor]:
+        """Gradients of the mean loss over `targets`; this rank's sums by name, detached."""
+        model = self.model.module
+        # FSDP divides the sum over ranks by their number; the true divisor is all targets.
+        scale = self.world.data_size / targets
+        sums = {"loss": torch.zeros((), device=self.world.device)}
+        for index, batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            gradients.set_gradient_sync(model, last=last, each=self.config.sync_each_micro_batch)
+            with vocabulary_split_loss(self.world.tensor_parallel_dim):
+                loss, metrics = self.objective.loss(self.models, batch)
+                (loss * scale).backward()
+            for name, value in {"loss": loss.detach(), **metrics}.items():
+                sums[name] = sums[name] + value if name in sums else value
+        return sums
+
+    def _update(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Clip, step unless something is not finite, schedule; the gradient norm."""
+        gradients.reduce_partial_gradients(self.model.trainable)
+        norm = gradients.clip_gradients(self.model.trainable, self.config.clip_grad_norm, loss_sum)
+        self.lr = optimizers.learning_rate(self.optimizer)
+        self.guard.step(norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return norm
+
+    def _figures(
+        self, sums: dict[str, torch.Tensor], targets: float, norm: torch.Tensor
+    ) -> dict[str, float | None]:
+        """Means over all ranks and the gradient norm; None for one that is not finite.
+
+        A step without a target has no mean.
+        """
+        own = [self.world.data_weight * value.item() for value in sums.values()]
+        means = [value / targets if targets else math.nan for value in self.world.sum(own)]
+        state = self.state
+        state.skipped_steps, in_row = self.guard.counts()
+        if in_row >= self.config.max_non_finite_steps:
+            raise self.guard.fault(state.step)
+        if not targets:
+            self.reporter.note_no_target()
+        figures = {name: _finite(mean) for name, mean in zip(sums, means, strict=True)}
+        if figures["loss"] is not None:
+            state.loss_first = figures["loss"] if state.loss_first is None else state.loss_first
+            state.loss_last = figures["loss"]
+        return {**figures, "grad_norm": _finite(norm.item())}
+
+    def _validates(self, step: int) -> bool:
+        """Whether the validation loss is due after `step`: every n steps, or after each epoch."""
+        if self.data.validation is None:
+            return False
+        every = self.config.run_val_every_n_steps or self.batches.steps_per_epoch
+        return step == self.batches.total_steps or step % every == 0
+
+    def _validate(self) -> float | None:
+        """The validation loss; None if it is not finite, and no checkpoint is the best by it."""
+        from trainer.validation import validation_loss
+
+        loss = validation_loss(self.objective, self.models, self.data.validation)
+        self.state.val_loss = _finite(loss)
+        return self.state.val_loss
+
+    def _settings(self) -> dict[str, Any]:
+        """What may change between a checkpoint and the start that resumes it, by key."""
+        return {
+            "optimizer": self.config.optimizer,
+            "lr_scheduler": self.config.lr_scheduler or {},
+            "total_steps": self.batches.total_steps,
+        }
+
+    def _save(self, wait: bool) -> None:
+        self.reporter.flush()
+        state = self.state
+        state.world_size = self.world.size
+        state.tensor_parallel_dim = self.world.tensor_parallel_dim
+        state.skipped_steps, _ = self.guard.counts()
+        state.lr = optimizers.learning_rate(self.optimizer)
+        state.run, state.settings = self.identity, self._settings()
+        self.checkpoints.save(self.model.module, self.optimizer, state, wait)
+        self.saved_at = time.monotonic()
+        self.reporter.saved()
+
+    def _save_is_due(self) -> bool:
+        """True on rank 0, whose clock counts for all, if save_every_minutes have passed."""
+        minutes = self.config.save_every_minutes
+        if minutes is None or not self.world.is_main:
+            return False
+        return time.monotonic() - self.saved_at >= 60 * minutes
+
+    def _honour_stop(self) -> None:
+        step = self.state.step
+        self.say(f"asked to stop: stopping after step {step}")
+        self.checkpoints.wait()
+        self.reporter.saved()
+        if step and step not in self.world.gather(self.checkpoints.committed.steps())[0]:
+            self._save(wait=True)
+        self.reporter.progress("stopped")
+        self.reporter.close()
+        self.stop.clear()
+
+    def _choose_weights(self) -> None:
+        """Put the best checkpoint's weights into the model, if these are to be exported."""
+        best = self.world.gather(self.checkpoints.committed.best())[0]
+        if self.config.export_checkpoint == "last" or best is None:
+            if self.config.export_checkpoint == "best":
+                self.say("no checkpoint has a val_loss: exporting the last step")
+            return
+        step, val_loss = best
+        self.say(f"exporting step {step}, the best by val_loss {val_loss:.4f}")
+        if step == self.state.step:
+            return
+        fault = self.checkpoints.load_weights(step, self.model.module)
+        if fault is not None:
+            self.say(f"checkpoints/step_{step} is damaged ({fault}): exporting the last step")
+
+    def _resume(self) -> TrainerState:
+        """Restore the newest checkpoint; the config decides on optimizer, schedule and steps."""
+        last = self.batches.total_steps
+        note = optimizers.warmup_note(self.config.lr_scheduler, last)
+        if note is not None:
+            self.say(note)
+        state = self.checkpoints.load(self.model.module, self.optimizer, self.identity)
+        if state is None:
+            return TrainerState()
+        if state.step > last:
+            raise ConfigError(
+                f"epochs and max_steps give {last} steps, and checkpoints/step_{state.step} has "
+                f"done more; set max_steps={state.step} to export it, or a higher number to go on"
+            )
+        optimizers.advance(self.scheduler, state.step)
+        self.say(f"resuming from checkpoints/step_{state.step}")
+        for change in resume.changes(state.settings, self._settings()):
+            self.say(f"note: {change}, from step {state.step + 1} on")
+        rate = optimizers.learning_rate(self.optimizer)
+        if state.lr is not None and state.lr != rate and state.step < last:
+            self.say(
+                f"note: the learning rate of step {state.step + 1} changes from {state.lr:.4g} to "
+                f"{rate:.4g}"
+            )
+        return state
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,165 @@
+"""What the rest of the trainer may ask of a model, whatever library its layers come from.
+
+A source of models provides subclasses of `Decoder`: models/torchtune makes them from torchtune's
+builders, and a component of your own may be one (docs/training.md, "Your own model").
+"""
+
+from abc import ABC, abstractmethod
+from enum import Enum, auto
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.config import TrainConfig
+from trainer.layers import lora
+
+
+class Role(Enum):
+    """What tensor parallelism does with a module.
+
+    Every module with parameters has a role. A norm, whatever its role, is an RMSNorm: it has one
+    parameter, `eps`, and `unit_offset` = True if it multiplies by 1 + its parameter, as Gemma's.
+    """
+
+    EMBEDDING = auto()
+    """Its rows, the vocabulary, are split. `output_scale`, if it has one, multiplies its output."""
+    OUTPUT = auto()
+    """As a column layer; its logits stay split over the vocabulary."""
+    COLUMN = auto()
+    """A linear layer whose outputs are split."""
+    ROW = auto()
+    """A linear layer whose inputs are split, behind column layers; its outputs are summed."""
+    NORM = auto()
+    """A norm before column layers: it takes this rank's tokens and gathers the whole sequence."""
+    REPLICATED = auto()
+    """Whole on every rank, on this rank's tokens or heads: other norms, and linear layers."""
+
+
+class Decoder(nn.Module, ABC):
+    """A causal language model.
+
+    Its attention layers use trainer.layers.attention.DocumentAttention, which keeps the documents of
+    packed rows apart. It is built on the meta device.
+
+    Attributes:
+        blocks: the transformer blocks, in order. Each is compiled, checkpointed and sharded by
+            itself, and takes its input [batch, sequence, dim] as its first argument.
+        embedding: has a weight [vocabulary, dim].
+        final_norm: between the last block and the output.
+        output_head: a linear layer with or without an adapter; None if the embedding's weight is
+            the output's too (tied).
+        output_softcap: logits x become cap * tanh(x / cap).
+        max_seq_len: number of positions that the model knows.
+        num_output_chunks: in how many chunks along the sequence `forward` gives its logits, as a
+            list; 0 gives one tensor.
+        ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
+            parameter.
+    """
+
+    blocks: nn.ModuleList
+    embedding: nn.Module
+    final_norm: nn.Module
+    output_head: nn.Module | None
+    max_seq_len: int
+    output_softcap: float | None = None
+    num_output_chunks: int = 0
+    ignored_tensors: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def forward(
+        self, tokens: torch.Tensor, *, mask: Any = None, input_pos: torch.Tensor | None = None
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Return `unembed` of the last block's output.
+
+        Args:
+            tokens: int64 [batch, sequence].
+            mask: None if each row is one document; else what each block gives to its
+                DocumentAttention.
+            input_pos: int64 [batch, sequence], the position of each token in its document; None
+                counts along the row.
+        """
+
+    @abstractmethod
+    def roles(self) -> dict[str, Role]:
+        """The role of each module by its name; * stands for the number of a block."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """What tensor parallelism divides: num_heads, num_kv_heads, intermediate_dim."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the embedding knows."""
+        return self.embedding.weight.shape[0]
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        """[batch, sequence, dim] of the last block to logits [batch, sequence, vocabulary].
+
+        Under tensor parallelism they are DTensors that are split over the vocabulary.
+        LinearCrossEntropy replaces this method while it computes a loss without logits.
+        """
+        hidden = self.final_norm(hidden)
+        if self.num_output_chunks:
+            return [self._logits(c) for c in hidden.chunk(self.num_output_chunks, dim=1)]
+        return self._logits(hidden).float()
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.embedding.weight
+        if self.output_head is not None:
+            logits = self.output_head(hidden)
+        elif isinstance(weight, DTensor):
+            own = F.linear(hidden, weight.to_local())
+            logits = DTensor.from_local(own, weight.device_mesh, [Shard(-1)], run_check=False)
+        else:
+            logits = F.linear(hidden, weight)
+        if self.output_softcap is None:
+            return logits
+        return torch.tanh(logits.float() / self.output_softcap) * self.output_softcap
+
+    def linear_layers(self, *roles: Role) -> list[str]:
+        """Names of the linear layers in the blocks, with an adapter or not; only of these roles.
+
+        These are the layers that `quantize_base` and fp8 change, not the embedding and the output.
+        """
+        prefix = next(name for name, module in self.named_modules() if module is self.blocks)
+        wanted = [pattern for pattern, role in self.roles().items() if role in roles]
+        return [
+            name
+            for name, layer in self.named_modules()
+            if name.startswith(f"{prefix}.")
+            and isinstance(layer, nn.Linear | lora.AdaptedLinear)
+            and not name.endswith((".lora_a", ".lora_b"))
+            and (not roles or any(fnmatchcase(name, pattern) for pattern in wanted))
+        ]
+
+    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+        """Make the model compute what config.json says; return what differs, one line per fault.
+
+        It is called once, on the meta device, before the model is laid out.
+
+        Args:
+            hf_config: the content of the model folder's config.json.
+        """
+        return []
+
+    def fill_buffers(self, device: torch.device) -> None:  # noqa: B027 (most models have none)
+        """Compute on `device` the buffers that no file holds, such as rotary tables."""
+
+    def hub_name(self, parameter: str) -> str | None:
+        """Name of the tensor on the Hugging Face hub that holds a parameter; None if none does.
+
+        Parameters with the same tensor lie in its rows one after another, in the model's order.
+        """
+        return parameter
+
+    def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a parameter, [out, ...], from the order of the hub to the model's."""
+        return rows
+
+    def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of `from_hub`, also for LoRA's B, [out, rank]."""
+        return rows

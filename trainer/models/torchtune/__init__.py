@@ -1,0 +1,1 @@
+"""torchtune's model builders as a source of models."""

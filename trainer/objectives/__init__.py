@@ -1,0 +1,1 @@
+"""The training methods: base.py says what one is, every other file is one."""

@@ -1,0 +1,1 @@
+"""How ranks share a model: mesh, FSDP, tensor parallelism, activations."""

@@ -1,0 +1,203 @@
+"""What a forward pass keeps for the backward pass: activation checkpointing and offloading."""
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from trainer.config import TrainConfig
+from trainer.layers.batch import Documents
+from trainer.models.decoder import Decoder
+
+# By name, as not every torch has every one.
+SAVED_OPERATIONS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.linear",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_attention_math",
+    "torch_attn._varlen_attn",
+    "higher_order.flex_attention",
+    # fp8's products, and the magnitudes that its scales are made of.
+    "aten._scaled_mm",
+    "aten.amax",
+    # What tensor parallelism communicated is not communicated again.
+    "_c10d_functional.all_gather_into_tensor",
+    "_c10d_functional.reduce_scatter_tensor",
+)
+
+COMPILE_BACKEND = "TORCH_COMPILE_BACKEND"
+
+
+def prepare(model: Decoder, config: TrainConfig) -> None:
+    """Compile the blocks of `model`, and apply activation checkpointing, as `config` says.
+
+    Each block is compiled by itself: all share one compiled code, of which the first block behind
+    a frozen embedding and the validation have variants of their own. Packed batches all have one
+    shape; of others, the first batch of another length makes the code general in the length,
+    after which no length compiles again.
+
+    A block with activation checkpointing keeps its input only. With "op" it also keeps the results
+    of matrix products, of attention and of communication.
+    """
+    mode = config.activation_checkpointing
+    # With "op" the compiler must see what is kept; else it need not know of the recomputation.
+    if config.compile and mode != "op":
+        _compile(model)
+    if mode == "op":
+        _recompute(model, 1, context_fn=partial(create_selective_checkpoint_contexts, _policy()))
+    elif mode is not None:
+        offload = config.enable_activation_offloading
+        _recompute(model, mode, **({"checkpoint_fn": InputOffloading()} if offload else {}))
+    if config.compile and mode == "op":
+        _compile(model)
+
+
+def missing_for_compile(device: torch.device) -> str | None:
+    """What this node lacks to compile with; None if it lacks nothing.
+
+    torch.compile writes C++ for a CPU, and C for the launchers of a GPU's kernels, which include
+    Python's headers.
+    """
+    names = ("g++", "clang++", "c++") if device.type == "cpu" else ("gcc", "clang", "cc")
+    own = os.environ.get("CXX" if device.type == "cpu" else "CC")
+    if not any(shutil.which(name) for name in ((own,) if own else names)):
+        return f"a C compiler ({own or names[0]})"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.is_file() else f"{header} (the package python3-dev or python3-devel)"
+
+
+def _compile(model: Decoder) -> None:
+    # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    for block in model.blocks:
+        # Not the call: FSDP's hooks and the checkpoint's stand around it.
+        block.forward = compiled(block.forward)
+    model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, to be compiled when it is called.
+
+    As in torchtune, TORCH_COMPILE_BACKEND may name another compiler, to look for what breaks.
+    """
+    return torch.compile(function, backend=os.environ.get(COMPILE_BACKEND, "inductor"))
+
+
+def mark_dynamic(model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Mark the number of documents as dynamic: it changes with each batch."""
+    documents = kwargs.get("mask")
+    if isinstance(documents, Documents):
+        torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
+
+
+def _recompute(model: Decoder, step: int, **settings: Any) -> None:
+    for index in range(step - 1, len(model.blocks), step):
+        model.blocks[index] = checkpoint_wrapper(model.blocks[index], **settings)
+
+
+def _policy() -> Callable[..., CheckpointPolicy]:
+    saved = {op for name in SAVED_OPERATIONS if (op := _operation(name)) is not None}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = operation in saved
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _operation(name: str) -> Any:
+    namespace, _, operation = name.partition(".")
+    found = getattr(getattr(torch.ops, namespace), operation, None)
+    return getattr(found, "default", found)
+
+
+class InputOffloading:
+    """torch.utils.checkpoint, with a layer's input on the CPU until the backward pass needs it.
+
+    Only plain tensors that a checkpoint keeps are moved, neither weights nor DTensors, so tensor
+    parallelism changes nothing. (torchtune's OffloadActivations sees every tensor that the whole
+    model saves, and cannot copy DTensors: its issue 2451.) On a GPU copies go over a stream of
+    their own; while one layer is recomputed, the input of the layer before it comes back.
+    """
+
+    def __init__(self) -> None:
+        self._newest: _Input | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `function` as torch.utils.checkpoint.checkpoint would."""
+        # Inside, the checkpoint's own hooks stand before these: they see its inputs only.
+        with saved_tensors_hooks(self._pack, _unpack):
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    def _pack(self, tensor: torch.Tensor) -> "_Input | torch.Tensor":
+        if not tensor.numel():
+            # Beside the inputs torch 2.11 keeps an empty tensor, which lies on the CPU.
+            return tensor
+        if tensor.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._newest = _Input(tensor, self._newest, self._stream)
+        return self._newest
+
+
+def _unpack(kept: "_Input | torch.Tensor") -> torch.Tensor:
+    return kept.take() if isinstance(kept, _Input) else kept
+
+
+class _Input:
+    """One layer's input while it is on the CPU.
+
+    Args:
+        before: the input of the layer before, which the backward pass needs next.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, before: "_Input | None", stream: torch.cuda.Stream | None
+    ) -> None:
+        self._before, self._stream, self._device = before, stream, tensor.device
+        self._fetched: torch.Tensor | None = None
+        self._taken = False
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        if stream is None:
+            self._host.copy_(tensor)
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._host.copy_(tensor, non_blocking=True)
+        # Its memory is used again only when the copy is done.
+        tensor.record_stream(stream)
+
+    def take(self) -> torch.Tensor:
+        """The tensor, on its device again."""
+        self._fetch()
+        tensor, self._fetched = self._fetched, None
+        self._taken = True
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            tensor.record_stream(torch.cuda.current_stream())
+        if self._before is not None and not self._before._taken:
+            self._before._fetch()
+        self._before = None
+        return tensor
+
+    def _fetch(self) -> None:
+        if self._fetched is None:
+            with torch.cuda.stream(self._stream):
+                self._fetched = self._host.to(self._device, non_blocking=True)

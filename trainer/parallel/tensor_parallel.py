@@ -1,0 +1,217 @@
+"""Tensor parallelism with sequence-parallel norms: the matrices of each layer over the ranks.
+
+Between the blocks every rank holds its part of the sequence. A norm gathers the whole sequence,
+column-split layers compute their part of the features, and the row-split layer after them sums
+the ranks' partial results, of which each rank gets its part of the sequence (Korthikanti et al.
+2022, arXiv 2205.05198). Inside a module the arithmetic is on plain local tensors; DTensor describes
+the parameters, and does the communication and its gradients.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import loss_parallel
+
+from runspec.layout import model_faults
+from trainer.layers import lora, nf4
+from trainer.layers.patch import patch_forward
+from trainer.models.decoder import Decoder, Role
+
+SEQUENCE = Shard(1)
+# (module, mesh, input) -> output; parameters and tensors are this rank's.
+LocalForward = Callable[[nn.Module, DeviceMesh, torch.Tensor], torch.Tensor]
+# The placements of a column-split layer's parameters.
+COLUMN = {
+    "weight": Shard(0),
+    "bias": Shard(0),
+    "lora_b.weight": Shard(0),
+    "magnitude": Shard(0),
+}
+
+
+@cache
+def _on_own_mesh(forward: LocalForward) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    return lambda module, x: forward(module, module.tensor_parallel_mesh, x)
+
+
+def _embedding(layer: nn.Embedding, mesh: DeviceMesh, tokens: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence] to this rank's [batch, sequence / ranks, dim], from its rows."""
+    rows = layer.weight.to_local()
+    index = tokens - mesh.get_local_rank() * rows.shape[0]
+    elsewhere = (index < 0) | (index >= rows.shape[0])
+    found = F.embedding(index.masked_fill(elsewhere, 0), rows)
+    out = _summed_parts(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), mesh)
+    scale = getattr(layer, "output_scale", None)
+    # As Gemma was trained, the factor is rounded to the model's dtype.
+    return out if scale is None else out * torch.tensor(scale, dtype=out.dtype)
+
+
+def _summed_parts(partial_sum: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Sum the ranks' [batch, sequence, dim]; each rank gets its part of the sequence."""
+    summed = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
+    return summed.redistribute(placements=[SEQUENCE]).to_local()
+
+
+def _replicated(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """A norm or a linear layer on this rank's tokens or heads, which stay this rank's."""
+    if isinstance(layer, nn.Linear | lora.AdaptedLinear):
+        return _with_bias(layer, _product(layer, x, _partial, _partial, _partial), _partial)
+    (scale,) = layer.parameters()
+    scale = _partial(scale).float()
+    if getattr(layer, "unit_offset", False):
+        scale = 1 + scale
+    return F.rms_norm(x.float(), scale.shape, scale, layer.eps).to(x.dtype)
+
+
+def _partial(parameter: DTensor) -> torch.Tensor:
+    """A replicated parameter; each rank has the gradient of its part of the inputs only."""
+    return parameter.to_local(grad_placements=[Partial()])
+
+
+def _product(
+    layer: nn.Module,
+    x: torch.Tensor,
+    weight: Callable[[DTensor], torch.Tensor],
+    a: Callable[[DTensor], torch.Tensor],
+    b: Callable[[DTensor], torch.Tensor],
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The product of a linear layer with or without an adapter, without its bias.
+
+    Args:
+        weight, a, b: how the local tensor is taken of the base, of A, and of B and the magnitude.
+        total: as in `lora.adapted`.
+    """
+    own = weight(layer.weight)
+    if not isinstance(layer, lora.AdaptedLinear):
+        return lora.base(layer, x, own)
+    magnitude = None if layer.magnitude is None else b(layer.magnitude)
+    return lora.adapted(
+        layer, x, own, a(layer.lora_a.weight), b(layer.lora_b.weight), magnitude, total
+    )
+
+
+def _with_bias(
+    layer: nn.Module, out: torch.Tensor, bias: Callable[[DTensor], torch.Tensor]
+) -> torch.Tensor:
+    return out if layer.bias is None else out + bias(layer.bias)
+
+
+def _norm(norm: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """Normalise this rank's [batch, sequence / ranks, dim]; return [batch, sequence, dim]."""
+    part = DTensor.from_local(_replicated(norm, mesh, x), mesh, [SEQUENCE], run_check=False)
+    gathered = part.redistribute(placements=[Replicate()])
+    # Column-split layers give back a gradient that is Partial.
+    return gathered.to_local(grad_placements=[Partial()])
+
+
+def _column(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
+    # A sees the whole input, but only this rank's rows of B send a gradient back to it.
+    out = _product(layer, x, DTensor.to_local, _partial, DTensor.to_local)
+    return _with_bias(layer, out, DTensor.to_local)
+
+
+def _row(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """This rank's [batch, sequence, in / ranks] to its [batch, sequence / ranks, out]."""
+    # B is linear: the ranks' outputs of A need no sum of their own before it.
+    total = partial(_summed, mesh)
+    out = _product(layer, x, DTensor.to_local, DTensor.to_local, _partial, total)
+    return _with_bias(layer, _summed_parts(out, mesh), _partial)
+
+
+def _summed(mesh: DeviceMesh, partial_sum: torch.Tensor) -> torch.Tensor:
+    """Sum the ranks' tensors; every rank gets the sum."""
+    summed = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
+    return summed.redistribute(placements=[Replicate()]).to_local()
+
+
+def _output(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
+    """[batch, sequence, dim] to logits that stay split over the vocabulary."""
+    return DTensor.from_local(_column(layer, mesh, x), mesh, [Shard(-1)], run_check=False)
+
+
+# By role: the forward pass, and the placements of the parameters that are not replicated.
+STYLES: dict[Role, tuple[LocalForward, dict[str, Placement]]] = {
+    Role.EMBEDDING: (_embedding, {"weight": Shard(0)}),
+    Role.OUTPUT: (_output, COLUMN),
+    Role.COLUMN: (_column, COLUMN),
+    Role.ROW: (_row, {"weight": Shard(1), "lora_a.weight": Shard(1)}),
+    Role.NORM: (_norm, {}),
+    Role.REPLICATED: (_replicated, {}),
+}
+
+
+def split(model: Decoder, mesh: DeviceMesh) -> None:
+    """Split `model` in place over the one-dimensional `mesh`.
+
+    Every parameter becomes a DTensor on `mesh`. The model still takes whole sequences, of a
+    length that the ranks divide; its logits are DTensors split over the vocabulary.
+
+    Args:
+        model: on the meta device, before activation checkpointing; `faults` found none in it.
+    """
+    modules = list(model.named_modules())
+    for pattern, role in model.roles().items():
+        for module in (module for name, module in modules if fnmatchcase(name, pattern)):
+            _split_module(module, mesh, *STYLES[role])
+
+
+def _split_module(
+    module: nn.Module, mesh: DeviceMesh, forward: LocalForward, placements: dict[str, Placement]
+) -> None:
+    for name, parameter in list(module.named_parameters()):
+        # Every rank fills its own part later, so none needs to send it.
+        split = distribute_tensor(
+            parameter, mesh, [placements.get(name, Replicate())], src_data_rank=None
+        )
+        owner, _, last = name.rpartition(".")
+        split = nn.Parameter(split, parameter.requires_grad)
+        module.get_submodule(owner).register_parameter(last, split)
+    module.tensor_parallel_mesh = mesh
+    patch_forward(module, _on_own_mesh(forward))
+
+
+def faults(model: Decoder, ranks: int) -> list[str]:
+    """Return why `model` cannot be split over `ranks`, one line per fault."""
+    if ranks == 1:
+        return []
+    sizes = model.sizes() | {"vocab_size": model.vocab_size, "max_seq_len": model.max_seq_len}
+    found = model_faults(ranks, sizes)
+    widths = {
+        weight.shape[1]
+        for name in model.linear_layers(Role.ROW)
+        if nf4.is_packed(weight := model.get_submodule(name).weight)
+    }
+    found += [
+        f"tensor_parallel_dim {ranks} does not divide {width} NF4 blocks of {nf4.BLOCK} inputs: "
+        "choose a number that does, or set model.quantize_base=False"
+        for width in sorted(widths)
+        if width % ranks
+    ]
+    adapted = [m for m in model.modules() if isinstance(m, lora.AdaptedLinear)]
+    if any(isinstance(layer.dropout, nn.Dropout) for layer in adapted):
+        found.append(
+            "model.lora_dropout: must be 0 under tensor parallelism; "
+            "set model.lora_dropout=0.0 or tensor_parallel_dim=1"
+        )
+    return found
+
+
+def vocabulary_split_loss(ranks: int) -> AbstractContextManager:
+    """Within it cross-entropy and its backward take logits that are split over the vocabulary."""
+    return loss_parallel() if ranks > 1 else nullcontext()

@@ -1,0 +1,192 @@
+"""The ranks of one run: who they are, what they do together, and when they are asked to stop."""
+
+import os
+import signal
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from runspec.layout import Layout, LayoutError
+from trainer.errors import ConfigError, PeerError, is_permanent
+
+T = TypeVar("T")
+# Long enough for one rank to read or write a large model while the others wait.
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all ranks.
+
+    `cpu_group` carries small messages over gloo, so that they never wait for the GPU.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    cpu_group: dist.ProcessGroup
+    layout: Layout
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes what exists once."""
+        return self.rank == 0
+
+    @property
+    def tensor_parallel_dim(self) -> int:
+        """Number of neighbouring ranks that split each layer, and see the same data."""
+        return self.layout.tensor_parallel
+
+    @property
+    def data_size(self) -> int:
+        """Number of groups of ranks that see different data."""
+        return self.layout.data_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these groups this rank belongs to."""
+        return self.rank // self.tensor_parallel_dim
+
+    @property
+    def data_weight(self) -> int:
+        """1 on one rank of each group and 0 on the others, so that sums count data once."""
+        return int(self.rank % self.tensor_parallel_dim == 0)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over all ranks, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.cpu_group)
+        return total.tolist()
+
+    def max(self, values: list[float]) -> list[float]:
+        """Element-wise maximum over all ranks, in float64."""
+        highest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.cpu_group)
+        return highest.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.cpu_group)
+        return values
+
+    def on_all(self, task: Callable[[], T]) -> T:
+        """Run `task` on every rank; if it fails on any of them, raise on all of them.
+
+        Without this the ranks that did not fail would wait for the one that did.
+        """
+        fault: Exception | None = None
+        result = None
+        try:
+            result = task()
+        except Exception as error:
+            fault = error
+        faults = self.gather(None if fault is None else (_one_line(fault), is_permanent(fault)))
+        if fault is not None:
+            raise fault
+        failed = {rank: found for rank, found in enumerate(faults) if found}
+        if failed:
+            texts = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failed.items())
+            raise PeerError(f"another rank failed: {texts}", any(p for _, p in failed.values()))
+        return result  # type: ignore[return-value]
+
+    def on_main(self, task: Callable[[], T]) -> T | None:
+        """Run `task` on rank 0 only; its fault is raised on every rank."""
+        return self.on_all(lambda: task() if self.is_main else None)
+
+
+def _one_line(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+
+
+def layout_of(config: Mapping[str, Any], ranks: int) -> Layout:
+    """Return the layout of so many ranks; raises ConfigError with every fault.
+
+    Args:
+        config: tensor_parallel_dim, data_parallel_replicate_dim and the like.
+    """
+    try:
+        return Layout.of(config, ranks)
+    except LayoutError as error:
+        raise ConfigError(*error.faults) from None
+
+
+def start(device: str, config: Mapping[str, Any] | None = None) -> World:
+    """Join the process group that torchrun describes, or a world of one without torchrun.
+
+    Args:
+        device: auto, cuda or cpu. cuda talks over NCCL, and over gloo for what is on the CPU.
+        config: see `layout_of`; without it FSDP shards one replica over all ranks.
+
+    Raises:
+        ConfigError: cuda is asked for and not there, fewer GPUs than local ranks, or a layout that
+            does not fit the number of ranks.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    layout = layout_of(config or {}, size)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        _check_gpu(local_rank)
+        torch.cuda.set_device(local_rank)
+        where = torch.device("cuda", local_rank)
+        backend = "cuda:nccl,cpu:gloo"
+    else:
+        where = torch.device("cpu")
+        backend = "gloo"
+        if "OMP_NUM_THREADS" not in os.environ:
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+    cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return World(rank, size, local_rank, where, cpu_group, layout)
+
+
+def _check_gpu(local_rank: int) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("device: cuda is asked for, but this host shows no GPU; set device=auto")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device: local rank {local_rank} needs GPU {local_rank}, but this host shows "
+            f"{torch.cuda.device_count()}; lower resources.gpus_per_node"
+        )
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class StopRequest:
+    """Asks to stop: the file `.stop` in the run directory, or SIGTERM at any rank."""
+
+    def __init__(self, world: World, run_dir: Path) -> None:
+        self._file = run_dir / ".stop" if world.is_main else None
+        self._signalled = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._signalled = True
+
+    def seen_here(self) -> bool:
+        """True if this rank was asked; the other ranks must then be told."""
+        return self._signalled or (self._file is not None and self._file.exists())
+
+    def clear(self) -> None:
+        """Remove the request once it is honoured, so that the next start goes on."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)

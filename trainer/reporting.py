@@ -1,0 +1,172 @@
+"""What a run reports: its set-up, its logged steps, progress.json and its last line."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from trainer.config import TrainConfig
+from trainer.data.batches import Batches, Data
+from trainer.flops import model_flops, peak_tflops
+from trainer.metrics import Clock, Metrics, memory, progress_line, say, totals_line
+from trainer.models.build import Model
+from trainer.parallel.mesh import described
+from trainer.parallel.world import World
+from trainer.progress import Progress
+from trainer.storage.checkpoint import Checkpoints
+from trainer.storage.committed import TrainerState
+
+
+class Reporter:
+    """Measures the steps of one start of a run and writes what people and the launcher read.
+
+    Args:
+        attempt: which start of the run this is, counted from 0.
+        state: where the run is; the loop keeps it up to date.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        model: Model,
+        data: Data,
+        checkpoints: Checkpoints,
+        attempt: int,
+        state: TrainerState,
+    ) -> None:
+        self._config, self._world = config, world
+        self._data, self._checkpoints, self._state = data, checkpoints, state
+        self._say = say(world.is_main)
+        self._progress = Progress(data.training.total_steps, attempt)
+        self._metrics = world.on_main(lambda: Metrics(config.output_dir, state.step))
+        self._flops = model_flops(model.module)
+        # The known peaks are bf16's.
+        self._peak_tflops = peak_tflops(world.device) if config.dtype == "bf16" else None
+        self._blocked_s, self._noted_no_target = 0.0, False
+        self.clock = Clock(state.step)
+
+    def setup(self, model: Model, seconds: float) -> None:
+        """Print what is trained, how and on what."""
+        config, world, batches = self._config, self._world, self._data.training
+        trainable, total = model.parameter_counts()
+        validation = self._data.validation
+        lines = [
+            f"model      {config.model['_component_']}, {total:,} parameters",
+            f"method     {model.method}, {trainable:,} trainable ({100 * trainable / total:.2f} %)",
+            f"ranks      {world.size} on {world.device.type}, {described(config, world)}",
+            f"data       {_described(batches)}, {batches.samples_per_step} per step, "
+            f"{batches.steps_per_epoch} steps per epoch",
+            *([] if validation is None else [f"validation {_described(validation)}"]),
+            f"steps      {batches.total_steps} in {config.epochs} epochs, "
+            f"starting after step {self._state.step}; set up in {seconds:.1f} s",
+        ]
+        self._say("\n".join(lines))
+
+    def count(self, tokens: float, targets: float, pairs: float) -> None:
+        """Count the work of one step, over all ranks."""
+        self.clock.add(tokens, self._flops.of(tokens, targets, pairs))
+
+    def log(self, figures: dict[str, float | None], lr: float) -> None:
+        """Log a step; all ranks call this together.
+
+        Args:
+            figures: loss, the objective's own metrics, grad_norm, and val_loss if there is one.
+            lr: of the step.
+        """
+        state, world = self._state, self._world
+        lap = self.clock.lap()
+        own = {**memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
+        highest = dict(zip(own, world.max(list(own.values())), strict=True))
+        self._keep_peaks(highest)
+        blocked = self._checkpoints.blocked_s - self._blocked_s
+        self._blocked_s = self._checkpoints.blocked_s
+        record = {
+            "step": state.step,
+            "epoch": self._data.training.epoch_of(state.step - 1) + 1,
+            **{name: value for name, value in figures.items() if name != "grad_norm"},
+            "lr": lr,
+            "grad_norm": figures["grad_norm"],
+            "skipped_steps": state.skipped_steps,
+            **lap.rates(world.size, self._peak_tflops),
+            "step_time_s": round(lap.seconds / max(lap.steps, 1), 4),
+            "data_wait_s": round(highest["data_wait_s"], 4),
+            # A peak of 0 is a CPU's: there is nothing to measure.
+            **{n: round(v, 3) or None for n, v in highest.items() if n.endswith("_gb")},
+            "checkpoint_blocked_s": round(blocked, 4),
+            "tokens": state.tokens,
+            "time": round(time.time(), 3),
+        }
+        if self._metrics is not None:
+            self._metrics.write(record)
+            total = self._data.training.total_steps
+            left = self.clock.left(state.step, total)
+            self._say(progress_line(record, total, self._config.epochs, left))
+
+    def note_no_target(self) -> None:
+        """Say once that a step has no loss."""
+        if not self._noted_no_target:
+            self._noted_no_target = True
+            self._say(
+                f"note: step {self._state.step} has no token to train on, so it has no loss; "
+                "such samples hold no answer, or it begins after tokenizer.max_seq_len"
+            )
+
+    def saved(self) -> None:
+        """Report the checkpoints that were committed since the last call."""
+        for step in self._checkpoints.newly_committed():
+            self.progress("running")
+            self._say(f"saved checkpoints/step_{step}")
+
+    def progress(self, state: str) -> None:
+        """Bring progress.json up to date (rank 0)."""
+        now, committed = self._progress, self._checkpoints.committed
+        now.state, now.step = state, self._state.step
+        now.checkpoint_step = max(committed.steps(), default=0)
+        now.loss_first, now.loss_last = self._state.loss_first, self._state.loss_last
+        now.skipped_steps = self._state.skipped_steps
+        total = self.clock.total
+        if total.steps:
+            for name, value in total.rates(self._world.size, self._peak_tflops).items():
+                setattr(now, name, value)
+            now.train_s = round(total.seconds, 3)
+        now.best_step, now.best_val_loss = committed.best() or (None, None)
+        now.checkpoint_blocked_s = round(self._checkpoints.blocked_s, 3)
+        if self._world.is_main:
+            now.write(self._config.output_dir)
+
+    def finished(self) -> None:
+        """Mark the run finished and print its totals."""
+        self.progress("finished")
+        now = self._progress
+        span = "not measured"
+        if now.loss_first is not None and now.loss_last is not None:
+            span = f"{now.loss_first:.4f} -> {now.loss_last:.4f}"
+        self._say(f"finished: {self._state.step} steps, loss {span}")
+        if now.train_s is not None:
+            self._say(totals_line(asdict(now)))
+
+    def flush(self) -> None:
+        """Bring the metrics to the disk."""
+        if self._metrics is not None:
+            self._metrics.flush()
+
+    def close(self) -> None:
+        """Bring the metrics to the disk, for good."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _keep_peaks(self, highest: dict[str, float]) -> None:
+        now: Any = self._progress
+        for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
+            if highest[name]:
+                setattr(now, name, round(max(highest[name], getattr(now, name) or 0), 3))
+
+
+def _described(batches: Batches) -> str:
+    samples, rows = len(batches.rows.samples), batches.rows
+    if rows.length is None:
+        return f"{samples:,} samples"
+    return (
+        f"{samples:,} samples in {len(rows):,} packed rows of {rows.length:,} tokens, "
+        f"{100 * rows.filled:.0f} % filled"
+    )

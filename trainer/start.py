@@ -1,0 +1,97 @@
+"""One start of a run on one rank: from the config to an exit status that the job can act on."""
+
+import atexit
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from runspec import files
+from trainer import config as configs
+from trainer import progress
+from trainer.config import TrainConfig
+from trainer.errors import TrainerError, describe, write_error_record
+from trainer.loop import Trainer
+from trainer.metrics import say
+from trainer.objectives.base import Objective
+from trainer.parallel import world as distributed
+
+
+def main(arguments: list[str], objective: type[Objective]) -> int:
+    """Train by the given train.yaml; a fault becomes a record, a message and an exit status.
+
+    Args:
+        arguments: the path of train.yaml.
+        objective: the training method.
+    """
+    if len(arguments) != 1:
+        print(f"usage: python -m {_module()} <run>/train.yaml", file=sys.stderr)
+        return 2
+    path, rank, attempt = Path(arguments[0]), int(os.environ.get("RANK", 0)), _attempt()
+    run_dir = path.absolute().parent
+    try:
+        config = configs.load(path)
+        run_dir = config.output_dir
+        run(config, attempt, objective)
+    except Exception as error:
+        _report(error, run_dir, rank, attempt)
+        return error.exit_status if isinstance(error, TrainerError) else 1
+    distributed.stop()
+    return 0
+
+
+def run(config: TrainConfig, attempt: int, objective: type[Objective]) -> None:
+    """Train from where the last start of the run stopped, then export."""
+    world = distributed.start(config.device, vars(config))
+    if world.gather(_is_finished(config))[0]:
+        say(world.is_main)(f"already finished: see {config.output_dir / files.EXPORT}")
+        return
+    trainer = Trainer(config, world, attempt, objective)
+    try:
+        if trainer.train():
+            trainer.finish()
+    except Exception:
+        trainer.checkpoints.settle()
+        raise
+
+
+def leave(status: int) -> None:
+    """End the process without Python's own clean-up.
+
+    A rank that failed would hang in it, in the broken process group. A rank that succeeded may be
+    killed in it: a thread of gloo that frees the tensor of its last all-gather while Python ends
+    calls std::terminate (seen with torch 2.13 as SIGABRT after the export).
+    """
+    if not status:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    recorded = progress.recorded(config.output_dir)
+    return recorded.get("state") == "finished" and (config.output_dir / files.EXPORT).is_dir()
+
+
+def _report(error: Exception, run_dir: Path, rank: int, attempt: int) -> None:
+    """Say what went wrong, and leave a record for whoever decides on a retry."""
+    # One write per message, so that the lines of several ranks do not mix.
+    sys.stderr.write(f"[rank {rank}] error: {describe(error)}\n")
+    sys.stderr.flush()
+    if not isinstance(error, TrainerError):
+        traceback.print_exc()
+    try:
+        write_error_record(run_dir / files.LOGS / str(attempt), rank, error)
+    except OSError as fault:
+        print(f"[rank {rank}] the error record failed: {fault}", file=sys.stderr, flush=True)
+
+
+def _attempt() -> int:
+    text = os.environ.get("COOKBOOK_ATTEMPT", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def _module() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else Path(sys.argv[0]).name

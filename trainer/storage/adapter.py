@@ -1,0 +1,158 @@
+"""Training goes on from an adapter: of our own export, of PEFT, or of torchtune."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from runspec.files import read_json_or_none
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.layers import lora
+from trainer.models.build import Model
+from trainer.models.decoder import Decoder
+from trainer.parallel.sharded import local_part
+from trainer.storage import weights
+
+KEY = "checkpointer.adapter_checkpoint"
+FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+
+
+@torch.no_grad()
+def load(model: Model, config: TrainConfig) -> Path | None:
+    """Fill the model's adapter from the file that the config names; None if it names none.
+
+    Each rank keeps its own part of each tensor.
+
+    Raises:
+        ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
+    """
+    named = config.checkpointer.get("adapter_checkpoint")
+    if named is None:
+        return None
+    path = _file(named, config.model_folder)
+    own = _adapter_parameters(model.module)
+    if not own:
+        raise ConfigError(f"{KEY}: the model has no adapter; set model._component_ to a lora_* one")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{KEY}: {path} cannot be read: {error}") from None
+    faults = _setting_faults(model, path)
+    if any(name.startswith(PEFT_PREFIX) for name in tensors):
+        tensors = _from_peft(model.module, tensors, faults)
+    faults += _differences(own, tensors)
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults))
+    for name, parameter in own.items():
+        target = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        target.copy_(local_part(parameter, tensors[name]))
+    return path
+
+
+def _file(named: str, model_folder: Path) -> Path:
+    """The adapter's file; a relative path counts from here, then from checkpoint_dir."""
+    given = Path(named).expanduser()
+    path = next((p for p in (given, model_folder / given) if p.exists()), None)
+    if path is None:
+        raise ConfigError(f"{KEY}: {named} does not exist; give an adapter's folder or file")
+    if path.is_dir():
+        path /= FILE
+    if path.suffix != ".safetensors":
+        raise ConfigError(
+            f"{KEY}: {path} is no safetensors file; pickled adapters are not read, give "
+            f"{FILE} or its folder"
+        )
+    if not path.is_file():
+        raise ConfigError(f"{KEY}: {path} is missing; give an adapter's folder or file")
+    return path
+
+
+def _adapter_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in weights.named_parameters(module) if lora.is_adapter(n)}
+
+
+def _setting_faults(model: Model, path: Path) -> list[str]:
+    """What adapter_config.json beside the file says, and the model does otherwise."""
+    settings = read_json_or_none(path.with_name(SETTINGS))
+    if not isinstance(settings, dict) or "r" not in settings:
+        return []
+    layer = next(m for m in model.module.modules() if isinstance(m, lora.AdaptedLinear))
+    rank, alpha = layer.rank, layer.scaling * layer.rank
+    use_dora = "DoRA" in model.method
+    return [
+        f"{KEY}: the adapter has {theirs}={old}, the model {ours}={new}; set {ours}={old}"
+        for theirs, ours, old, new in (
+            ("r", "model.lora_rank", settings["r"], rank),
+            ("lora_alpha", "model.lora_alpha", settings.get("lora_alpha"), alpha),
+            ("use_dora", "model.use_dora", bool(settings.get("use_dora")), use_dora),
+        )
+        if old is not None and old != new
+    ]
+
+
+def _from_peft(
+    model: Decoder, tensors: dict[str, torch.Tensor], faults: list[str]
+) -> dict[str, torch.Tensor]:
+    """PEFT's tensors by the model's own names; adds what cannot be split to `faults`.
+
+    If one matrix of the hub holds the rows of several layers, an adapter of our own export has all
+    their A's, and the B's are the blocks on its diagonal; any other has one A, which each layer
+    then gets.
+    """
+    found, used, shapes = {}, set(), _adapter_parameters(model)
+    for key, parts in weights.hub_tensors(model).items():
+        place = PEFT_PREFIX + key.removesuffix(".weight")
+        a, b = tensors.get(f"{place}.lora_A.weight"), tensors.get(f"{place}.lora_B.weight")
+        if a is None or b is None:
+            continue
+        used |= {f"{place}.lora_A.weight", f"{place}.lora_B.weight"}
+        magnitude = tensors.get(f"{place}.lora_magnitude_vector")
+        layers = {name.removesuffix(".weight"): p.shape[0] for name, p in parts}
+        adapted = [n for n in layers if f"{n}.lora_a.weight" in shapes]
+        shared = len(adapted) < 2 or len(a) == len(shapes[f"{adapted[0]}.lora_a.weight"])
+        row = column = 0
+        for name, rows in layers.items():
+            block = b[row : row + rows]
+            if name in adapted:
+                rank = len(a) if shared else len(a) // len(adapted)
+                own = slice(None) if shared else slice(column, column + rank)
+                column += rank
+                found[f"{name}.lora_a.weight"] = a[own]
+                found[f"{name}.lora_b.weight"] = model.from_hub(f"{name}.weight", block[:, own])
+                if int(block.count_nonzero()) != int(block[:, own].count_nonzero()):
+                    faults.append(f"{KEY}: {key} mixes the adapters of {', '.join(adapted)}")
+                if magnitude is not None:
+                    part = magnitude[row : row + rows]
+                    found[f"{name}.magnitude"] = model.from_hub(f"{name}.weight", part)
+            elif int(block.count_nonzero()):
+                faults.append(f"{KEY}: holds an adapter for {_kind(name)}, the model has none")
+            row += rows
+        if magnitude is not None:
+            used.add(f"{place}.lora_magnitude_vector")
+    return found | {name: tensor for name, tensor in tensors.items() if name not in used}
+
+
+def _differences(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> list[str]:
+    """One line per kind of layer that only one of the two has, or that has another rank."""
+    missing = {_kind(name) for name in own.keys() - tensors.keys()}
+    surplus = {_kind(name) for name in tensors.keys() - own.keys()}
+    faults = [f"{KEY}: holds nothing for the model's {kind}" for kind in sorted(missing)]
+    faults += [f"{KEY}: holds {kind}, the model has none" for kind in sorted(surplus)]
+    shapes = {
+        _kind(name): (list(tensors[name].shape), list(parameter.shape))
+        for name, parameter in own.items()
+        if name in tensors and tensors[name].shape != parameter.shape
+    }
+    return faults + [
+        f"{KEY}: {kind} has shape {theirs}, the model's {ours} (model.lora_rank?)"
+        for kind, (theirs, ours) in sorted(shapes.items())
+    ]
+
+
+def _kind(name: str) -> str:
+    """A name without its layer's number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,173 @@
+"""The checkpoints of a run on the disk: complete or absent, verified before they are read.
+
+A checkpoint is written as `.tmp_step_<n>.<attempt>`: one shard per rank, trainer_state.json, a
+manifest with the SHA-256 of every file, then the marker COMPLETE. All is flushed to the disk
+before the folder is renamed to `step_<n>`.
+"""
+
+import math
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+from trainer.errors import TrainerError
+
+
+@dataclass
+class TrainerState:
+    """What a resume needs beside tensors.
+
+    `run` is the objective's identity, which must be the config's; `settings` are the keys that
+    may change at resume, and `lr` the learning rate of the next step. `val_loss` was measured on
+    the weights of this very step; None if it was not.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    lr: float | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    val_loss: float | None = None
+    skipped_steps: int = 0
+    world_size: int = 1
+    tensor_parallel_dim: int = 1
+    run: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class CommittedCheckpoints:
+    """Finds, verifies, commits and removes checkpoints; knows nothing of tensors and ranks.
+
+    Args:
+        attempt: the number of this start; an older start never overwrites a newer one's work.
+        keep: how many of the newest are kept, beside the best one.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int, keep: int) -> None:
+        self.folder = run_dir / files.CHECKPOINTS
+        self._attempt, self._keep = attempt, keep
+
+    def steps(self) -> list[int]:
+        """The steps of the committed checkpoints, ascending."""
+        names = (path.name for path in self.folder.glob("step_*"))
+        return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+
+    def of(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`."""
+        return self.folder / f"step_{step}"
+
+    def best(self) -> tuple[int, float] | None:
+        """(step, val_loss) of the checkpoint with the lowest val_loss; None if none has one."""
+        found = []
+        for step in self.steps():
+            state = files.read_json_or_none(self.of(step) / files.CHECKPOINT_STATE) or {}
+            loss = state.get("val_loss")
+            if loss is not None and math.isfinite(loss):
+                found.append((loss, step))
+        return min(found)[::-1] if found else None
+
+    def state(self, step: int) -> TrainerState:
+        """The state in a sound checkpoint; what an older version of the trainer kept is ignored."""
+        content = files.read_json(self.of(step) / files.CHECKPOINT_STATE)
+        known = {field.name for field in fields(TrainerState)}
+        return TrainerState(**{key: value for key, value in content.items() if key in known})
+
+    def prepare(self, step: int) -> Path:
+        """Make and return the temporary folder of a checkpoint.
+
+        Raises:
+            TrainerError: the disk is too full, or a newer start of the run has taken over.
+        """
+        self._check_lease()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(".tmp_step_*"):
+            shutil.rmtree(left, ignore_errors=True)
+        newest = max(self.steps(), default=None)
+        if newest is not None:
+            size = sum(path.stat().st_size for path in self.of(newest).iterdir())
+            free = shutil.disk_usage(self.folder).free
+            if free < 2 * size:
+                raise TrainerError(
+                    f"{self.folder}: {free >> 20} MiB free, a checkpoint takes {size >> 20} MiB "
+                    "and twice that must be free; make room, then resume the run"
+                )
+        temporary = self.temporary(step)
+        temporary.mkdir()
+        return temporary
+
+    def temporary(self, step: int) -> Path:
+        """The folder that a checkpoint is written to before it is committed."""
+        return self.folder / f".tmp_step_{step}.{self._attempt}"
+
+    def commit(self, state: TrainerState, shards: dict[str, Any]) -> None:
+        """Give a written checkpoint its name, then remove the oldest ones.
+
+        Args:
+            shards: `hashes` of the ranks' files.
+        """
+        temporary = self.temporary(state.step)
+        files.write_json(temporary / files.CHECKPOINT_STATE, asdict(state))
+        own = hashes(temporary, ".metadata") | hashes(temporary, files.CHECKPOINT_STATE)
+        manifest = temporary / files.CHECKPOINT_MANIFEST
+        files.write_json(manifest, {"step": state.step, "files": shards | own})
+        files.write_text(temporary / files.CHECKPOINT_COMPLETE, files.sha256(manifest) + "\n")
+        files.fsync_path(temporary)
+        self._check_lease()
+        os.rename(temporary, self.of(state.step))
+        files.fsync_path(self.folder)
+        best, _ = self.best() or (None, None)
+        for step in self.steps()[: -self._keep]:
+            if step != best:
+                shutil.rmtree(self.of(step), ignore_errors=True)
+
+    def fault(self, step: int, part: int = 0, parts: int = 1) -> str | None:
+        """What is wrong with a checkpoint; None if it is sound.
+
+        Args:
+            part: which of `parts` equal shares of the files to verify.
+        """
+        folder = self.of(step)
+        manifest = files.read_json_or_none(folder / files.CHECKPOINT_MANIFEST)
+        try:
+            marker = (folder / files.CHECKPOINT_COMPLETE).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return "the marker COMPLETE is missing"
+        if manifest is None or files.sha256(folder / files.CHECKPOINT_MANIFEST) != marker:
+            return "the manifest is missing or changed"
+        for name in sorted(manifest["files"])[part::parts]:
+            entry, path = manifest["files"][name], folder / name
+            if not path.is_file() or path.stat().st_size != entry["bytes"]:
+                return f"{name} is missing or cut short"
+            if files.sha256(path) != entry["sha256"]:
+                return f"{name} has changed on the disk"
+        return None
+
+    def rename_damaged(self, damaged: dict[int, str]) -> None:
+        """Rename damaged checkpoints, so that they are neither counted nor lost."""
+        for step, fault in damaged.items():
+            print(f"checkpoints/step_{step} is damaged and renamed: {fault}", flush=True)
+            aside = self.folder / f"damaged_step_{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(self.of(step), aside)
+
+    def _check_lease(self) -> None:
+        """A lost node may come back and write; only the newest start may commit."""
+        progress = files.read_json_or_none(self.folder.parent / files.PROGRESS) or {}
+        newest = progress.get("attempt", 0)
+        if newest > self._attempt:
+            raise TrainerError(
+                f"this is start {self._attempt} of the run and start {newest} has taken over; "
+                "its checkpoints stand, this one is not written"
+            )
+
+
+def hashes(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
+    """SHA-256 and size of the files in a folder, by name."""
+    return {
+        path.name: {"sha256": files.sha256(path), "bytes": path.stat().st_size}
+        for path in sorted(folder.glob(pattern))
+    }

@@ -1,0 +1,226 @@
+"""The finished model as a Hugging Face folder, and its adapter as PEFT reads it."""
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from runspec.files import fsync_path, read_json_or_none, write_json
+from trainer.config import TrainConfig
+from trainer.layers import lora, nf4
+from trainer.models.build import Model
+from trainer.parallel.sharded import full_tensor
+from trainer.parallel.world import World
+from trainer.storage import weights
+
+FOLDER, ADAPTER = "export", "adapter"
+MAX_SHARD_BYTES = 4 * 2**30
+# Files of a model folder, besides the weights, that are right for the trained model too.
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    # What an `auto_map` in config.json or tokenizer_config.json names.
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
+)
+
+
+def export(model: Model, config: TrainConfig, world: World) -> Path:
+    """Write <output_dir>/export and return it; all ranks call this together.
+
+    Tensors are gathered and written one at a time; rank 0 writes, in files of at most 4 GiB (or
+    one tensor). LoRA and DoRA are merged (see `lora.merged` for a quantised base), and the adapter
+    by itself lies in `adapter/`; with `save_adapter_weights_only` the merged weights are left out.
+    """
+    final = config.output_dir / FOLDER
+    temporary = config.output_dir / f".tmp_{FOLDER}"
+    world.on_main(lambda: _prepare(temporary, config.model_folder, model.dtype))
+    if not config.save_adapter_weights_only:
+        _write_model(model, temporary, world)
+    if model.method != "full":
+        _write_adapter(model, config, temporary / ADAPTER, world)
+    world.on_main(lambda: _commit(temporary, final))
+    return final
+
+
+def _prepare(temporary: Path, source: Path, dtype: torch.dtype) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, temporary / path.name)
+    settings = read_json_or_none(temporary / "config.json") or {}
+    key = "torch_dtype" if "torch_dtype" in settings else "dtype"
+    write_json(temporary / "config.json", settings | {key: str(dtype).removeprefix("torch.")})
+
+
+def _commit(temporary: Path, final: Path) -> None:
+    for path in [*temporary.rglob("*"), temporary]:
+        fsync_path(path)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    fsync_path(final.parent)
+
+
+def _write_model(model: Model, folder: Path, world: World) -> None:
+    shards = _files(model)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    stream = _hf_tensors(model, world.is_main)
+    for name, keys in zip(names, shards, strict=True):
+        file = world.on_main(lambda n=name, k=keys: weights.SafetensorsWriter(folder / n, k))
+        for key, tensor in itertools.islice(stream, len(keys)):
+            if file is not None:
+                file.add(key, tensor)
+        world.on_main(lambda f=file: f.close())
+    if len(shards) > 1:
+        tensors = weights.hub_tensors(model.module)
+        total = sum(_bytes(parts, model.dtype) for parts in tensors.values())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {k: n for n, keys in zip(names, shards, strict=True) for k in keys},
+        }
+        world.on_main(lambda: write_json(folder / "model.safetensors.index.json", index))
+
+
+def _bytes(parts: list[tuple[str, torch.nn.Parameter]], dtype: torch.dtype) -> int:
+    """The size of a tensor in the export, which has nothing quantised."""
+    return sum(nf4.dense_numel(parameter) * dtype.itemsize for _, parameter in parts)
+
+
+def _files(model: Model) -> list[list[str]]:
+    """The hub's names by file, in the order in which the tensors are gathered."""
+    shards: list[list[str]] = [[]]
+    room = MAX_SHARD_BYTES
+    for key, parts in weights.hub_tensors(model.module).items():
+        size = _bytes(parts, model.dtype)
+        if size > room and shards[-1]:
+            shards.append([])
+            room = MAX_SHARD_BYTES
+        shards[-1].append(key)
+        room -= size
+    return shards
+
+
+@torch.no_grad()
+def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """(the hub's name, whole merged tensor on the CPU; an empty one if `keep` is False)."""
+    layers = _layers(model)
+    for key, parts in weights.hub_tensors(model.module).items():
+        rows = []
+        for name, parameter in parts:
+            layer = layers.get(name.removesuffix(".weight"))
+            if isinstance(layer, lora.AdaptedLinear) or nf4.is_packed(parameter):
+                tensor = lora.merged(layer, model.dtype)
+            else:
+                tensor = full_tensor(parameter.detach())
+            if keep:
+                rows.append(model.module.to_hub(name, tensor.to(model.dtype).cpu()))
+        yield key, torch.cat(rows) if keep else torch.empty(0)
+
+
+def _layers(model: Model) -> dict[str, torch.nn.Module]:
+    return {weights.plain_name(name): m for name, m in model.module.named_modules()}
+
+
+@torch.no_grad()
+def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
+    tensors, ranks = _peft_tensors(model)
+    world.on_main(lambda: _save_adapter(model, config, folder, tensors, ranks))
+
+
+def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """PEFT's tensors by name, and the rank of each kind of module that has one.
+
+    If one tensor of the hub holds the rows of several layers, their adapters become one: the A's
+    one below the other, and the B's as the blocks of a block-diagonal B. Rows without an adapter
+    have zeros in it, and in DoRA the norm that they have as their magnitude.
+    """
+    decoder, layers = model.module, _layers(model)
+    tensors, ranks = {}, {}
+    for key, parts in weights.hub_tensors(decoder).items():
+        own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
+        adapted = [layer for layer in own.values() if isinstance(layer, lora.AdaptedLinear)]
+        if not adapted:
+            continue
+        place = "base_model.model." + key.removesuffix(".weight")
+        a = torch.cat([full_tensor(layer.lora_a.weight).cpu() for layer in adapted])
+        b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
+        row = column = 0
+        for name, parameter in parts:
+            if own[name] in adapted:
+                block = full_tensor(own[name].lora_b.weight).cpu()
+                end = row + block.shape[0], column + block.shape[1]
+                b[row : end[0], column : end[1]] = decoder.to_hub(name, block)
+                column = end[1]
+            row += parameter.shape[0]
+        tensors |= {
+            f"{place}.lora_A.weight": a.to(model.dtype),
+            f"{place}.lora_B.weight": b.to(model.dtype),
+        }
+        if adapted[0].magnitude is not None:
+            magnitudes = [
+                decoder.to_hub(name, _magnitude(layer, model.dtype)) for name, layer in own.items()
+            ]
+            tensors[f"{place}.lora_magnitude_vector"] = torch.cat(magnitudes)
+        ranks[place.rpartition(".")[2]] = len(a)
+    return tensors, ranks
+
+
+def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """DoRA's magnitude of a layer's rows, [out]; for a layer without DoRA the norms of its rows."""
+    if isinstance(layer, lora.AdaptedLinear):
+        return full_tensor(layer.magnitude).cpu()
+    return lora.row_norms(lora.merged(layer, dtype), quantised=False).to(dtype).cpu()
+
+
+def _save_adapter(
+    model: Model,
+    config: TrainConfig,
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    ranks: dict[str, int],
+) -> None:
+    folder.mkdir()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    first = next(m for m in _layers(model).values() if isinstance(m, lora.AdaptedLinear))
+    write_json(folder / "adapter_config.json", _peft_config(first, ranks, config))
+
+
+def _peft_config(
+    layer: lora.AdaptedLinear, ranks: dict[str, int], config: TrainConfig
+) -> dict[str, Any]:
+    # A fused adapter's rank is higher, and PEFT scales by alpha / rank.
+    rank, scaling = layer.rank, layer.scaling
+    fused = {name: own for name, own in ranks.items() if own != rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(config.model_folder),
+        "r": rank,
+        "lora_alpha": scaling * rank,
+        "rank_pattern": fused,
+        "alpha_pattern": {name: scaling * own for name, own in fused.items()},
+        "use_dora": layer.magnitude is not None,
+        "lora_dropout": getattr(layer.dropout, "p", 0.0),
+        "target_modules": sorted(ranks),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

@@ -1,0 +1,114 @@
+"""What a checkpoint holds of a rank, and how torch.distributed.checkpoint writes and reads it.
+
+Imported at the first save or load: torch's package takes longer than a rank's first steps need.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+# LoRA's checkpoints hold the adapter only; the frozen base is read from the model folder again.
+TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True)
+# torch tells everyone to pass a process group or a device where we have passed one.
+warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+
+
+def content(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+    """Everything of this rank that a checkpoint holds: trained weights, moments, random state."""
+    return {
+        "model": get_model_state_dict(model, options=TRAINABLE_ONLY),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=TRAINABLE_ONLY),
+        "random": {str(rank): _random_state()},
+    }
+
+
+def write(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Write this rank's shard; all ranks of `group` call this together."""
+    with _plain_errors():
+        dcp.save(
+            tensors,
+            storage_writer=dcp.FileSystemWriter(folder, sync_files=True),
+            process_group=group,
+        )
+
+
+def restore(
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup,
+    rank: int | None,
+) -> None:
+    """Put a checkpoint of any layout into model and optimizer; all ranks call this together.
+
+    The optimizer keeps its own hyperparameters: the config decides on those, not the checkpoint.
+
+    Args:
+        rank: whose random state to restore; None restores none.
+    """
+    found = content(model, optimizer, 0 if rank is None else rank)
+    read = {"model": found["model"], "optimizer": {"state": found["optimizer"]["state"]}}
+    _read(folder, read if rank is None else read | {"random": found["random"]}, group)
+    _set_weights(model, found["model"])
+    set_optimizer_state_dict(model, optimizer, found["optimizer"], options=TRAINABLE_ONLY)
+    if rank is not None:
+        _set_random_state(found["random"][str(rank)])
+
+
+def restore_weights(folder: Path, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Put the weights of a checkpoint into the model; all ranks call this together."""
+    found = {"model": get_model_state_dict(model, options=TRAINABLE_ONLY)}
+    _read(folder, found, group)
+    _set_weights(model, found["model"])
+
+
+def _read(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:
+    with _plain_errors():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=group)
+
+
+def _set_weights(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    set_model_state_dict(model, tensors, options=options)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn torch's checkpoint error, which is no Exception, into the OSError that it was."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, OSError) and cause.errno:
+            raise OSError(cause.errno, f"checkpoint on rank {rank}: {cause.strerror}") from cause
+        # torch's own writer covers what the system said.
+        raise RuntimeError(
+            f"checkpoint on rank {rank} failed, look at the disk's space and quota first: {cause}"
+        ) from cause
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,281 @@
+"""Weights between Hugging Face safetensors and the ranks' shards, one tensor at a time."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from runspec.files import read_json_or_none
+from trainer.errors import ConfigError
+from trainer.layers import lora, nf4
+from trainer.models.decoder import Decoder
+from trainer.parallel.sharded import local_part
+
+# The folder of another model differs in every layer, and a few lines show that.
+SHOWN_TENSORS = 8
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the part that activation checkpointing adds."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters by their plain names."""
+    for name, parameter in module.named_parameters():
+        yield plain_name(name), parameter
+
+
+def hub_tensors(module: Decoder) -> dict[str | None, list[tuple[str, nn.Parameter]]]:
+    """By tensor of the hub, the base parameters (plain name, parameter) in its rows, in order.
+
+    None has those that are in no tensor of the hub.
+    """
+    found: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named_parameters(module):
+        if not lora.is_adapter(name):
+            found.setdefault(module.hub_name(name), []).append((name, parameter))
+    return found
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face model folder; raises ConfigError if it is missing."""
+    content = read_json_or_none(folder / "config.json")
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"checkpointer.checkpoint_dir: {folder / 'config.json'} is missing or no JSON; "
+            "give a Hugging Face model folder"
+        )
+    return content
+
+
+@dataclass(frozen=True)
+class SafetensorsSource:
+    """Which file of a model folder holds which tensor, and each tensor's shape."""
+
+    files: dict[str, Path]
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def open(cls, checkpointer: dict[str, Any]) -> "SafetensorsSource":
+        """Read the headers of the files that a `checkpointer` block names.
+
+        Args:
+            checkpointer: checkpoint_dir, and optionally checkpoint_files (a list, or
+                filename_format with max_filename); without it all *.safetensors count.
+
+        Raises:
+            ConfigError: a file is missing or no safetensors.
+        """
+        folder = Path(checkpointer["checkpoint_dir"])
+        if not folder.is_dir():
+            raise ConfigError(
+                f"checkpointer.checkpoint_dir: {folder} does not exist; download the model first"
+            )
+        files: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        faults = []
+        for path in _listed_files(checkpointer, folder):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for key in file.keys():  # noqa: SIM118 (not a dict)
+                        files[key] = path
+                        shapes[key] = tuple(file.get_slice(key).get_shape())
+            except FileNotFoundError:
+                faults.append(f"checkpointer.checkpoint_files: {path} is missing")
+            except (SafetensorError, OSError) as error:
+                faults.append(f"checkpointer.checkpoint_files: {path} is damaged: {error}")
+        if faults:
+            raise ConfigError(*faults)
+        return cls(files, shapes)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with the weights, whatever the folder is called.
+
+        They come from each file's size and the MiB in its middle: whole files take minutes.
+        """
+        digest = hashlib.sha256()
+        for path in sorted(set(self.files.values()), key=lambda path: path.name):
+            size = path.stat().st_size
+            digest.update(str(size).encode())
+            with open(path, "rb") as file:
+                file.seek(size // 2)
+                digest.update(file.read(1 << 20))
+        return digest.hexdigest()[:16]
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor once, (Hugging Face name, tensor), file by file."""
+        for path in sorted(set(self.files.values())):
+            with safe_open(path, framework="pt") as file:
+                for key in sorted(k for k, where in self.files.items() if where == path):
+                    yield key, file.get_tensor(key)
+
+
+class SafetensorsWriter:
+    """Writes a safetensors file tensor by tensor, so that only one at a time is in memory.
+
+    The header is before the data and says where each tensor is: room for it is kept, and what is
+    left of that room is filled with blanks, as the format allows.
+
+    Args:
+        names: every tensor that will come, in any order.
+    """
+
+    _DTYPES: ClassVar[dict[torch.dtype, str]] = {
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+    }
+    _ENTRY_BYTES = 160  # more than one tensor's dtype, shape and offsets ever take
+
+    def __init__(self, path: Path, names: list[str]) -> None:
+        room = 64 + sum(len(json.dumps(name)) + self._ENTRY_BYTES for name in names)
+        self._room = -(-room // 8) * 8
+        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._end = 0
+        self._fault: OSError | None = None
+        self._file = open(path, "wb")  # noqa: SIM115
+        self._file.seek(8 + self._room)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append one tensor (CPU). If the disk fails, `close` raises it."""
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        begin, self._end = self._end, self._end + data.nbytes
+        self._header[name] = {
+            "dtype": self._DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, self._end],
+        }
+        try:
+            if self._fault is None:
+                self._file.write(data)
+        except OSError as error:
+            # The other ranks are gathering the next tensor, and must not wait for this one.
+            self._fault = error
+
+    def close(self) -> None:
+        """Write the header and close the file."""
+        with self._file:
+            if self._fault is not None:
+                raise self._fault
+            header = json.dumps(self._header).encode().ljust(self._room)
+            self._file.seek(0)
+            self._file.write(len(header).to_bytes(8, "little") + header)
+
+
+def _listed_files(checkpointer: dict[str, Any], folder: Path) -> list[Path]:
+    listed = checkpointer.get("checkpoint_files")
+    if isinstance(listed, dict):
+        last = str(listed["max_filename"])
+        names = [
+            listed["filename_format"].format(str(i).zfill(len(last)), last)
+            for i in range(1, int(last) + 1)
+        ]
+    elif listed:
+        names = [str(name) for name in listed]
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        raise ConfigError(f"checkpointer.checkpoint_dir: {folder} holds no *.safetensors file")
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise ConfigError(
+                f"checkpointer.checkpoint_files: {name} is no safetensors file; pickled weights "
+                "are not read, give the model's Hugging Face folder with *.safetensors"
+            )
+    return [folder / name for name in names]
+
+
+def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list[str]:
+    """Every tensor that is missing, too many, or of another shape than the model's."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    faults = []
+    for key, parts in hub_tensors(module).items():
+        shapes = [nf4.dense_shape(parameter) for _, parameter in parts]
+        if key is None:
+            faults += [f"{folder}: holds nothing for the model's {name}" for name, _ in parts]
+        else:
+            wanted[key] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    for key in sorted(wanted.keys() - source.shapes.keys()):
+        faults.append(f"{folder}: tensor {key} is missing")
+    for key in sorted(source.shapes.keys() - wanted.keys()):
+        if not any(fnmatchcase(key, pattern) for pattern in module.ignored_tensors):
+            faults.append(f"{folder}: tensor {key} belongs to no part of the model")
+    for key in sorted(wanted.keys() & source.shapes.keys()):
+        if wanted[key] != source.shapes[key]:
+            faults.append(
+                f"{folder}: tensor {key} has shape {list(source.shapes[key])}, "
+                f"the model needs {list(wanted[key])}"
+            )
+    more = len(faults) - SHOWN_TENSORS
+    return faults if more <= 0 else [*faults[:-more], f"{folder}: {more} more tensors do not fit"]
+
+
+@torch.no_grad()
+def load(module: Decoder, source: SafetensorsSource) -> None:
+    """Fill the base weights of `module`; each rank copies its own part of each tensor.
+
+    At most one whole tensor is in memory at a time. What is NF4 in the model is quantised here,
+    and DoRA's magnitudes, which are the norms of the base weights' rows at first, are filled too.
+    """
+    parts_of = hub_tensors(module)
+    magnitudes = {
+        f"{plain_name(name)}.weight": layer.magnitude
+        for name, layer in module.named_modules()
+        if isinstance(layer, lora.AdaptedLinear) and layer.magnitude is not None
+    }
+    for key, tensor in source.read():
+        # A tied model's folder may hold the output too, which is no parameter of its own.
+        parts = parts_of.get(key, [])
+        sizes = [parameter.shape[0] for _, parameter in parts]
+        for (name, parameter), rows in zip(
+            parts, tensor.split(sizes) if parts else (), strict=True
+        ):
+            full = module.from_hub(name, rows)
+            _fill(parameter, full)
+            if name in magnitudes:
+                _fill_magnitude(magnitudes[name], full, nf4.is_packed(parameter))
+
+
+@torch.no_grad()
+def initialise_adapter(module: nn.Module, seed: int) -> None:
+    """Fill A by Kaiming uniform and B by zeros, the same on any number of ranks.
+
+    Source: Hu et al. 2021 (arXiv 2106.09685); each A has a generator of its own, seeded by
+    `seed` and its name.
+    """
+    for name, parameter in named_parameters(module):
+        if not name.endswith(lora.ADAPTER_PARTS[:2]):
+            continue
+        full = torch.zeros(parameter.shape, dtype=torch.float32)
+        if name.endswith(lora.ADAPTER_PARTS[0]):
+            digest = hashlib.sha256(json.dumps([seed, name]).encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            bound = 1 / math.sqrt(parameter.shape[1])
+            full.uniform_(-bound, bound, generator=generator)
+        _fill(parameter, full)
+
+
+def _fill(parameter: nn.Parameter, full: torch.Tensor) -> None:
+    target = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    if nf4.is_packed(parameter):
+        # Shards are cut between blocks, so that each rank quantises no more than its own.
+        part = local_part(parameter, full.unflatten(1, (-1, nf4.BLOCK)))
+        target.copy_(nf4.quantise(part.flatten(1).to(target.device)))
+    else:
+        target.copy_(local_part(parameter, full))
+
+
+def _fill_magnitude(magnitude: nn.Parameter, full: torch.Tensor, quantised: bool) -> None:
+    target = magnitude.to_local() if hasattr(magnitude, "to_local") else magnitude
+    # Whole rows, also if the weight's columns are split.
+    rows = local_part(magnitude, full)
+    target.copy_(lora.row_norms(rows.to(target.device), quantised))
