@@ -77,6 +77,12 @@ def _replicated(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Te
     return F.rms_norm(x.float(), scale.shape, scale, layer.eps).to(x.dtype)
 
 
+def _local(parameter: DTensor) -> torch.Tensor:
+    """A parameter's part on this rank."""
+    # As a method: the compiler breaks the graph at the function DTensor.to_local.
+    return parameter.to_local()
+
+
 def _partial(parameter: DTensor) -> torch.Tensor:
     """A replicated parameter; each rank has the gradient of its part of the inputs only."""
     return parameter.to_local(grad_placements=[Partial()])
@@ -122,15 +128,15 @@ def _norm(norm: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
 def _column(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
     # A sees the whole input, but only this rank's rows of B send a gradient back to it.
-    out = _product(layer, x, DTensor.to_local, _partial, DTensor.to_local)
-    return _with_bias(layer, out, DTensor.to_local)
+    out = _product(layer, x, _local, _partial, _local)
+    return _with_bias(layer, out, _local)
 
 
 def _row(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     """This rank's [batch, sequence, in / ranks] to its [batch, sequence / ranks, out]."""
     # B is linear: the ranks' outputs of A need no sum of their own before it.
     total = partial(_summed, mesh)
-    out = _product(layer, x, DTensor.to_local, DTensor.to_local, _partial, total)
+    out = _product(layer, x, _local, _local, _partial, total)
     return _with_bias(layer, _summed_parts(out, mesh), _partial)
 
 
