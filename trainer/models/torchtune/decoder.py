@@ -1,30 +1,23 @@
 """torchtune's decoder as a `Decoder`: its attributes, its attention, its adapters, its names."""
 
-import json
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.config import TrainConfig, arguments_of
+from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.attention import DocumentAttention, Mask
 from trainer.layers.lora import AdaptedLinear
 from trainer.layers.patch import patch_forward
 from trainer.models.decoder import Decoder, Role
-from trainer.models.torchtune import fit, hub
-from trainer.models.torchtune.compat import (
-    DoRALinear,
-    Gemma2Attention,
-    Gemma2FinalNorm,
-    GemmaNormEmbeddings,
-    GemmaRMSNorm,
-    LoRALinear,
-    MultiHeadAttention,
-    TiedLinear,
-    TransformerDecoder,
-)
+from trainer.models.torchtune import compat, fit, hub
+
+
+# The linear layers of a block: what tensor parallelism splits by outputs, and by inputs.
+COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
+ROWS = ("attn.output_proj", "mlp.w2")
 
 
 def adopt(module: nn.Module) -> Decoder:
@@ -33,25 +26,25 @@ def adopt(module: nn.Module) -> Decoder:
     Raises:
         ConfigError: it is no text decoder.
     """
-    if not isinstance(module, TransformerDecoder):
+    if not isinstance(module, compat.TransformerDecoder):
         raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
     module.__class__ = TorchtuneDecoder
     for layer in module.modules():
-        if isinstance(layer, MultiHeadAttention):
+        if isinstance(layer, compat.MultiHeadAttention):
             _use_document_attention(layer, dropout=layer.attn_dropout)
-        elif isinstance(layer, Gemma2Attention):
+        elif isinstance(layer, compat.Gemma2Attention):
             _use_document_attention(
                 layer,
                 scale=layer.scaling,
                 window=layer.sliding_window_size,
                 softcap=layer.softcapping,
             )
-        elif isinstance(layer, GemmaRMSNorm):
+        elif isinstance(layer, compat.GemmaRMSNorm):
             layer.unit_offset = True
-        elif isinstance(layer, GemmaNormEmbeddings):
+        elif isinstance(layer, compat.GemmaNormEmbeddings):
             layer.output_scale = layer.embedding_dim**0.5
     # torchtune's Gemma 2 caps the last hidden state; Gemma 2 caps the logits made of it.
-    if isinstance(module.norm, Gemma2FinalNorm):
+    if isinstance(module.norm, compat.Gemma2FinalNorm):
         module.output_softcap = module.norm.capping_value
         module.norm = module.norm.rms_norm
     _use_own_adapters(module)
@@ -87,20 +80,20 @@ def _attention(
     return layer.output_proj(layer.core(query, key, value, mask).flatten(2))
 
 
-def _use_own_adapters(module: TransformerDecoder) -> None:
+def _use_own_adapters(module: compat.TransformerDecoder) -> None:
     for name, layer in list(module.named_modules()):
-        if isinstance(layer, LoRALinear | DoRALinear):
+        if isinstance(layer, compat.LoRALinear | compat.DoRALinear):
             rank = layer.lora_a.out_features
-            use_dora = isinstance(layer, DoRALinear)
+            use_dora = isinstance(layer, compat.DoRALinear)
             alpha = layer.scaling * rank if use_dora else layer.alpha
             dropout = getattr(layer.dropout, "p", 0.0)
             module.set_submodule(name, AdaptedLinear(layer, rank, alpha, dropout, use_dora))
 
 
-class TorchtuneDecoder(Decoder, TransformerDecoder):
+class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
     """torchtune's TransformerDecoder, after `adopt`."""
 
-    forward = TransformerDecoder.forward
+    forward = compat.TransformerDecoder.forward
 
     blocks = property(attrgetter("layers"))
     embedding = property(attrgetter("tok_embeddings"))
@@ -109,7 +102,7 @@ class TorchtuneDecoder(Decoder, TransformerDecoder):
     @property
     def output_head(self) -> nn.Module | None:
         """The output layer; None if it is tied to the embedding."""
-        return None if isinstance(self.output, TiedLinear) else self.output
+        return None if isinstance(self.output, compat.TiedLinear) else self.output
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
@@ -119,22 +112,13 @@ class TorchtuneDecoder(Decoder, TransformerDecoder):
 
     def roles(self) -> dict[str, Role]:
         """The role of each module by its name."""
-        roles = {
-            "tok_embeddings": Role.EMBEDDING,
-            "layers.*.sa_norm": Role.NORM,
-            "layers.*.attn.q_proj": Role.COLUMN,
-            "layers.*.attn.k_proj": Role.COLUMN,
-            "layers.*.attn.v_proj": Role.COLUMN,
-            "layers.*.attn.output_proj": Role.ROW,
-            "layers.*.mlp_norm": Role.NORM,
-            "layers.*.mlp.w1": Role.COLUMN,
-            "layers.*.mlp.w3": Role.COLUMN,
-            "layers.*.mlp.w2": Role.ROW,
-            "norm": Role.NORM,
-        }
+        in_a_block = dict.fromkeys(COLUMNS, Role.COLUMN) | dict.fromkeys(ROWS, Role.ROW)
+        in_a_block |= dict.fromkeys(("sa_norm", "mlp_norm"), Role.NORM)
         # Gemma 2's norms behind the attention and the MLP.
-        if isinstance(self.layers[0].sa_scale, GemmaRMSNorm):
-            roles |= dict.fromkeys(("layers.*.sa_scale", "layers.*.mlp_scale"), Role.REPLICATED)
+        if isinstance(self.layers[0].sa_scale, compat.GemmaRMSNorm):
+            in_a_block |= dict.fromkeys(("sa_scale", "mlp_scale"), Role.REPLICATED)
+        roles = {f"layers.*.{name}": role for name, role in in_a_block.items()}
+        roles |= {"tok_embeddings": Role.EMBEDDING, "norm": Role.NORM}
         return roles if self.output_head is None else roles | {"output": Role.OUTPUT}
 
     def sizes(self) -> dict[str, int]:
@@ -149,44 +133,47 @@ class TorchtuneDecoder(Decoder, TransformerDecoder):
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
         """Make the model compute what config.json says; see models/torchtune/fit.py."""
         self._family = hub.of(hf_config)
-        arguments = arguments_of("model", config.model)
-        return fit.fit(self, hf_config, config.checkpointer, arguments)
+        return fit.fit(self, hf_config, config)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute each distinct rotary table once; layers with the same settings share it."""
-        tables: dict[str, nn.Module] = {}
+        tables: dict[Any, nn.Module] = {}
         for rope in [m for m in self.modules() if hasattr(m, "rope_init")]:
             numbers = {k: v for k, v in vars(rope).items() if isinstance(v, int | float)}
-            numbers.pop("training", None)
-            key = type(rope).__name__ + json.dumps(numbers, sort_keys=True)
-            if key not in tables:
+            key = (type(rope), *sorted(numbers.items() - {("training", rope.training)}))
+            first = tables.setdefault(key, rope)
+            if first is rope:
                 with device:
                     rope.rope_init()
-                tables[key] = rope
-            elif rope is not tables[key]:
-                for name, buffer in tables[key].named_buffers(recurse=False):
-                    rope.register_buffer(name, buffer, persistent=False)
-                vars(rope).update({k: v for k, v in vars(tables[key]).items() if k == "is_cache_built"})
+                continue
+            for name, buffer in first.named_buffers(recurse=False):
+                rope.register_buffer(name, buffer, persistent=False)
+            vars(rope).update({k: v for k, v in vars(first).items() if k == "is_cache_built"})
 
     def hub_name(self, parameter: str) -> str | None:
         """The hub's tensor that holds a parameter; None if none does."""
-        return self._family.hub_name(parameter)
+        module, _, kind = parameter.rpartition(".")
+        prefix = ""
+        if module.startswith("layers."):
+            _, block, module = module.split(".", 2)
+            prefix = f"model.layers.{block}."
+        name = self._family.names.get(module)
+        return name and f"{prefix}{name}.{'weight' if kind == 'scale' else kind}"
 
     def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a parameter in the order of interleaved RoPE, if torchtune has that."""
-        heads = self._interleaved_heads(parameter)
-        if heads is None:
-            return rows
-        return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
+        return self._reordered(parameter, rows, (2, -1))
 
     def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `from_hub`."""
-        heads = self._interleaved_heads(parameter)
-        if heads is None:
-            return rows
-        return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+        return self._reordered(parameter, rows, (-1, 2))
 
-    def _interleaved_heads(self, parameter: str) -> int | None:
+    def _reordered(
+        self, parameter: str, rows: torch.Tensor, pairs: tuple[int, int]
+    ) -> torch.Tensor:
         sizes = self.sizes()
         heads = {"q_proj": sizes["num_heads"], "k_proj": sizes["num_kv_heads"]}
-        return heads.get(parameter.split(".")[-2]) if self._family.interleaved else None
+        count = heads.get(parameter.split(".")[-2])
+        if count is None or not self._family.interleaved:
+            return rows
+        return rows.unflatten(0, (count, *pairs)).transpose(1, 2).reshape(rows.shape)

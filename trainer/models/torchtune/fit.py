@@ -12,35 +12,23 @@ from typing import Any
 
 from torch import nn
 
+from trainer.config import TrainConfig, arguments_of
 from trainer.layers.attention import DocumentAttention
 from trainer.models.decoder import Decoder
-from trainer.models.torchtune import hub
-from trainer.models.torchtune.compat import (
-    FeedForward,
-    GemmaRMSNorm,
-    Llama3ScaledRoPE,
-    Phi3RotaryPositionalEmbeddings,
-    Qwen2RotaryPositionalEmbeddings,
-    RMSNorm,
-    RotaryPositionalEmbeddings,
-)
+from trainer.models.torchtune import compat, hub
 
-INTERLEAVED = (RotaryPositionalEmbeddings, Llama3ScaledRoPE)
-ROPES = (*INTERLEAVED, Phi3RotaryPositionalEmbeddings, Qwen2RotaryPositionalEmbeddings)
+LLAMA3 = (compat.Llama3ScaledRoPE,)
+INTERLEAVED = (compat.RotaryPositionalEmbeddings, *LLAMA3)
+OTHERS = (compat.Phi3RotaryPositionalEmbeddings, compat.Qwen2RotaryPositionalEmbeddings)
 
 
-def fit(
-    model: Decoder,
-    hf_config: dict[str, Any],
-    checkpointer: dict[str, Any],
-    arguments: Container[str],
-) -> list[str]:
+def fit(model: Decoder, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
     """Make a model compute what transformers computes for this config.json.
 
     Args:
         model: on the meta device, as its builder gave it; changed in place.
-        checkpointer: the config's; its `model_type` must name the folder's family.
-        arguments: what the builder takes; for these the recipe's value counts, and must agree.
+        config: its `checkpointer.model_type` must name the folder's family. For what the builder
+            takes as an argument the recipe's value counts, and must agree with config.json.
 
     Returns:
         What differs and cannot be made equal, one line per fault.
@@ -48,7 +36,8 @@ def fit(
     Raises:
         ConfigError: the family is not known, or config.json lacks a size.
     """
-    faults = _model_type_faults(checkpointer, hf_config)
+    faults = _model_type_faults(config.checkpointer, hf_config)
+    arguments = arguments_of("model", config.model)
     given = hub.numbers(hf_config)
     faults += _structure_faults(model, given) + _refusals(given)
     for setting in SETTINGS + (SCALING if given["rope_type"] == "llama3" else ()):
@@ -86,7 +75,7 @@ class Setting:
         wanted = given if given is None or self.power == 1 else given**self.power
         for owner in (m for m in module.modules() if isinstance(m, self.owners)):
             built = getattr(owner, self.attribute)
-            if _equal(built, wanted):
+            if built == wanted or (built and wanted and math.isclose(built, wanted)):
                 continue
             if self.argument in arguments:
                 shown = built if self.power == 1 else round(built ** (1 / self.power), 6)
@@ -96,9 +85,9 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("rms_norm_eps", "norm_eps", (RMSNorm, GemmaRMSNorm), "eps"),
-    Setting("rope_theta", "rope_base", ROPES, "base"),
-    Setting("factor", "scale_factor", (Llama3ScaledRoPE,), "scale_factor"),
+    Setting("rms_norm_eps", "norm_eps", (compat.RMSNorm, compat.GemmaRMSNorm), "eps"),
+    Setting("rope_theta", "rope_base", INTERLEAVED + OTHERS, "base"),
+    Setting("factor", "scale_factor", LLAMA3, "scale_factor"),
     Setting("attn_logit_softcapping", "hidden_capping_value", (DocumentAttention,), "softcap"),
     Setting("final_logit_softcapping", "final_capping_value", (Decoder,), "output_softcap"),
     Setting(
@@ -107,14 +96,9 @@ SETTINGS = (
 )
 # Only if config.json has Llama 3.1's scaling.
 SCALING = (
-    Setting("low_freq_factor", "low_freq_factor", (Llama3ScaledRoPE,), "low_freq_factor"),
-    Setting("high_freq_factor", "high_freq_factor", (Llama3ScaledRoPE,), "high_freq_factor"),
-    Setting(
-        "original_max_position_embeddings",
-        "old_context_len",
-        (Llama3ScaledRoPE,),
-        "old_context_len",
-    ),
+    Setting("low_freq_factor", "low_freq_factor", LLAMA3, "low_freq_factor"),
+    Setting("high_freq_factor", "high_freq_factor", LLAMA3, "high_freq_factor"),
+    Setting("original_max_position_embeddings", "old_context_len", LLAMA3, "old_context_len"),
 )
 
 
@@ -157,12 +141,12 @@ def _structure_faults(module: Decoder, given: dict[str, Any]) -> list[str]:
         ),
     }
     if given["rope_type"] == "llama3":
-        built = "llama3" if isinstance(rope, Llama3ScaledRoPE) else "default"
+        built = "llama3" if isinstance(rope, LLAMA3) else "default"
         pairs["rope type"] = (built, "llama3")
     return [_differs(key, *pair) for key, pair in pairs.items() if pair[0] != pair[1]]
 
 
-def _activation(mlp: FeedForward) -> str:
+def _activation(mlp: compat.FeedForward) -> str:
     if isinstance(mlp.activation, nn.GELU):
         return "gelu_pytorch_tanh" if mlp.activation.approximate == "tanh" else "gelu"
     return type(mlp.activation).__name__.lower()
@@ -171,12 +155,6 @@ def _activation(mlp: FeedForward) -> str:
 def _differs(key: str, built: Any, given: Any, advice: str = "") -> str:
     advice = advice or "choose the builder that belongs to checkpointer.checkpoint_dir"
     return f"model: the builder has {key} {built}, the model's config.json has {given}; {advice}"
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if left is None or right is None:
-        return left is right
-    return math.isclose(left, right, rel_tol=1e-9)
 
 
 def _fit_windows(

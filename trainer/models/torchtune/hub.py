@@ -61,17 +61,6 @@ class Family:
     slides: Callable[[dict[str, Any], int], bool] = lambda numbers, layer: False
     defaults: dict[str, Any] = field(default_factory=dict)
 
-    def hub_name(self, parameter: str) -> str | None:
-        """The hub's tensor that holds a base parameter; None if none does."""
-        module, _, kind = parameter.rpartition(".")
-        prefix = ""
-        if module.startswith("layers."):
-            _, block, module = module.split(".", 2)
-            prefix = f"model.layers.{block}."
-        if module not in self.names:
-            return None
-        return f"{prefix}{self.names[module]}.{'weight' if kind == 'scale' else kind}"
-
 
 # By config.json's model_type.
 FAMILIES = {
@@ -139,10 +128,8 @@ def numbers(hf_config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(*missing)
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    found["rope_theta"] = rope.get("rope_theta", hf_config.get("rope_theta", 10_000))
-    found["partial_rotary_factor"] = rope.get(
-        "partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0)
-    )
+    for key, default in {"rope_theta": 10_000, "partial_rotary_factor": 1.0}.items():
+        found[key] = rope.get(key, hf_config.get(key, default))
     scaled = found["rope_type"] == "llama3"
     # Llama 3.1's scaling by a factor of 1 is none.
     found["factor"] = rope.get("factor") if scaled else 1
