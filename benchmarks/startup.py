@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "configs/recipes/demo.yaml"
 DATASET = ROOT / "configs/datasets/slurm_qa.jsonl"
 RUNS = 5
 LIMIT = 1.25
@@ -72,19 +73,12 @@ def write_run(folder: Path, model: Path) -> Path:
         "dtype": "fp32",
         # FSDP on one rank.
         "master_weights": "fp32",
-        "model": {
+        "model": yaml.safe_load(DEMO.read_text())["model"]
+        | {
             "_component_": "torchtune.models.llama3.lora_llama3",
             "lora_attn_modules": ["q_proj", "v_proj"],
             "lora_rank": 4,
             "lora_alpha": 8,
-            "vocab_size": 1024,
-            "num_layers": 3,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "embed_dim": 128,
-            "intermediate_dim": 512,
-            "max_seq_len": 512,
-            "rope_base": 10000,
         },
         "tokenizer": {
             "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",

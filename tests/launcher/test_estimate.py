@@ -18,6 +18,7 @@ from launcher.recipes import recipe as recipes
 from launcher.sizing import from_recipe
 from launcher.sizing.from_recipe import shape_of
 from tests.launcher.kit import Kit
+from tests.model_sizes import DEMO, MIXTRAL
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPE = """
@@ -144,16 +145,7 @@ def test_time_follows_from_the_flops_and_the_dataset(user: Kit, recipe, tmp_path
 
 
 def test_sizes_come_from_the_builders_arguments_or_from_config_json(tmp_path):
-    sizes = {
-        "vocab_size": 1024,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "embed_dim": 128,
-        "intermediate_dim": 512,
-        "max_seq_len": 512,
-    }
-    built = shape_of({"_component_": "torchtune.models.llama3.lora_llama3", **sizes}, None)
+    built = shape_of({"_component_": "torchtune.models.llama3.lora_llama3", **DEMO}, None)
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -179,23 +171,7 @@ def mixtral(tmp_path) -> str:
     """A recipe whose model has experts, as its config.json says."""
     folder = tmp_path / "Mixtral-8x7B"
     folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["MixtralForCausalLM"],
-                "model_type": "mixtral",
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "num_experts_per_tok": 2,
-                "num_local_experts": 8,
-                "vocab_size": 32000,
-                "max_position_embeddings": 32768,
-            }
-        )
-    )
+    (folder / "config.json").write_text(json.dumps(MIXTRAL))
     path = tmp_path / "mixtral.yaml"
     path.write_text(
         RECIPE.replace("llama3_3.llama3_3_70b", "mistral.mistral").replace(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from runspec.shape import Experts, Shape, ShapeError, of_builder_arguments, of_config_json
+from tests.model_sizes import DEMO, MIXTRAL
 
 # As on the hub, without what no size comes from.
 QWEN = {
@@ -19,20 +20,6 @@ QWEN = {
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
-}
-MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
 }
 GPT_OSS = {
     "model_type": "gpt_oss",
@@ -111,13 +98,6 @@ def test_a_shape_with_experts_has_their_parameters():
 
 
 def test_a_component_builders_default_width():
-    arguments = {
-        "vocab_size": 1024,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "embed_dim": 128,
-        "max_seq_len": 512,
-    }
+    arguments = {key: value for key, value in DEMO.items() if key != "intermediate_dim"}
     assert of_builder_arguments(arguments, "llama3") == Shape(128, 3, 4, 2, 32, 512, 1024, 512)
     assert of_builder_arguments({"num_layers": 3}, "llama3") is None

@@ -14,23 +14,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.model_sizes import DEMO as MODEL_SIZES
 from tests.trainer.forks import ROOT as ROOT
 from tests.trainer.forks import Ranks, environment
 
 # Far more than a start takes, as two workers share the cores.
 START_LIMIT_S = 300
-
-# Those of trainer/demo.py's model.
-MODEL_SIZES = {
-    "vocab_size": 1024,
-    "num_layers": 3,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 128,
-    "intermediate_dim": 512,
-    "max_seq_len": 512,
-    "rope_base": 10000,
-}
 
 
 def write_config(
