@@ -22,7 +22,6 @@ from trainer.data import tokenizers
 from trainer.errors import ConfigError
 from trainer.layers.loss import LATER_NAMES, TokenLoss
 from trainer.models import build as models
-from trainer.models import sources
 
 # What the trainer itself gives to a component: so many positional arguments, and these names.
 HANDED_OVER = {
@@ -61,7 +60,7 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
             continue
         count, names = HANDED_OVER.get(key, (0, ()))
         arguments = {k: v for k, v in block.items() if k != "_component_"} | dict.fromkeys(names)
-        ours = sources.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
+        ours = models.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
         arguments = {name: value for name, value in arguments.items() if name not in ours}
         try:
             signature = inspect.signature(factory)

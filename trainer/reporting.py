@@ -9,7 +9,6 @@ from trainer.data.batches import Batches, Data
 from trainer.flops import model_flops, peak_tflops
 from trainer.metrics import Clock, Metrics, memory, progress_line, say, totals_line
 from trainer.models.build import Model
-from trainer.parallel.mesh import described
 from trainer.parallel.world import World
 from trainer.progress import Progress
 from trainer.storage.checkpoint import Checkpoints
@@ -53,7 +52,7 @@ class Reporter:
         lines = [
             f"model      {config.model['_component_']}, {total:,} parameters",
             f"method     {model.method}, {trainable:,} trainable ({100 * trainable / total:.2f} %)",
-            f"ranks      {world.size} on {world.device.type}, {described(config, world)}",
+            f"ranks      {world.size} on {world.device.type}, {world.described(config)}",
             f"data       {_described(batches)}, {batches.samples_per_step} per step, "
             f"{batches.steps_per_epoch} steps per epoch",
             *([] if validation is None else [f"validation {_described(validation)}"]),

@@ -262,7 +262,7 @@ def _in_place_of_flex_attention(
     batch, heads, length, _ = query.shape
     flat = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
-    output = attention.varlen_attention()(*flat, cu_seqlens, length)
+    output = attention.varlen_attention()(*flat, cu_seqlens, cu_seqlens, length, length)
     return output.view(batch, length, heads, -1).transpose(1, 2)
 
 

@@ -280,7 +280,8 @@ def _varlen(
 
     def run() -> torch.Tensor:
         flat = (tensor.flatten(0, 1) for tensor in leaves.values())
-        return layer.varlen_attention(*flat, cu_seqlens, max_seqlen).view(shape)
+        out = layer.varlen_attention(*flat, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        return out.view(shape)
 
     if implementation is None:
         return Runnable(run, leaves)

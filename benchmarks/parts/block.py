@@ -24,7 +24,6 @@ from benchmarks.parts.measure import (
 from trainer.layers import attention, fp8, lora, nf4
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
-from trainer.models.sources import empty_module
 from trainer.parallel import activations
 from trainer.parallel import world as distributed
 
@@ -130,7 +129,7 @@ def _model(
             "quantize_base": method == "QLoRA",
         }
     with torch.device("meta"):
-        model = empty_module(block)
+        model = models.empty_module(block)
     for owner in model.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.is_floating_point():

@@ -17,7 +17,6 @@ from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layers.batch import Documents
 from trainer.models import build as models
-from trainer.models import sources as model_sources
 from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed
 from trainer.storage import export as exports
@@ -279,7 +278,7 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
 def fitted(block: dict[str, Any], hf_config: dict[str, Any]) -> tuple[Decoder, list[str]]:
     """An empty model made to fit a config.json, and what could not be made equal."""
     with torch.device("meta"):
-        model = model_sources.empty_module(block)
+        model = models.empty_module(block)
     return model, model.fit(hf_config, SimpleNamespace(model=block, checkpointer={}))
 
 

@@ -26,7 +26,7 @@ from trainer.config import KEYS, load
 from trainer.errors import ConfigError
 from trainer.layers import fp8
 from trainer.loop import Trainer
-from trainer.models.sources import empty_module
+from trainer.models.build import empty_module
 from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 

@@ -13,8 +13,8 @@ from trainer.config import load
 from trainer.layers import loss as losses
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.loss import TokenLoss, linear_cross_entropy
+from trainer.models.build import empty_module
 from trainer.models.decoder import Decoder
-from trainer.models.sources import empty_module
 
 LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 PLAIN = {"_component_": "torch.nn.CrossEntropyLoss"}

@@ -32,7 +32,6 @@ from trainer import sft
 from trainer.errors import ConfigError
 from trainer.layers import lora, nf4
 from trainer.models import build as models
-from trainer.models.sources import empty_module
 from trainer.models.torchtune.compat import DoRALinear
 from trainer.parallel import tensor_parallel
 from trainer.parallel import world as distributed
@@ -122,7 +121,7 @@ def test_nf4_linear_keeps_only_the_packed_weight() -> None:
 
 def test_a_compiled_layer_keeps_no_dense_weight() -> None:
     """Both passes dequantise alike, and neither does it for the other."""
-    model = empty_module(lora_model(quantize_base=True))
+    model = models.empty_module(lora_model(quantize_base=True))
     model.fill_buffers(torch.device("cpu"))
     nf4.fill_tables(model)
     for name, parameter in model.named_parameters():
@@ -279,14 +278,14 @@ def test_builders_with_and_without_quantize_base(world: distributed.World) -> No
         (preset | {"use_dora": True}, "QDoRA"),
     ):
         with torch.device("meta"):
-            module = empty_module(block)
+            module = models.empty_module(block)
         assert lora.method(module) == wanted
     for block, fault in (
         ({"_component_": "torchtune.models.llama3.llama3"}, "only adapters can be trained"),
         (lora_model(embed_dim=96), "NF4 needs inputs in blocks of 64, .* with 96 inputs"),
     ):
         with torch.device("meta"), pytest.raises(ConfigError, match=fault):
-            empty_module(MODEL_SIZES | block | {"quantize_base": True})
+            models.empty_module(MODEL_SIZES | block | {"quantize_base": True})
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -397,7 +396,7 @@ def test_a_killed_qdora_run_resumes_the_same_and_on_one_process(
 
 def test_blocks_that_the_ranks_do_not_divide_are_refused() -> None:
     with torch.device("meta"):
-        model = empty_module(lora_model(quantize_base=True))
+        model = models.empty_module(lora_model(quantize_base=True))
     found = tensor_parallel.faults(model, 4)
     assert any(
         "tensor_parallel_dim 4 does not divide 2 NF4 blocks of 64 inputs: " in fault

@@ -24,7 +24,7 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer.errors import ConfigError
-from trainer.models.sources import empty_module
+from trainer.models.build import empty_module
 from trainer.parallel import tensor_parallel
 from trainer.parallel import world as distributed
 

@@ -29,7 +29,7 @@ from tests.trainer.runs import (
 from tests.trainer.toy_decoder import SIZES, write_folder
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.models.sources import empty_module
+from trainer.models.build import empty_module
 
 MODULE = "tests.trainer.toy_decoder"
 TOY = {"_component_": f"{MODULE}.ToyDecoder", **SIZES}

@@ -18,8 +18,8 @@ from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB
 from launcher.sizing.trace import trace as ask_for_trace
 from trainer import config as configs
+from trainer.models.build import empty_module
 from trainer.models.decoder import Decoder
-from trainer.models.sources import empty_module
 from trainer.trace import Traced, estimate, trace
 
 ROOT = Path(__file__).parents[2]

@@ -58,11 +58,7 @@ class DocumentAttention(nn.Module):
         self.flex_attention: Callable[..., torch.Tensor] | None = None
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Mask = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask = None
     ) -> torch.Tensor:
         """Return [batch, sequence, heads, head_dim], like the query.
 
@@ -72,25 +68,53 @@ class DocumentAttention(nn.Module):
                 if each row is one document.
         """
         if isinstance(mask, flex.BlockMasks):
-            return flex.attend(
-                self.flex_attention,
-                (query, key, value),
-                mask.by_window[self.window],
-                self.softcap,
-                self.scale,
-            )
+            heads, blocks = (query, key, value), mask.by_window[self.window]
+            return flex.attend(self.flex_attention, heads, blocks, self.softcap, self.scale)
         if isinstance(mask, Documents):
             if self.varlen_attention is not None:
                 # No document is longer than the row, a constant that is known without waiting.
                 flat = (t.flatten(0, 1) for t in (query, key, value))
-                output = self.varlen_attention(*flat, mask.cu_seqlens, query.shape[1])
+                bounds, longest = mask.cu_seqlens, query.shape[1]
+                output = self.varlen_attention(*flat, bounds, bounds, longest, longest)
                 return output.unflatten(0, query.shape[:2])
             mask = mask.mask()
         mask = _with_window(mask, self.window, query)
-        if self.softcap is not None:
-            return _softcapped(query, key, value, mask, self.softcap, self.scale)
-        dropout = self.dropout if self.training else 0.0
-        return _sdpa(query, key, value, mask, dropout, self.scale)
+        attend = self._sdpa if self.softcap is None else self._softcapped
+        return attend(query, key, value, mask)
+
+    def _sdpa(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        repeats = query.shape[2] // key.shape[2]
+        # Only the flash kernel shares key heads without copies; elsewhere sharing is slower.
+        grouped = repeats > 1 and mask is None and query.is_cuda and query.dtype in FLASH_DTYPES
+        if repeats > 1 and not grouped:
+            key, value = _repeated(key, repeats), _repeated(value, repeats)
+        output = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=None if mask is None else mask.unsqueeze(1),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            scale=self.scale,
+            **({"enable_gqa": True} if grouped else {}),
+        )
+        return output.transpose(1, 2)
+
+    def _softcapped(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The textbook formula, which holds all scores at once."""
+        repeats, length = query.shape[2] // key.shape[2], query.shape[1]
+        key, value = (_repeated(t, repeats).transpose(1, 2) for t in (key, value))
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        scores = (query.transpose(1, 2) * scale) @ key.transpose(2, 3)
+        scores = torch.tanh(scores / self.softcap) * self.softcap
+        if mask is None:
+            mask = torch.ones(1, length, length, dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
+        return (scores.float().softmax(-1).to(query.dtype) @ value).transpose(1, 2)
 
     def fits_flash(self, dtype: torch.dtype) -> bool:
         """Whether the variable-length flash kernel computes the same."""
@@ -163,28 +187,14 @@ def use_flex_attention(model: nn.Module, device: torch.device) -> None:
 
 @cache
 def varlen_attention(window: int | None = None) -> Callable[..., torch.Tensor] | None:
-    """Return (query, key, value, cu_seqlens, longest) -> output; None if this torch has none.
-
-    All are [tokens, heads, head_dim].
-    """
+    """Return torch's variable-length attention, [tokens, heads, head_dim]; None if it has none."""
     if varlen_attn is None:
         return None
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     # The kernel always shares key heads; torch 2.13 has an option for it, and 2.11 has none.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
-    return partial(_varlen, partial(varlen_attn, **options))
-
-
-def _varlen(
-    kernel: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
-) -> torch.Tensor:
-    return kernel(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
+    return partial(varlen_attn, **options)
 
 
 def _with_window(
@@ -203,49 +213,3 @@ def _with_window(
 def _repeated(tensor: torch.Tensor, repeats: int) -> torch.Tensor:
     """[batch, sequence, key heads, head_dim] with each head `repeats` times."""
     return tensor.unsqueeze(3).expand(*tensor.shape[:3], repeats, -1).flatten(2, 3)
-
-
-def _sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scale: float | None,
-) -> torch.Tensor:
-    repeats = query.shape[2] // key.shape[2]
-    # Only the flash kernel shares key heads without copies; elsewhere sharing is slower.
-    grouped = repeats > 1 and mask is None and query.is_cuda and query.dtype in FLASH_DTYPES
-    if repeats > 1 and not grouped:
-        key, value = _repeated(key, repeats), _repeated(value, repeats)
-    output = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=None if mask is None else mask.unsqueeze(1),
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scale,
-        **({"enable_gqa": True} if grouped else {}),
-    )
-    return output.transpose(1, 2)
-
-
-def _softcapped(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    softcap: float,
-    scale: float | None,
-) -> torch.Tensor:
-    """The textbook formula, which holds all scores at once."""
-    repeats, length = query.shape[2] // key.shape[2], query.shape[1]
-    key, value = (_repeated(t, repeats).transpose(1, 2) for t in (key, value))
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    scores = (query.transpose(1, 2) * scale) @ key.transpose(2, 3)
-    scores = torch.tanh(scores / softcap) * softcap
-    if mask is None:
-        mask = torch.ones(1, length, length, dtype=torch.bool, device=query.device).tril()
-    scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
-    return (scores.float().softmax(-1).to(query.dtype) @ value).transpose(1, 2)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 # The label of a position that is not trained, as in torch.nn.functional.cross_entropy.
 IGNORE_INDEX = -100
@@ -61,12 +62,4 @@ class MicroBatch:
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        documents, positions = self.documents, self.positions
-        return replace(
-            self,
-            tokens=change(self.tokens),
-            labels=change(self.labels),
-            trained=change(self.trained),
-            positions=None if positions is None else change(positions),
-            documents=None if documents is None else Documents(*map(change, documents)),
-        )
+        return replace(self, **tree_map_only(torch.Tensor, change, vars(self)))

@@ -83,13 +83,11 @@ def _score_mod(softcap: float) -> Callable[..., torch.Tensor]:
     return score
 
 
+@cache
 def kernel(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return FlexAttention for `device`: not compiled on a CPU, where it makes all scores."""
-    return _compiled() if device.type == "cuda" else flex_attention
-
-
-@cache
-def _compiled() -> Callable[..., torch.Tensor]:
+    if device.type != "cuda":
+        return flex_attention
     # One kernel for each window, length or all lengths, with gradients or not: beyond the limit
     # all scores would be made.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
@@ -110,15 +108,13 @@ def attend(
         heads: query, key and value; key and value may have fewer heads.
         scale: of the scores; None is 1 / sqrt(head_dim).
     """
-    query, key, value = (tensor.transpose(1, 2) for tensor in heads)
+    heads = tuple(tensor.transpose(1, 2) for tensor in heads)
     output = kernel(
-        query,
-        key,
-        value,
+        *heads,
         score_mod=None if softcap is None else _score_mod(softcap),
         block_mask=mask,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=heads[0].shape[1] != heads[1].shape[1],
         kernel_options=KERNEL_OPTIONS,
     )
     return output.transpose(1, 2)

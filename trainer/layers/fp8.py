@@ -15,9 +15,9 @@ nothing of their own, and a frozen weight gets no gradient and keeps no input fo
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trainer.config import FP8_MULTIPLE
+from trainer.parallel.sharded import local
 
 # Ada and Hopper are the first that have them.
 CAPABILITY = (8, 9)
@@ -78,13 +78,10 @@ def fill_magnitudes(model: nn.Module) -> None:
     layers = [layer for layer in model.modules() if hasattr(layer, "fp8_largest")]
     if not layers:
         return
-    own = []
-    for layer in layers:
-        weight = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
-        # A rank may hold no row of a small weight.
-        found = weight.abs().max() if weight.numel() else torch.zeros(())
-        own.append(found.to(layer.fp8_largest))
-    largest = torch.stack(own)
+    weights = [local(layer.weight) for layer in layers]
+    # A rank may hold no row of a small weight.
+    own = [weight.abs().max() if weight.numel() else torch.zeros(()) for weight in weights]
+    largest = torch.stack([magnitude.to(layers[0].fp8_largest) for magnitude in own])
     if dist.get_world_size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     for layer, value in zip(layers, largest, strict=True):
@@ -170,19 +167,11 @@ def _product(left: Scaled, right: Scaled, fast: bool = False) -> torch.Tensor:
         fast: sum less precisely, as is done for the activations only.
     """
     (a, a_scale, dtype), (b, b_scale, _) = left, right
-    if a_scale.ndim == 0:
-        return torch._scaled_mm(
-            a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
-        )
-    if fast:
-        product = torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a=a_scale,
-            scale_b=b_scale.t(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
+    by_row = a_scale.ndim > 0
+    if fast or not by_row:
+        kind = torch.bfloat16 if by_row else dtype
+        scales = {"scale_a": a_scale, "scale_b": b_scale.t()}
+        product = torch._scaled_mm(a, b.t(), **scales, out_dtype=kind, use_fast_accum=fast)
         return product.to(dtype)
     # The kernel for scales of rows is slow with precise sums; powers of two lose nothing later.
     one = torch.ones((), device=a.device)

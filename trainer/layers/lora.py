@@ -30,12 +30,7 @@ class AdaptedLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        base: nn.Module,
-        rank: int,
-        alpha: float,
-        dropout: float = 0.0,
-        use_dora: bool = False,
+        self, base: nn.Module, rank: int, alpha: float, dropout: float = 0.0, use_dora: bool = False
     ) -> None:
         super().__init__()
         weight, like = base.weight, {"device": base.weight.device, "dtype": base.weight.dtype}
@@ -59,19 +54,6 @@ class AdaptedLinear(nn.Module):
 def is_adapter(name: str) -> bool:
     """True for the name of a parameter that an adapter adds."""
     return name.endswith(ADAPTER_PARTS)
-
-
-def add_adapters(
-    model: nn.Module, names: Iterable[str], rank: int, alpha: float, **settings: object
-) -> None:
-    """Replace the linear layers `names` of `model` by adapted ones over the same weights.
-
-    Args:
-        settings: dropout and use_dora of `AdaptedLinear`.
-    """
-    for name in names:
-        base = model.get_submodule(name)
-        model.set_submodule(name, AdaptedLinear(base, rank, alpha, **settings))
 
 
 def quantise(model: nn.Module, names: Iterable[str]) -> None:
@@ -145,7 +127,11 @@ def adapted(
     if magnitude is None:
         return out
     squares = _squares(layer, weight, a, b)
-    return out * (magnitude / _norms(squares if total is None else total(squares), magnitude))
+    if total is not None:
+        squares = total(squares)
+    # A row of zeros stays one; rounded like the magnitude, the ratio is exactly 1 at first.
+    norms = squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt().to(magnitude.dtype)
+    return out * (magnitude / norms)
 
 
 @torch.no_grad()
@@ -165,11 +151,6 @@ def _squares(
         + 2 * layer.scaling * (cross * b).sum(1)
         + layer.scaling**2 * (F.linear(b, a @ a.T) * b).sum(1)
     )
-
-
-def _norms(squares: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
-    # A row of zeros stays one; rounded like the magnitude, the ratio is exactly 1 at first.
-    return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt().to(magnitude.dtype)
 
 
 def _dense(layer: nn.Module, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

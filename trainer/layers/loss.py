@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from trainer.config import TrainConfig, instantiate
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.lora import AdaptedLinear
 from trainer.parallel.activations import compiled
-from trainer.parallel.sharded import full_tensor
+from trainer.parallel.sharded import full_tensor, local
 
 SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
 # torchtune's configs name it so after its last release, which has no such class yet.
@@ -72,11 +72,7 @@ class LinearCrossEntropy:
             del model.unembed
 
     def _summed_loss(
-        self,
-        model: nn.Module,
-        targets: torch.Tensor,
-        trained: torch.Tensor,
-        hidden: torch.Tensor,
+        self, model: nn.Module, targets: torch.Tensor, trained: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
         rows = model.final_norm(hidden).flatten(0, 1).index_select(0, trained)
         pairs, group = _factors(model, rows)
@@ -105,10 +101,10 @@ def _factors(model: nn.Module, rows: torch.Tensor) -> tuple[Pairs, dist.ProcessG
     """
     head = model.output_head
     weight = model.embedding.weight if head is None else head.weight
-    pairs = [(rows, _local(weight))]
+    pairs = [(rows, local(weight))]
     if isinstance(head, AdaptedLinear) and head.magnitude is None:
         # A sees the whole input, but only this rank's rows of B send a gradient back to it.
-        a, b = _local(head.lora_a.weight, partial_gradient=True), _local(head.lora_b.weight)
+        a, b = local(head.lora_a.weight, partial_gradient=True), local(head.lora_b.weight)
         pairs.append((head.scaling * F.linear(head.dropout(rows), a), b))
     elif not isinstance(head, nn.Linear | None) or getattr(head, "bias", None) is not None:
         raise ConfigError(
@@ -117,13 +113,6 @@ def _factors(model: nn.Module, rows: torch.Tensor) -> tuple[Pairs, dist.ProcessG
         )
     group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
     return pairs, group
-
-
-def _local(weight: torch.Tensor, partial_gradient: bool = False) -> torch.Tensor:
-    """This rank's part; of a replicated weight each rank may have a partial gradient."""
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.to_local(grad_placements=[Partial()] if partial_gradient else None)
 
 
 def linear_cross_entropy(
@@ -154,31 +143,20 @@ def linear_cross_entropy(
     """
     tokens = targets.numel()
     vocabulary, dim = pairs[0][1].shape
-    if chunks is None:
-        # A chunk's logits are then about as many numbers as the hidden states.
-        size = max(MIN_CHUNK_TOKENS, -(-tokens // -(-vocabulary // dim)))
-    else:
-        size = max(1, -(-tokens // chunks))
+    # Of that many chunks, one's logits are about as many numbers as the hidden states.
+    least, count = (MIN_CHUNK_TOKENS, -(-vocabulary // dim)) if chunks is None else (1, chunks)
+    size = max(least, -(-tokens // count))
     tensors = [tensor for pair in pairs for tensor in pair]
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
-    function = _compiled_chunk if compile_chunks and group is None else _chunk
-    return _LinearCrossEntropy.apply(targets, size, group, softcap, function, wanted, *tensors)
+    chunk_loss = _compiled_chunk if compile_chunks and group is None else _chunk
+    return _LinearCrossEntropy.apply(targets, size, group, softcap, chunk_loss, wanted, *tensors)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are made in the forward pass; the backward pass scales them once."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        targets: torch.Tensor,
-        size: int,
-        group: dist.ProcessGroup | None,
-        softcap: float | None,
-        function: Callable[..., Any],
-        wanted: list[bool],
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx, targets, size, group, softcap, chunk_loss, wanted, *tensors):
         exact = torch.promote_types(tensors[0].dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=targets.device)
         # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
@@ -186,10 +164,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.zeros_like(tensor, dtype=exact if index % 2 else None) if wanted[index] else None
             for index, tensor in enumerate(tensors)
         ]
-        columns = _own_columns(targets, tensors[1].shape[0], group)
+        columns, held = _own_columns(targets, tensors[1].shape[0], group)
+
+        # In a function of its own, so that a chunk's logits are gone before the next one's are
+        # made. No name and no tuple for them: once they are made exact nothing must hold them.
+        def add_chunk(part: slice) -> torch.Tensor:
+            loss, slope = chunk_loss(
+                _logits(tensors, part), columns[part], held[part], group, softcap, any(wanted)
+            )
+            for index in range(0, len(tensors), 2):
+                inputs, weight = tensors[index : index + 2]
+                if wanted[index]:
+                    torch.mm(slope, weight, out=gradients[index][part])
+                if wanted[index + 1]:
+                    _add_product(gradients[index + 1], slope.t(), inputs[part])
+            return loss
+
         for begin in range(0, targets.numel(), size):
-            part = slice(begin, begin + size)
-            total += _add_chunk(function, tensors, gradients, part, columns, group, softcap)
+            total += add_chunk(slice(begin, begin + size))
         ctx.gradients = [
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, tensors, strict=True)
@@ -197,44 +189,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, upstream):
         if ctx.gradients is None:
             raise RuntimeError("the backward pass of linear_cross_entropy runs once only")
         gradients, ctx.gradients = ctx.gradients, None
         scaled = (None if g is None else g.mul_(upstream) for g in gradients)
         return None, None, None, None, None, None, *scaled
-
-
-def _add_chunk(
-    function: Callable[..., Any],
-    tensors: tuple[torch.Tensor, ...],
-    gradients: list[torch.Tensor | None],
-    part: slice,
-    columns: tuple[torch.Tensor, torch.Tensor],
-    group: dist.ProcessGroup | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Summed loss of one chunk of tokens; its part of the gradients is added to `gradients`.
-
-    In a function of its own, so that a chunk's logits are gone before the next one's are made.
-
-    Args:
-        function: `_chunk`, or its compiled form.
-    """
-    wanted = any(gradient is not None for gradient in gradients)
-    exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    own, held = columns[0][part], columns[1][part]
-    # No name and no tuple for the logits: once they are made exact nothing must hold them.
-    loss, slope = function(_logits(tensors, part), own, held, exact, group, softcap, wanted)
-    if slope is None:
-        return loss
-    for index in range(0, len(tensors), 2):
-        inputs, weight = tensors[index : index + 2]
-        if gradients[index] is not None:
-            torch.mm(slope, weight, out=gradients[index][part])
-        if gradients[index + 1] is not None:
-            _add_product(gradients[index + 1], slope.t(), inputs[part])
-    return loss
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -282,17 +242,16 @@ def _chunk(
     logits: torch.Tensor,
     columns: torch.Tensor,
     held: torch.Tensor,
-    exact: torch.dtype,
     group: dist.ProcessGroup | None,
     softcap: float | None,
     slope_wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Summed loss of [tokens, vocabulary] logits, in `exact`, and its gradient, in their dtype.
+    """Summed loss of [tokens, vocabulary] logits, and its gradient, in their dtype.
 
-    The logits may be overwritten.
+    The loss is in fp32, or fp64 for fp64 logits, which may be overwritten.
     """
     dtype, tanh = logits.dtype, None
-    logits = logits.to(exact)
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
     if softcap is not None:
         tanh = logits.div_(softcap).tanh_()
         logits = softcap * tanh
@@ -300,7 +259,7 @@ def _chunk(
     if group is not None:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     logits -= highest
-    columns, held = columns.unsqueeze(1), held.to(exact).unsqueeze(1)
+    columns, held = columns.unsqueeze(1), held.to(logits.dtype).unsqueeze(1)
     chosen = logits.gather(1, columns)
     sums = torch.cat([logits.exp_().sum(1, keepdim=True), chosen * held], 1)
     if group is not None:
@@ -351,21 +310,18 @@ class TokenLoss:
             raise ConfigError("loss.reduction: must be mean, the trainer divides by all tokens")
         if self._component.ignore_index != IGNORE_INDEX:
             raise ConfigError(f"loss.ignore_index: must be {IGNORE_INDEX}")
-        # The model then gives its logits in so many chunks; 0 means whole. A loss without logits
-        # reads the output head's weight by itself, so that FSDP must keep it with the root.
-        without_logits = isinstance(self._component, LinearCrossEntropy)
-        if without_logits:
+        # The model then gives its logits in so many chunks; 0 means whole.
+        self.output_chunks = getattr(self._component, "num_output_chunks", 0)
+        if isinstance(self._component, LinearCrossEntropy):
+            # It reads the output head's weight by itself, so that FSDP must keep it with the root.
+            self.output_chunks = 1
             self._component.compiled = config.compile
-        dora = config.model.get("use_dora") and config.model.get("apply_lora_to_output")
-        if without_logits and dora:
-            raise ConfigError(
-                "loss: LinearCrossEntropy knows no DoRA on the output head; set "
-                "model.apply_lora_to_output=False, or "
-                "loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
-            )
-        self.output_chunks = (
-            1 if without_logits else getattr(self._component, "num_output_chunks", 0)
-        )
+            if config.model.get("use_dora") and config.model.get("apply_lora_to_output"):
+                raise ConfigError(
+                    "loss: LinearCrossEntropy knows no DoRA on the output head; set "
+                    "model.apply_lora_to_output=False, or "
+                    "loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
+                )
 
     def __call__(self, model: nn.Module, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Summed loss, a scalar in fp32 with a graph behind it, also if no token is trained.

@@ -1,20 +1,21 @@
-"""The model: built on the meta device, laid out over the ranks, filled from safetensors."""
+"""The model: from its config block to the meta device, over the ranks, filled from safetensors."""
 
+import importlib
+import inspect
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, lora, nf4
 from trainer.models.decoder import Decoder, Role
-from trainer.models.sources import empty_module
 from trainer.parallel import activations, fsdp, tensor_parallel
-from trainer.parallel.mesh import device_mesh, needs_fsdp
 from trainer.parallel.world import World
 from trainer.storage import weights
 
@@ -22,6 +23,12 @@ from trainer.storage import weights
 warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# By the prefix of model._component_: the module whose `adopt` makes a Decoder from what such a
+# component returns. Any other component must return a Decoder itself.
+SOURCES = {"torchtune.": "trainer.models.torchtune.decoder"}
+# Keys of a `model` block for a component that returns a Decoder; torchtune's builders add adapters
+# themselves.
+ADAPTER_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora")
 
 
 @dataclass(frozen=True)
@@ -87,9 +94,11 @@ def lay_out(module: Decoder, config: TrainConfig, world: World, output_chunks: i
     """
     freeze_base(module)
     if config.master_weights:
-        _keep_trainable_in_fp32(module)
-    use_fsdp = needs_fsdp(config, world)
-    mesh = device_mesh(world, use_fsdp)
+        # Frozen parameters have no updates that bf16 could lose.
+        for parameter in filter(attrgetter("requires_grad"), module.parameters()):
+            parameter.data = parameter.data.float()
+    use_fsdp = fsdp.needed(config, world)
+    mesh = world.mesh(use_fsdp)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
     attention.choose_kernels(module, world.device, DTYPES[config.dtype])
@@ -108,11 +117,90 @@ def freeze_base(module: nn.Module) -> None:
 
 def empty(config: TrainConfig) -> Decoder:
     """Return the model that `config` names, without weights, on the meta device."""
-    with torch.device("meta"), _default_dtype(DTYPES[config.dtype]):
-        module = empty_module(config.model)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[config.dtype])
+    try:
+        with torch.device("meta"):
+            module = empty_module(config.model)
+    finally:
+        torch.set_default_dtype(before)
     if config.fp8_recipe is not None:
         lora.use_fp8(module, module.linear_layers(), config.fp8_recipe)
     return module
+
+
+def own_keys(block: dict[str, Any]) -> set[str]:
+    """The keys of a `model` block that the trainer reads and does not pass to the component."""
+    return {"quantize_base"} if _source(block) else {"quantize_base", *ADAPTER_KEYS}
+
+
+def _source(block: dict[str, Any]) -> str | None:
+    name = block["_component_"]
+    return next((SOURCES[prefix] for prefix in SOURCES if name.startswith(prefix)), None)
+
+
+def empty_module(block: dict[str, Any]) -> Decoder:
+    """Return the model that a `model` block names, without weights; call it on the meta device.
+
+    With `quantize_base` the weights of its blocks are NF4. torchtune's own quantised weights cannot
+    be sharded over two mesh dimensions; ours are put into what a builder makes without them, which
+    also serves the builders that have no `quantize_base`.
+
+    Raises:
+        ConfigError: the component returns no decoder, or one that cannot be quantised.
+    """
+    builder = component("model", block["_component_"])
+    # A qlora_* builder is the lora_* one with this keyword set.
+    preset = getattr(builder, "keywords", {}).get("quantize_base", False)
+    quantised = block.get("quantize_base", preset)
+    ours = own_keys(block)
+    plain = {key: value for key, value in block.items() if key not in ours}
+    if "quantize_base" in inspect.signature(builder).parameters:
+        plain["quantize_base"] = False
+    model = instantiate("model", plain)
+    if source := _source(block):
+        model = importlib.import_module(source).adopt(model)
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"model: {block['_component_']} returns a {type(model).__name__}, not a "
+            "trainer.models.decoder.Decoder"
+        )
+    if not source:
+        _add_adapters(model, block)
+    if quantised:
+        _quantise(model)
+    return model
+
+
+def _add_adapters(model: Decoder, block: dict[str, Any]) -> None:
+    """Add adapters to the linear layers of the blocks, or to those that `lora_modules` names."""
+    rank = block.get("lora_rank")
+    if rank is None:
+        if given := [key for key in ADAPTER_KEYS if key in block]:
+            raise ConfigError(f"model.{given[0]}: needs model.lora_rank")
+        return
+    layers = {name: name.rpartition(".")[2] for name in model.linear_layers()}
+    wanted = set(block.get("lora_modules") or layers.values())
+    if unknown := wanted - set(layers.values()):
+        known = ", ".join(sorted(set(layers.values())))
+        raise ConfigError(f"model.lora_modules: no layer {', '.join(sorted(unknown))}; has {known}")
+    alpha, dropout = block.get("lora_alpha", 2 * rank), block.get("lora_dropout", 0.0)
+    use_dora = block.get("use_dora", False)
+    for name in [name for name, last in layers.items() if last in wanted]:
+        base = model.get_submodule(name)
+        model.set_submodule(name, lora.AdaptedLinear(base, rank, alpha, dropout, use_dora))
+
+
+def _quantise(model: Decoder) -> None:
+    if lora.method(model) == "full":
+        raise ConfigError(
+            "model.quantize_base: only adapters can be trained over a quantised base; "
+            "use a lora_* builder, or set model.quantize_base=False"
+        )
+    names = model.linear_layers()
+    if faults := nf4.faults(names, model):
+        raise ConfigError(*faults)
+    lora.quantise(model, names)
 
 
 def fitting(
@@ -163,24 +251,6 @@ def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
     if config.fp8_recipe and (lack := fp8.missing(config.fp8_recipe, device)):
         raise ConfigError(f"enable_fp8_training: {lack}; set enable_fp8_training=False")
-
-
-def _keep_trainable_in_fp32(module: nn.Module) -> None:
-    """Make trainable parameters fp32; frozen ones have no updates that bf16 could lose."""
-    for owner in module.modules():
-        for name, parameter in list(owner.named_parameters(recurse=False)):
-            if parameter.requires_grad:
-                setattr(owner, name, nn.Parameter(parameter.float()))
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def allocate(module: Decoder, device: torch.device, *, parameters_on_cpu: bool) -> None:

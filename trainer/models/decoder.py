@@ -23,20 +23,25 @@ class Role(Enum):
 
     Every module with parameters has a role. A norm, whatever its role, is an RMSNorm: it has one
     parameter, `eps`, and `unit_offset` = True if it multiplies by 1 + its parameter, as Gemma's.
+
+    Attributes:
+        EMBEDDING: its rows, the vocabulary, are split. `output_scale`, if it has one, multiplies
+            its output.
+        OUTPUT: as a column layer; its logits stay split over the vocabulary.
+        COLUMN: a linear layer whose outputs are split.
+        ROW: a linear layer whose inputs are split, behind column layers; its outputs are summed.
+        NORM: a norm before column layers: it takes this rank's tokens and gathers the whole
+            sequence.
+        REPLICATED: whole on every rank, on this rank's tokens or heads: other norms, and linear
+            layers.
     """
 
     EMBEDDING = auto()
-    """Its rows, the vocabulary, are split. `output_scale`, if it has one, multiplies its output."""
     OUTPUT = auto()
-    """As a column layer; its logits stay split over the vocabulary."""
     COLUMN = auto()
-    """A linear layer whose outputs are split."""
     ROW = auto()
-    """A linear layer whose inputs are split, behind column layers; its outputs are summed."""
     NORM = auto()
-    """A norm before column layers: it takes this rank's tokens and gathers the whole sequence."""
     REPLICATED = auto()
-    """Whole on every rank, on this rank's tokens or heads: other norms, and linear layers."""
 
 
 class Decoder(nn.Module, ABC):

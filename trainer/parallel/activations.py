@@ -175,14 +175,12 @@ class _Input:
         self._fetched: torch.Tensor | None = None
         self._taken = False
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        if stream is None:
-            self._host.copy_(tensor)
-            return
-        stream.wait_stream(torch.cuda.current_stream())
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            # Its memory is used again only when the copy is done.
+            tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             self._host.copy_(tensor, non_blocking=True)
-        # Its memory is used again only when the copy is done.
-        tensor.record_stream(stream)
 
     def take(self) -> torch.Tensor:
         """The tensor, on its device again."""

@@ -6,18 +6,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.config import TrainConfig
 from trainer.models.decoder import Decoder
+from trainer.parallel.world import World
 
 # A split embedding returns a view of what was communicated, and nothing changes it in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\)")
+
+
+def needed(config: TrainConfig, world: World) -> bool:
+    """Whether FSDP2 holds the model: over several ranks, or for what only FSDP2 can do on one.
+
+    That is to keep parameters on the CPU, and to compute in another dtype than they are kept in.
+    """
+    return world.data_size > 1 or config.fsdp_cpu_offload or config.master_weights is not None
 
 
 def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, config: TrainConfig) -> None:

@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trainer.parallel.sharded import local
+
 
 def set_gradient_sync(model: nn.Module, *, last: bool, each: bool) -> None:
     """Say before a backward pass whether it sums gradients over ranks.
@@ -44,8 +46,8 @@ def clip_gradients(
         loss: this rank's, detached; if it is not finite on any rank, the norm is not either.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norms = torch._foreach_norm(local, dtype=torch.float32)
+    own = [local(gradient) for gradient in gradients]
+    norms = torch._foreach_norm(own, dtype=torch.float32)
     squares = torch._foreach_pow(norms, 2)
     # A shard that several ranks hold counts once.
     torch._foreach_mul_(squares, [1 / _replicas(g) for g in gradients])
@@ -56,7 +58,7 @@ def clip_gradients(
         dist.all_reduce(total)
     norm = total.sqrt()
     if max_norm is not None:
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

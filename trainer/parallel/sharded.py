@@ -3,12 +3,24 @@
 import logging
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 # A parameter that is sharded over two mesh dimensions is gathered in two steps; torch warns of it.
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
     lambda record: "sequential all_gather" not in record.getMessage()
 )
+
+
+def local(tensor: torch.Tensor, *, partial_gradient: bool = False) -> torch.Tensor:
+    """Return this rank's part of a tensor, sharded or not.
+
+    Args:
+        partial_gradient: the gradients of a replicated tensor must be summed over the ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # As a method: the compiler breaks the graph at the function DTensor.to_local.
+    return tensor.to_local(grad_placements=[Partial()] if partial_gradient else None)
 
 
 def local_part(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:

@@ -10,63 +10,50 @@ the parameters, and does the communication and its gradients.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from runspec.layout import model_faults
 from trainer.layers import lora, nf4
 from trainer.layers.patch import patch_forward
 from trainer.models.decoder import Decoder, Role
+from trainer.parallel.sharded import local
 
 SEQUENCE = Shard(1)
-# (module, mesh, input) -> output; parameters and tensors are this rank's.
-LocalForward = Callable[[nn.Module, DeviceMesh, torch.Tensor], torch.Tensor]
+# (module, input) -> output; parameters and tensors are this rank's, and the module has its mesh.
+LocalForward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+# A parameter -> what this rank computes with.
+LocalPart = Callable[[torch.Tensor], torch.Tensor]
 # The placements of a column-split layer's parameters.
-COLUMN = {
-    "weight": Shard(0),
-    "bias": Shard(0),
-    "lora_b.weight": Shard(0),
-    "magnitude": Shard(0),
-}
+COLUMN = dict.fromkeys(("weight", "bias", "lora_b.weight", "magnitude"), Shard(0))
 
 
-@cache
-def _on_own_mesh(forward: LocalForward) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    return lambda module, x: forward(module, module.tensor_parallel_mesh, x)
-
-
-def _embedding(layer: nn.Embedding, mesh: DeviceMesh, tokens: torch.Tensor) -> torch.Tensor:
+def _embedding(layer: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
     """[batch, sequence] to this rank's [batch, sequence / ranks, dim], from its rows."""
-    rows = layer.weight.to_local()
-    index = tokens - mesh.get_local_rank() * rows.shape[0]
+    rows = local(layer.weight)
+    index = tokens - layer.tensor_parallel_mesh.get_local_rank() * rows.shape[0]
     elsewhere = (index < 0) | (index >= rows.shape[0])
     found = F.embedding(index.masked_fill(elsewhere, 0), rows)
-    out = _summed_parts(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), mesh)
+    out = _summed(layer, SEQUENCE, found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
     scale = getattr(layer, "output_scale", None)
     # As Gemma was trained, the factor is rounded to the model's dtype.
     return out if scale is None else out * torch.tensor(scale, dtype=out.dtype)
 
 
-def _summed_parts(partial_sum: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Sum the ranks' [batch, sequence, dim]; each rank gets its part of the sequence."""
+def _summed(layer: nn.Module, to: Shard | Replicate, partial_sum: torch.Tensor) -> torch.Tensor:
+    """Sum the ranks' tensors; each rank gets its part of the sum, or all of it."""
+    mesh = layer.tensor_parallel_mesh
     summed = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
-    return summed.redistribute(placements=[SEQUENCE]).to_local()
+    return summed.redistribute(placements=[to]).to_local()
 
 
-def _replicated(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+def _replicated(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A norm or a linear layer on this rank's tokens or heads, which stay this rank's."""
     if isinstance(layer, nn.Linear | lora.AdaptedLinear):
         return _with_bias(layer, _product(layer, x, _partial, _partial, _partial), _partial)
@@ -77,23 +64,17 @@ def _replicated(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Te
     return F.rms_norm(x.float(), scale.shape, scale, layer.eps).to(x.dtype)
 
 
-def _local(parameter: DTensor) -> torch.Tensor:
-    """A parameter's part on this rank."""
-    # As a method: the compiler breaks the graph at the function DTensor.to_local.
-    return parameter.to_local()
-
-
-def _partial(parameter: DTensor) -> torch.Tensor:
+def _partial(parameter: torch.Tensor) -> torch.Tensor:
     """A replicated parameter; each rank has the gradient of its part of the inputs only."""
-    return parameter.to_local(grad_placements=[Partial()])
+    return local(parameter, partial_gradient=True)
 
 
 def _product(
     layer: nn.Module,
     x: torch.Tensor,
-    weight: Callable[[DTensor], torch.Tensor],
-    a: Callable[[DTensor], torch.Tensor],
-    b: Callable[[DTensor], torch.Tensor],
+    weight: LocalPart,
+    a: LocalPart,
+    b: LocalPart,
     total: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The product of a linear layer with or without an adapter, without its bias.
@@ -111,48 +92,39 @@ def _product(
     )
 
 
-def _with_bias(
-    layer: nn.Module, out: torch.Tensor, bias: Callable[[DTensor], torch.Tensor]
-) -> torch.Tensor:
+def _with_bias(layer: nn.Module, out: torch.Tensor, bias: LocalPart) -> torch.Tensor:
     return out if layer.bias is None else out + bias(layer.bias)
 
 
-def _norm(norm: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Normalise this rank's [batch, sequence / ranks, dim]; return [batch, sequence, dim]."""
-    part = DTensor.from_local(_replicated(norm, mesh, x), mesh, [SEQUENCE], run_check=False)
-    gathered = part.redistribute(placements=[Replicate()])
+    mesh = norm.tensor_parallel_mesh
+    part = DTensor.from_local(_replicated(norm, x), mesh, [SEQUENCE], run_check=False)
     # Column-split layers give back a gradient that is Partial.
-    return gathered.to_local(grad_placements=[Partial()])
+    return local(part.redistribute(placements=[Replicate()]), partial_gradient=True)
 
 
-def _column(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+def _column(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
     # A sees the whole input, but only this rank's rows of B send a gradient back to it.
-    out = _product(layer, x, _local, _partial, _local)
-    return _with_bias(layer, out, _local)
+    return _with_bias(layer, _product(layer, x, local, _partial, local), local)
 
 
-def _row(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+def _row(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """This rank's [batch, sequence, in / ranks] to its [batch, sequence / ranks, out]."""
     # B is linear: the ranks' outputs of A need no sum of their own before it.
-    total = partial(_summed, mesh)
-    out = _product(layer, x, _local, _local, _partial, total)
-    return _with_bias(layer, _summed_parts(out, mesh), _partial)
+    out = _product(layer, x, local, local, _partial, partial(_summed, layer, Replicate()))
+    return _with_bias(layer, _summed(layer, SEQUENCE, out), _partial)
 
 
-def _summed(mesh: DeviceMesh, partial_sum: torch.Tensor) -> torch.Tensor:
-    """Sum the ranks' tensors; every rank gets the sum."""
-    summed = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
-    return summed.redistribute(placements=[Replicate()]).to_local()
-
-
-def _output(layer: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
+def _output(layer: nn.Module, x: torch.Tensor) -> DTensor:
     """[batch, sequence, dim] to logits that stay split over the vocabulary."""
-    return DTensor.from_local(_column(layer, mesh, x), mesh, [Shard(-1)], run_check=False)
+    mesh = layer.tensor_parallel_mesh
+    return DTensor.from_local(_column(layer, x), mesh, [Shard(-1)], run_check=False)
 
 
 # By role: the forward pass, and the placements of the parameters that are not replicated.
-STYLES: dict[Role, tuple[LocalForward, dict[str, Placement]]] = {
+STYLES: dict[Role, tuple[LocalForward, dict[str, Shard]]] = {
     Role.EMBEDDING: (_embedding, {"weight": Shard(0)}),
     Role.OUTPUT: (_output, COLUMN),
     Role.COLUMN: (_column, COLUMN),
@@ -174,22 +146,19 @@ def split(model: Decoder, mesh: DeviceMesh) -> None:
     modules = list(model.named_modules())
     for pattern, role in model.roles().items():
         for module in (module for name, module in modules if fnmatchcase(name, pattern)):
-            _split_module(module, mesh, *STYLES[role])
+            _split_module(module, mesh, role)
 
 
-def _split_module(
-    module: nn.Module, mesh: DeviceMesh, forward: LocalForward, placements: dict[str, Placement]
-) -> None:
+def _split_module(module: nn.Module, mesh: DeviceMesh, role: Role) -> None:
+    forward, placements = STYLES[role]
     for name, parameter in list(module.named_parameters()):
         # Every rank fills its own part later, so none needs to send it.
-        split = distribute_tensor(
-            parameter, mesh, [placements.get(name, Replicate())], src_data_rank=None
-        )
+        placement = placements.get(name, Replicate())
+        split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         owner, _, last = name.rpartition(".")
-        split = nn.Parameter(split, parameter.requires_grad)
-        module.get_submodule(owner).register_parameter(last, split)
+        setattr(module.get_submodule(owner), last, nn.Parameter(split, parameter.requires_grad))
     module.tensor_parallel_mesh = mesh
-    patch_forward(module, _on_own_mesh(forward))
+    patch_forward(module, forward)
 
 
 def faults(model: Decoder, ranks: int) -> list[str]:

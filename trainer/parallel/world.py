@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runspec.layout import Layout, LayoutError
+from trainer.config import TrainConfig
 from trainer.errors import ConfigError, PeerError, is_permanent
 
 T = TypeVar("T")
@@ -59,17 +61,46 @@ class World:
         """1 on one rank of each group and 0 on the others, so that sums count data once."""
         return int(self.rank % self.tensor_parallel_dim == 0)
 
+    def described(self, config: TrainConfig) -> str:
+        """Return the layout in words, for the log."""
+        layout = self.layout
+        masters = f" with {config.master_weights} master weights" if config.master_weights else ""
+        fp8 = f", products in fp8 ({config.fp8_recipe})" if config.fp8_recipe else ""
+        parts = {
+            config.dtype + masters + fp8: True,
+            f"FSDP over {layout.shard}": layout.shard > 1,
+            f"{layout.replicate} data-parallel replicas": layout.replicate > 1,
+            f"tensor parallel over {layout.tensor_parallel}": layout.tensor_parallel > 1,
+            "parameters and optimizer on the CPU": config.fsdp_cpu_offload,
+        }
+        return ", ".join(part for part, holds in parts.items() if holds)
+
+    def mesh(self, fsdp: bool) -> DeviceMesh | None:
+        """Return the ranks as a mesh (dp_replicate, dp_shard, tp); None for one rank without FSDP.
+
+        Dimensions of size 1 are left out, except dp_shard if FSDP is used. The ranks lie as
+        runspec.layout says.
+        """
+        layout = self.layout
+        sizes = (layout.replicate, layout.shard, layout.tensor_parallel)
+        named = zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)
+        kept = {name: size for name, size in named if size > 1 or (fsdp and name == "dp_shard")}
+        if not kept:
+            return None
+        return init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64."""
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.cpu_group)
-        return total.tolist()
+        return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, values: list[float]) -> list[float]:
         """Element-wise maximum over all ranks, in float64."""
-        highest = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.cpu_group)
-        return highest.tolist()
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: list[float], operation: dist.ReduceOp) -> list[float]:
+        reduced = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(reduced, operation, self.cpu_group)
+        return reduced.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
@@ -82,8 +113,7 @@ class World:
 
         Without this the ranks that did not fail would wait for the one that did.
         """
-        fault: Exception | None = None
-        result = None
+        result, fault = None, None
         try:
             result = task()
         except Exception as error:
@@ -135,22 +165,16 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
     layout = layout_of(config or {}, size)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    where, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
         _check_gpu(local_rank)
         torch.cuda.set_device(local_rank)
-        where = torch.device("cuda", local_rank)
-        backend = "cuda:nccl,cpu:gloo"
-    else:
-        where = torch.device("cpu")
-        backend = "gloo"
-        if "OMP_NUM_THREADS" not in os.environ:
-            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+        where, backend = torch.device("cuda", local_rank), "cuda:nccl,cpu:gloo"
+    elif "OMP_NUM_THREADS" not in os.environ:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=TIMEOUT, **alone)
     cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return World(rank, size, local_rank, where, cpu_group, layout)
 

@@ -29,7 +29,7 @@ def adopt(module: nn.Module) -> Decoder:
     if not isinstance(module, compat.TransformerDecoder):
         raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
     module.__class__ = TorchtuneDecoder
-    for layer in module.modules():
+    for name, layer in list(module.named_modules()):
         if isinstance(layer, compat.MultiHeadAttention):
             _use_document_attention(layer, dropout=layer.attn_dropout)
         elif isinstance(layer, compat.Gemma2Attention):
@@ -43,11 +43,12 @@ def adopt(module: nn.Module) -> Decoder:
             layer.unit_offset = True
         elif isinstance(layer, compat.GemmaNormEmbeddings):
             layer.output_scale = layer.embedding_dim**0.5
+        elif isinstance(layer, compat.LoRALinear | compat.DoRALinear):
+            module.set_submodule(name, _own_adapter(layer))
     # torchtune's Gemma 2 caps the last hidden state; Gemma 2 caps the logits made of it.
     if isinstance(module.norm, compat.Gemma2FinalNorm):
         module.output_softcap = module.norm.capping_value
         module.norm = module.norm.rms_norm
-    _use_own_adapters(module)
     return module
 
 
@@ -80,14 +81,10 @@ def _attention(
     return layer.output_proj(layer.core(query, key, value, mask).flatten(2))
 
 
-def _use_own_adapters(module: compat.TransformerDecoder) -> None:
-    for name, layer in list(module.named_modules()):
-        if isinstance(layer, compat.LoRALinear | compat.DoRALinear):
-            rank = layer.lora_a.out_features
-            use_dora = isinstance(layer, compat.DoRALinear)
-            alpha = layer.scaling * rank if use_dora else layer.alpha
-            dropout = getattr(layer.dropout, "p", 0.0)
-            module.set_submodule(name, AdaptedLinear(layer, rank, alpha, dropout, use_dora))
+def _own_adapter(layer: nn.Module) -> AdaptedLinear:
+    rank, use_dora = layer.lora_a.out_features, isinstance(layer, compat.DoRALinear)
+    alpha = layer.scaling * rank if use_dora else layer.alpha
+    return AdaptedLinear(layer, rank, alpha, getattr(layer.dropout, "p", 0.0), use_dora)
 
 
 class TorchtuneDecoder(Decoder, compat.TransformerDecoder):

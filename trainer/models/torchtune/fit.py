@@ -127,7 +127,7 @@ def _refusals(given: dict[str, Any]) -> list[str]:
 def _structure_faults(module: Decoder, given: dict[str, Any]) -> list[str]:
     """What the builder made of another kind than config.json has."""
     attention, mlp = module.layers[0].attn, module.layers[0].mlp
-    rope = attention.pos_embeddings
+    rope, family = attention.pos_embeddings, hub.FAMILIES[given["model_type"]]
     pairs = {
         "num_hidden_layers": (len(module.layers), given["num_hidden_layers"]),
         "num_attention_heads": (attention.num_heads, given["num_attention_heads"]),
@@ -135,10 +135,7 @@ def _structure_faults(module: Decoder, given: dict[str, Any]) -> list[str]:
         "head_dim": (attention.head_dim, given["head_dim"]),
         "activation": (_activation(mlp), given["hidden_act"]),
         "tie_word_embeddings": (module.output_head is None, bool(given["tie_word_embeddings"])),
-        "interleaved RoPE": (
-            isinstance(rope, INTERLEAVED),
-            hub.FAMILIES[given["model_type"]].interleaved,
-        ),
+        "interleaved RoPE": (isinstance(rope, INTERLEAVED), family.interleaved),
     }
     if given["rope_type"] == "llama3":
         built = "llama3" if isinstance(rope, LLAMA3) else "default"
@@ -157,9 +154,7 @@ def _differs(key: str, built: Any, given: Any, advice: str = "") -> str:
     return f"model: the builder has {key} {built}, the model's config.json has {given}; {advice}"
 
 
-def _fit_windows(
-    module: Decoder, given: dict[str, Any], arguments: Container[str]
-) -> list[str]:
+def _fit_windows(module: Decoder, given: dict[str, Any], arguments: Container[str]) -> list[str]:
     """Give the attention of each layer the window that config.json gives it.
 
     torchtune's Mistral, Phi 3 and Qwen 2 have no windows.
