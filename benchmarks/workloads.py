@@ -349,7 +349,7 @@ def write_rows(job: Job, config: TrainConfig, flops: ModelFlops) -> Prepared:
     # One rank with the rows of all ranks: the ranks take them in turns.
     config = replace(config, batch_size=job.batch_size * job.ranks)
     try:
-        batches = data.build(config, world, lambda text: None).training.from_step(0)
+        batches = data.build(config, world).training.from_step(0)
         steps = [next(batches)[0] for _ in range(job.total_steps)]
     finally:
         distributed.stop()

@@ -24,7 +24,7 @@ FLOORS = [
     ["launcher.checks", "launcher.observe", "launcher.hub"],
     ["launcher.workflows"],
     ["launcher.cli", "launcher.__main__", "launcher"],
-    ["trainer.errors", "trainer.config", "trainer.components", "trainer.rules"],
+    ["trainer.errors", "trainer.config"],
     # models/decoder.py is what these may ask of a model; the models themselves are further down.
     ["trainer.layers", "trainer.parallel", "trainer.models.decoder"],
     ["trainer.models", "trainer.data", "trainer.storage", "trainer.optimizers", "trainer.flops"],
@@ -32,11 +32,10 @@ FLOORS = [
         "trainer.metrics",
         "trainer.progress",
         "trainer.profiling",
-        "trainer.guard",
         "trainer.generate",
     ],
     ["trainer.objectives"],
-    ["trainer.reporting", "trainer.validation"],
+    ["trainer.reporting"],
     ["trainer.loop"],
     ["trainer"],
 ]

@@ -17,7 +17,6 @@ from torch import nn
 
 from trainer import config as configs
 from trainer import optimizers
-from trainer.config import TrainConfig
 from trainer.data import tokenizers
 from trainer.errors import ConfigError
 from trainer.layers.loss import LATER_NAMES, TokenLoss
@@ -85,7 +84,7 @@ def _blocks(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from _blocks(key, inner)
 
 
-def _misfits(config: TrainConfig) -> list[str]:
+def _misfits(config: configs.TrainConfig) -> list[str]:
     """Why model, tokenizer, loss and optimizer do not fit together, or not the model's folder."""
     found: list[str] = []
     _tried(found, lambda: TokenLoss(config))

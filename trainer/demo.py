@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainer.data.origin import texts
 from trainer.errors import ConfigError
 
 VOCAB_SIZE = 1024
@@ -24,6 +25,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# What differs from transformers' own values of a Llama.
 ARCHITECTURE = {
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -31,15 +33,8 @@ ARCHITECTURE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-05,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
 }
 README = """# Demo model
 
@@ -56,14 +51,14 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
     Raises:
         ConfigError: the dataset is missing, is no JSON lines, or holds no text.
     """
-    texts = _texts(dataset)
+    found = _texts(dataset)
     # transformers imports torchao if it is there, and no kernel of torchao is used here.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     temporary = folder.with_name(f".tmp_{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        tokenizer = _tokenizer(texts)
+        tokenizer = _tokenizer(found)
         tokenizer.save_pretrained(temporary)
         _model(seed, tokenizer).save_pretrained(temporary)
         (temporary / "README.md").write_text(
@@ -81,20 +76,13 @@ def _texts(dataset: Path) -> list[str]:
         rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"--dataset {dataset}: cannot be read: {error}") from None
-    texts = [
-        value
-        for row in rows
-        if isinstance(row, dict)
-        for value in row.values()
-        if isinstance(value, str)
-    ]
-    if not texts:
+    if not texts(rows):
         raise ConfigError(f"--dataset {dataset}: holds no text")
-    return texts
+    return texts(rows)
 
 
-def _tokenizer(texts: list[str]) -> Any:
-    """A byte-level BPE trained on `texts`, with the chat template."""
+def _tokenizer(found: list[str]) -> Any:
+    """A byte-level BPE trained on the texts that were found, with the chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -107,7 +95,7 @@ def _tokenizer(texts: list[str]) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(found, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=SPECIAL_TOKENS[0],

@@ -1,9 +1,10 @@
 """metrics.jsonl, TensorBoard scalars and the line that people read while a run goes on."""
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -28,16 +29,12 @@ def memory(device: torch.device) -> dict[str, float]:
         allocated = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
+    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "peak_memory_allocated_gb": allocated / GIB,
         "peak_memory_reserved_gb": reserved / GIB,
-        "memory_rss_gb": _resident_bytes() / GIB,
+        "memory_rss_gb": resident * os.sysconf("SC_PAGE_SIZE") / GIB,
     }
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Metrics:
@@ -49,7 +46,10 @@ class Metrics:
 
     def __init__(self, run_dir: Path, resumed_step: int) -> None:
         path = run_dir / files.METRICS
-        _drop_after(path, resumed_step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in files.read_json_lines(path) if isinstance(line, dict)]
+        kept = [line for line in lines if line.get("step", math.inf) <= resumed_step]
+        files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._folder, self._resumed_step = run_dir / files.TENSORBOARD, resumed_step
 
@@ -80,21 +80,6 @@ class Metrics:
         self._file.close()
         if "_board" in vars(self):
             self._board.close()
-
-
-def _drop_after(path: Path, step: int) -> None:
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
-            # The last line of a killed process may be cut short; it belongs to lost work.
-            continue
-    files.write_text(path, "".join(kept))
 
 
 @dataclass
@@ -141,14 +126,11 @@ class Clock:
 
     def waiting(self, batches: Iterator[T]) -> Iterator[T]:
         """The same batches; the time until each is there is counted."""
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        began = time.perf_counter()
+        for batch in batches:
             self._lap.data_wait_s += time.perf_counter() - began
             yield batch
+            began = time.perf_counter()
 
     def add(self, tokens: float, flops: float) -> None:
         """Count one step's tokens and model FLOPs, over all ranks."""
@@ -219,13 +201,3 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
-
-
-def say(is_main: bool) -> Callable[[str], None]:
-    """A print that speaks on rank 0 only, at once."""
-
-    def speak(text: str) -> None:
-        if is_main:
-            print(text, flush=True)
-
-    return speak

@@ -1,17 +1,11 @@
 """torch.profiler by the config's `profiler` block; traces land where TensorBoard finds them."""
 
-import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.profiler import (
-    ProfilerAction,
-    ProfilerActivity,
-    profile,
-    schedule,
-    tensorboard_trace_handler,
-)
+from torch.profiler import ProfilerAction, ProfilerActivity
 
 from runspec import files
 from trainer.config import PROFILER_KEYS, TrainConfig
@@ -22,19 +16,6 @@ SUMMARY_ROWS = 50
 SNAPSHOT_EVENTS = 200_000
 
 
-class NoProfiler:
-    """Takes the place of the profiler and does nothing."""
-
-    def __enter__(self) -> "NoProfiler":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing to write."""
-
-    def step(self) -> None:
-        """Nothing to record."""
-
-
 class Profiler:
     """What `profiler` describes."""
 
@@ -42,13 +23,13 @@ class Profiler:
         self._folder, self._rank = config.output_dir / files.PROFILE, world.rank
         self._cuda = world.device.type == "cuda"
         self._snapshot = settings["memory_snapshot"] and self._cuda
-        self._save_trace = tensorboard_trace_handler(
+        self._save_trace = torch.profiler.tensorboard_trace_handler(
             str(self._folder), worker_name=f"rank_{world.rank}"
         )
         activities = [ProfilerActivity.CPU] if settings["cpu"] else []
         if settings["cuda"] and self._cuda:
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(
+        self._profile = torch.profiler.profile(
             activities=activities or [ProfilerActivity.CPU],
             profile_memory=settings["profile_memory"],
             with_stack=settings["with_stack"],
@@ -73,7 +54,7 @@ class Profiler:
         """One training step is done."""
         self._profile.step()
 
-    def _write(self, recorded: profile) -> None:
+    def _write(self, recorded: torch.profiler.profile) -> None:
         self._save_trace(recorded)
         by = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=SUMMARY_ROWS)
@@ -88,8 +69,10 @@ class Profiler:
             self._snapshot = False
 
 
-def profiler(config: TrainConfig, world: World, done: int) -> Profiler | NoProfiler:
-    """A context manager with `step()`, to be called once after each training step.
+def profiler(
+    config: TrainConfig, world: World, done: int
+) -> AbstractContextManager[Profiler | None]:
+    """A context manager that gives what `step()` is called on after each step, or None.
 
     On the chosen ranks (`ranks`: a list or all; the first of each node by default) it
     writes <output_dir>/profile/rank_<r>.<time>.pt.trace.json and summary_rank_<r>.txt, the time by
@@ -105,20 +88,17 @@ def profiler(config: TrainConfig, world: World, done: int) -> Profiler | NoProfi
     settings = PROFILER_KEYS | (config.profiler or {})
     ranks = settings["ranks"]
     if not settings["enabled"]:
-        return NoProfiler()
+        return nullcontext()
     if isinstance(ranks, list) and max(ranks) >= world.size:
         raise ConfigError(
             f"profiler.ranks: there is no rank {max(ranks)}, the run has {world.size}, counted "
             "from 0"
         )
-    if settings["memory_snapshot"] and world.device.type != "cuda" and world.is_main:
-        print("note: profiler.memory_snapshot: ignored; it needs a GPU", flush=True)
-    if ranks is None:
-        # The ranks of one node do the same work, and each trace takes tens of megabytes.
-        chosen = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    else:
-        chosen = ranks == "all" or world.rank in ranks
-    return Profiler(config, world, settings, done) if chosen else NoProfiler()
+    if settings["memory_snapshot"] and world.device.type != "cuda":
+        world.say("note: profiler.memory_snapshot: ignored; it needs a GPU")
+    # The ranks of one node do the same work, and each trace takes tens of megabytes.
+    chosen = world.local_rank == 0 if ranks is None else ranks == "all" or world.rank in ranks
+    return Profiler(config, world, settings, done) if chosen else nullcontext()
 
 
 def _schedule(settings: dict[str, Any], done: int) -> Callable[[int], ProfilerAction]:
@@ -127,7 +107,7 @@ def _schedule(settings: dict[str, Any], done: int) -> Callable[[int], ProfilerAc
     wait_steps and the like count from this start's beginning; `steps` are the run's own numbers.
     """
     if settings["steps"] is None:
-        return schedule(
+        return torch.profiler.schedule(
             wait=settings["wait_steps"],
             warmup=settings["warmup_steps"],
             active=settings["active_steps"],

@@ -7,7 +7,7 @@ from typing import Any
 from trainer.config import TrainConfig
 from trainer.data.batches import Batches, Data
 from trainer.flops import model_flops, peak_tflops
-from trainer.metrics import Clock, Metrics, memory, progress_line, say, totals_line
+from trainer.metrics import Clock, Metrics, memory, progress_line, totals_line
 from trainer.models.build import Model
 from trainer.parallel.mesh import described
 from trainer.parallel.world import World
@@ -36,7 +36,6 @@ class Reporter:
     ) -> None:
         self._config, self._world = config, world
         self._data, self._checkpoints, self._state = data, checkpoints, state
-        self._say = say(world.is_main)
         self._progress = Progress(data.training.total_steps, attempt)
         self._metrics = world.on_main(lambda: Metrics(config.output_dir, state.step))
         self._flops = model_flops(model.module)
@@ -60,7 +59,7 @@ class Reporter:
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self._state.step}; set up in {seconds:.1f} s",
         ]
-        self._say("\n".join(lines))
+        self._world.say("\n".join(lines))
 
     def count(self, tokens: float, targets: float, pairs: float) -> None:
         """Count the work of one step, over all ranks."""
@@ -77,7 +76,10 @@ class Reporter:
         lap = self.clock.lap()
         own = {**memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
         highest = dict(zip(own, world.max(list(own.values())), strict=True))
-        self._keep_peaks(highest)
+        now: Any = self._progress
+        for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
+            if highest[name]:
+                setattr(now, name, round(max(highest[name], getattr(now, name) or 0), 3))
         blocked = self._checkpoints.blocked_s - self._blocked_s
         self._blocked_s = self._checkpoints.blocked_s
         record = {
@@ -100,13 +102,13 @@ class Reporter:
             self._metrics.write(record)
             total = self._data.training.total_steps
             left = self.clock.left(state.step, total)
-            self._say(progress_line(record, total, self._config.epochs, left))
+            self._world.say(progress_line(record, total, self._config.epochs, left))
 
     def note_no_target(self) -> None:
         """Say once that a step has no loss."""
         if not self._noted_no_target:
             self._noted_no_target = True
-            self._say(
+            self._world.say(
                 f"note: step {self._state.step} has no token to train on, so it has no loss; "
                 "such samples hold no answer, or it begins after tokenizer.max_seq_len"
             )
@@ -115,7 +117,7 @@ class Reporter:
         """Report the checkpoints that were committed since the last call."""
         for step in self._checkpoints.newly_committed():
             self.progress("running")
-            self._say(f"saved checkpoints/step_{step}")
+            self._world.say(f"saved checkpoints/step_{step}")
 
     def progress(self, state: str) -> None:
         """Bring progress.json up to date (rank 0)."""
@@ -141,9 +143,9 @@ class Reporter:
         span = "not measured"
         if now.loss_first is not None and now.loss_last is not None:
             span = f"{now.loss_first:.4f} -> {now.loss_last:.4f}"
-        self._say(f"finished: {self._state.step} steps, loss {span}")
+        self._world.say(f"finished: {self._state.step} steps, loss {span}")
         if now.train_s is not None:
-            self._say(totals_line(asdict(now)))
+            self._world.say(totals_line(asdict(now)))
 
     def flush(self) -> None:
         """Bring the metrics to the disk."""
@@ -154,12 +156,6 @@ class Reporter:
         """Bring the metrics to the disk, for good."""
         if self._metrics is not None:
             self._metrics.close()
-
-    def _keep_peaks(self, highest: dict[str, float]) -> None:
-        now: Any = self._progress
-        for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
-            if highest[name]:
-                setattr(now, name, round(max(highest[name], getattr(now, name) or 0), 3))
 
 
 def _described(batches: Batches) -> str:

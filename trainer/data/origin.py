@@ -47,9 +47,8 @@ def of_sample(block: dict[str, Any], index: int, row: dict[str, Any] | None = No
     is_whole = len(paths) == 1 and split == "train" and not block.get("filter_fn")
     for path in paths:
         for number, (line, record) in enumerate(_records(path)):
-            if (row is None and is_whole and number == index) or (
-                row is not None and _filled(record) == _filled(row)
-            ):
+            at_index = is_whole and number == index
+            if at_index if row is None else _filled(record) == _filled(row):
                 return f"{path}, line {line}"
     return f"{block.get('source')}, split {split}, sample {index} (counted from 0)"
 

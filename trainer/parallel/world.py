@@ -59,6 +59,11 @@ class World:
         """1 on one rank of each group and 0 on the others, so that sums count data once."""
         return int(self.rank % self.tensor_parallel_dim == 0)
 
+    def say(self, text: str) -> None:
+        """Print a line on rank 0 only, at once."""
+        if self.is_main:
+            print(text, flush=True)
+
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
