@@ -18,7 +18,7 @@ from runspec.flops import ModelFlops
 from trainer.config import TrainConfig, parse
 from trainer.data import batches as data
 from trainer.data.packing import pack
-from trainer.flops import model_flops
+from trainer.metrics import model_flops
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed

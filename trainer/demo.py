@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.data.origin import texts
+from trainer.data import origin
 from trainer.errors import ConfigError
 
 VOCAB_SIZE = 1024
@@ -51,19 +51,18 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
     Raises:
         ConfigError: the dataset is missing, is no JSON lines, or holds no text.
     """
-    found = _texts(dataset)
+    texts = _texts(dataset)
     # transformers imports torchao if it is there, and no kernel of torchao is used here.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     temporary = folder.with_name(f".tmp_{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        tokenizer = _tokenizer(found)
+        tokenizer = _tokenizer(texts)
         tokenizer.save_pretrained(temporary)
         _model(seed, tokenizer).save_pretrained(temporary)
-        (temporary / "README.md").write_text(
-            README.format(seed=seed, vocab=len(tokenizer), dataset=dataset.name), encoding="utf-8"
-        )
+        readme = README.format(seed=seed, vocab=len(tokenizer), dataset=dataset.name)
+        (temporary / "README.md").write_text(readme, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     finally:
@@ -76,13 +75,14 @@ def _texts(dataset: Path) -> list[str]:
         rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"--dataset {dataset}: cannot be read: {error}") from None
-    if not texts(rows):
+    texts = origin.texts(rows)
+    if not texts:
         raise ConfigError(f"--dataset {dataset}: holds no text")
-    return texts(rows)
+    return texts
 
 
-def _tokenizer(found: list[str]) -> Any:
-    """A byte-level BPE trained on the texts that were found, with the chat template."""
+def _tokenizer(texts: list[str]) -> Any:
+    """A byte-level BPE trained on `texts`, with the chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -95,7 +95,7 @@ def _tokenizer(found: list[str]) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(found, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=SPECIAL_TOKENS[0],

@@ -10,9 +10,9 @@ import torch
 from runspec import files
 from trainer import optimizers
 from trainer.config import TrainConfig
-from trainer.data.batches import Batches, MicroBatch
+from trainer.data.batches import MicroBatch
 from trainer.errors import ConfigError
-from trainer.objectives.base import Models, Objective
+from trainer.objectives.base import Objective
 from trainer.parallel import activations, fsdp, gradients, tensor_parallel
 from trainer.parallel import world as distributed
 from trainer.parallel.world import StopRequest, World
@@ -53,13 +53,10 @@ class Trainer:
 
             continued = world.on_all(lambda: adapter.load(self.model, config))
             world.say(f"adapter from {continued}")
-        self.optimizer = world.on_all(
-            lambda: optimizers.build(config.optimizer, self.model.trainable)
-        )
+        trainable, steps = self.model.trainable, self.batches.total_steps
+        self.optimizer = world.on_all(lambda: optimizers.build(config.optimizer, trainable))
         self.scheduler = world.on_all(
-            lambda: optimizers.schedule(
-                config.lr_scheduler, self.optimizer, self.batches.total_steps
-            )
+            lambda: optimizers.schedule(config.lr_scheduler, self.optimizer, steps)
         )
         keep, asynchronous = config.keep_last_n_checkpoints, config.enable_async_checkpointing
         self.checkpoints = Checkpoints(config.output_dir, world, attempt, keep, asynchronous)
@@ -218,9 +215,25 @@ class Trainer:
         return step == self.batches.total_steps or step % every == 0
 
     def _validate(self) -> float | None:
-        """The validation loss; None if it is not finite, and no checkpoint is the best by it."""
-        validation = self.data.validation
-        self.state.val_loss = _finite(validation_loss(self.objective, self.models, validation))
+        """The objective's mean loss over all targets of dataset_val, each sample once.
+
+        None if it is not finite, and no checkpoint is the best by it. Leaves weights, gradients
+        and random state as they were; all ranks call this together.
+        """
+        module, world, targets = self.model.module, self.world, 0
+        total = torch.zeros((), device=world.device, dtype=torch.float64)
+        module.eval()
+        try:
+            with torch.no_grad(), tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
+                for (batch,) in self.data.validation.from_step(0):
+                    total += self.objective.loss(self.models, batch).total
+                    targets += batch.target_count
+        finally:
+            module.train()
+            fsdp.reshard(module)
+        weight = world.data_weight
+        loss_sum, count = world.sum([weight * total.item(), weight * targets])
+        self.state.val_loss = _finite(loss_sum / count)
         return self.state.val_loss
 
     def _settings(self) -> dict[str, Any]:
@@ -245,10 +258,8 @@ class Trainer:
 
     def _save_is_due(self) -> bool:
         """True on rank 0, whose clock counts for all, if save_every_minutes have passed."""
-        minutes = self.config.save_every_minutes
-        if minutes is None or not self.world.is_main:
-            return False
-        return time.monotonic() - self.saved_at >= 60 * minutes
+        minutes = self.config.save_every_minutes or math.inf
+        return self.world.is_main and time.monotonic() - self.saved_at >= 60 * minutes
 
     def _honour_stop(self) -> None:
         step = self.state.step
@@ -301,27 +312,6 @@ class Trainer:
                 f"{rate:.4g}"
             )
         return state
-
-
-def validation_loss(objective: Objective, models: Models, batches: Batches) -> float:
-    """The objective's mean loss over all targets of `batches`, each sample once.
-
-    Leaves weights, gradients and random state as they were; all ranks call this together.
-    """
-    module, world, targets = models.policy.module, objective.world, 0
-    total = torch.zeros((), device=world.device, dtype=torch.float64)
-    module.eval()
-    try:
-        with torch.no_grad(), tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
-            for (batch,) in batches.from_step(0):
-                total += objective.loss(models, batch).total
-                targets += batch.target_count
-    finally:
-        module.train()
-        fsdp.reshard(module)
-    weight = world.data_weight
-    loss_sum, count = world.sum([weight * total.item(), weight * targets])
-    return loss_sum / count
 
 
 def _finite(value: float) -> float | None:

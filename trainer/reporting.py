@@ -1,13 +1,10 @@
 """What a run reports: its set-up, its logged steps, progress.json and its last line."""
 
 import time
-from dataclasses import asdict
-from typing import Any
 
+from trainer import metrics
 from trainer.config import TrainConfig
 from trainer.data.batches import Batches, Data
-from trainer.flops import model_flops, peak_tflops
-from trainer.metrics import Clock, Metrics, memory, progress_line, totals_line
 from trainer.models.build import Model
 from trainer.parallel.mesh import described
 from trainer.parallel.world import World
@@ -37,12 +34,12 @@ class Reporter:
         self._config, self._world = config, world
         self._data, self._checkpoints, self._state = data, checkpoints, state
         self._progress = Progress(data.training.total_steps, attempt)
-        self._metrics = world.on_main(lambda: Metrics(config.output_dir, state.step))
-        self._flops = model_flops(model.module)
+        self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
+        self._flops = metrics.model_flops(model.module)
         # The known peaks are bf16's.
-        self._peak_tflops = peak_tflops(world.device) if config.dtype == "bf16" else None
+        self._peak_tflops = metrics.peak_tflops(world.device) if config.dtype == "bf16" else None
         self._blocked_s, self._noted_no_target = 0.0, False
-        self.clock = Clock(state.step)
+        self.clock = metrics.Clock(state.step)
 
     def setup(self, model: Model, seconds: float) -> None:
         """Print what is trained, how and on what."""
@@ -74,12 +71,12 @@ class Reporter:
         """
         state, world = self._state, self._world
         lap = self.clock.lap()
-        own = {**memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
+        own = {**metrics.memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
         highest = dict(zip(own, world.max(list(own.values())), strict=True))
-        now: Any = self._progress
+        peaks = vars(self._progress)
         for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
             if highest[name]:
-                setattr(now, name, round(max(highest[name], getattr(now, name) or 0), 3))
+                peaks[name] = round(max(highest[name], peaks[name] or 0), 3)
         blocked = self._checkpoints.blocked_s - self._blocked_s
         self._blocked_s = self._checkpoints.blocked_s
         record = {
@@ -102,7 +99,7 @@ class Reporter:
             self._metrics.write(record)
             total = self._data.training.total_steps
             left = self.clock.left(state.step, total)
-            self._world.say(progress_line(record, total, self._config.epochs, left))
+            self._world.say(metrics.progress_line(record, total, self._config.epochs, left))
 
     def note_no_target(self) -> None:
         """Say once that a step has no loss."""
@@ -128,8 +125,7 @@ class Reporter:
         now.skipped_steps = self._state.skipped_steps
         total = self.clock.total
         if total.steps:
-            for name, value in total.rates(self._world.size, self._peak_tflops).items():
-                setattr(now, name, value)
+            vars(now).update(total.rates(self._world.size, self._peak_tflops))
             now.train_s = round(total.seconds, 3)
         now.best_step, now.best_val_loss = committed.best() or (None, None)
         now.checkpoint_blocked_s = round(self._checkpoints.blocked_s, 3)
@@ -145,7 +141,7 @@ class Reporter:
             span = f"{now.loss_first:.4f} -> {now.loss_last:.4f}"
         self._world.say(f"finished: {self._state.step} steps, loss {span}")
         if now.train_s is not None:
-            self._world.say(totals_line(asdict(now)))
+            self._world.say(metrics.totals_line(vars(now)))
 
     def flush(self) -> None:
         """Bring the metrics to the disk."""

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data import tokenizers
-from trainer.data.packing import pack
+from trainer.data import packing, tokenizers
 from trainer.data.tokenised import TokenisedDataset, open_dataset
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, Documents, MicroBatch
@@ -52,7 +51,7 @@ class Rows(Dataset):
         self._order = np.arange(len(samples))
         if row_length is not None:
             self.length = row_length + -row_length % multiple
-            rows = pack(samples.lengths, row_length, seed)
+            rows = packing.pack(samples.lengths, row_length, seed)
             self._begins = np.cumsum([0, *map(len, rows)])
             self._order = np.concatenate([np.asarray(row) for row in rows])
 
@@ -93,6 +92,7 @@ class Rows(Dataset):
                 positions[line, end:] = np.arange(shape[1] - end)
                 numbers[line, end:] = len(row.documents)
                 offsets.append((line + 1) * shape[1])
+        documents = Documents(torch.from_numpy(numbers), torch.tensor(offsets, dtype=torch.int32))
         trained_at = np.flatnonzero(labels != IGNORE_INDEX)
         counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
         return MicroBatch(
@@ -103,9 +103,7 @@ class Rows(Dataset):
             target_count=len(trained_at),
             attention_pairs=sum(n * (n + 1) // 2 for n in counted),
             positions=torch.from_numpy(positions) if packed else None,
-            documents=Documents(torch.from_numpy(numbers), torch.tensor(offsets, dtype=torch.int32))
-            if packed
-            else None,
+            documents=documents if packed else None,
         )
 
 

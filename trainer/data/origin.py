@@ -15,12 +15,9 @@ JSON_LINES = (".json", ".jsonl")
 
 def data_files(block: dict[str, Any]) -> list[Path]:
     """The local files that a dataset block names."""
-    source = block.get("source")
-    names = [block.get("data_files"), block.get("data_dir")]
-    if source not in FILE_SOURCES:
-        names.append(source)
+    source = None if block.get("source") in FILE_SOURCES else block.get("source")
     found: set[Path] = set()
-    for name in texts(names):
+    for name in texts([block.get("data_files"), block.get("data_dir"), source]):
         for match in glob.glob(os.path.expanduser(name), recursive=True):
             path = Path(match)
             found |= {p for p in path.rglob("*") if p.is_file()} if path.is_dir() else {path}

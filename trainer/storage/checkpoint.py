@@ -9,7 +9,7 @@ import copy
 import shutil
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -168,10 +168,9 @@ class Checkpoints:
         if self._buffers is not None:
             return True
         own = (socket.gethostname(), staged_bytes(content), available_bytes())
-        needed: dict[str, int] = {}
-        room: dict[str, int] = {}
+        needed, room = Counter[str](), dict[str, int]()
         for host, size, available in self._world.gather(own):
-            needed[host] = needed.get(host, 0) + size
+            needed[host] += size
             room[host] = min(available, room.get(host, available))
         short = [host for host in needed if needed[host] * MEMORY_RESERVE > room[host]]
         if short:

@@ -62,7 +62,7 @@ class TrainerState:
         faults = [
             f"{name} may not change at resume: checkpoints/step_{self.step} was made with {old!r}, "
             f"the config gives {new!r}" + (f" ({HINTS[name]})" if name in HINTS else "")
-            for name, old, new in _differences(self.run, now)
+            for name, old, new in _differences("", self.run, now)
         ]
         if faults:
             raise ConfigError(
@@ -75,23 +75,16 @@ class TrainerState:
         """One line for each of the settings that differs and may: it holds from this start on."""
         return [
             f"{name} changes from {old!r} to {new!r}"
-            for name, old, new in _differences(self.settings, now)
+            for name, old, new in _differences("", self.settings, now)
         ]
 
 
-def _differences(made_with: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of each value that differs.
-
-    A checkpoint of an older version of the trainer knows fewer keys.
-    """
-    for key in now.keys() & made_with.keys():
-        yield from _differing(key, made_with[key], now[key])
-
-
-def _differing(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of each value that differs below the key `name`."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys([*new, *old]):
-            yield from _differing(f"{name}.{key}", old.get(key), new.get(key))
+        # A checkpoint of an older version of the trainer knows fewer keys of the first level.
+        for key in dict.fromkeys([*new, *old]) if name else old.keys() & new.keys():
+            yield from _differences(f"{name}.{key}".lstrip("."), old.get(key), new.get(key))
     elif old != new:
         yield name, old, new
 

@@ -90,22 +90,20 @@ class SafetensorsSource:
             raise ConfigError(
                 f"checkpointer.checkpoint_dir: {folder} does not exist; download the model first"
             )
-        files: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        faults = []
+        found, faults = cls({}, {}), []
         for path in _listed_files(checkpointer, folder):
             try:
                 with safe_open(path, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118 (not a dict)
-                        files[key] = path
-                        shapes[key] = tuple(file.get_slice(key).get_shape())
+                        found.files[key] = path
+                        found.shapes[key] = tuple(file.get_slice(key).get_shape())
             except FileNotFoundError:
                 faults.append(f"checkpointer.checkpoint_files: {path} is missing")
             except (SafetensorError, OSError) as error:
                 faults.append(f"checkpointer.checkpoint_files: {path} is damaged: {error}")
         if faults:
             raise ConfigError(*faults)
-        return cls(files, shapes)
+        return found
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change with the weights, whatever the folder is called.
@@ -198,8 +196,8 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
             faults += [f"{folder}: holds nothing for the model's {name}" for name, _ in parts]
         else:
             wanted[key] = hub_shape(parts)
-    for key in sorted(wanted.keys() - source.shapes.keys()):
-        faults.append(f"{folder}: tensor {key} is missing")
+    missing = sorted(wanted.keys() - source.shapes.keys())
+    faults += [f"{folder}: tensor {key} is missing" for key in missing]
     for key in sorted(source.shapes.keys() - wanted.keys()):
         if not any(fnmatchcase(key, pattern) for pattern in module.ignored_tensors):
             faults.append(f"{folder}: tensor {key} belongs to no part of the model")
@@ -230,9 +228,8 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
         # A tied model's folder may hold the output too, which is no parameter of its own.
         parts = parts_of.get(key, [])
         sizes = [parameter.shape[0] for _, parameter in parts]
-        for (name, parameter), rows in zip(
-            parts, tensor.split(sizes) if parts else (), strict=True
-        ):
+        split = tensor.split(sizes) if parts else ()
+        for (name, parameter), rows in zip(parts, split, strict=True):
             full = module.from_hub(name, rows)
             fill(parameter, full)
             if name in magnitudes:
