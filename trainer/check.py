@@ -53,11 +53,10 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         factory = _tried(found, lambda k=key, b=block: configs.component(k, b["_component_"]))
         if factory is None:
             continue
-        arguments = {k: v for k, v in block.items() if k != "_component_"}
+        ours = sources.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
+        arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}
         if key == "lr_scheduler":
             arguments["num_training_steps"] = None
-        ours = sources.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
-        arguments = {name: value for name, value in arguments.items() if name not in ours}
         try:
             signature = inspect.signature(factory)
             bind = signature.bind if complete and key in HANDED_OVER else signature.bind_partial

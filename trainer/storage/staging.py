@@ -91,13 +91,12 @@ def _buffer_bytes(tensor: torch.Tensor) -> int:
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    for value in tree_leaves(state):
-        if isinstance(value, torch.Tensor):
-            parts = _parts(value)
-            if parts is None:
-                yield value
-            else:
-                yield from _tensors([getattr(value, name) for name in parts[0]])
+    for value in filter(torch.is_tensor, tree_leaves(state)):
+        parts = _parts(value)
+        if parts is None:
+            yield value
+        else:
+            yield from _tensors([getattr(value, name) for name in parts[0]])
 
 
 def available_bytes() -> int:
