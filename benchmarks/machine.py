@@ -85,7 +85,7 @@ def _synchronize(device: str) -> None:
 
 
 def _peak_tflops() -> float | None:
-    from trainer.flops import peak_tflops
+    from trainer.metrics import peak_tflops
 
     return peak_tflops(torch.device("cuda"))
 

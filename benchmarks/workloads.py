@@ -18,7 +18,7 @@ from runspec.flops import ModelFlops
 from trainer.config import TrainConfig, parse
 from trainer.data import batches as data
 from trainer.data.packing import pack
-from trainer.flops import model_flops
+from trainer.metrics import model_flops
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed
@@ -349,7 +349,7 @@ def write_rows(job: Job, config: TrainConfig, flops: ModelFlops) -> Prepared:
     # One rank with the rows of all ranks: the ranks take them in turns.
     config = replace(config, batch_size=job.batch_size * job.ranks)
     try:
-        batches = data.build(config, world, lambda text: None).training.from_step(0)
+        batches = data.build(config, world).training.from_step(0)
         steps = [next(batches)[0] for _ in range(job.total_steps)]
     finally:
         distributed.stop()

@@ -24,19 +24,18 @@ FLOORS = [
     ["launcher.checks", "launcher.observe", "launcher.hub"],
     ["launcher.workflows"],
     ["launcher.cli", "launcher.__main__", "launcher"],
-    ["trainer.errors", "trainer.config", "trainer.components", "trainer.rules"],
+    ["trainer.errors", "trainer.config"],
     # models/decoder.py is what these may ask of a model; the models themselves are further down.
     ["trainer.layers", "trainer.parallel", "trainer.models.decoder"],
-    ["trainer.models", "trainer.data", "trainer.storage", "trainer.optimizers", "trainer.flops"],
+    ["trainer.models", "trainer.data", "trainer.storage", "trainer.optimizers"],
     [
         "trainer.metrics",
         "trainer.progress",
         "trainer.profiling",
-        "trainer.guard",
         "trainer.generate",
     ],
     ["trainer.objectives"],
-    ["trainer.reporting", "trainer.validation"],
+    ["trainer.reporting"],
     ["trainer.loop"],
     ["trainer"],
 ]

@@ -17,19 +17,13 @@ from torch import nn
 
 from trainer import config as configs
 from trainer import optimizers
-from trainer.config import TrainConfig
 from trainer.data import tokenizers
 from trainer.errors import ConfigError
 from trainer.layers.loss import LATER_NAMES, TokenLoss
 from trainer.models import build as models
 
-# What the trainer itself gives to a component: so many positional arguments, and these names.
-HANDED_OVER = {
-    "optimizer": (1, ()),
-    "lr_scheduler": (1, ("num_training_steps",)),
-    "dataset": (1, ()),
-    "dataset_val": (1, ()),
-}
+# The components to which the trainer itself gives their first argument.
+HANDED_OVER = ("optimizer", "lr_scheduler", "dataset", "dataset_val")
 # Keys of a block that the trainer reads and its component does not take.
 OWN_KEYS = dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack"))
 
@@ -58,14 +52,14 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         factory = _tried(found, lambda k=key, b=block: configs.component(k, b["_component_"]))
         if factory is None:
             continue
-        count, names = HANDED_OVER.get(key, (0, ()))
-        arguments = {k: v for k, v in block.items() if k != "_component_"} | dict.fromkeys(names)
         ours = models.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
-        arguments = {name: value for name, value in arguments.items() if name not in ours}
+        arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}
+        if key == "lr_scheduler":
+            arguments["num_training_steps"] = None
         try:
             signature = inspect.signature(factory)
             bind = signature.bind if complete and key in HANDED_OVER else signature.bind_partial
-            bind(*[None] * count, **arguments)
+            bind(*[None] * (key in HANDED_OVER), **arguments)
         except TypeError as error:
             found.append(f"{key}: {block['_component_']} does not take this: {error}")
         except ValueError:
@@ -84,13 +78,12 @@ def _blocks(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from _blocks(key, inner)
 
 
-def _misfits(config: TrainConfig) -> list[str]:
+def _misfits(config: configs.TrainConfig) -> list[str]:
     """Why model, tokenizer, loss and optimizer do not fit together, or not the model's folder."""
     found: list[str] = []
     _tried(found, lambda: TokenLoss(config))
-    optimizer = _tried(
-        found, lambda: optimizers.build(config.optimizer, [nn.Parameter(torch.zeros(1))])
-    )
+    trained = [nn.Parameter(torch.zeros(1))]
+    optimizer = _tried(found, lambda: optimizers.build(config.optimizer, trained))
     if optimizer is not None:
         _tried(found, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 10))
     if config.model_folder.is_dir():

@@ -1,26 +1,37 @@
-"""A run's train.yaml: read, checked, and made into one object with an attribute for each key."""
+"""A run's train.yaml: read, checked, and made into one object with an attribute for each key.
 
+A block may name a component by `_component_`: the class or function that is called with the block's
+other keys.
+"""
+
+import importlib
+import inspect
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from runspec import yamlrules
+from runspec.hints import nearest
 from runspec.keys.common import COMMON
-from runspec.keys.key import REQUIRED, children, faults
+from runspec.keys.key import REQUIRED, children, faults, unused
 from runspec.keys.sft import SFT, recomputed
-from trainer import rules
-from trainer.components import arguments_of as arguments_of
-from trainer.components import component as component
-from trainer.components import instantiate as instantiate
 from trainer.errors import ConfigError
 
 # What the products of fp8 take as rows: see trainer/layers/fp8.py.
 FP8_MULTIPLE = 16
 KEYS = SFT | {"output_dir": replace(COMMON["output_dir"], default=REQUIRED, unused="")}
 PROFILER_KEYS = {name: key.default for name, key in children(SFT, "profiler").items()}
+BLOCKS = ("model", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler", "loss")
+COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers", "bitsandbytes")
+# Names packages and modules of the user's own, separated by commas, whose components are allowed
+# too. It is set in the user's shell: a recipe, which may be a stranger's, cannot set it.
+OWN_PACKAGES = "COOKBOOK_COMPONENTS"
 
 _USED = {name: key for name, key in children(KEYS).items() if not (key.unused or key.refused)}
+_DEFAULTS = {n: None if key.default is REQUIRED else key.default for n, key in _USED.items()}
 _Values = make_dataclass("_Values", [(name, Any) for name in _USED], frozen=True)
 
 
@@ -105,22 +116,17 @@ def parse(content: dict[str, Any]) -> TrainConfig:
     found = list(faults(content, KEYS))
     wrong = {fault.key.partition(".")[0] for fault in found}
     values = _complete({name: None if name in wrong else content.get(name) for name in _USED})
-    texts = [fault.text for fault in found] + list(rules.faults(values))
+    texts = [fault.text for fault in found] + list(_faults_between_keys(values))
     if texts:
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
     values["activation_checkpointing"] = recomputed(values)
-    return TrainConfig(**values, notes=tuple(rules.notes(content)))
+    return TrainConfig(**values, notes=tuple(_notes(content)))
 
 
 def _complete(given: dict[str, Any]) -> dict[str, Any]:
     """A value for each key: the given one, else its default; None for a required one."""
-    values = {
-        name: (None if key.default is REQUIRED else key.default)
-        if given[name] is None
-        else given[name]
-        for name, key in _USED.items()
-    }
+    values = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
     if (values["fsdp"] or {}).get("cpu_offload"):
         values["fsdp_cpu_offload"] = True
     # Without it each GPU keeps a whole replica's gradients, which is what offloading is to save.
@@ -134,3 +140,115 @@ def _complete(given: dict[str, Any]) -> dict[str, Any]:
     if training and validation and component_of in (None, training["_component_"]):
         values["dataset_val"] = {**training, **validation}
     return values
+
+
+def _faults_between_keys(values: dict[str, Any]) -> Iterator[str]:
+    """Everything that is wrong between keys.
+
+    Args:
+        values: a value of its kind for each key, the default if it is not given; None for a
+            required one that is missing or wrong.
+    """
+    for key in BLOCKS:
+        if "_component_" in (values[key] or {}):
+            yield from _prefix_faults(key, values[key])
+    tokenizer, model = values["tokenizer"], values["model"] or {}
+    if not values["dataset_val"]:
+        if values["run_val_every_n_steps"]:
+            yield "run_val_every_n_steps: needs dataset_val, such as dataset_val.split=train[95%:]"
+        if values["export_checkpoint"] == "best":
+            yield "export_checkpoint: best needs dataset_val, such as dataset_val.split=..."
+    for key in ("dataset", "dataset_val"):
+        is_packed = tokenizer and (values[key] or {}).get("packed")
+        if is_packed and not tokenizer.get("max_seq_len"):
+            yield f"{key}.packed: set tokenizer.max_seq_len, the length of a packed row"
+    mode, layers = values["ac_mode"], recomputed(values)
+    if mode == "selective" and layers is None:
+        yield (
+            "ac_option: must be op, or n to recompute every n-th layer, if ac_mode is selective; "
+            f"got {values['ac_option']!r}"
+        )
+    if mode == "none" and values["enable_activation_checkpointing"]:
+        yield "ac_mode: is none and enable_activation_checkpointing is True; remove one"
+    if values["enable_activation_offloading"] and not isinstance(layers, int):
+        yield (
+            "enable_activation_offloading: moves the inputs of recomputed layers; set "
+            "activation_checkpointing to full or a number"
+        )
+    is_qlora = str(model.get("_component_")).rpartition(".")[2].startswith("qlora_")
+    if values["enable_fp8_training"] and values["dtype"] == "fp32":
+        yield "enable_fp8_training: needs bf16 weights; set dtype=bf16"
+    if values["enable_fp8_training"] and model.get("quantize_base", is_qlora):
+        yield (
+            "enable_fp8_training: the base is in 4 bits already; set model.quantize_base=False or "
+            "enable_fp8_training=False"
+        )
+    if values["generate"] and values["save_adapter_weights_only"]:
+        yield "generate: needs the merged model; set save_adapter_weights_only=False"
+
+
+def _notes(content: dict[str, Any]) -> Iterator[str]:
+    """One line for each key that is not used, or that does less than it seems to."""
+    for key in unused(content, SFT):
+        yield f"{key.name} is not used: {key.unused}"
+    saved, validated = content.get("save_every_n_steps"), content.get("run_val_every_n_steps")
+    if saved and validated and saved % validated:
+        yield (
+            "save_every_n_steps: only a checkpoint at a multiple of run_val_every_n_steps has a "
+            "val_loss and can be the best"
+        )
+    if content.get("enable_fp8_training") and not content.get("compile"):
+        yield (
+            "enable_fp8_training: its casts take longer than its products save unless they are "
+            "compiled; set compile=True"
+        )
+
+
+def _prefix_faults(key: str, block: dict[str, Any]) -> list[str]:
+    """A fault if the dotted path of a block's `_component_` may not be imported."""
+    dotted = block["_component_"]
+    own = os.environ.get(OWN_PACKAGES, "").replace(",", " ").split()
+    if dotted.startswith(tuple(f"{name}." for name in (*COMPONENT_PACKAGES, *own))):
+        return []
+    return [
+        f"{key}._component_: {dotted!r} is not allowed; it must begin with one of "
+        f"{'., '.join(COMPONENT_PACKAGES)}., or with a package of yours that the variable "
+        f"{OWN_PACKAGES} names"
+    ]
+
+
+def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> Any:
+    """Call the component that a block names with the block's other keys.
+
+    Raises:
+        ConfigError: the component does not exist, or does not take these arguments.
+    """
+    refused = _prefix_faults(key, block)
+    if refused:
+        raise ConfigError(*refused)
+    dotted = block["_component_"]
+    factory = component(key, dotted)
+    arguments = {k: v for k, v in block.items() if k != "_component_"} | extra
+    try:
+        return factory(*args, **arguments)
+    except (TypeError, ValueError, FileNotFoundError, AssertionError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error
+
+
+def arguments_of(key: str, block: dict[str, Any]) -> set[str]:
+    """The names of the arguments that the component of a block takes."""
+    return set(inspect.signature(component(key, block["_component_"])).parameters)
+
+
+def component(key: str, dotted: str) -> Any:
+    """The class or function at a dotted path; raises ConfigError if there is none."""
+    module_name, _, name = dotted.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except ImportError as error:
+        raise ConfigError(f"{key}._component_: {dotted} cannot be imported: {error}") from None
+    except AttributeError:
+        known = [n for n in dir(importlib.import_module(module_name)) if not n.startswith("_")]
+        hint = nearest(name, known)
+        raise ConfigError(f"{key}._component_: {module_name} has no {name}{hint}") from None

@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache, reduce, wraps
+from functools import cache, partial, reduce, wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -63,17 +63,13 @@ def _source(module: ModuleType, name: str) -> Any:
     full = f"{module.__name__}.{name}"
     if full in (DEFERRED.get(module.__name__) or ()):
         return import_module(full)
-    if not _gathers(module.__name__) or "__path__" not in vars(module):
+    root = _root(module.__name__)
+    if root is None or DEFERRED[root] is not None or "__path__" not in vars(module):
         return None
     origin, own_name = _exports(module.__name__).get(name, (None, ""))
     if origin is not None and origin != module.__name__:
         return getattr(import_module(origin), own_name)
     return import_module(full) if PathFinder.find_spec(full, module.__path__) else None
-
-
-def _gathers(name: str) -> bool:
-    root = _root(name)
-    return root is not None and DEFERRED[root] is None
 
 
 def _root(name: str) -> str | None:
@@ -210,11 +206,8 @@ def _bindings(shape_env: Any, *arguments: Any, **options: Any) -> Any:
     return loaded(SYMBOLS).compute_unbacked_bindings(shape_env, *arguments, **options)
 
 
-def _call(module: str, name: str) -> Callable[..., Any]:
-    def call(*arguments: Any, **options: Any) -> Any:
-        return getattr(loaded(module), name)(*arguments, **options)
-
-    return call
+def _call(module: str, name: str, *arguments: Any, **options: Any) -> Any:
+    return getattr(loaded(module), name)(*arguments, **options)
 
 
 @cache
@@ -268,8 +261,8 @@ def install() -> None:
     _stand_ins[NF4] = {
         "NF4Tensor": type("NF4Tensor", (), {}),
         "implements": _implements,
-        "linear_nf4": _call(NF4, "linear_nf4"),
-        "to_nf4": _call(NF4, "to_nf4"),
+        "linear_nf4": partial(_call, NF4, "linear_nf4"),
+        "to_nf4": partial(_call, NF4, "to_nf4"),
     }
     if not any(isinstance(finder, DeferringFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, DeferringFinder())

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainer.data import origin
 from trainer.errors import ConfigError
 
 VOCAB_SIZE = 1024
@@ -24,6 +25,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# What differs from transformers' own values of a Llama.
 ARCHITECTURE = {
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -31,15 +33,8 @@ ARCHITECTURE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-05,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
 }
 README = """# Demo model
 
@@ -66,9 +61,8 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
         tokenizer = _tokenizer(texts)
         tokenizer.save_pretrained(temporary)
         _model(seed, tokenizer).save_pretrained(temporary)
-        (temporary / "README.md").write_text(
-            README.format(seed=seed, vocab=len(tokenizer), dataset=dataset.name), encoding="utf-8"
-        )
+        readme = README.format(seed=seed, vocab=len(tokenizer), dataset=dataset.name)
+        (temporary / "README.md").write_text(readme, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     finally:
@@ -81,13 +75,7 @@ def _texts(dataset: Path) -> list[str]:
         rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"--dataset {dataset}: cannot be read: {error}") from None
-    texts = [
-        value
-        for row in rows
-        if isinstance(row, dict)
-        for value in row.values()
-        if isinstance(value, str)
-    ]
+    texts = origin.texts(rows)
     if not texts:
         raise ConfigError(f"--dataset {dataset}: holds no text")
     return texts

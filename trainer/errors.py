@@ -56,9 +56,8 @@ def is_permanent(error: BaseException) -> bool:
     """True if the same start would fail again: user faults, memory, a full disk."""
     if isinstance(error, TrainerError):
         return error.permanent
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return True
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+    kinds = (MemoryError, FileNotFoundError, PermissionError, IsADirectoryError)
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, kinds):
         return True
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
@@ -74,20 +73,16 @@ def describe(error: BaseException) -> str:
     return text if isinstance(error, TrainerError) else f"{type(error).__name__}: {text}"
 
 
-def write_error_record(folder: Path, rank: int, error: BaseException) -> Path:
-    """Write `error_rank_<rank>.json` for whoever decides on a retry; return its path."""
-    path = folder / f"error_rank_{rank}.json"
+def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
+    """Write `error_rank_<rank>.json` for whoever decides on a retry."""
+    record = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": describe(error),
+        "permanent": is_permanent(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_json(
-        path,
-        {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "time": time.time(),
-            "type": type(error).__name__,
-            "message": describe(error),
-            "permanent": is_permanent(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        },
-    )
-    return path
+    files.write_json(folder / f"error_rank_{rank}.json", record)

@@ -25,7 +25,7 @@ def answers(
     """
     # A model folder is all that is asked for; nothing is looked up on the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import pipeline
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -33,26 +33,12 @@ def answers(
     logging.getLogger("torchao").setLevel(logging.ERROR)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: holds no model (config.json is missing)")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    ask = pipeline("text-generation", str(folder), dtype="auto", device=device)
+    greedy = {"do_sample": False, "temperature": None, "top_p": None}
     for prompt in prompts:
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        ).to(device)
-        with torch.inference_mode():
-            output = model.generate(
-                **inputs,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            )
-        new_tokens = output[0, inputs["input_ids"].shape[1] :]
-        yield prompt, tokenizer.decode(new_tokens, skip_special_tokens=True).strip()
+        turns = [{"role": "user", "content": prompt}]
+        (found,) = ask(turns, max_new_tokens=max_new_tokens, return_full_text=False, **greedy)
+        yield prompt, found["generated_text"].strip()
 
 
 def write_samples(path: Path, folder: Path, settings: dict[str, Any], device: torch.device) -> None:

@@ -12,16 +12,12 @@ from trainer import optimizers
 from trainer.config import TrainConfig
 from trainer.data.batches import MicroBatch
 from trainer.errors import ConfigError
-from trainer.guard import NonFiniteGuard
-from trainer.metrics import say
 from trainer.objectives.base import Objective
-from trainer.parallel import activations, gradients
+from trainer.parallel import activations, fsdp, gradients, tensor_parallel
 from trainer.parallel import world as distributed
-from trainer.parallel.tensor_parallel import vocabulary_split_loss
 from trainer.parallel.world import StopRequest, World
 from trainer.profiling import profiler
 from trainer.reporting import Reporter
-from trainer.storage import resume
 from trainer.storage.checkpoint import Checkpoints
 from trainer.storage.committed import TrainerState
 
@@ -39,16 +35,15 @@ class Trainer:
     ) -> None:
         started = time.monotonic()
         self.world = world
-        self.say = say(world.is_main)
         self.config = config = self._compilable(config)
         for note in config.notes:
-            self.say(f"note: {note}")
+            world.say(f"note: {note}")
         self.stop = StopRequest(world, config.output_dir)
         torch.manual_seed(config.seed * 1_000_003 + world.rank)
         if config.cudnn_deterministic_mode is not None:
             torch.set_deterministic_debug_mode(config.cudnn_deterministic_mode)
 
-        self.objective = objective(config, world, self.say)
+        self.objective = objective(config, world)
         self.data = self.objective.build_data()
         self.batches = self.data.training
         self.models = self.objective.build_models(self.data)
@@ -57,29 +52,21 @@ class Trainer:
             from trainer.storage import adapter
 
             continued = world.on_all(lambda: adapter.load(self.model, config))
-            self.say(f"adapter from {continued}")
-        self.optimizer = world.on_all(
-            lambda: optimizers.build(config.optimizer, self.model.trainable)
-        )
+            world.say(f"adapter from {continued}")
+        trainable, steps = self.model.trainable, self.batches.total_steps
+        self.optimizer = world.on_all(lambda: optimizers.build(config.optimizer, trainable))
         self.scheduler = world.on_all(
-            lambda: optimizers.schedule(
-                config.lr_scheduler, self.optimizer, self.batches.total_steps
-            )
+            lambda: optimizers.schedule(config.lr_scheduler, self.optimizer, steps)
         )
-        self.checkpoints = Checkpoints(
-            config.output_dir,
-            world,
-            attempt,
-            keep=config.keep_last_n_checkpoints,
-            asynchronous=config.enable_async_checkpointing,
-        )
+        keep, asynchronous = config.keep_last_n_checkpoints, config.enable_async_checkpointing
+        self.checkpoints = Checkpoints(config.output_dir, world, attempt, keep, asynchronous)
         self.identity = self.objective.identity(self.models, self.data)
         self.saved_at = time.monotonic()
         self.state = self._resume()
         self.reporter = Reporter(
             config, world, self.model, self.data, self.checkpoints, attempt, self.state
         )
-        self.guard = NonFiniteGuard(
+        self.guard = optimizers.NonFiniteGuard(
             self.optimizer, config.max_non_finite_steps, world.device, self.state.skipped_steps
         )
         self.profiler = world.on_all(lambda: profiler(config, world, self.state.step))
@@ -92,7 +79,7 @@ class Trainer:
         found = [(rank, what) for rank, what in enumerate(self.world.gather(lacks)) if what]
         if not found:
             return config
-        self.say(f"note: not compiled, as the node of rank {found[0][0]} lacks {found[0][1]}")
+        self.world.say(f"note: not compiled, as the node of rank {found[0][0]} lacks {found[0][1]}")
         return replace(config, compile=False)
 
     def train(self) -> bool:
@@ -125,11 +112,8 @@ class Trainer:
                 step = state.step + 1
                 validating = self._validates(step)
                 logging = validating or step in (1, last) or step % config.log_every_n_steps == 0
-                saving = (
-                    step == last
-                    or due
-                    or (config.save_every_n_steps and step % config.save_every_n_steps == 0)
-                )
+                every = config.save_every_n_steps
+                saving = step == last or due or (every and step % every == 0)
                 norm = self._update(sums["loss"])
                 state.step, state.tokens = step, state.tokens + int(tokens)
                 # The last one was measured on other weights, and this checkpoint may have none.
@@ -145,7 +129,8 @@ class Trainer:
                 if saving and (step == last or figures["grad_norm"] is not None):
                     with clock.paused():
                         self._save(wait=step == last)
-                profile.step()
+                if profile is not None:
+                    profile.step()
         return True
 
     def finish(self) -> None:
@@ -153,12 +138,12 @@ class Trainer:
         config = self.config
         self.optimizer.zero_grad(set_to_none=True)
         self._choose_weights()
-        self.say("exporting the model ...")
+        self.world.say("exporting the model ...")
         # Imported late, as elsewhere here: a rank starts faster without what it needs later.
         from trainer.storage.export import export
 
         folder = export(self.model, config, self.world)
-        self.say(f"exported to {folder}")
+        self.world.say(f"exported to {folder}")
         # The other ranks are done; the model's memory is needed for the one that answers.
         del self.models, self.model, self.optimizer, self.scheduler, self.guard
         device = self.world.device
@@ -183,7 +168,7 @@ class Trainer:
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             gradients.set_gradient_sync(model, last=last, each=self.config.sync_each_micro_batch)
-            with vocabulary_split_loss(self.world.tensor_parallel_dim):
+            with tensor_parallel.vocabulary_split_loss(self.world.tensor_parallel_dim):
                 loss, metrics = self.objective.loss(self.models, batch)
                 (loss * scale).backward()
             for name, value in {"loss": loss.detach(), **metrics}.items():
@@ -230,11 +215,25 @@ class Trainer:
         return step == self.batches.total_steps or step % every == 0
 
     def _validate(self) -> float | None:
-        """The validation loss; None if it is not finite, and no checkpoint is the best by it."""
-        from trainer.validation import validation_loss
+        """The objective's mean loss over all targets of dataset_val, each sample once.
 
-        loss = validation_loss(self.objective, self.models, self.data.validation)
-        self.state.val_loss = _finite(loss)
+        None if it is not finite, and no checkpoint is the best by it. Leaves weights, gradients
+        and random state as they were; all ranks call this together.
+        """
+        module, world, targets = self.model.module, self.world, 0
+        total = torch.zeros((), device=world.device, dtype=torch.float64)
+        module.eval()
+        try:
+            with torch.no_grad(), tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
+                for (batch,) in self.data.validation.from_step(0):
+                    total += self.objective.loss(self.models, batch).total
+                    targets += batch.target_count
+        finally:
+            module.train()
+            fsdp.reshard(module)
+        weight = world.data_weight
+        loss_sum, count = world.sum([weight * total.item(), weight * targets])
+        self.state.val_loss = _finite(loss_sum / count)
         return self.state.val_loss
 
     def _settings(self) -> dict[str, Any]:
@@ -259,14 +258,12 @@ class Trainer:
 
     def _save_is_due(self) -> bool:
         """True on rank 0, whose clock counts for all, if save_every_minutes have passed."""
-        minutes = self.config.save_every_minutes
-        if minutes is None or not self.world.is_main:
-            return False
-        return time.monotonic() - self.saved_at >= 60 * minutes
+        minutes = self.config.save_every_minutes or math.inf
+        return self.world.is_main and time.monotonic() - self.saved_at >= 60 * minutes
 
     def _honour_stop(self) -> None:
         step = self.state.step
-        self.say(f"asked to stop: stopping after step {step}")
+        self.world.say(f"asked to stop: stopping after step {step}")
         self.checkpoints.wait()
         self.reporter.saved()
         if step and step not in self.world.gather(self.checkpoints.committed.steps())[0]:
@@ -280,22 +277,22 @@ class Trainer:
         best = self.world.gather(self.checkpoints.committed.best())[0]
         if self.config.export_checkpoint == "last" or best is None:
             if self.config.export_checkpoint == "best":
-                self.say("no checkpoint has a val_loss: exporting the last step")
+                self.world.say("no checkpoint has a val_loss: exporting the last step")
             return
         step, val_loss = best
-        self.say(f"exporting step {step}, the best by val_loss {val_loss:.4f}")
+        self.world.say(f"exporting step {step}, the best by val_loss {val_loss:.4f}")
         if step == self.state.step:
             return
         fault = self.checkpoints.load_weights(step, self.model.module)
         if fault is not None:
-            self.say(f"checkpoints/step_{step} is damaged ({fault}): exporting the last step")
+            self.world.say(f"checkpoints/step_{step} is damaged ({fault}): exporting the last step")
 
     def _resume(self) -> TrainerState:
         """Restore the newest checkpoint; the config decides on optimizer, schedule and steps."""
         last = self.batches.total_steps
         note = optimizers.warmup_note(self.config.lr_scheduler, last)
         if note is not None:
-            self.say(note)
+            self.world.say(note)
         state = self.checkpoints.load(self.model.module, self.optimizer, self.identity)
         if state is None:
             return TrainerState()
@@ -305,12 +302,12 @@ class Trainer:
                 f"done more; set max_steps={state.step} to export it, or a higher number to go on"
             )
         optimizers.advance(self.scheduler, state.step)
-        self.say(f"resuming from checkpoints/step_{state.step}")
-        for change in resume.changes(state.settings, self._settings()):
-            self.say(f"note: {change}, from step {state.step + 1} on")
+        self.world.say(f"resuming from checkpoints/step_{state.step}")
+        for change in state.changes(self._settings()):
+            self.world.say(f"note: {change}, from step {state.step + 1} on")
         rate = optimizers.learning_rate(self.optimizer)
         if state.lr is not None and state.lr != rate and state.step < last:
-            self.say(
+            self.world.say(
                 f"note: the learning rate of step {state.step + 1} changes from {state.lr:.4g} to "
                 f"{rate:.4g}"
             )

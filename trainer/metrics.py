@@ -1,20 +1,32 @@
-"""metrics.jsonl, TensorBoard scalars and the line that people read while a run goes on."""
+"""FLOPs, time and memory of steps; metrics.jsonl, TensorBoard, and the lines that people read.
+
+`runspec.flops` has the convention by which FLOPs are counted, and the count.
+"""
 
 import json
+import math
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import yaml
+from torch import nn
 
 from runspec import files, flops
+from trainer.layers import nf4
+from trainer.layers.attention import DocumentAttention
+from trainer.models.decoder import Decoder, Role
 
 GIB = 2**30
+GPUS = Path(__file__).parents[1] / "configs/gpus.yaml"
 T = TypeVar("T")
 
 
@@ -28,16 +40,12 @@ def memory(device: torch.device) -> dict[str, float]:
         allocated = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
+    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "peak_memory_allocated_gb": allocated / GIB,
         "peak_memory_reserved_gb": reserved / GIB,
-        "memory_rss_gb": _resident_bytes() / GIB,
+        "memory_rss_gb": resident * os.sysconf("SC_PAGE_SIZE") / GIB,
     }
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Metrics:
@@ -49,7 +57,10 @@ class Metrics:
 
     def __init__(self, run_dir: Path, resumed_step: int) -> None:
         path = run_dir / files.METRICS
-        _drop_after(path, resumed_step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in files.read_json_lines(path) if isinstance(line, dict)]
+        kept = [line for line in lines if line.get("step", math.inf) <= resumed_step]
+        files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._folder, self._resumed_step = run_dir / files.TENSORBOARD, resumed_step
 
@@ -82,19 +93,56 @@ class Metrics:
             self._board.close()
 
 
-def _drop_after(path: Path, step: int) -> None:
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
-            # The last line of a killed process may be cut short; it belongs to lost work.
-            continue
-    files.write_text(path, "".join(kept))
+def model_flops(model: Decoder) -> flops.ModelFlops:
+    """What `model` needs, sharded or not, with the parameters trained that require a gradient."""
+    output = model.embedding if model.output_head is None else model.output_head
+    return flops.count(
+        # The last norm may be the first that is trained.
+        [*_stages(model), [_linear(model.final_norm)]],
+        _linear(output),
+        trained_before=_linear(model.embedding).any_trained,
+    )
+
+
+def _stages(model: Decoder) -> Iterator[flops.Stage]:
+    """The linear layers of the blocks and their attention, in the order of the forward pass."""
+    rows = set(model.linear_layers(Role.ROW))
+    heads = model.sizes()["num_heads"]
+    for parent, names in groupby(model.linear_layers(), lambda name: name.rpartition(".")[0]):
+        layers = {name: model.get_submodule(name) for name in names}
+        yield [_linear(layer) for name, layer in layers.items() if name not in rows]
+        for attention in model.get_submodule(parent).children():
+            if isinstance(attention, DocumentAttention):
+                yield flops.Attention(heads * attention.head_dim)
+        yield [_linear(layer) for name, layer in layers.items() if name in rows]
+
+
+def _linear(module: nn.Module) -> flops.Linear:
+    """A linear layer with or without LoRA; a norm has no weights that count."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.ndim < 2:
+        return flops.Linear(0, any(parameter.requires_grad for parameter in module.parameters()))
+    adapter = 0.0, 0.0
+    if hasattr(module, "lora_a"):
+        adapter = module.lora_a.weight.numel(), module.lora_b.weight.numel()
+    return flops.Linear(nf4.dense_numel(weight), weight.requires_grad, adapter)
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The data sheet's dense bf16 TFLOP/s of this GPU; None on a CPU and an unknown GPU.
+
+    Source: configs/gpus.yaml, the first entry whose `match` the driver's name contains.
+    """
+    if device.type != "cuda" or not GPUS.is_file():
+        return None
+    return known_tflops(torch.cuda.get_device_name(device))
+
+
+def known_tflops(name: str) -> float | None:
+    """As `peak_tflops`, by the name that the driver gives to a GPU."""
+    known = yaml.safe_load(GPUS.read_text(encoding="utf-8")).values()
+    found = (each for each in known if re.search(each["match"], name, re.IGNORECASE))
+    return next((float(each["bf16_tflops"]) for each in found), None)
 
 
 @dataclass
@@ -141,14 +189,11 @@ class Clock:
 
     def waiting(self, batches: Iterator[T]) -> Iterator[T]:
         """The same batches; the time until each is there is counted."""
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        began = time.perf_counter()
+        for batch in batches:
             self._lap.data_wait_s += time.perf_counter() - began
             yield batch
+            began = time.perf_counter()
 
     def add(self, tokens: float, flops: float) -> None:
         """Count one step's tokens and model FLOPs, over all ranks."""
@@ -219,13 +264,3 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
-
-
-def say(is_main: bool) -> Callable[[str], None]:
-    """A print that speaks on rank 0 only, at once."""
-
-    def speak(text: str) -> None:
-        if is_main:
-            print(text, flush=True)
-
-    return speak

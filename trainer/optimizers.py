@@ -1,4 +1,4 @@
-"""The optimizer and its schedule: any component by name, in its fastest form."""
+"""The optimizer and its schedule, any component by name, and updates that are left out."""
 
 import warnings
 from importlib.util import find_spec
@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.config import instantiate
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, NonFiniteLossError
 
 # Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 
 
-def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
     """The optimizer that a config's `optimizer` block names.
 
     torch's Adam and AdamW are fused unless the block gives `fused` or `foreach`.
@@ -81,21 +83,19 @@ def _check_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None
     raise ConfigError(f"optimizer: {name} {fault}; use {eight_bit}")
 
 
-def schedule(
-    block: dict[str, Any] | None, optimizer: torch.optim.Optimizer, steps: int
-) -> torch.optim.lr_scheduler.LRScheduler | None:
+def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> LRScheduler | None:
     """The learning rate's schedule over `steps` optimizer steps; None if none is named."""
     if block is None:
         return None
     return instantiate("lr_scheduler", block, optimizer, num_training_steps=steps)
 
 
-def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+def learning_rate(optimizer: Optimizer) -> float:
     """The rate of the next step."""
     return float(optimizer.param_groups[0]["lr"])
 
 
-def advance(scheduler: torch.optim.lr_scheduler.LRScheduler | None, steps: int) -> None:
+def advance(scheduler: LRScheduler | None, steps: int) -> None:
     """Bring a schedule that was just made to where it is after `steps` steps.
 
     It is run through from the start, so that a schedule that the config changed, or that is over
@@ -117,3 +117,59 @@ def warmup_note(block: dict[str, Any] | None, steps: int) -> str | None:
         f"note: lr_scheduler.num_warmup_steps: {warmup} steps of warm-up in a run of {steps}: the "
         "learning rate never reaches optimizer.lr"
     )
+
+
+class NonFiniteGuard:
+    """Leaves out updates that are not finite on every rank; too many in a row end the run.
+
+    Fused optimizers of torch take the verdict on the device and leave weights and state alone (as
+    they do for torch.amp's GradScaler); the GPU is never waited for. For any other optimizer
+    the verdict is read before each step, which waits for the backward pass.
+
+    Args:
+        limit: so many steps in a row without an update end the run.
+        skipped: updates that earlier starts of the run left out.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, limit: int, device: torch.device, skipped: int = 0
+    ) -> None:
+        self._optimizer, self._limit = optimizer, limit
+        self._decides_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        # Left out in all, in a row until now, and the most in a row.
+        self._counts = torch.tensor([skipped, 0, 0], device=device)
+        # A copy that arrives whenever the device comes to it: late, but without waiting.
+        self._arrived = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # The same memory, read by no operator of torch.
+        self._known = self._arrived.numpy()
+
+    def step(self, norm: torch.Tensor) -> None:
+        """Step the optimizer unless `norm`, alike on all ranks, is not finite (a scalar)."""
+        bad = ~norm.isfinite()
+        if self._decides_on_device:
+            self._optimizer.grad_scale, self._optimizer.found_inf = None, bad.float()
+            self._optimizer.step()
+        elif not bad.item():
+            self._optimizer.step()
+        total, row, most = self._counts.unbind()
+        bad = bad.to(self._counts.device)
+        row = (row + 1) * bad
+        self._counts = torch.stack([total + bad, row, torch.maximum(most, row)])
+        self._arrived.copy_(self._counts, non_blocking=True)
+
+    def exceeded(self) -> bool:
+        """True once it is known here that too many came in a row; the ranks must agree on it."""
+        return int(self._known[2]) >= self._limit
+
+    def counts(self) -> tuple[int, int]:
+        """(left out in all, in a row until now); waits for the device."""
+        total, row, _ = self._counts.tolist()
+        return total, row
+
+    def fault(self, step: int) -> NonFiniteLossError:
+        """What to raise if the ranks have agreed that the limit is exceeded after `step`."""
+        return NonFiniteLossError(
+            f"step {step}: the loss or the gradient was not finite in {self._limit} steps in a "
+            "row; none of them changed the weights, and no checkpoint holds what followed; lower "
+            "optimizer.lr or set clip_grad_norm=1.0, then start a new run"
+        )

@@ -1,95 +1,69 @@
 """torch.profiler by the config's `profiler` block; traces land where TensorBoard finds them."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.profiler import (
-    ProfilerAction,
-    ProfilerActivity,
-    profile,
-    schedule,
-    tensorboard_trace_handler,
-)
+from torch.profiler import ProfilerAction, ProfilerActivity, tensorboard_trace_handler
 
 from runspec import files
 from trainer.config import PROFILER_KEYS, TrainConfig
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
+# Keys that torch.profiler calls alike.
+DETAILS = ("profile_memory", "with_stack", "record_shapes", "with_flops")
 SUMMARY_ROWS = 50
 SNAPSHOT_EVENTS = 200_000
 
 
-class NoProfiler:
-    """Takes the place of the profiler and does nothing."""
+@contextmanager
+def _recording(
+    config: TrainConfig, world: World, settings: dict[str, Any], done: int
+) -> Iterator[torch.profiler.profile]:
+    """Record what `profiler` describes."""
+    folder, on_gpu = config.output_dir / files.PROFILE, world.device.type == "cuda"
+    save_trace = tensorboard_trace_handler(str(folder), f"rank_{world.rank}")
+    wants_snapshot = settings["memory_snapshot"] and on_gpu
 
-    def __enter__(self) -> "NoProfiler":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing to write."""
-
-    def step(self) -> None:
-        """Nothing to record."""
-
-
-class Profiler:
-    """What `profiler` describes."""
-
-    def __init__(self, config: TrainConfig, world: World, settings: dict, done: int) -> None:
-        self._folder, self._rank = config.output_dir / files.PROFILE, world.rank
-        self._cuda = world.device.type == "cuda"
-        self._snapshot = settings["memory_snapshot"] and self._cuda
-        self._save_trace = tensorboard_trace_handler(
-            str(self._folder), worker_name=f"rank_{world.rank}"
-        )
-        activities = [ProfilerActivity.CPU] if settings["cpu"] else []
-        if settings["cuda"] and self._cuda:
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(
-            activities=activities or [ProfilerActivity.CPU],
-            profile_memory=settings["profile_memory"],
-            with_stack=settings["with_stack"],
-            record_shapes=settings["record_shapes"],
-            with_flops=settings["with_flops"],
-            schedule=_schedule(settings, done),
-            on_trace_ready=self._write,
-        )
-
-    def __enter__(self) -> "Profiler":
-        if self._snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, kind: type | None, *error: Any) -> None:
-        if kind is not None and issubclass(kind, torch.OutOfMemoryError):
-            self._write_snapshot()
-        self._profile.__exit__(kind, *error)
-
-    def step(self) -> None:
-        """One training step is done."""
-        self._profile.step()
-
-    def _write(self, recorded: profile) -> None:
-        self._save_trace(recorded)
-        by = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
-        table = recorded.key_averages().table(sort_by=by, row_limit=SUMMARY_ROWS)
-        files.write_text(self._folder / f"summary_rank_{self._rank}.txt", table + "\n")
-        self._write_snapshot()
-
-    def _write_snapshot(self) -> None:
-        if self._snapshot:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_rank_{self._rank}.pickle"))
+    def write_snapshot() -> None:
+        nonlocal wants_snapshot
+        if wants_snapshot:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank_{world.rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-            self._snapshot = False
+            wants_snapshot = False
+
+    def write(recorded: torch.profiler.profile) -> None:
+        save_trace(recorded)
+        by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        table = recorded.key_averages().table(sort_by=by, row_limit=SUMMARY_ROWS)
+        files.write_text(folder / f"summary_rank_{world.rank}.txt", table + "\n")
+        write_snapshot()
+
+    activities = [ProfilerActivity.CPU] if settings["cpu"] else []
+    if settings["cuda"] and on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+    if wants_snapshot:
+        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+    with torch.profiler.profile(
+        activities=activities or [ProfilerActivity.CPU],
+        schedule=_schedule(settings, done),
+        on_trace_ready=write,
+        **{name: settings[name] for name in DETAILS},
+    ) as profile:
+        try:
+            yield profile
+        except torch.OutOfMemoryError:
+            write_snapshot()
+            raise
 
 
-def profiler(config: TrainConfig, world: World, done: int) -> Profiler | NoProfiler:
-    """A context manager with `step()`, to be called once after each training step.
+def profiler(
+    config: TrainConfig, world: World, done: int
+) -> AbstractContextManager[torch.profiler.profile | None]:
+    """A context manager that gives what `step()` is called on after each step, or None.
 
     On the chosen ranks (`ranks`: a list or all; the first of each node by default) it
     writes <output_dir>/profile/rank_<r>.<time>.pt.trace.json and summary_rank_<r>.txt, the time by
@@ -105,20 +79,17 @@ def profiler(config: TrainConfig, world: World, done: int) -> Profiler | NoProfi
     settings = PROFILER_KEYS | (config.profiler or {})
     ranks = settings["ranks"]
     if not settings["enabled"]:
-        return NoProfiler()
+        return nullcontext()
     if isinstance(ranks, list) and max(ranks) >= world.size:
         raise ConfigError(
             f"profiler.ranks: there is no rank {max(ranks)}, the run has {world.size}, counted "
             "from 0"
         )
-    if settings["memory_snapshot"] and world.device.type != "cuda" and world.is_main:
-        print("note: profiler.memory_snapshot: ignored; it needs a GPU", flush=True)
-    if ranks is None:
-        # The ranks of one node do the same work, and each trace takes tens of megabytes.
-        chosen = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    else:
-        chosen = ranks == "all" or world.rank in ranks
-    return Profiler(config, world, settings, done) if chosen else NoProfiler()
+    if settings["memory_snapshot"] and world.device.type != "cuda":
+        world.say("note: profiler.memory_snapshot: ignored; it needs a GPU")
+    # The ranks of one node do the same work, and each trace takes tens of megabytes.
+    chosen = world.local_rank == 0 if ranks is None else ranks == "all" or world.rank in ranks
+    return _recording(config, world, settings, done) if chosen else nullcontext()
 
 
 def _schedule(settings: dict[str, Any], done: int) -> Callable[[int], ProfilerAction]:
@@ -127,7 +98,7 @@ def _schedule(settings: dict[str, Any], done: int) -> Callable[[int], ProfilerAc
     wait_steps and the like count from this start's beginning; `steps` are the run's own numbers.
     """
     if settings["steps"] is None:
-        return schedule(
+        return torch.profiler.schedule(
             wait=settings["wait_steps"],
             warmup=settings["warmup_steps"],
             active=settings["active_steps"],

@@ -1,13 +1,10 @@
 """What a run reports: its set-up, its logged steps, progress.json and its last line."""
 
 import time
-from dataclasses import asdict
-from typing import Any
 
+from trainer import metrics
 from trainer.config import TrainConfig
 from trainer.data.batches import Batches, Data
-from trainer.flops import model_flops, peak_tflops
-from trainer.metrics import Clock, Metrics, memory, progress_line, say, totals_line
 from trainer.models.build import Model
 from trainer.parallel.world import World
 from trainer.progress import Progress
@@ -35,14 +32,13 @@ class Reporter:
     ) -> None:
         self._config, self._world = config, world
         self._data, self._checkpoints, self._state = data, checkpoints, state
-        self._say = say(world.is_main)
         self._progress = Progress(data.training.total_steps, attempt)
-        self._metrics = world.on_main(lambda: Metrics(config.output_dir, state.step))
-        self._flops = model_flops(model.module)
+        self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
+        self._flops = metrics.model_flops(model.module)
         # The known peaks are bf16's.
-        self._peak_tflops = peak_tflops(world.device) if config.dtype == "bf16" else None
+        self._peak_tflops = metrics.peak_tflops(world.device) if config.dtype == "bf16" else None
         self._blocked_s, self._noted_no_target = 0.0, False
-        self.clock = Clock(state.step)
+        self.clock = metrics.Clock(state.step)
 
     def setup(self, model: Model, seconds: float) -> None:
         """Print what is trained, how and on what."""
@@ -59,7 +55,7 @@ class Reporter:
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self._state.step}; set up in {seconds:.1f} s",
         ]
-        self._say("\n".join(lines))
+        self._world.say("\n".join(lines))
 
     def count(self, tokens: float, targets: float, pairs: float) -> None:
         """Count the work of one step, over all ranks."""
@@ -74,9 +70,12 @@ class Reporter:
         """
         state, world = self._state, self._world
         lap = self.clock.lap()
-        own = {**memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
+        own = {**metrics.memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
         highest = dict(zip(own, world.max(list(own.values())), strict=True))
-        self._keep_peaks(highest)
+        peaks = vars(self._progress)
+        for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
+            if highest[name]:
+                peaks[name] = round(max(highest[name], peaks[name] or 0), 3)
         blocked = self._checkpoints.blocked_s - self._blocked_s
         self._blocked_s = self._checkpoints.blocked_s
         record = {
@@ -99,13 +98,13 @@ class Reporter:
             self._metrics.write(record)
             total = self._data.training.total_steps
             left = self.clock.left(state.step, total)
-            self._say(progress_line(record, total, self._config.epochs, left))
+            self._world.say(metrics.progress_line(record, total, self._config.epochs, left))
 
     def note_no_target(self) -> None:
         """Say once that a step has no loss."""
         if not self._noted_no_target:
             self._noted_no_target = True
-            self._say(
+            self._world.say(
                 f"note: step {self._state.step} has no token to train on, so it has no loss; "
                 "such samples hold no answer, or it begins after tokenizer.max_seq_len"
             )
@@ -114,7 +113,7 @@ class Reporter:
         """Report the checkpoints that were committed since the last call."""
         for step in self._checkpoints.newly_committed():
             self.progress("running")
-            self._say(f"saved checkpoints/step_{step}")
+            self._world.say(f"saved checkpoints/step_{step}")
 
     def progress(self, state: str) -> None:
         """Bring progress.json up to date (rank 0)."""
@@ -125,8 +124,7 @@ class Reporter:
         now.skipped_steps = self._state.skipped_steps
         total = self.clock.total
         if total.steps:
-            for name, value in total.rates(self._world.size, self._peak_tflops).items():
-                setattr(now, name, value)
+            vars(now).update(total.rates(self._world.size, self._peak_tflops))
             now.train_s = round(total.seconds, 3)
         now.best_step, now.best_val_loss = committed.best() or (None, None)
         now.checkpoint_blocked_s = round(self._checkpoints.blocked_s, 3)
@@ -140,9 +138,9 @@ class Reporter:
         span = "not measured"
         if now.loss_first is not None and now.loss_last is not None:
             span = f"{now.loss_first:.4f} -> {now.loss_last:.4f}"
-        self._say(f"finished: {self._state.step} steps, loss {span}")
+        self._world.say(f"finished: {self._state.step} steps, loss {span}")
         if now.train_s is not None:
-            self._say(totals_line(asdict(now)))
+            self._world.say(metrics.totals_line(vars(now)))
 
     def flush(self) -> None:
         """Bring the metrics to the disk."""
@@ -153,12 +151,6 @@ class Reporter:
         """Bring the metrics to the disk, for good."""
         if self._metrics is not None:
             self._metrics.close()
-
-    def _keep_peaks(self, highest: dict[str, float]) -> None:
-        now: Any = self._progress
-        for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
-            if highest[name]:
-                setattr(now, name, round(max(highest[name], getattr(now, name) or 0), 3))
 
 
 def _described(batches: Batches) -> str:

@@ -12,7 +12,6 @@ from trainer import progress
 from trainer.config import TrainConfig
 from trainer.errors import TrainerError, describe, write_error_record
 from trainer.loop import Trainer
-from trainer.metrics import say
 from trainer.objectives.base import Objective
 from trainer.parallel import world as distributed
 
@@ -44,7 +43,7 @@ def run(config: TrainConfig, attempt: int, objective: type[Objective]) -> None:
     """Train from where the last start of the run stopped, then export."""
     world = distributed.start(config.device, vars(config))
     if world.gather(_is_finished(config))[0]:
-        say(world.is_main)(f"already finished: see {config.output_dir / files.EXPORT}")
+        world.say(f"already finished: see {config.output_dir / files.EXPORT}")
         return
     trainer = Trainer(config, world, attempt, objective)
     try:

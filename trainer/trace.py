@@ -15,11 +15,11 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer import config as configs
-from trainer.config import TrainConfig, arguments_of, instantiate
+from trainer.config import TrainConfig, arguments_of, instantiate, load
 from trainer.errors import ConfigError
 from trainer.layers import attention
 from trainer.layers.batch import Documents, MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
-from trainer.parallel import gradients
-from trainer.parallel.activations import COMPILE_BACKEND
-from trainer.parallel.tensor_parallel import vocabulary_split_loss
+from trainer.parallel import activations, gradients, tensor_parallel
 from trainer.parallel.world import World, layout_of
 
 # Two depths tell how much each phase grows per block; deeper models are extrapolated linearly.
@@ -63,7 +60,7 @@ class MemoryTracker(TorchDispatchMode):
         self._phase = "setup"
         self._alive: dict[int, tuple[int, weakref.ref]] = {}
         self._paused = False
-        self._patched: list[tuple[type, str, Any]] = []
+        self._patches = ExitStack()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -75,9 +72,8 @@ class MemoryTracker(TorchDispatchMode):
         self._phase = phase + self.suffix
         self._note()
 
-    def count(self, tensor: torch.Tensor) -> None:
-        """Count the storage of `tensor`; for tensors from before the tracker was entered."""
-        storage = tensor.untyped_storage()
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage; for tensors from before the tracker was entered."""
         key, size = id(storage), storage.nbytes()
         before, reference = self._alive.get(key, (0, None))
         if reference is None:
@@ -99,7 +95,7 @@ class MemoryTracker(TorchDispatchMode):
         if not self._paused:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
-                    self.count(leaf)
+                    self.count(leaf.untyped_storage())
         return result
 
     def _forget(self, key: int) -> None:
@@ -109,17 +105,6 @@ class MemoryTracker(TorchDispatchMode):
     def _note(self) -> None:
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.now)
 
-    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        if id(storage) in self._alive:
-            before, reference = self._alive[id(storage)]
-            self._alive[id(storage)] = size, reference
-            self.now += size - before
-            self._note()
-
-    def _patch(self, owner: type, name: str, function: Any) -> None:
-        self._patched.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, function)
-
     def __enter__(self) -> "MemoryTracker":
         """Also watch what no operator shows."""
         resize = torch.UntypedStorage.resize_
@@ -127,7 +112,8 @@ class MemoryTracker(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            self._resized(storage, size)
+            if id(storage) in self._alive:
+                self.count(storage)
 
         def infer_shapes(*args: Any) -> Any:
             # DTensor computes global shapes by running operators on them; that is no memory.
@@ -137,15 +123,17 @@ class MemoryTracker(TorchDispatchMode):
             finally:
                 self._paused = False
 
-        self._patch(torch.UntypedStorage, "resize_", resize_)
-        self._patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", infer_shapes)
+        for owner, function, replacement in (
+            (torch.UntypedStorage, "resize_", resize_),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", infer_shapes),
+        ):
+            self._patches.enter_context(mock.patch.object(owner, function, replacement))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """Stop watching."""
         super().__exit__(*error)
-        for owner, name, original in self._patched:
-            setattr(owner, name, original)
+        self._patches.close()
 
 
 @dataclass(frozen=True)
@@ -174,7 +162,10 @@ def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
     Raises:
         ConfigError: the layout does not exist, or is one that only a GPU can run.
     """
-    refuse(config)
+    keys = ("fsdp_cpu_offload", "enable_activation_offloading")
+    faults = [f"{k}: cannot be traced; use the closed form" for k in keys if getattr(config, k)]
+    if faults:
+        raise ConfigError(*faults)
     layout = layout_of(vars(config), ranks)
     if config.compile:
         # Past the limit of variants of one function the compiler would leave it as it is.
@@ -187,14 +178,6 @@ def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
         dist.destroy_process_group()
 
 
-def refuse(config: TrainConfig) -> None:
-    """Raise ConfigError for what cannot be traced."""
-    keys = ("fsdp_cpu_offload", "enable_activation_offloading")
-    faults = [f"{k}: cannot be traced; use the closed form" for k in keys if getattr(config, k)]
-    if faults:
-        raise ConfigError(*faults)
-
-
 def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     # Compiled it fuses operations on the logits; their buffers are the same.
     loss = TokenLoss(replace(config, compile=False))
@@ -204,7 +187,8 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
         raise ConfigError(*faults)
     if layers is not None:
         del module.blocks[layers:]
-    with _compiled_without_kernels():
+    # On fake tensors torch.compile must make no kernels: it traces and partitions only.
+    with mock.patch.dict(os.environ, {activations.COMPILE_BACKEND: "aot_eager_decomp_partition"}):
         models.lay_out(module, config, world, loss.output_chunks)
     _attend_as_on_a_gpu(module, config)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -220,7 +204,8 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     batch = _batch(config, module)
     tracker = MemoryTracker()
     for tensor in (*module.parameters(), *module.buffers()):
-        tracker.count(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        tracker.count(local.untyped_storage())
     weights = tracker.now
     _mark_phases(module, tracker)
     with fake, tracker:
@@ -229,7 +214,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
             for last in (False, True) if config.gradient_accumulation_steps > 1 else (True,):
                 tracker.suffix = "" if last else ", earlier micro-step"
                 gradients.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
-                with vocabulary_split_loss(world.tensor_parallel_dim):
+                with tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
                     tracker.enter("forward, first layer")
                     total = loss(module, batch, world.device)
                     tracker.enter("output layer and loss, backward")
@@ -266,20 +251,6 @@ def _in_place_of_flex_attention(
     return output.view(batch, length, heads, -1).transpose(1, 2)
 
 
-@contextmanager
-def _compiled_without_kernels() -> Iterator[None]:
-    """Within it torch.compile makes no kernels: it traces and partitions only, for fake tensors."""
-    before = os.environ.get(COMPILE_BACKEND)
-    os.environ[COMPILE_BACKEND] = "aot_eager_decomp_partition"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[COMPILE_BACKEND]
-        else:
-            os.environ[COMPILE_BACKEND] = before
-
-
 def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
     length = min(config.tokenizer.get("max_seq_len") or module.max_seq_len, module.max_seq_len)
     shape = config.batch_size, length + -length % config.row_multiple
@@ -287,6 +258,9 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
     numbers = torch.zeros(shape, dtype=torch.int64)
     cu_seqlens = torch.arange(0, count + 1, shape[1], dtype=torch.int32)
     packed = bool(config.dataset.get("packed"))
+    # In bf16 rows that are not packed go through flash attention too; a trace has it for
+    # documents only.
+    documents = Documents(numbers.int(), cu_seqlens)
     return MicroBatch(
         tokens=numbers,
         labels=numbers,
@@ -295,11 +269,7 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         target_count=count,
         attention_pairs=shape[0] * shape[1] * (shape[1] + 1) // 2,
         positions=numbers if packed else None,
-        # In bf16 rows that are not packed go through flash attention too; a trace has it for
-        # documents only.
-        documents=Documents(numbers.int(), cu_seqlens)
-        if packed or config.dtype == "bf16"
-        else None,
+        documents=documents if packed or config.dtype == "bf16" else None,
     )
 
 
@@ -368,12 +338,10 @@ def main(arguments: list[str]) -> int:
     """Print one line of JSON, bytes; exit status 1 for a fault in the config, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m trainer.trace", description=__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="number of GPUs that run the step together"
-    )
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that run the step together")
     chosen = parser.parse_args(arguments)
     try:
-        found = estimate(configs.load(chosen.config), chosen.ranks)
+        found = estimate(load(chosen.config), chosen.ranks)
     except ConfigError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)

@@ -44,9 +44,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     try:
         with tempfile.TemporaryDirectory(prefix="levers-") as folder:
             raw = _Raw(setting.size)
-            tokenised.make(
-                "dataset", {}, Path(folder) / "data", raw, None, world, lambda text: None
-            )
+            tokenised.make("dataset", {}, Path(folder) / "data", raw, None, world)
             yield _loader(setting, world, raw, TokenisedDataset(Path(folder) / "data"))
             yield _packing(setting, raw)
     finally:

@@ -1,8 +1,10 @@
 """What the model sees of a dataset: tokens, masks, packed rows, their order, and their cache."""
 
 import base64
+import io
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -60,15 +62,15 @@ def build(tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.
     """Build the data of a config; keys that hold a block are merged into the default's."""
 
     def with_changes(**changes: Any) -> Data:
-        said: list[str] = []
         path = write_config(tmp_path / "run", model_folder, dataset)
         content = json.loads(json.dumps(load_yaml(path)))
         for key, value in changes.items():
             merge = isinstance(value, dict) and "_component_" not in value
             content[key] = content.get(key, {}) | value if merge else value
         path.write_text(json.dumps(content))
-        found = data.build(load(path), world, said.append)
-        with_changes.said = said
+        with redirect_stdout(io.StringIO()) as said:
+            found = data.build(load(path), world)
+        with_changes.said = said.getvalue().splitlines()
         return found
 
     return with_changes
@@ -594,7 +596,7 @@ def test_the_slower_of_two_runs_takes_the_quicker_ones_folder(
     config = load(tmp_path / "run/train.yaml")
     tokenizer = instantiate("tokenizer", config.tokenizer)
     samples = instantiate("dataset", config.dataset, tokenizer)
-    tokenised.make("dataset", config.dataset, folder, samples, tokenizer, world, print)
+    tokenised.make("dataset", config.dataset, folder, samples, tokenizer, world)
     assert list(cache.iterdir()) == [folder]
     assert (folder / "meta.json").stat().st_mtime_ns == before
 

@@ -9,8 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.sizing.from_recipe import step_of
 from tests.trainer.test_loss import CPU, LINEAR, MODELS, PLAIN, batch, random_model, token_loss
-from trainer.flops import known_tflops, model_flops
-from trainer.metrics import Work
+from trainer.metrics import Work, known_tflops, model_flops
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None
     world = distributed.start("cpu")
     try:
         with pytest.raises(ConfigError, match="dataset: holds no sample"):
-            build(load(write_config(tmp_path, model_folder, empty)), world, print)
+            build(load(write_config(tmp_path, model_folder, empty)), world)
     finally:
         distributed.stop()
 

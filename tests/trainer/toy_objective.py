@@ -25,7 +25,7 @@ class NextTokenWithZLoss(Objective):
     """The dataset gives raw text (torchtune.datasets.text_completion_dataset)."""
 
     def build_data(self) -> Data:
-        return batches.build(self.config, self.world, self.say)
+        return batches.build(self.config, self.world)
 
     def build_models(self, data: Data) -> Models:
         return Models(build.build(self.config, self.world, data_faults=data.faults))

@@ -1,7 +1,7 @@
 """The order of the training data and the batches that a rank sees; a pure function of the step."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data import tokenizers
-from trainer.data.packing import pack
+from trainer.data import packing, tokenizers
 from trainer.data.tokenised import TokenisedDataset, open_dataset
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, Documents, MicroBatch
@@ -52,7 +51,7 @@ class Rows(Dataset):
         self._order = np.arange(len(samples))
         if row_length is not None:
             self.length = row_length + -row_length % multiple
-            rows = pack(samples.lengths, row_length, seed)
+            rows = packing.pack(samples.lengths, row_length, seed)
             self._begins = np.cumsum([0, *map(len, rows)])
             self._order = np.concatenate([np.asarray(row) for row in rows])
 
@@ -93,6 +92,7 @@ class Rows(Dataset):
                 positions[line, end:] = np.arange(shape[1] - end)
                 numbers[line, end:] = len(row.documents)
                 offsets.append((line + 1) * shape[1])
+        documents = Documents(torch.from_numpy(numbers), torch.tensor(offsets, dtype=torch.int32))
         trained_at = np.flatnonzero(labels != IGNORE_INDEX)
         counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
         return MicroBatch(
@@ -103,9 +103,7 @@ class Rows(Dataset):
             target_count=len(trained_at),
             attention_pairs=sum(n * (n + 1) // 2 for n in counted),
             positions=torch.from_numpy(positions) if packed else None,
-            documents=Documents(torch.from_numpy(numbers), torch.tensor(offsets, dtype=torch.int32))
-            if packed
-            else None,
+            documents=documents if packed else None,
         )
 
 
@@ -136,12 +134,10 @@ class Batches:
     ) -> None:
         self.rows, self.size = rows, len(rows)
         self.samples_per_step = batch_size * micro_steps * world.data_size
-        self.steps_per_epoch = -(-self.size // self.samples_per_step)
-        if max_steps_per_epoch:
-            self.steps_per_epoch = min(self.steps_per_epoch, max_steps_per_epoch)
-        self.total_steps = self.steps_per_epoch * epochs
-        if max_steps:
-            self.total_steps = min(self.total_steps, max_steps)
+        steps = -(-self.size // self.samples_per_step)
+        self.steps_per_epoch = min(steps, max_steps_per_epoch or steps)
+        steps = self.steps_per_epoch * epochs
+        self.total_steps = min(steps, max_steps or steps)
         self._seed, self._batch_size, self._micro_steps = seed, batch_size, micro_steps
         self._world, self._workers = world, workers
 
@@ -210,7 +206,7 @@ class Data:
         return found
 
 
-def build(config: TrainConfig, world: World, say: Callable[[str], None]) -> Data:
+def build(config: TrainConfig, world: World) -> Data:
     """Tokenise the datasets that `config` names, or find them tokenised, and lay out the batches.
 
     Raises:
@@ -223,11 +219,12 @@ def build(config: TrainConfig, world: World, say: Callable[[str], None]) -> Data
     seed = config.seed if config.shuffle else None
 
     def rows(key: str, block: dict[str, Any], packing_seed: int | None) -> Rows:
-        samples = open_dataset(key, block, config, world, tokenizer, say)
-        world.on_all(lambda: _check_targets(key, samples, say))
+        samples = open_dataset(key, block, config, world, tokenizer)
+        world.on_all(lambda: _check_targets(key, samples, world))
         row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
         return Rows(samples, pad_id, config.row_multiple, row_length, packing_seed)
 
+    workers = WORKERS_ON_GPU if world.device.type == "cuda" else 0
     training = Batches(
         rows("dataset", config.dataset, seed),
         world,
@@ -237,22 +234,16 @@ def build(config: TrainConfig, world: World, say: Callable[[str], None]) -> Data
         epochs=config.epochs,
         max_steps_per_epoch=config.max_steps_per_epoch,
         max_steps=config.max_steps,
-        workers=_workers(config, world),
+        workers=workers if config.num_workers is None else config.num_workers,
     )
     if config.dataset_val is None:
         return Data(training, None, mismatches)
     own = rows("dataset_val", config.dataset_val, None)
-    world.on_all(lambda: _check_overlap(config, training.rows.samples, own.samples, say))
+    world.on_all(lambda: _check_overlap(config, world, training.rows.samples, own.samples))
     return Data(training, Batches(own, world, config.batch_size_val), mismatches)
 
 
-def _workers(config: TrainConfig, world: World) -> int:
-    if config.num_workers is not None:
-        return config.num_workers
-    return WORKERS_ON_GPU if world.device.type == "cuda" else 0
-
-
-def _check_targets(key: str, samples: TokenisedDataset, say: Callable[[str], None]) -> None:
+def _check_targets(key: str, samples: TokenisedDataset, world: World) -> None:
     empty = int((samples.targets == 0).sum())
     if empty == len(samples):
         raise ConfigError(
@@ -260,17 +251,14 @@ def _check_targets(key: str, samples: TokenisedDataset, say: Callable[[str], Non
             "check the answers' column and tokenizer.max_seq_len"
         )
     if empty:
-        say(
+        world.say(
             f"note: {key}: {empty:,} of {len(samples):,} samples hold no token to train on "
             "(no answer, or it begins after tokenizer.max_seq_len)"
         )
 
 
 def _check_overlap(
-    config: TrainConfig,
-    training: TokenisedDataset,
-    validation: TokenisedDataset,
-    say: Callable[[str], None],
+    config: TrainConfig, world: World, training: TokenisedDataset, validation: TokenisedDataset
 ) -> None:
     """A validation loss over samples that are trained on says nothing."""
     remedy = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
@@ -288,7 +276,7 @@ def _check_overlap(
     if equal == len(validation):
         raise ConfigError(f"dataset_val: each of its samples is in dataset too; {remedy}")
     if equal:
-        say(
+        world.say(
             f"note: dataset_val: {equal:,} of {len(validation):,} samples are the same as "
             "samples of dataset"
         )

@@ -15,12 +15,9 @@ JSON_LINES = (".json", ".jsonl")
 
 def data_files(block: dict[str, Any]) -> list[Path]:
     """The local files that a dataset block names."""
-    source = block.get("source")
-    names = [block.get("data_files"), block.get("data_dir")]
-    if source not in FILE_SOURCES:
-        names.append(source)
+    source = None if block.get("source") in FILE_SOURCES else block.get("source")
     found: set[Path] = set()
-    for name in texts(names):
+    for name in texts([block.get("data_files"), block.get("data_dir"), source]):
         for match in glob.glob(os.path.expanduser(name), recursive=True):
             path = Path(match)
             found |= {p for p in path.rglob("*") if p.is_file()} if path.is_dir() else {path}
@@ -47,9 +44,8 @@ def of_sample(block: dict[str, Any], index: int, row: dict[str, Any] | None = No
     is_whole = len(paths) == 1 and split == "train" and not block.get("filter_fn")
     for path in paths:
         for number, (line, record) in enumerate(_records(path)):
-            if (row is None and is_whole and number == index) or (
-                row is not None and _filled(record) == _filled(row)
-            ):
+            at_index = is_whole and number == index
+            if at_index if row is None else _filled(record) == _filled(row):
                 return f"{path}, line {line}"
     return f"{block.get('source')}, split {split}, sample {index} (counted from 0)"
 

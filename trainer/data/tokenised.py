@@ -1,8 +1,8 @@
 """A dataset's tokens on disk: made once by all ranks together, memory-mapped afterwards.
 
-One folder per dataset, named by what its tokens depend on: tokens as int32, one bit per token that
-says whether it is trained, and a table of the samples, in a part for each rank that made it. The
-folder appears under a temporary name and is renamed when all parts are there.
+One folder per dataset, named by what its tokens depend on: tokens as int32, of which those that are
+not trained have all bits inverted, and a table of the samples, in a part for each rank that made
+it. The folder appears under a temporary name and is renamed when all parts are there.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -27,10 +27,11 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel.world import World
 
-FORMAT = 1
+FORMAT = 2
 META = "meta.json"
+TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
 # What the tokens of a sample depend on besides the config and the data.
-PACKAGES = ("torchtune", "tokenizers", "datasets")
+PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
@@ -55,32 +56,24 @@ class TokenisedDataset:
         self.folder, self._block = folder, block or {}
         self.highest_token, self.highest_sample = meta["highest"]
         self.split_sizes: dict[str, int] = meta["split_sizes"]
-        tables, self._parts = [], []
-        for number in meta["parts"]:
-            table = np.load(folder / f"samples_{number}.npy")
-            tables.append(table)
-            self._parts.append(
-                (
-                    _mapped(folder / f"tokens_{number}.bin", np.int32, table[:, 0]),
-                    _mapped(folder / f"trained_{number}.bin", np.uint8, _mask_bytes(table[:, 0])),
-                )
-            )
-        table = np.concatenate(tables)
-        self.lengths, self.targets, self.fingerprints = table.T.copy()
+        tables = [np.load(folder / SAMPLES.format(number)) for number in meta["parts"]]
+        self._parts = [
+            _mapped(folder / TOKENS.format(number), table[:, 0])
+            for number, table in zip(meta["parts"], tables, strict=True)
+        ]
+        self.lengths, self.targets, self.fingerprints = np.concatenate(tables).T.copy()
         self._part_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
-        self._token_begin = np.concatenate([_begins(t[:, 0]) for t in tables])
-        self._mask_begin = np.concatenate([_begins(_mask_bytes(t[:, 0])) for t in tables])
+        self._begins = np.concatenate([np.cumsum(t[:, 0]) - t[:, 0] for t in tables])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32 [n], trained bool [n]) of a sample."""
-        length = int(self.lengths[index])
-        tokens, mask = self._parts[self._part_of[index]]
-        first, first_byte = int(self._token_begin[index]), int(self._mask_begin[index])
-        packed = mask[first_byte : first_byte + -(-length // 8)]
-        return tokens[first : first + length], np.unpackbits(packed, count=length).astype(bool)
+        begin = int(self._begins[index])
+        stored = self._parts[self._part_of[index]][begin : begin + int(self.lengths[index])]
+        trained = stored >= 0
+        return np.where(trained, stored, ~stored), trained
 
     def origin(self, index: int) -> str:
         """Where a sample comes from."""
@@ -93,18 +86,12 @@ class TokenisedDataset:
 
 
 def open_dataset(
-    key: str,
-    block: dict[str, Any],
-    config: TrainConfig,
-    world: World,
-    tokenizer: Any,
-    say: Callable[[str], None],
+    key: str, block: dict[str, Any], config: TrainConfig, world: World, tokenizer: Any
 ) -> TokenisedDataset:
     """The tokenised dataset that `block` names; all ranks call this together.
 
     Args:
         key: the config's key, for messages.
-        say: told how far tokenising is.
 
     Raises:
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
@@ -114,8 +101,7 @@ def open_dataset(
     def find() -> tuple[Path, Any]:
         # Data of the hub changes under one name: only the opened dataset tells its version.
         opened = None if origin.data_files(block) else _opened(key, block, tokenizer)
-        name = _name(block, config.tokenizer, opened)
-        return config.data_cache / name, opened
+        return config.data_cache / _name(block, config.tokenizer, opened), opened
 
     folder, opened = world.on_main(find) or (None, None)
     folder = world.gather(folder)[0]
@@ -123,7 +109,7 @@ def open_dataset(
         # Rank 0 first, so that one process alone converts the files.
         first = world.on_main(lambda: opened or _opened(key, block, tokenizer))
         samples = world.on_all(lambda: _opened(key, block, tokenizer) if first is None else first)
-        make(key, block, folder, samples, tokenizer, world, say)
+        make(key, block, folder, samples, tokenizer, world)
     return world.on_all(lambda: TokenisedDataset(_seen(folder), block))
 
 
@@ -180,13 +166,7 @@ def _tokenizer_files(block: dict[str, Any]) -> list[Path]:
 
 
 def make(
-    key: str,
-    block: dict[str, Any],
-    folder: Path,
-    samples: Any,
-    tokenizer: Any,
-    world: World,
-    say: Callable[[str], None],
+    key: str, block: dict[str, Any], folder: Path, samples: Any, tokenizer: Any, world: World
 ) -> None:
     """Tokenise on all ranks, a range of samples each, and give the folder its name.
 
@@ -201,12 +181,9 @@ def make(
     temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{secrets.token_hex(4)}"))[0]
     world.on_main(lambda: _begin(temporary))
     limit = getattr(tokenizer, "max_seq_len", None)
-    own = range(
-        len(samples) * world.rank // world.size, len(samples) * (world.rank + 1) // world.size
-    )
     try:
         highest = world.on_all(
-            lambda: _write_part(key, block, _seen(temporary), world.rank, samples, own, limit, say)
+            lambda: _write_part(key, block, _seen(temporary), samples, limit, world)
         )
         parts = [part for part in enumerate(world.gather(highest)) if part[1] is not None]
         world.on_main(lambda: _publish(temporary, folder, parts, samples))
@@ -267,61 +244,49 @@ def _seen(folder: Path) -> Path:
 
 
 def _write_part(
-    key: str,
-    block: dict[str, Any],
-    folder: Path,
-    number: int,
-    samples: Any,
-    indices: range,
-    limit: int | None,
-    say: Callable[[str], None],
+    key: str, block: dict[str, Any], folder: Path, samples: Any, limit: int | None, world: World
 ) -> tuple[int, int] | None:
-    """Tokenise `indices` into files; (highest token, its sample), None if there is nothing."""
+    """Tokenise this rank's range; (highest token, its sample), None if the range is empty."""
+    count, rank = len(samples), world.rank
+    indices = range(count * rank // world.size, count * (rank + 1) // world.size)
     if not indices:
         return None
-
-    def where(index: int, samples: Any) -> str:
-        return f"{key}: {origin.of_sample(block, index, _row(samples, index))}"
-
     table = np.zeros((len(indices), 3), dtype=np.int64)
     highest = (-1, 0)
     last_said = time.monotonic()
-    paths = folder / f"tokens_{number}.bin", folder / f"trained_{number}.bin"
-    with open(paths[0], "wb") as tokens_file, open(paths[1], "wb") as trained_file:
+    paths = [folder / name.format(rank) for name in (TOKENS, SAMPLES)]
+    with open(paths[0], "wb") as file:
         for row, index in enumerate(indices):
-            tokens, trained = _sample(where, samples, index, limit)
+            try:
+                tokens, trained = _sample(samples, index, limit)
+            except ConfigError as error:
+                where = origin.of_sample(block, index, _row(samples, index))
+                raise ConfigError(f"{key}: {where}: {error}") from error
             table[row] = len(tokens), trained[1:].sum(), _fingerprint(tokens, trained)
             highest = max(highest, (int(tokens.max()), index), key=lambda pair: pair[0])
-            tokens_file.write(tokens.tobytes())
-            trained_file.write(np.packbits(trained).tobytes())
+            file.write(np.where(trained, tokens, ~tokens).tobytes())
             if time.monotonic() - last_said > PROGRESS_EVERY_S:
                 last_said = time.monotonic()
-                say(f"tokenising {key}: {row + 1:,} of {len(indices):,} samples of this rank")
-    np.save(folder / f"samples_{number}.npy", table)
-    for path in (*paths, folder / f"samples_{number}.npy"):
+                world.say(f"tokenising {key}: {row + 1:,} of {len(indices):,} samples of this rank")
+    np.save(paths[1], table)
+    for path in paths:
         files.fsync_path(path)
     return highest
 
 
-def _sample(
-    where: Callable[[int, Any], str], samples: Any, index: int, limit: int | None
-) -> tuple[Any, Any]:
-    """(tokens int32 [n], trained bool [n]) of a sample; its fault names where it is."""
+def _sample(samples: Any, index: int, limit: int | None) -> tuple[Any, Any]:
+    """(tokens int32 [n], trained bool [n]) of a sample."""
     try:
         sample = samples[index]
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
-        raise ConfigError(f"{where(index, samples)}: {_reason(samples, index, error)}") from error
+        raise ConfigError(_reason(samples, index, error)) from error
     tokens = np.asarray(sample["tokens"], dtype=np.int32)[:limit]
     labels = np.asarray(sample["labels"], dtype=np.int64)[:limit]
     trained = labels != IGNORE_INDEX
     if tokens.ndim != 1 or not len(tokens) or tokens.shape != labels.shape:
-        raise ConfigError(
-            f"{where(index, samples)}: holds no tokens, or not as many labels as tokens"
-        )
+        raise ConfigError("holds no tokens, or not as many labels as tokens")
     if not np.array_equal(labels[trained], tokens[trained]):
-        raise ConfigError(
-            f"{where(index, samples)}: its labels are not its tokens; only these can be trained"
-        )
+        raise ConfigError("its labels are not its tokens; only these can be trained")
     return tokens, trained
 
 
@@ -351,16 +316,7 @@ def _fingerprint(tokens: np.ndarray, trained: np.ndarray) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _mapped(path: Path, dtype: Any, sizes: np.ndarray) -> np.ndarray:
-    expected = int(sizes.sum()) * np.dtype(dtype).itemsize
-    if not path.is_file() or path.stat().st_size != expected:
+def _mapped(path: Path, lengths: np.ndarray) -> np.ndarray:
+    if not path.is_file() or path.stat().st_size != 4 * lengths.sum():
         raise ConfigError(f"data_cache_dir: {path} is damaged; delete its folder and start again")
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _begins(sizes: np.ndarray) -> np.ndarray:
-    return np.cumsum(sizes) - sizes
-
-
-def _mask_bytes(lengths: np.ndarray) -> np.ndarray:
-    return -(-lengths // 8)
+    return np.memmap(path, dtype=np.int32, mode="r")

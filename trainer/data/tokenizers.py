@@ -1,10 +1,8 @@
 """A torchtune model tokenizer over a Hugging Face folder, with the model's own chat template."""
 
-import json
 import math
 from collections.abc import Mapping
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,7 @@ class HuggingFaceTokenizer:
             if key in ("bos_token", "eos_token", "pad_token", "unk_token") and value
         }
         self._folder = folder
-        self._template_text = _template_text(folder, settings)
+        self._template = _template(folder, settings)
         self.special_tokens = {
             token.content: index
             for index, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -121,22 +119,22 @@ class HuggingFaceTokenizer:
                 f"tokenizer.path: {self._folder} has no chat template; use the folder of an "
                 "instruct model, or the model's torchtune tokenizer"
             )
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
-            return self._template.render(
+            # Not by render_jinja_template, which lets no other date in. The compiled one is cached.
+            return _compile_jinja_template(self._template).render(
                 messages=turns,
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
+                strftime_now=TEMPLATE_DATE.strftime,
                 **self._special,
             )
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"tokenizer: the chat template is broken: {error}") from None
         except TemplateError as error:
             raise ConfigError(f"tokenizer: the chat template refuses a sample: {error}") from None
-
-    @cached_property
-    def _template(self) -> Any:
-        # Compiled for the first conversation: a rank whose tokens are cached needs no jinja2.
-        return None if self._template_text is None else _compile_template(self._template_text)
 
     def _span(self, turns: list[dict[str, str]], index: int, text: str) -> tuple[int, int]:
         """Begin and end (characters) of what is trained on in message `index`."""
@@ -205,32 +203,9 @@ def _or(ids: set[int]) -> str:
     return " or ".join(map(str, sorted(ids)))
 
 
-def _template_text(folder: Path, settings: dict[str, Any]) -> str | None:
+def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(template, list):
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
     return template if isinstance(template, str) else None
-
-
-def _compile_template(text: str) -> Any:
-    """A sandboxed template with the helpers that Hugging Face gives to chat templates."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
-    try:
-        return environment.from_string(text)
-    except TemplateError as error:
-        raise ConfigError(f"tokenizer: the chat template is broken: {error}") from None

@@ -1,7 +1,6 @@
 """What a training method is: its data, its models, its loss, and what must stay the same."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,13 +43,10 @@ class Objective(ABC):
 
     How many targets a step has is in its batches, because all ranks must know the sum before the
     first backward pass: the gradient is that of the mean over the targets of the whole step.
-
-    Args:
-        say: prints a line, on rank 0 only.
     """
 
-    def __init__(self, config: TrainConfig, world: World, say: Callable[[str], None]) -> None:
-        self.config, self.world, self.say = config, world, say
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.config, self.world = config, world
 
     @abstractmethod
     def build_data(self) -> Data:
@@ -70,10 +66,16 @@ class Objective(ABC):
     def identity(self, models: Models, data: Data) -> dict[str, Any]:
         """What must stay the same between a checkpoint and the start that resumes it, by key."""
         config, batches = self.config, data.training
+        base = None
+        if models.policy.method != "full":
+            # Which base model an adapter belongs to: its checkpoints do not hold that.
+            source = config.checkpointer
+            found = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
+            base = self.world.gather(found)[0]
         return {
             "method": models.policy.method,
             "model": config.model,
-            "base_weights": self._base_weights(models.policy),
+            "base_weights": base,
             "dtype": config.dtype,
             "master_weights": config.master_weights,
             "fp8_recipe_name": config.fp8_recipe,
@@ -86,11 +88,3 @@ class Objective(ABC):
             "samples_per_step": batches.samples_per_step,
             "steps_per_epoch": batches.steps_per_epoch,
         }
-
-    def _base_weights(self, policy: Model) -> str | None:
-        """Which base model an adapter belongs to, for its checkpoints do not hold that."""
-        if policy.method == "full":
-            return None
-        source = self.config.checkpointer
-        found = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
-        return self.world.gather(found)[0]

@@ -11,7 +11,7 @@ class SupervisedFineTuning(Objective):
     """One model, full or by an adapter, and the loss that the config names."""
 
     def build_data(self) -> Data:
-        return batches.build(self.config, self.world, self.say)
+        return batches.build(self.config, self.world)
 
     def build_models(self, data: Data) -> Models:
         self._loss = self.world.on_all(lambda: TokenLoss(self.config))

@@ -61,6 +61,11 @@ class World:
         """1 on one rank of each group and 0 on the others, so that sums count data once."""
         return int(self.rank % self.tensor_parallel_dim == 0)
 
+    def say(self, text: str) -> None:
+        """Print a line on rank 0 only, at once."""
+        if self.is_main:
+            print(text, flush=True)
+
     def described(self, config: TrainConfig) -> str:
         """Return the layout in words, for the log."""
         layout = self.layout

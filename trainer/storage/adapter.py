@@ -13,7 +13,6 @@ from trainer.errors import ConfigError
 from trainer.layers import lora
 from trainer.models.build import Model
 from trainer.models.decoder import Decoder
-from trainer.parallel.sharded import local_part
 from trainer.storage import weights
 
 KEY = "checkpointer.adapter_checkpoint"
@@ -22,18 +21,15 @@ PEFT_PREFIX = "base_model.model."
 
 
 @torch.no_grad()
-def load(model: Model, config: TrainConfig) -> Path | None:
-    """Fill the model's adapter from the file that the config names; None if it names none.
+def load(model: Model, config: TrainConfig) -> Path:
+    """Fill the model's adapter from the file that the config names; return its path.
 
     Each rank keeps its own part of each tensor.
 
     Raises:
         ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
     """
-    named = config.checkpointer.get("adapter_checkpoint")
-    if named is None:
-        return None
-    path = _file(named, config.model_folder)
+    path = _file(config.checkpointer["adapter_checkpoint"], config.model_folder)
     own = _adapter_parameters(model.module)
     if not own:
         raise ConfigError(f"{KEY}: the model has no adapter; set model._component_ to a lora_* one")
@@ -48,8 +44,7 @@ def load(model: Model, config: TrainConfig) -> Path | None:
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     for name, parameter in own.items():
-        target = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        target.copy_(local_part(parameter, tensors[name]))
+        weights.fill(parameter, tensors[name])
     return path
 
 

@@ -9,10 +9,9 @@ import copy
 import shutil
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from trainer.errors import CheckpointError
 from trainer.parallel.world import TIMEOUT, World
-from trainer.storage import resume
 from trainer.storage.committed import CommittedCheckpoints, TrainerState, hashes
 from trainer.storage.staging import available_bytes, stage, staged_bytes
 
@@ -50,22 +50,18 @@ class Checkpoints:
         # The thread that writes must never meet the training thread in one group.
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._writer_world = replace(world, cpu_group=group)
-        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=self._use_own_gpu)
-        self._pending: Future[None] | None = None
+        self._writer = futures.ThreadPoolExecutor(1, "checkpoint", initializer=self._use_own_gpu)
+        self._pending: futures.Future[None] | None = None
         self._news: deque[int] = deque()
         self._asynchronous = asynchronous
         self._buffers: Any = None
         self._copied: torch.cuda.Event | None = None
-        self._held: torch.optim.Optimizer | None = None
+        self._held: Optimizer | None = None
         self.blocked_s = 0.0
         """Seconds for which training has waited for checkpoints, in this start of the run."""
 
     def save(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: TrainerState,
-        wait: bool = True,
+        self, model: nn.Module, optimizer: Optimizer, state: TrainerState, wait: bool = True
     ) -> None:
         """Write the checkpoint of `state.step`; all ranks call this together.
 
@@ -84,15 +80,13 @@ class Checkpoints:
         with self._blocking():
             self._join()
             content = sharded.content(model, optimizer, self._world.rank)
-            copied = None
-            if self._asynchronous and not wait and self._fits(content):
+            copied, beside = None, self._asynchronous and not wait and self._fits(content)
+            if beside:
                 content, copied = stage(content, self._buffers)
                 self._buffers = content
                 self._hold_updates(optimizer, copied)
-            else:
-                wait = True
             self._pending = self._writer.submit(self._write, content, copied, copy.deepcopy(state))
-            if wait:
+            if not beside:
                 self._join()
 
     def wait(self) -> None:
@@ -103,7 +97,7 @@ class Checkpoints:
     def settle(self) -> None:
         """Let a save that is being written end before this rank gives up; its fault is ignored."""
         if self._pending is not None:
-            wait_for([self._pending], timeout=SETTLE_S)
+            futures.wait([self._pending], timeout=SETTLE_S)
 
     def failed_here(self) -> bool:
         """True if the save that is being written has failed; the ranks must then agree on it."""
@@ -115,7 +109,7 @@ class Checkpoints:
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def load(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
+        self, model: nn.Module, optimizer: Optimizer, run: dict[str, Any]
     ) -> TrainerState | None:
         """Restore the newest sound checkpoint; None if there is no checkpoint at all.
 
@@ -144,7 +138,7 @@ class Checkpoints:
             )
         return None
 
-    def load_weights(self, step: int, model: torch.nn.Module) -> str | None:
+    def load_weights(self, step: int, model: nn.Module) -> str | None:
         """Put the weights of the checkpoint of `step` into `model`; all ranks call this together.
 
         Returns what is wrong with a damaged checkpoint, of which nothing is loaded.
@@ -174,26 +168,22 @@ class Checkpoints:
         if self._buffers is not None:
             return True
         own = (socket.gethostname(), staged_bytes(content), available_bytes())
-        needed: dict[str, int] = {}
-        room: dict[str, int] = {}
+        needed, room = Counter[str](), dict[str, int]()
         for host, size, available in self._world.gather(own):
-            needed[host] = needed.get(host, 0) + size
+            needed[host] += size
             room[host] = min(available, room.get(host, available))
         short = [host for host in needed if needed[host] * MEMORY_RESERVE > room[host]]
-        if short and self._world.is_main:
+        if short:
             host = short[0]
-            print(
+            self._world.say(
                 f"note: enable_async_checkpointing: {host} has {room[host] >> 20} MiB of memory "
                 f"free, a copy of its part takes {needed[host] >> 20} MiB; training waits while "
-                "checkpoints are written (resources.mem gives a job more)",
-                flush=True,
+                "checkpoints are written (resources.mem gives a job more)"
             )
         self._asynchronous = not short
         return not short
 
-    def _hold_updates(
-        self, optimizer: torch.optim.Optimizer, copied: torch.cuda.Event | None
-    ) -> None:
+    def _hold_updates(self, optimizer: Optimizer, copied: torch.cuda.Event | None) -> None:
         """Let the device, not this thread, wait for the copy before the next update changes it.
 
         The next forward and backward pass need not wait: they only read what is copied.
@@ -241,17 +231,13 @@ class Checkpoints:
         return next(filter(None, self._world.gather(own)), None)
 
     def _restore(
-        self,
-        step: int,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        run: dict[str, Any],
+        self, step: int, model: nn.Module, optimizer: Optimizer, run: dict[str, Any]
     ) -> TrainerState:
         from trainer.storage import sharded
 
         world, folder = self._world, self.committed.of(step)
         state = self.committed.state(step)
-        resume.check_identity(step, state.run, run)
+        state.check_identity(run)
         layout = (world.size, world.tensor_parallel_dim)
         same_layout = (state.world_size, state.tensor_parallel_dim) == layout
         rank = world.rank if same_layout else None

@@ -9,12 +9,24 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from runspec import files
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
+
+# What an entry of the identity that is no key of a config depends on.
+HINTS = {
+    "samples_per_step": "batch_size x gradient_accumulation_steps x ranks with their own data",
+    "steps_per_epoch": "max_steps_per_epoch, or the number of samples or packed rows",
+    "dataset_size": "the number of samples or packed rows",
+    "dataset_sha256": "the samples, or the tokenizer",
+    "packed_row_length": "dataset.packed and tokenizer.max_seq_len",
+    "base_weights": "checkpointer.checkpoint_dir holds other weights than the adapter's base",
+    "method": "model._component_ and model.quantize_base",
+}
 
 
 @dataclass
@@ -37,6 +49,44 @@ class TrainerState:
     tensor_parallel_dim: int = 1
     run: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def check_identity(self, now: dict[str, Any]) -> None:
+        """Refuse a config with which the run would not go on as the same run.
+
+        Args:
+            now: the identity of this start.
+
+        Raises:
+            ConfigError: one line per key that differs.
+        """
+        faults = [
+            f"{name} may not change at resume: checkpoints/step_{self.step} was made with {old!r}, "
+            f"the config gives {new!r}" + (f" ({HINTS[name]})" if name in HINTS else "")
+            for name, old, new in _differences("", self.run, now)
+        ]
+        if faults:
+            raise ConfigError(
+                *sorted(faults),
+                "restore these values and resume again, or submit a new run to train with the new "
+                "ones",
+            )
+
+    def changes(self, now: dict[str, Any]) -> list[str]:
+        """One line for each of the settings that differs and may: it holds from this start on."""
+        return [
+            f"{name} changes from {old!r} to {new!r}"
+            for name, old, new in _differences("", self.settings, now)
+        ]
+
+
+def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of each value that differs below the key `name`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        # A checkpoint of an older version of the trainer knows fewer keys of the first level.
+        for key in dict.fromkeys([*new, *old]) if name else old.keys() & new.keys():
+            yield from _differences(f"{name}.{key}".lstrip("."), old.get(key), new.get(key))
+    elif old != new:
+        yield name, old, new
 
 
 class CommittedCheckpoints:
@@ -76,8 +126,8 @@ class CommittedCheckpoints:
         known = {field.name for field in fields(TrainerState)}
         return TrainerState(**{key: value for key, value in content.items() if key in known})
 
-    def prepare(self, step: int) -> Path:
-        """Make and return the temporary folder of a checkpoint.
+    def prepare(self, step: int) -> None:
+        """Make the temporary folder of a checkpoint.
 
         Raises:
             TrainerError: the disk is too full, or a newer start of the run has taken over.
@@ -95,9 +145,7 @@ class CommittedCheckpoints:
                     f"{self.folder}: {free >> 20} MiB free, a checkpoint takes {size >> 20} MiB "
                     "and twice that must be free; make room, then resume the run"
                 )
-        temporary = self.temporary(step)
-        temporary.mkdir()
-        return temporary
+        self.temporary(step).mkdir()
 
     def temporary(self, step: int) -> Path:
         """The folder that a checkpoint is written to before it is committed."""

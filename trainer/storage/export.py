@@ -1,15 +1,15 @@
 """The finished model as a Hugging Face folder, and its adapter as PEFT reads it."""
 
-import itertools
+import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
-from runspec.files import fsync_path, read_json_or_none, write_json
+from runspec import files
 from trainer.config import TrainConfig
 from trainer.layers import lora, nf4
 from trainer.models.build import Model
@@ -17,7 +17,6 @@ from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
 from trainer.storage import weights
 
-FOLDER, ADAPTER = "export", "adapter"
 MAX_SHARD_BYTES = 4 * 2**30
 # Files of a model folder, besides the weights, that are right for the trained model too.
 COPIED = (
@@ -43,13 +42,13 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     one tensor). LoRA and DoRA are merged (see `lora.merged` for a quantised base), and the adapter
     by itself lies in `adapter/`; with `save_adapter_weights_only` the merged weights are left out.
     """
-    final = config.output_dir / FOLDER
-    temporary = config.output_dir / f".tmp_{FOLDER}"
+    final = config.output_dir / files.EXPORT
+    temporary = config.output_dir / f".tmp_{files.EXPORT}"
     world.on_main(lambda: _prepare(temporary, config.model_folder, model.dtype))
     if not config.save_adapter_weights_only:
         _write_model(model, temporary, world)
     if model.method != "full":
-        _write_adapter(model, config, temporary / ADAPTER, world)
+        _write_adapter(model, config, temporary / files.ADAPTER, world)
     world.on_main(lambda: _commit(temporary, final))
     return final
 
@@ -60,75 +59,58 @@ def _prepare(temporary: Path, source: Path, dtype: torch.dtype) -> None:
     for pattern in COPIED:
         for path in source.glob(pattern):
             shutil.copyfile(path, temporary / path.name)
-    settings = read_json_or_none(temporary / "config.json") or {}
+    settings = files.read_json_or_none(temporary / "config.json") or {}
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
-    write_json(temporary / "config.json", settings | {key: str(dtype).removeprefix("torch.")})
+    files.write_json(temporary / "config.json", settings | {key: str(dtype).removeprefix("torch.")})
 
 
 def _commit(temporary: Path, final: Path) -> None:
     for path in [*temporary.rglob("*"), temporary]:
-        fsync_path(path)
+        files.fsync_path(path)
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
-    fsync_path(final.parent)
+    files.fsync_path(final.parent)
 
 
 def _write_model(model: Model, folder: Path, world: World) -> None:
-    shards = _files(model)
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    stream = _hf_tensors(model, world.is_main)
-    for name, keys in zip(names, shards, strict=True):
-        file = world.on_main(lambda n=name, k=keys: weights.SafetensorsWriter(folder / n, k))
-        for key, tensor in itertools.islice(stream, len(keys)):
+    parts_of, layers = weights.hub_tensors(model.module), _layers(model)
+    shapes = {key: weights.hub_shape(parts) for key, parts in parts_of.items()}
+    split = split_state_dict_into_shards_factory(
+        shapes,
+        get_storage_size=lambda shape: math.prod(shape) * model.dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_SHARD_BYTES,
+    )
+    for name, keys in split.filename_to_tensors.items():
+        own = {key: shapes[key] for key in keys}
+        file = world.on_main(
+            lambda n=name, s=own: weights.SafetensorsWriter(folder / n, s, model.dtype)
+        )
+        for key in keys:
+            tensor = _merged(model, layers, parts_of[key], keep=world.is_main)
             if file is not None:
-                file.add(key, tensor)
+                file.add(tensor)
         world.on_main(lambda f=file: f.close())
-    if len(shards) > 1:
-        tensors = weights.hub_tensors(model.module)
-        total = sum(_bytes(parts, model.dtype) for parts in tensors.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {k: n for n, keys in zip(names, shards, strict=True) for k in keys},
-        }
-        world.on_main(lambda: write_json(folder / "model.safetensors.index.json", index))
-
-
-def _bytes(parts: list[tuple[str, torch.nn.Parameter]], dtype: torch.dtype) -> int:
-    """The size of a tensor in the export, which has nothing quantised."""
-    return sum(nf4.dense_numel(parameter) * dtype.itemsize for _, parameter in parts)
-
-
-def _files(model: Model) -> list[list[str]]:
-    """The hub's names by file, in the order in which the tensors are gathered."""
-    shards: list[list[str]] = [[]]
-    room = MAX_SHARD_BYTES
-    for key, parts in weights.hub_tensors(model.module).items():
-        size = _bytes(parts, model.dtype)
-        if size > room and shards[-1]:
-            shards.append([])
-            room = MAX_SHARD_BYTES
-        shards[-1].append(key)
-        room -= size
-    return shards
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        world.on_main(lambda: files.write_json(folder / "model.safetensors.index.json", index))
 
 
 @torch.no_grad()
-def _hf_tensors(model: Model, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(the hub's name, whole merged tensor on the CPU; an empty one if `keep` is False)."""
-    layers = _layers(model)
-    for key, parts in weights.hub_tensors(model.module).items():
-        rows = []
-        for name, parameter in parts:
-            layer = layers.get(name.removesuffix(".weight"))
-            if isinstance(layer, lora.AdaptedLinear) or nf4.is_packed(parameter):
-                tensor = lora.merged(layer, model.dtype)
-            else:
-                tensor = full_tensor(parameter.detach())
-            if keep:
-                rows.append(model.module.to_hub(name, tensor.to(model.dtype).cpu()))
-        yield key, torch.cat(rows) if keep else torch.empty(0)
+def _merged(
+    model: Model, layers: dict[str, torch.nn.Module], parts: weights.Parts, keep: bool
+) -> torch.Tensor:
+    """A tensor of the hub by its parts, whole and on the CPU; an empty one if `keep` is False."""
+    rows = []
+    for name, parameter in parts:
+        layer = layers.get(name.removesuffix(".weight"))
+        if isinstance(layer, lora.AdaptedLinear) or nf4.is_packed(parameter):
+            tensor = lora.merged(layer, model.dtype)
+        else:
+            tensor = full_tensor(parameter.detach())
+        if keep:
+            rows.append(model.module.to_hub(name, tensor.to(model.dtype).cpu()))
+    return torch.cat(rows) if keep else torch.empty(0)
 
 
 def _layers(model: Model) -> dict[str, torch.nn.Module]:
@@ -138,7 +120,14 @@ def _layers(model: Model) -> dict[str, torch.nn.Module]:
 @torch.no_grad()
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     tensors, ranks = _peft_tensors(model)
-    world.on_main(lambda: _save_adapter(model, config, folder, tensors, ranks))
+    settings = _peft_config(model, ranks, config)
+
+    def write() -> None:
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        files.write_json(folder / "adapter_config.json", settings)
+
+    world.on_main(write)
 
 
 def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
@@ -166,10 +155,8 @@ def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]
                 b[row : end[0], column : end[1]] = decoder.to_hub(name, block)
                 column = end[1]
             row += parameter.shape[0]
-        tensors |= {
-            f"{place}.lora_A.weight": a.to(model.dtype),
-            f"{place}.lora_B.weight": b.to(model.dtype),
-        }
+        tensors[f"{place}.lora_A.weight"] = a.to(model.dtype)
+        tensors[f"{place}.lora_B.weight"] = b.to(model.dtype)
         if adapted[0].magnitude is not None:
             magnitudes = [
                 decoder.to_hub(name, _magnitude(layer, model.dtype)) for name, layer in own.items()
@@ -186,26 +173,8 @@ def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
     return lora.row_norms(lora.merged(layer, dtype), quantised=False).to(dtype).cpu()
 
 
-def _save_adapter(
-    model: Model,
-    config: TrainConfig,
-    folder: Path,
-    tensors: dict[str, torch.Tensor],
-    ranks: dict[str, int],
-) -> None:
-    folder.mkdir()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
-    first = next(m for m in _layers(model).values() if isinstance(m, lora.AdaptedLinear))
-    write_json(folder / "adapter_config.json", _peft_config(first, ranks, config))
-
-
-def _peft_config(
-    layer: lora.AdaptedLinear, ranks: dict[str, int], config: TrainConfig
-) -> dict[str, Any]:
+def _peft_config(model: Model, ranks: dict[str, int], config: TrainConfig) -> dict[str, Any]:
+    layer = next(m for m in model.module.modules() if isinstance(m, lora.AdaptedLinear))
     # A fused adapter's rank is higher, and PEFT scales by alpha / rank.
     rank, scaling = layer.rank, layer.scaling
     fused = {name: own for name, own in ranks.items() if own != rank}

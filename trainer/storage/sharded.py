@@ -10,80 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.optim import Optimizer
 
 # LoRA's checkpoints hold the adapter only; the frozen base is read from the model folder again.
-TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True)
+TRAINABLE_ONLY = state_dict.StateDictOptions(ignore_frozen_params=True)
+FROZEN_ABSENT = state_dict.StateDictOptions(ignore_frozen_params=True, strict=False)
 # torch tells everyone to pass a process group or a device where we have passed one.
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
-
-
-def content(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
-    """Everything of this rank that a checkpoint holds: trained weights, moments, random state."""
-    return {
-        "model": get_model_state_dict(model, options=TRAINABLE_ONLY),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=TRAINABLE_ONLY),
-        "random": {str(rank): _random_state()},
-    }
-
-
-def write(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Write this rank's shard; all ranks of `group` call this together."""
-    with _plain_errors():
-        dcp.save(
-            tensors,
-            storage_writer=dcp.FileSystemWriter(folder, sync_files=True),
-            process_group=group,
-        )
-
-
-def restore(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: dist.ProcessGroup,
-    rank: int | None,
-) -> None:
-    """Put a checkpoint of any layout into model and optimizer; all ranks call this together.
-
-    The optimizer keeps its own hyperparameters: the config decides on those, not the checkpoint.
-
-    Args:
-        rank: whose random state to restore; None restores none.
-    """
-    found = content(model, optimizer, 0 if rank is None else rank)
-    read = {"model": found["model"], "optimizer": {"state": found["optimizer"]["state"]}}
-    _read(folder, read if rank is None else read | {"random": found["random"]}, group)
-    _set_weights(model, found["model"])
-    set_optimizer_state_dict(model, optimizer, found["optimizer"], options=TRAINABLE_ONLY)
-    if rank is not None:
-        _set_random_state(found["random"][str(rank)])
-
-
-def restore_weights(folder: Path, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Put the weights of a checkpoint into the model; all ranks call this together."""
-    found = {"model": get_model_state_dict(model, options=TRAINABLE_ONLY)}
-    _read(folder, found, group)
-    _set_weights(model, found["model"])
-
-
-def _read(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:
-    with _plain_errors():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=group)
-
-
-def _set_weights(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
-    options = StateDictOptions(ignore_frozen_params=True, strict=False)
-    set_model_state_dict(model, tensors, options=options)
 
 
 @contextmanager
@@ -99,6 +37,55 @@ def _plain_errors() -> Iterator[None]:
         raise RuntimeError(
             f"checkpoint on rank {rank} failed, look at the disk's space and quota first: {cause}"
         ) from cause
+
+
+def content(model: nn.Module, optimizer: Optimizer, rank: int) -> dict[str, Any]:
+    """Everything of this rank that a checkpoint holds: trained weights, moments, random state."""
+    return {
+        "model": state_dict.get_model_state_dict(model, options=TRAINABLE_ONLY),
+        "optimizer": state_dict.get_optimizer_state_dict(model, optimizer, options=TRAINABLE_ONLY),
+        "random": {str(rank): _random_state()},
+    }
+
+
+@_plain_errors()
+def write(folder: Path, tensors: dict[str, Any], group: ProcessGroup) -> None:
+    """Write this rank's shard; all ranks of `group` call this together."""
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    dcp.save(tensors, storage_writer=writer, process_group=group)
+
+
+def restore(
+    folder: Path, model: nn.Module, optimizer: Optimizer, group: ProcessGroup, rank: int | None
+) -> None:
+    """Put a checkpoint of any layout into model and optimizer; all ranks call this together.
+
+    The optimizer keeps its own hyperparameters: the config decides on those, not the checkpoint.
+
+    Args:
+        rank: whose random state to restore; None restores none.
+    """
+    found = content(model, optimizer, 0 if rank is None else rank)
+    read = {"model": found["model"], "optimizer": {"state": found["optimizer"]["state"]}}
+    _read(folder, read if rank is None else read | {"random": found["random"]}, group)
+    state_dict.set_model_state_dict(model, found["model"], options=FROZEN_ABSENT)
+    state_dict.set_optimizer_state_dict(
+        model, optimizer, found["optimizer"], options=TRAINABLE_ONLY
+    )
+    if rank is not None:
+        _set_random_state(found["random"][str(rank)])
+
+
+def restore_weights(folder: Path, model: nn.Module, group: ProcessGroup) -> None:
+    """Put the weights of a checkpoint into the model; all ranks call this together."""
+    found = {"model": state_dict.get_model_state_dict(model, options=TRAINABLE_ONLY)}
+    _read(folder, found, group)
+    state_dict.set_model_state_dict(model, found["model"], options=FROZEN_ABSENT)
+
+
+@_plain_errors()
+def _read(folder: Path, tensors: dict[str, Any], group: ProcessGroup) -> None:
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=group)
 
 
 def _random_state() -> dict[str, torch.Tensor]:

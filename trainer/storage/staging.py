@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 CGROUPS = Path("/sys/fs/cgroup")
 # limit, usage, and the reclaimable file cache in memory.stat, by cgroup version.
@@ -43,45 +44,34 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copied(value: Any, buffer: Any) -> Any:
-    if isinstance(value, dict):
-        old = buffer if isinstance(buffer, dict) else {}
-        return {key: _copied(item, old.get(key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        old = buffer if isinstance(buffer, list | tuple) else ()
-        padded = [*old, *[None] * len(value)]
-        return type(value)(
-            _copied(item, old_item) for item, old_item in zip(value, padded, strict=False)
-        )
-    if isinstance(value, torch.Tensor):
-        return _copied_tensor(value, buffer)
-    return copy.deepcopy(value)
+def _copied(state: Any, buffers: Any) -> Any:
+    values, tree = tree_flatten(state)
+    old, old_tree = tree_flatten(buffers)
+    if old_tree != tree:
+        old = [None] * len(values)
+    return tree_unflatten(map(_copied_value, values, old), tree)
 
 
-def _copied_tensor(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
-    parts = _parts(tensor)
+def _copied_value(value: Any, buffer: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        # Such as a number of the optimizer's settings.
+        return copy.deepcopy(value)
+    parts = _parts(value)
     if parts is not None:
         names, context = parts
-        inner = {name: getattr(tensor, name) for name in names}
-        copies = {
+        copies = {name: getattr(value, name) for name in names}
+        for name, part in copies.items():
             # What is no tensor here is a device mesh, which all tensors share.
-            name: _copied_tensor(part, getattr(buffer, name, None))
-            if isinstance(part, torch.Tensor)
-            else part
-            for name, part in inner.items()
-        }
-        return type(tensor).__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
-    reusable = (
-        type(buffer) is torch.Tensor
-        and buffer.shape == tensor.shape
-        and buffer.dtype == tensor.dtype
-    )
-    if not reusable:
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    if tensor.is_cuda:
+            if isinstance(part, torch.Tensor):
+                copies[name] = _copied_value(part, getattr(buffer, name, None))
+        return type(value).__tensor_unflatten__(copies, context, value.size(), value.stride())
+    alike = type(buffer) is torch.Tensor and buffer.shape == value.shape
+    if not alike or buffer.dtype != value.dtype:
+        buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    if value.is_cuda:
         # What is freed meanwhile is used again only when the copy is done.
-        tensor.record_stream(torch.cuda.current_stream())
-    return buffer.copy_(tensor, non_blocking=True)
+        value.record_stream(torch.cuda.current_stream())
+    return buffer.copy_(value, non_blocking=True)
 
 
 def _parts(tensor: torch.Tensor) -> tuple[list[str], Any] | None:
@@ -95,18 +85,13 @@ def staged_bytes(state: Any) -> int:
 
 
 def _buffer_bytes(tensor: torch.Tensor) -> int:
-    size = tensor.numel() * tensor.element_size()
+    size = tensor.nbytes
     # torch's pinned memory comes in powers of two.
     return 1 << (size - 1).bit_length() if tensor.is_cuda and size else size
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, torch.Tensor):
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    for value in filter(torch.is_tensor, tree_leaves(state)):
         parts = _parts(value)
         if parts is None:
             yield value

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,12 @@ from trainer.layers import lora, nf4
 from trainer.models.decoder import Decoder
 from trainer.parallel.sharded import local_part
 
+# The parameters, by plain name, whose rows a tensor of the hub holds.
+Parts = list[tuple[str, nn.Parameter]]
 # The folder of another model differs in every layer, and a few lines show that.
 SHOWN_TENSORS = 8
+# As safetensors calls them.
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def plain_name(name: str) -> str:
@@ -34,16 +38,22 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield plain_name(name), parameter
 
 
-def hub_tensors(module: Decoder) -> dict[str | None, list[tuple[str, nn.Parameter]]]:
+def hub_tensors(module: Decoder) -> dict[str | None, Parts]:
     """By tensor of the hub, the base parameters (plain name, parameter) in its rows, in order.
 
     None has those that are in no tensor of the hub.
     """
-    found: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
+    found: dict[str | None, Parts] = {}
     for name, parameter in named_parameters(module):
         if not lora.is_adapter(name):
             found.setdefault(module.hub_name(name), []).append((name, parameter))
     return found
+
+
+def hub_shape(parts: Parts) -> tuple[int, ...]:
+    """The shape of a tensor of the hub, which holds the rows of all its parts, unquantised."""
+    shapes = [nf4.dense_shape(parameter) for _, parameter in parts]
+    return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -80,22 +90,20 @@ class SafetensorsSource:
             raise ConfigError(
                 f"checkpointer.checkpoint_dir: {folder} does not exist; download the model first"
             )
-        files: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        faults = []
+        found, faults = cls({}, {}), []
         for path in _listed_files(checkpointer, folder):
             try:
                 with safe_open(path, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118 (not a dict)
-                        files[key] = path
-                        shapes[key] = tuple(file.get_slice(key).get_shape())
+                        found.files[key] = path
+                        found.shapes[key] = tuple(file.get_slice(key).get_shape())
             except FileNotFoundError:
                 faults.append(f"checkpointer.checkpoint_files: {path} is missing")
             except (SafetensorError, OSError) as error:
                 faults.append(f"checkpointer.checkpoint_files: {path} is damaged: {error}")
         if faults:
             raise ConfigError(*faults)
-        return cls(files, shapes)
+        return found
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change with the weights, whatever the folder is called.
@@ -122,53 +130,38 @@ class SafetensorsSource:
 class SafetensorsWriter:
     """Writes a safetensors file tensor by tensor, so that only one at a time is in memory.
 
-    The header is before the data and says where each tensor is: room for it is kept, and what is
-    left of that room is filled with blanks, as the format allows.
-
     Args:
-        names: every tensor that will come, in any order.
+        shapes: of every tensor by name, in the order in which they will come.
     """
 
-    _DTYPES: ClassVar[dict[torch.dtype, str]] = {
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-    }
-    _ENTRY_BYTES = 160  # more than one tensor's dtype, shape and offsets ever take
-
-    def __init__(self, path: Path, names: list[str]) -> None:
-        room = 64 + sum(len(json.dumps(name)) + self._ENTRY_BYTES for name in names)
-        self._room = -(-room // 8) * 8
-        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self._end = 0
+    def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in shapes.items():
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            offsets = [begin, end]
+            header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": offsets}
+        content = json.dumps(header).encode()
+        # The format wants the data to begin at a multiple of 8 bytes.
+        content = content.ljust(-(-len(content) // 8) * 8)
         self._fault: OSError | None = None
         self._file = open(path, "wb")  # noqa: SIM115
-        self._file.seek(8 + self._room)
+        self._file.write(len(content).to_bytes(8, "little") + content)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append one tensor (CPU). If the disk fails, `close` raises it."""
-        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
-        begin, self._end = self._end, self._end + data.nbytes
-        self._header[name] = {
-            "dtype": self._DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, self._end],
-        }
+    def add(self, tensor: torch.Tensor) -> None:
+        """Append the next tensor (CPU). If the disk fails, `close` raises it."""
         try:
             if self._fault is None:
-                self._file.write(data)
+                self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
         except OSError as error:
             # The other ranks are gathering the next tensor, and must not wait for this one.
             self._fault = error
 
     def close(self) -> None:
-        """Write the header and close the file."""
+        """Close the file, and raise what went wrong."""
         with self._file:
             if self._fault is not None:
                 raise self._fault
-            header = json.dumps(self._header).encode().ljust(self._room)
-            self._file.seek(0)
-            self._file.write(len(header).to_bytes(8, "little") + header)
 
 
 def _listed_files(checkpointer: dict[str, Any], folder: Path) -> list[Path]:
@@ -199,13 +192,12 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
     wanted: dict[str, tuple[int, ...]] = {}
     faults = []
     for key, parts in hub_tensors(module).items():
-        shapes = [nf4.dense_shape(parameter) for _, parameter in parts]
         if key is None:
             faults += [f"{folder}: holds nothing for the model's {name}" for name, _ in parts]
         else:
-            wanted[key] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    for key in sorted(wanted.keys() - source.shapes.keys()):
-        faults.append(f"{folder}: tensor {key} is missing")
+            wanted[key] = hub_shape(parts)
+    missing = sorted(wanted.keys() - source.shapes.keys())
+    faults += [f"{folder}: tensor {key} is missing" for key in missing]
     for key in sorted(source.shapes.keys() - wanted.keys()):
         if not any(fnmatchcase(key, pattern) for pattern in module.ignored_tensors):
             faults.append(f"{folder}: tensor {key} belongs to no part of the model")
@@ -236,11 +228,10 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
         # A tied model's folder may hold the output too, which is no parameter of its own.
         parts = parts_of.get(key, [])
         sizes = [parameter.shape[0] for _, parameter in parts]
-        for (name, parameter), rows in zip(
-            parts, tensor.split(sizes) if parts else (), strict=True
-        ):
+        split = tensor.split(sizes) if parts else ()
+        for (name, parameter), rows in zip(parts, split, strict=True):
             full = module.from_hub(name, rows)
-            _fill(parameter, full)
+            fill(parameter, full)
             if name in magnitudes:
                 _fill_magnitude(magnitudes[name], full, nf4.is_packed(parameter))
 
@@ -261,10 +252,11 @@ def initialise_adapter(module: nn.Module, seed: int) -> None:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             bound = 1 / math.sqrt(parameter.shape[1])
             full.uniform_(-bound, bound, generator=generator)
-        _fill(parameter, full)
+        fill(parameter, full)
 
 
-def _fill(parameter: nn.Parameter, full: torch.Tensor) -> None:
+def fill(parameter: nn.Parameter, full: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter, quantised if that is NF4."""
     target = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     if nf4.is_packed(parameter):
         # Shards are cut between blocks, so that each rank quantises no more than its own.
