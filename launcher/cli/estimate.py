@@ -65,11 +65,11 @@ def estimate(
     parts: dict[str, Any] = {}
     # Imported late: the estimate alone stays as quick as it was.
     if scaling:
-        from launcher.sizing.scaling import Scaling
+        from launcher.sizing.predictions import Scaling
 
         parts["scaling"] = Scaling(found.predictor)
     if tune:
-        from launcher.sizing.tuning import Tuning
+        from launcher.sizing.predictions import Tuning
 
         parts["tuning"] = Tuning(found.predictor)
     if as_json:

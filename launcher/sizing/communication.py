@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.sizing.activations import linear_loss_rows
-from launcher.sizing.parameters import Parameter, Unit, Units, units_of
 from launcher.sizing.step_config import FP32, StepConfig
+from launcher.sizing.tensors import Parameter, Unit, Units, linear_loss_rows, units_of
 
 # Doubles that every step sums over all ranks, and those of a step that is logged: trainer/sft.py.
 CONTROL, LOGGED = 7, (1, 4)

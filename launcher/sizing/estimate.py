@@ -6,20 +6,19 @@ formulas.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import UsageFault
+from launcher import venv
+from launcher.errors import PreflightFault, UsageFault
 from launcher.recipes.recipe import Recipe
 from launcher.sizing import gpus
-from launcher.sizing.from_recipe import step_of
-from launcher.sizing.memory import StepMemory
+from launcher.sizing.memory import StepMemory, checkpoint_bytes, export_bytes, host_bytes
 from launcher.sizing.search import METHODS, Predictor, remedies, settings
-from launcher.sizing.step_config import GIB, StepConfig
-from launcher.sizing.storage import checkpoint_bytes, export_bytes, host_bytes
-from launcher.sizing.trace import trace
+from launcher.sizing.step_config import GIB, StepConfig, step_of
 
 DEFAULT_MFU = 0.4
 # English text, Llama 3's and Qwen's tokenizers: roughly; for an epoch whose tokens nobody counted.
@@ -134,3 +133,22 @@ def peak_gib(recipe: Recipe, root: Path) -> float:
     resources = recipe.resources
     config = recipe.resolved(root, "run")
     return StepMemory(step_of(config, resources.nodes, resources.gpus_per_node)).peak / GIB
+
+
+def trace(train_config: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return what the trainer finds of the same step on fake tensors, to check the formulas.
+
+    PreflightFault if it cannot be traced. See `python -m trainer.trace`.
+    """
+    try:
+        done = venv.ask_trainer("trace", train_config, "--ranks", str(ranks))
+    except OSError as error:
+        raise PreflightFault(
+            f"cannot trace: {error}: set up the environment with: bash setup.sh"
+        ) from error
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["no message"]
+        faults = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+        raise PreflightFault(faults or said[-1:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

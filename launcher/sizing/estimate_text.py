@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.sizing.estimate import COMPARED_NODES, Estimate
+from launcher.sizing.memory import checkpoint_bytes, export_bytes, host_bytes
 from launcher.sizing.search import METHODS
 from launcher.sizing.step_config import GIB, StepConfig
-from launcher.sizing.storage import checkpoint_bytes, export_bytes, host_bytes
 
 # What makes a term smaller.
 _SMALLER = {

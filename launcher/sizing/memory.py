@@ -15,10 +15,10 @@ a test compares the two.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from launcher.sizing.activations import kept_by_layer, loss_memory
-from launcher.sizing.parameters import units_of
 from launcher.sizing.step_config import FP32, StepConfig
+from launcher.sizing.tensors import kept_by_layer, loss_memory, units_of
 
 Terms = dict[str, float]
 
@@ -206,3 +206,24 @@ def _forward_working(step: StepConfig) -> float:
     # The gathered input, down_proj's share of the sum, and its copy in the order of the scatter.
     at_scatter = (0 if kept else inside) + 3 * width if tp > 1 else 0.0
     return max(at_product, at_scatter) + 2 * width / tp + _dequantised(step)
+
+
+# Outside the GPUs ---------------------------------------------------------------------------------
+
+
+def checkpoint_bytes(step: StepConfig) -> float:
+    """Bytes of a checkpoint: what is trained and its optimizer state."""
+    return step.trainable * (step.weight_bytes + state_bytes(step))
+
+
+def export_bytes(step: StepConfig) -> float:
+    """Bytes of the exported model, adapters merged."""
+    return step.shape.parameters * step.element_bytes
+
+
+def host_bytes(step: StepConfig) -> float:
+    """CPU memory of a node that offloading takes: weights, gradients and optimizer state."""
+    if not step.cpu_offload:
+        return 0.0
+    there = StepMemory(replace(step, cpu_offload=False)).phases["optimizer step"]
+    return step.gpus_per_node * (there["weights"] + there["gradients"] + there["optimizer"])

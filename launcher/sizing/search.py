@@ -20,8 +20,7 @@ from runspec.layout import Layout, LayoutError, model_faults
 from runspec.shape import ATTENTION, MLP
 
 if TYPE_CHECKING:
-    from launcher.sizing.links import Links
-    from launcher.sizing.step_time import StepTime
+    from launcher.sizing.step_time import Links, StepTime
 
 METHODS = ("full", "lora", "qlora")
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -203,7 +202,7 @@ class Predictor:
     @cached_property
     def links(self) -> Links:
         """How the GPUs are connected."""
-        from launcher.sizing.links import Links
+        from launcher.sizing.step_time import Links
 
         return Links.of(self.gpu, self.own.gpus_per_node, self.network_gbits)
 
