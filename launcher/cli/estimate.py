@@ -63,15 +63,12 @@ def estimate(
     network = network or site.network_gbits
     found = Estimate(recipe, site.root, gpu, mfu, network, compares=compare, traces=trace)
     parts: dict[str, Any] = {}
-    # Imported late: the estimate alone stays as quick as it was.
-    if scaling:
-        from launcher.sizing.predictions import Scaling
+    if scaling or tune:
+        # Imported late: the estimate alone stays quick.
+        from launcher.sizing import predictions
 
-        parts["scaling"] = Scaling(found.predictor)
-    if tune:
-        from launcher.sizing.predictions import Tuning
-
-        parts["tuning"] = Tuning(found.predictor)
+        parts |= {"scaling": predictions.Scaling(found.predictor)} if scaling else {}
+        parts |= {"tuning": predictions.Tuning(found.predictor)} if tune else {}
     if as_json:
         shown = found.as_json() | {name: part.as_json() for name, part in parts.items()}
         click.echo(json.dumps(shown, indent=1))

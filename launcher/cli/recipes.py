@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import click
 from launcher import site as sites
 from launcher import yamlfile
 from launcher.cli.common import cluster_option
-from launcher.recipes import explain
+from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
 from launcher.sizing import gpus
 from launcher.sizing.estimate import peak_gib
@@ -24,32 +25,35 @@ from launcher.sizing.estimate import peak_gib
 @cluster_option
 def recipes(name: str | None, key: str | None, as_json: bool, cluster: str | None) -> None:
     """List the recipes, or show NAME with everything resolved, or explain a KEY."""
+    found: Any
     if key is not None:
-        found = explain.key(key)
-        click.echo(json.dumps(found, indent=1) if as_json else "\n".join(explain.lines(found)))
-        return
-    root = sites.load(cluster).root
-    if name is not None:
-        shown = recipe_file.load(name).resolved(root, "RUN_DIRECTORY")
-        click.echo(json.dumps(shown, indent=1) if as_json else yamlfile.dump(shown), nl=as_json)
-        return
-    rows = [_row(recipe_file.load(each), root) for each in recipe_file.names()]
-    if as_json:
-        click.echo(json.dumps(rows, indent=1))
-        return
-    width = max(len(row["name"]) for row in rows)
-    click.echo(f"{'RECIPE':<{width}}  METHOD  NODES x GPUS  MEMORY PER GPU  ON       DESCRIPTION")
-    for row in rows:
-        layout = f"{row['nodes']} x {row['gpus_per_node']}"
-        memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
-        click.echo(
-            f"{row['name']:<{width}}  {row['method']:<7} {layout:<13} {memory:>14}  "
-            f"{row['smallest_gpu'] or '-':<8} {row['description']}"
-        )
-    click.echo(
-        "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
-        "smallest kind of GPU that has it."
-    )
+        found = entries.explain(key)
+        lines = _explanation(found)
+    elif name is not None:
+        found = recipe_file.load(name).resolved(sites.load(cluster).root, "RUN_DIRECTORY")
+        lines = iter(yamlfile.dump(found).splitlines())
+    else:
+        root = sites.load(cluster).root
+        found = [_row(recipe_file.load(each), root) for each in recipe_file.names()]
+        lines = _table(found)
+    click.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines))
+
+
+def _explanation(found: dict[str, Any]) -> Iterator[str]:
+    default = found["default"]
+    shown = default if isinstance(default, str) else json.dumps(default)
+    yield f"{found['key']}: {found['help']}"
+    yield f"  type       {found['type']}"
+    yield f"  default    {'none' if default is None else shown}"
+    yield f"  entries    {', '.join(found['entries'])}"
+    yield f"  at resume  {'may change' if found['may_change_at_resume'] else 'must be the same'}"
+    for word in ("not_used", "refused"):
+        if found[word]:
+            yield f"  {word.replace('_', ' '):<9}  {found[word]}"
+    if found["keys"]:
+        yield "  keys"
+        width = max(map(len, found["keys"]))
+        yield from (f"    {name:<{width}}  {text}" for name, text in found["keys"].items())
 
 
 def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
@@ -65,3 +69,19 @@ def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
         "model": (recipe.config.get("hub") or {}).get("model"),
         "description": recipe.description,
     }
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    width = max(len(row["name"]) for row in rows)
+    yield f"{'RECIPE':<{width}}  METHOD  NODES x GPUS  MEMORY PER GPU  ON       DESCRIPTION"
+    for row in rows:
+        layout = f"{row['nodes']} x {row['gpus_per_node']}"
+        memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
+        yield (
+            f"{row['name']:<{width}}  {row['method']:<7} {layout:<13} {memory:>14}  "
+            f"{row['smallest_gpu'] or '-':<8} {row['description']}"
+        )
+    yield (
+        "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
+        "smallest kind of GPU that has it."
+    )

@@ -31,11 +31,10 @@ def read(path: Path, trail: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list
 
 def _find(name: Any, path: Path) -> Path:
     """Return the file that an `extends` names: a path beside the recipe, a base or a recipe."""
-    if isinstance(name, str) and name.endswith((".yaml", ".yml")):
+    choices = [folder / f"{name}.yaml" for folder in (paths.BASES, paths.RECIPES)]
+    if str(name).endswith((".yaml", ".yml")):
         choices = [path.parent / Path(name).expanduser()]
-    elif isinstance(name, str) and ".." not in name.split("/"):
-        choices = [folder / f"{name}.yaml" for folder in (paths.BASES, paths.RECIPES)]
-    else:
+    elif ".." in str(name).split("/"):
         choices = []
     found = next((choice for choice in choices if choice.is_file()), None)
     if found is None:
@@ -56,9 +55,8 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             components = {old.get("_component_"), value.get("_component_")} - {None}
-            merged[key] = value if len(components) == 2 else _laid_over(old, value)
-        else:
-            merged[key] = value
+            value = value if len(components) == 2 else _laid_over(old, value)
+        merged[key] = value
     return merged
 
 

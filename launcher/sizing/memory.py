@@ -69,9 +69,8 @@ class _Phases:
         self.gradients = self._reduced(self.trained)
         # Between micro-steps nothing is reduced: each rank holds all gradients, in fp32.
         self.unreduced = step.accumulation > 1 and step.fsdp and not step.sync_each
-        self.accumulated = self.gradients if step.accumulation > 1 else 0.0
-        if self.unreduced:
-            self.accumulated = self.trained * step.reduce_bytes
+        held = self.trained * step.reduce_bytes if self.unreduced else self.gradients
+        self.accumulated = held if step.accumulation > 1 else 0.0
         self.kept, self.recomputed = kept_by_layer(step)
         self.entry = e * t * shape.dim / tp
         # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
@@ -137,9 +136,8 @@ class _Phases:
         summed = early * FP32 / step.element_bytes
         norm = (FP32 * 2 if step.is_full else FP32) * self.entry / step.element_bytes
         norm += self.entry * step.layout.tensor_parallel if step.is_full else 0
-        unit = self.root
-        if self.units.output.parameters:
-            unit = self.gather * self.units.output.gathered
+        output = self.units.output
+        unit = self.gather * output.gathered if output.parameters else self.root
         rest = (step.chunks - 2) / step.chunks if chunked else 1
         last = (3 if chunked else 1) * self.output_gradient
         for name, gradients, gathered, logits in (

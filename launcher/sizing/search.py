@@ -7,12 +7,13 @@ order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import UsageFault
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, StepConfig
@@ -68,6 +69,7 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
     return replace(step, method=method, lora_rank=_RANK, lora_targets=_TARGETS)
 
 
+# By name; each gets a step and one of the values to try.
 _MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
     "nodes": _to_nodes,
     "layout": _to_layout,
@@ -99,41 +101,36 @@ def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
 # The keys of a recipe ----------------------------------------------------------------------------
 
 
-def overrides(step: StepConfig, before: StepConfig | None = None) -> str:
+def overrides(step: StepConfig, before: StepConfig) -> str:
     """Return the keys of a recipe that make this step, of those that differ from `before`."""
-    known = _keys(before) if before else {}
-    changed = [text for name, text in _keys(step).items() if known.get(name) != text]
-    return " ".join(changed)
+    known = set(_keys(before))
+    return " ".join(key for key in _keys(step) if key not in known)
 
 
 def layout_overrides(step: StepConfig) -> str:
     """Return the keys that lay a step out."""
-    return " ".join(list(_keys(step).values())[:3])
+    return " ".join(islice(_keys(step), 3))
 
 
-def _keys(step: StepConfig) -> dict[str, str]:
-    keys = {
-        "tensor_parallel": f"tensor_parallel_dim={step.layout.tensor_parallel}",
-        "replicate": f"data_parallel_replicate_dim={step.layout.replicate}",
-        "batch": f"batch_size={step.batch}",
-        "accumulation": f"gradient_accumulation_steps={step.accumulation}",
-        "sync_each": f"sync_each_micro_batch={str(step.sync_each).lower()}",
-        "checkpointing": f"activation_checkpointing={step.checkpointing}",
-        "method": _method_keys(step),
-    }
+def _keys(step: StepConfig) -> Iterator[str]:
+    yield f"tensor_parallel_dim={step.layout.tensor_parallel}"
+    yield f"data_parallel_replicate_dim={step.layout.replicate}"
+    yield f"batch_size={step.batch}"
+    yield f"gradient_accumulation_steps={step.accumulation}"
+    if not step.cpu_offload:
+        yield f"sync_each_micro_batch={str(step.sync_each).lower()}"
+    yield f"activation_checkpointing={step.checkpointing}"
+    yield _method_keys(step)
     if step.loss == "linear":
-        keys["loss"] = "loss._component_=trainer.layers.loss.LinearCrossEntropy"
+        yield "loss._component_=trainer.layers.loss.LinearCrossEntropy"
     if step.cpu_offload:
-        del keys["sync_each"]
-        keys["cpu_offload"] = "fsdp_cpu_offload=true"
-    return keys
+        yield "fsdp_cpu_offload=true"
 
 
 def _method_keys(step: StepConfig) -> str:
     module, _, name = step.builder.rpartition(".")
     prefix = {"full": "", "lora": "lora_", "dora": "lora_"}.get(step.method, "qlora_")
-    plain = name.removeprefix("q").removeprefix("lora_") if "lora_" in name else name
-    text = f"model._component_={module}.{prefix}{plain}"
+    text = f"model._component_={module}.{prefix}{re.sub('^q?lora_', '', name)}"
     if step.method == "full" or "lora_" in name:
         return text
     # The recipe has no adapter yet.
@@ -209,14 +206,8 @@ class Predictor:
     @cached_property
     def peak_share(self) -> float:
         """Share of the peak at which matrix products run; UsageFault if it were more than 1."""
-        from launcher.sizing.step_time import highest_mfu, peak_share
+        from launcher.sizing.step_time import peak_share
 
-        limit = highest_mfu(self.own, self.gpu)
-        if self.mfu > limit:
-            raise UsageFault(
-                f"--mfu {self.mfu:g} is more than {self.gpu.name} can reach with what this recipe "
-                f"computes again: give at most {limit:.2f}"
-            )
         return peak_share(self.own, self.gpu, self.mfu)
 
     @property

@@ -167,10 +167,8 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
     module, _, name = builder.rpartition(".")
     plain = f"{module}.{re.sub('^q?lora_', '', name)}"
     family = module.rpartition(".")[2]
-    if plain in _known_shapes():
-        return Shape(
-            **_known_shapes()[plain], whole_rotary=shapes.family_traits(family)["whole_rotary"]
-        )
+    if sizes := _known_shapes().get(plain):
+        return Shape(**sizes, whole_rotary=shapes.family_traits(family)["whole_rotary"])
     if shape := shapes.of_builder_arguments(model, family):
         return shape
     file = folder / "config.json" if folder else None
@@ -191,7 +189,6 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     model = _block(config, "model")
     folder = _block(config, "checkpointer").get("checkpoint_dir")
     shape = shape_of(model, Path(folder) if folder else None)
-    layout, faults = Layout(), []
     try:
         layout = Layout.of(config, nodes * gpus_per_node, gpus_per_node)
         faults = model_faults(layout.tensor_parallel, shape.split_sizes)
@@ -265,8 +262,7 @@ def _optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _loss(block: Mapping[str, Any]) -> dict[str, Any]:
     name = str(block.get("_component_") or "").rpartition(".")[2]
-    if "Linear" in name:
-        return {"loss": "linear", "chunks": int(block.get("num_output_chunks") or 0)}
-    if "Chunked" in name:
-        return {"loss": "chunked", "chunks": int(block.get("num_output_chunks") or 8)}
+    for loss, chunks in (("linear", 0), ("chunked", 8)):
+        if loss.capitalize() in name:
+            return {"loss": loss, "chunks": int(block.get("num_output_chunks") or chunks)}
     return {"loss": "plain"}

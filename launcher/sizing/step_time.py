@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
+from launcher.errors import UsageFault
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.step_config import StepConfig
@@ -82,25 +84,22 @@ class Links:
     def seconds(self, layout: Layout, message: Message) -> float:
         """Time of one such message."""
         local = self.ranks_per_node(layout, message.group)
-        nodes = message.ranks // local
-        passes = 2 if message.kind == "all-reduce" else 1
+        nodes, passes = message.ranks // local, 2 if message.kind == "all-reduce" else 1
         across = passes * (nodes - 1)
         inside = passes * (message.ranks - 1) - across
-        if nodes == 1:
-            bandwidth = self.within_gbs
-        elif local == 1:
-            bandwidth = self.between_gbs
-        else:
-            # Rings leave a node by every GPU of the group.
-            bandwidth = min(self.within_gbs, self.between_gbs * local)
+        # Rings leave a node by every GPU of the group.
+        bandwidth = self.between_gbs * local if nodes > 1 else self.within_gbs
+        if local > 1:
+            bandwidth = min(bandwidth, self.within_gbs)
         one_way = message.sent / message.count / (REACHED * bandwidth * 1e9)
         nvlink = self.within_gbs > PCIE_GBS
-        return min(
-            (each.base + inside * (each.nvlink if nvlink else each.pcie) + across * each.network)
-            / 1e6
-            + one_way / each.share
-            for each in PROTOCOLS
-        )
+
+        def took(each: Protocol) -> float:
+            local_us = each.nvlink if nvlink else each.pcie
+            latency_us = each.base + inside * local_us + across * each.network
+            return latency_us / 1e6 + one_way / each.share
+
+        return min(map(took, PROTOCOLS))
 
 
 # A step ------------------------------------------------------------------------------------------
@@ -135,12 +134,10 @@ class _Traffic:
     between: float = 0.0
 
     def __add__(self, other: _Traffic) -> _Traffic:
-        return _Traffic(
-            self.waited + other.waited, self.within + other.within, self.between + other.between
-        )
+        return _Traffic(*map(add, astuple(self), astuple(other)))
 
     def __truediv__(self, parts: int) -> _Traffic:
-        return _Traffic(self.waited / parts, self.within / parts, self.between / parts)
+        return _Traffic(*(seconds / parts for seconds in astuple(self)))
 
     @property
     def exposed(self) -> float:
@@ -170,25 +167,25 @@ def _elements_s(step: StepConfig, gpu: Gpu) -> float:
 
     Those elements are read once and written once.
     """
-    if step.checkpointing != "op":
-        return 0.0
-    return 2 * recomputed_elements(step) / (gpu.memory_bandwidth_gbs * 1e9)
-
-
-def _element_flops(step: StepConfig, gpu: Gpu) -> float:
-    """FLOPs per token that the GPUs could do in that time."""
-    seconds = step.shape.layers * _elements_s(step, gpu) / step.tokens
-    return seconds * step.layout.tensor_parallel * gpu.bf16_tflops * 1e12
-
-
-def highest_mfu(step: StepConfig, gpu: Gpu) -> float:
-    """MFU of a step that never waits and computes at the GPU's peak."""
-    return step.flops.model / (step.flops.hardware + _element_flops(step, gpu))
+    elements = recomputed_elements(step) if step.checkpointing == "op" else 0.0
+    return 2 * elements / (gpu.memory_bandwidth_gbs * 1e9)
 
 
 def peak_share(step: StepConfig, gpu: Gpu, mfu: float) -> float:
-    """Share of the peak at which products run, if this step has this MFU when it never waits."""
-    return step.flops.hardware / (step.flops.model / mfu - _element_flops(step, gpu))
+    """Share of the peak at which products run, if this step has this MFU when it never waits.
+
+    UsageFault if it were more than 1.
+    """
+    flops, elements_s = step.flops, step.shape.layers * _elements_s(step, gpu) / step.tokens
+    # FLOPs per token that the GPUs could do while they compute elements.
+    elements = elements_s * step.layout.tensor_parallel * gpu.bf16_tflops * 1e12
+    limit = flops.model / (flops.hardware + elements)
+    if mfu > limit:
+        raise UsageFault(
+            f"--mfu {mfu:g} is more than {gpu.name} can reach with what this recipe computes "
+            f"again: give at most {limit:.2f}"
+        )
+    return flops.hardware / (flops.model / mfu - elements)
 
 
 def step_time(step: StepConfig, gpu: Gpu, links: Links, share: float) -> StepTime:
@@ -197,8 +194,7 @@ def step_time(step: StepConfig, gpu: Gpu, links: Links, share: float) -> StepTim
     reductions = micro_steps if step.sync_each else 1
     per_flop = step.tokens / step.layout.tensor_parallel / (gpu.bf16_tflops * 1e12 * share)
     forward = flops.forward * per_flop
-    backward = (flops.backward + flops.recomputed) * per_flop
-    backward += _elements_s(step, gpu)
+    backward = (flops.backward + flops.recomputed) * per_flop + _elements_s(step, gpu)
     computing = micro_steps * (depth * (forward + backward) + flops.output * per_flop)
 
     sent = _traffic(step, links)

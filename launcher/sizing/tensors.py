@@ -183,17 +183,13 @@ def recomputed_elements(step: StepConfig) -> float:
 
 def kept_by_layer(step: StepConfig) -> tuple[float, float]:
     """(bytes a layer keeps from forward to backward, bytes that backward computes again)."""
-    whole = saved_by_layer(step)
-    entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
+    whole, share = saved_by_layer(step), step.recomputed_share
     if step.checkpointing == "none":
         return whole, 0.0
-    if step.activation_offload:
-        entry = 0.0
-    if step.checkpointing == "full":
-        return entry, whole
+    entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
+    entry = 0.0 if step.activation_offload else entry
     if step.checkpointing == "op":
         return entry + _saved_products(step), whole
-    share = step.recomputed_share
     return entry * share + whole * (1 - share), whole
 
 
@@ -248,20 +244,16 @@ def loss_memory(step: StepConfig) -> LossMemory:
     the loss's gradient and log-softmax's. chunked: logits in e bytes, log-softmax in fp32, one
     chunk's temporaries; split over the vocabulary one more copy of a chunk.
     """
-    e, tp, chunks = step.element_bytes, step.layout.tensor_parallel, step.chunks
+    if step.loss == "linear":
+        return _linear(step)
+    e, tp = step.element_bytes, step.layout.tensor_parallel
     logits = step.tokens * step.shape.vocab / tp
-    more = 1 if tp > 1 else 0
+    wide, more = FP32 * logits, 1 if tp > 1 else 0
     if step.loss == "plain":
         made = (e + FP32 if e < FP32 else e) * logits
-        return LossMemory(made, (2 + more) * FP32 * logits, (3 + more) * FP32 * logits, made)
-    if step.loss == "chunked":
-        return LossMemory(
-            e * logits,
-            (e + FP32) * logits + (1 + more) * FP32 * logits / chunks,
-            FP32 * logits + (2 + more) * FP32 * logits / chunks,
-            e * logits,
-        )
-    return _linear(step)
+        return LossMemory(made, (2 + more) * wide, (3 + more) * wide, made)
+    made, part = e * logits, wide / step.chunks
+    return LossMemory(made, made + wide + (1 + more) * part, wide + (2 + more) * part, made)
 
 
 def _linear(step: StepConfig) -> LossMemory:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from runspec.keys.common import COMMON
+from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.key import REQUIRED, Key, may_change
-from runspec.keys.script import SCRIPT
 from runspec.keys.sft import GROUPS, SFT
 
 _INTRODUCTION = """\
