@@ -29,25 +29,18 @@ def lines(estimate: Estimate) -> Iterator[str]:
     yield f"{name}: {estimate.description}" if estimate.description else name
     yield (
         f"  model       {step.builder.rpartition('.')[2]}, {step.total / 1e9:.2f} B "
-        f"parameters, {_count(step.trainable)} trained ({share:.2f} %)"
-    )
-    yield f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: {_layout(step)}"
-    yield (
+        f"parameters, {_count(step.trainable)} trained ({share:.2f} %)\n"
+        f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: {_layout(step)}\n"
         f"  batch       {step.batch} x {step.length} tokens per rank and micro-step, "
         f"{step.accumulation} micro-step{'s' if step.accumulation > 1 else ''}, "
-        f"{step.rows_per_step} rows per step"
+        f"{step.rows_per_step} rows per step\n"
+        f"  settings    {_settings(step)}\n"
     )
-    yield f"  settings    {_settings(step)}"
-    yield ""
     yield from _memory(estimate)
     if not estimate.fits:
-        yield ""
         yield from _remedies(estimate)
-    yield ""
-    yield from _time(estimate)
-    yield from _disk(step)
+    yield from _time_and_disk(estimate)
     if estimate.compared:
-        yield ""
         yield from _compared(estimate)
 
 
@@ -68,43 +61,38 @@ def _settings(step: StepConfig) -> str:
         "full": "activation checkpointing",
         "op": "selective activation checkpointing (op)",
     }.get(step.checkpointing, f"activation checkpointing of one layer in {step.checkpointing}")
-    words = [step.method, recomputed, f"{step.loss} cross-entropy", step.optimizer]
-    words.append("bf16" if step.element_bytes == 2 else "fp32")
-    if step.fp32_master:
-        words.append("fp32 master weights")
-    return ", ".join(words)
+    dtype = "bf16" if step.element_bytes == 2 else "fp32"
+    dtype += ", fp32 master weights" if step.fp32_master else ""
+    return f"{step.method}, {recomputed}, {step.loss} cross-entropy, {step.optimizer}, {dtype}"
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:
     found, gpu = estimate.memory, estimate.gpu
     yield f"Memory per GPU at its peak ({found.peak_phase}); computed, not measured"
     terms = sorted(found.terms.items(), key=lambda term: -term[1])
-    for name, size in terms:
+    for name, size in (*terms, ("peak", found.peak)):
         if size / GIB >= 0.005:
             yield f"  {name:<20} {size / GIB:8.2f} GiB"
-    yield f"  {'peak':<20} {found.peak / GIB:8.2f} GiB"
     if estimate.traced:
         peak = estimate.traced["peak"]
-        difference = 100 * (found.peak / peak - 1)
         yield (
-            f"  {'traced':<20} {peak / GIB:8.2f} GiB   "
-            f"the same step on fake tensors; the formulas give {difference:+.1f} %"
+            f"  {'traced':<20} {peak / GIB:8.2f} GiB   the same step on fake tensors; the "
+            f"formulas give {100 * (found.peak / peak - 1):+.1f} %"
         )
-    verdict = "fits" if estimate.fits else "DOES NOT FIT"
-    yield (
-        f"{verdict}: {gpu.name} has {gpu.memory_gib:.1f} GiB, "
-        f"{gpu.memory_gib - gpu.usable_gib:.1f} of them reserved for CUDA, NCCL and gaps: "
-        f"{gpu.usable_gib:.1f} GiB usable"
-    )
-    advice = _SMALLER.get(terms[0][0])
+    largest, advice = terms[0][0], _SMALLER.get(terms[0][0])
     change = f"{advice} make it smaller" if advice else "the model's longest context decides it"
-    yield f"the largest part is {terms[0][0]}: {change}"
+    yield (
+        f"{'fits' if estimate.fits else 'DOES NOT FIT'}: {gpu.name} has {gpu.memory_gib:.1f} GiB, "
+        f"{gpu.memory_gib - gpu.usable_gib:.1f} of them reserved for CUDA, NCCL and gaps: "
+        f"{gpu.usable_gib:.1f} GiB usable\n"
+        f"the largest part is {largest}: {change}"
+    )
     if host := host_bytes(estimate.step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
 
 
 def _remedies(estimate: Estimate) -> Iterator[str]:
-    yield "What to change, each on top of those before it that help"
+    yield "\nWhat to change, each on top of those before it that help"
     tried = estimate.remedies
     width = max((len(each.overrides) for each in tried), default=0)
     for each in tried:
@@ -117,27 +105,25 @@ def _remedies(estimate: Estimate) -> Iterator[str]:
         )
 
 
-def _time(estimate: Estimate) -> Iterator[str]:
-    took, mfu, flops = estimate.hours, estimate.predictor.mfu, estimate.step.flops
-    more = flops.hardware / flops.model
+def _time_and_disk(estimate: Estimate) -> Iterator[str]:
+    step, took, mfu = estimate.step, estimate.hours, estimate.predictor.mfu
+    more = step.flops.hardware / step.flops.model
     hfu = f" ({100 * mfu * more:.0f} % HFU, with recomputation)" if more > 1 else ""
-    yield f"Time at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured"
-    yield f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}"
-    gpu_hours = took * estimate.step.layout.ranks
-    yield f"  {'time':<14} {_duration(took):>14}, {gpu_hours:.3g} GPU-hours"
-    yield f"  {'of':<20} {estimate.tokens_are}"
-
-
-def _disk(step: StepConfig) -> Iterator[str]:
-    yield "Disk"
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
-    yield f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}"
-    yield f"  {'export':<20} {_size(export_bytes(step))}, the merged model"
+    yield (
+        f"\nTime at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured\n"
+        f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"
+        f"  {'time':<14} {_duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours\n"
+        f"  {'of':<20} {estimate.tokens_are}\n"
+        "Disk\n"
+        f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
+        f"  {'export':<20} {_size(export_bytes(step))}, the merged model"
+    )
 
 
 def _compared(estimate: Estimate) -> Iterator[str]:
     yield (
-        f"GiB per GPU, and hours per billion tokens, on {estimate.gpu.name} with "
+        f"\nGiB per GPU, and hours per billion tokens, on {estimate.gpu.name} with "
         f"{estimate.step.gpus_per_node} GPUs per node; predicted, not measured; * does not fit"
     )
     heads = (f"{nodes} node{'s' if nodes > 1 else ''}" for nodes in COMPARED_NODES)

@@ -97,18 +97,11 @@ class Scaling:
         yield from self._message_lines()
         yield (
             f"one step {took.seconds:.3g} s, {took.tokens_per_second_per_gpu:,.0f} tokens/s/GPU: "
-            f"MFU {100 * took.mfu:.1f} %, HFU {100 * took.hfu:.1f} %"
-        )
-        yield (
+            f"MFU {100 * took.mfu:.1f} %, HFU {100 * took.hfu:.1f} %\n"
             f"computing {100 * took.computing_share:.0f} % of it, waiting for tensor parallelism "
-            f"{took.tensor_parallel_s:.2g} s, for weights and gradients {took.sharding_s:.2g} s"
-        )
-        yield ""
-        yield (
+            f"{took.tensor_parallel_s:.2g} s, for weights and gradients {took.sharding_s:.2g} s\n\n"
             "Tokens/s/GPU by nodes, and the share of the time that is computing; predicted, not "
-            "measured; * does not fit"
-        )
-        yield (
+            "measured; * does not fit\n"
             f"{self.predictor.basis}; {links.within_gbs:g} GB/s within a node, "
             f"{8 * links.between_gbs:g} Gbit/s per GPU between nodes"
         )
