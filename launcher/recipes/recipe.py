@@ -10,7 +10,6 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import entries, extend, override, stock, validate
-from launcher.recipes.interpolation import resolve
 from runspec.keys.common import COMMON
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
@@ -160,7 +159,7 @@ class Recipe:
         """Return the same, and the faults of references that lead nowhere."""
         folders = {"repo_root": str(paths.REPO_ROOT)}
         folders |= {f"{name}_root": str(root / name) for name in ("models", "datasets")}
-        return resolve({**self.config, "output_dir": run_dir}, folders)
+        return extend.resolve({**self.config, "output_dir": run_dir}, folders)
 
     def train_config(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return what the trainer reads: the resolved recipe without the launcher's keys."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher.venv import site_packages
 
@@ -16,8 +16,7 @@ _OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
 _TEXT_MODELS = re.compile(r"(code_)?llama2|llama3(_[123])?|gemma2|mistral|phi[34]|qwen2(_5)?")
 
 
-@dataclass(frozen=True)
-class Stock:
+class Stock(NamedTuple):
     """A training script of torchtune's, and the configs that are written for it."""
 
     path: Path

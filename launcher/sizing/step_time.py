@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from dataclasses import astuple, dataclass
 from operator import add
+from typing import NamedTuple
 
 from launcher.errors import UsageFault
 from launcher.sizing.communication import Message, messages
@@ -32,8 +33,7 @@ REACHED = 0.8
 PCIE_GBS = 64.0
 
 
-@dataclass(frozen=True)
-class Protocol:
+class Protocol(NamedTuple):
     """A protocol of NCCL's over a ring; microseconds, and the share of the bandwidth."""
 
     base: float
