@@ -146,5 +146,4 @@ def estimate(
         shown = found.as_json() | {name: part.as_json() for name, part in parts.items()}
         click.echo(json.dumps(shown, indent=1))
     else:
-        texts = (part.lines() for part in (found, *parts.values()))
-        click.echo("\n\n".join("\n".join(lines) for lines in texts))
+        click.echo("\n\n".join("\n".join(part.lines()) for part in (found, *parts.values())))

@@ -182,8 +182,7 @@ def trace(train_config: dict[str, Any], ranks: int) -> dict[str, Any]:
         said = done.stderr.strip().splitlines() or ["no message"]
         faults = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
         raise PreflightFault(faults or said[-1:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 # As text -----------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ class _Phases:
         self.step, self.units, depth = step, units_of(step), shape.layers
         ends = self.units.root + self.units.embedding + self.units.output
         self.trained = depth * self.units.layer.trained + ends.trained
-        self.largest = max(self.units.layer.largest_trained, ends.largest_trained)
+        each = (self.units.layer + ends).parameters
+        self.largest = max((p.rows * p.width for p in each if p.trained), default=0.0)
         # Offloaded state lies on the CPU.
         self.on_gpu = 0 if step.cpu_offload else 1
         stored = depth * self.units.layer.stored(step.weight_bytes) + ends.stored(step.weight_bytes)

@@ -45,11 +45,6 @@ class Unit:
         """Numbers that are trained."""
         return sum(p.rows * p.width for p in self.parameters if p.trained)
 
-    @property
-    def largest_trained(self) -> float:
-        """Numbers of the largest parameter that is trained."""
-        return max((p.rows * p.width for p in self.parameters if p.trained), default=0.0)
-
     def stored(self, weight_bytes: int) -> float:
         """Bytes as stored, if a trained number takes weight_bytes."""
         frozen = sum(p.rows * p.row_bytes for p in self.parameters if not p.trained)

@@ -40,9 +40,8 @@ def _is_component(value: Any) -> bool:
     return isinstance(value, dict) and _is_line(value.get("_component_"))
 
 
-def _text(pattern: str | re.Pattern[str]) -> Test:
-    compiled = re.compile(rf"(?:{pattern})\Z") if isinstance(pattern, str) else pattern
-    return lambda value: type(value) in (str, int) and bool(compiled.match(str(value)))
+def _text(pattern: str) -> Test:
+    return lambda value: type(value) in (str, int) and bool(re.fullmatch(pattern, str(value)))
 
 
 def _is(kind: type) -> Test:
@@ -85,7 +84,7 @@ KINDS = {
     # These two may hold keys that no table lists.
     "open block": Kind(_BLOCK, _is(dict)),
     "component": Kind("a block with a _component_", _is_component),
-    "name": Kind(NAME_RULE, _text(NAME)),
+    "name": Kind(NAME_RULE, _text(NAME.pattern)),
     "partition": Kind(
         "a partition's name, or several with commas", _text(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,255}")
     ),
