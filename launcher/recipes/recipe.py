@@ -197,28 +197,22 @@ def names() -> list[str]:
 
 def find(name: str) -> Path:
     """Return the file of a recipe, given its name or the path of a YAML file."""
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser().absolute()
-        if not path.is_file():
-            raise RecipeFault(
-                f"there is no recipe file {name}: list the kit's own with: cookbook recipes"
-            )
-        if not NAME.match(path.stem):
-            raise RecipeFault(
-                f"the recipe file name {path.name!r} may hold only {NAME_RULE}: rename it"
-            )
+    is_path = name.endswith((".yaml", ".yml"))
+    path = Path(name).expanduser().absolute() if is_path else paths.RECIPES / f"{name}.yaml"
+    is_named = NAME.match(path.stem if is_path else name)
+    if is_path and not path.is_file():
+        fault = f"there is no recipe file {name}: list the kit's own with: cookbook recipes"
+    elif is_path and not is_named:
+        fault = f"the recipe file name {path.name!r} may hold only {NAME_RULE}: rename it"
+    elif not is_named:
+        fault = f"the recipe name {name!r} may hold only {NAME_RULE}; give a file of your own as "
+        fault += "a path that ends in .yaml"
+    elif not path.is_file():
+        hint = nearest(name, names())
+        fault = f"there is no recipe {name!r}{hint}: list them with: cookbook recipes"
+    else:
         return path
-    if not NAME.match(name):
-        raise RecipeFault(
-            f"the recipe name {name!r} may hold only {NAME_RULE}; give a file of your own as a "
-            "path that ends in .yaml"
-        )
-    path = paths.RECIPES / f"{name}.yaml"
-    if not path.is_file():
-        raise RecipeFault(
-            f"there is no recipe {name!r}{nearest(name, names())}: list them with: cookbook recipes"
-        )
-    return path
+    raise RecipeFault(fault)
 
 
 def load(

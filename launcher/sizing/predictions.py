@@ -54,12 +54,11 @@ class Scaling:
         self.messages = messages(own)
         self.own = predictor.of(own)
 
-        def rows(step: StepConfig) -> list[tuple[int, int, bool]]:
+        def rows(step: StepConfig) -> list[dict[str, int]]:
             per_rank = own.batch / own.layout.tensor_parallel
-            batch = max(1, round(per_rank * step.layout.tensor_parallel))
-            return [(batch, step.accumulation, step.sync_each)]
+            return [{"batch": max(1, round(per_rank * step.layout.tensor_parallel))}]
 
-        candidates = search.settings(own, nodes=NODES, layout=layouts, micro_steps=rows)
+        candidates = search.settings(own, nodes=NODES, layout=layouts, rows=rows)
         self.compared = [predictor.of(step) for step in candidates]
         # The simplest layout that fits and is within 1 % of the fastest, by nodes.
         self.choice: dict[int, Prediction] = {}
@@ -162,24 +161,22 @@ class Tuning:
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self.own = predictor.of(predictor.own)
+        modes = [{"checkpointing": mode} for mode in search.CHECKPOINTING]
         candidates = search.settings(
-            predictor.own,
-            layout=layouts,
-            micro_steps=self._micro_steps,
-            checkpointing=search.CHECKPOINTING,
+            predictor.own, layout=layouts, rows=self._rows, checkpointing=modes
         )
         found = [each for each in map(predictor.of, candidates) if each.fits]
         found.sort(key=lambda each: -each.rate)
         self.faster = [*self._simplest(found)]
 
-    def _micro_steps(self, step: StepConfig) -> Iterator[tuple[int, int, bool]]:
+    def _rows(self, step: StepConfig) -> Iterator[dict[str, int]]:
         """Every way to split the rows of the recipe's step."""
         own = self.predictor.own
         rows, left = divmod(own.rows_per_step, step.layout.data_parallel)
         for batch in () if left else range(1, rows + 1):
             if rows % batch == 0:
                 for sync in {own.sync_each, step.fsdp if batch < rows else own.sync_each}:
-                    yield batch, rows // batch, sync
+                    yield {"batch": batch, "accumulation": rows // batch, "sync_each": sync}
 
     def changes(self, found: Prediction) -> str:
         """Return the keys that differ from the recipe's."""

@@ -54,12 +54,6 @@ def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
     return _to_layout(step, (step.layout.tensor_parallel, nodes if replica_per_node else 1), nodes)
 
 
-def _to_micro_steps(step: StepConfig, rows: tuple[int, int, bool]) -> StepConfig:
-    """Rows per micro-step, micro-steps, and whether each of them reduces its gradients."""
-    batch, accumulation, sync = rows
-    return replace(step, batch=batch, accumulation=accumulation, sync_each=sync or step.cpu_offload)
-
-
 def _to_method(step: StepConfig, method: str) -> StepConfig:
     """Full, LoRA or QLoRA, with the recipe's own adapter if it has one."""
     if method == "full":
@@ -69,16 +63,11 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
     return replace(step, method=method, lora_rank=_RANK, lora_targets=_TARGETS)
 
 
-# By name; each gets a step and one of the values to try.
+# Any other move takes fields of the step.
 _MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
     "nodes": _to_nodes,
     "layout": _to_layout,
-    "micro_steps": _to_micro_steps,
     "method": _to_method,
-    "checkpointing": lambda step, mode: replace(step, checkpointing=mode),
-    "loss": lambda step, _: replace(step, loss="linear", chunks=0),
-    # Offloading reduces after every micro-step, as no GPU could hold all gradients.
-    "cpu_offload": lambda step, _: replace(step, cpu_offload=True, sync_each=True),
 }
 Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
 
@@ -94,7 +83,8 @@ def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
         return
     (move, values), *rest = choices.items()
     for value in values(own) if callable(values) else values:
-        if (moved := _MOVES[move](own, value)) is not None:
+        moved = _MOVES[move](own, value) if move in _MOVES else replace(own, **value)
+        if moved is not None:
             yield from settings(moved, **dict(rest))
 
 
@@ -240,17 +230,19 @@ class Remedy:
 def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     """What may help, in the order in which it is tried: what costs the least time first."""
     yield {"layout": [(step.layout.tensor_parallel, 1)]}
-    yield {"checkpointing": ["full"]}
+    yield {"fields": [{"checkpointing": "full"}]}
     if step.loss != "linear":
-        yield {"loss": ["linear"]}
+        yield {"fields": [{"loss": "linear", "chunks": 0}]}
     if step.accumulation > 1 and step.fsdp:
-        yield {"micro_steps": [(step.batch, step.accumulation, True)]}
+        yield {"fields": [{"sync_each": True}]}
     if step.batch > 1:
-        yield {"micro_steps": [(1, step.batch * step.accumulation, step.fsdp)]}
+        rows = step.batch * step.accumulation
+        yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
     if not step.is_quantised:
         yield {"method": ["qdora" if step.is_dora else "qlora"]}
-    yield {"cpu_offload": [True]}
+    # Offloading reduces after every micro-step, as no GPU could hold all gradients.
+    yield {"fields": [{"cpu_offload": True, "sync_each": True}]}
 
 
 def remedies(predictor: Predictor) -> Iterator[Remedy]:
