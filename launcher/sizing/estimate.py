@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ _SMALLER = {
     "gradient reduction": "tensor parallelism or LoRA",
     "working memory": "a smaller batch or tensor parallelism",
 }
-_STEP_FIELDS = {field.name for field in fields(StepConfig)} - {"shape", "layout"}
 
 
 def epoch_of(config: Mapping[str, Any], length: int) -> tuple[int, str]:
@@ -119,7 +118,7 @@ class Estimate:
             "terms_gib": {k: round(v / GIB, 3) for k, v in found.terms.items() if v},
             "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in found.phases.items()},
             "layout": vars(step.layout),
-            "step": {key: value for key, value in vars(step).items() if key in _STEP_FIELDS},
+            "step": {k: v for k, v in asdict(step).items() if k not in ("shape", "layout")},
             "parameters": step.total,
             "trainable": step.trainable,
             "host_memory_per_node_gib": round(host_bytes(step) / GIB, 3),

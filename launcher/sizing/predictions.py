@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launcher.sizing import search
-from launcher.sizing.communication import messages
+from launcher.sizing.communication import Message, messages
 from launcher.sizing.search import Prediction, Predictor, layout_overrides
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.layout import Layout
@@ -107,16 +107,16 @@ class Scaling:
         yield from self._compared_lines()
 
     def _message_lines(self) -> Iterator[str]:
-        totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0, 0])
-        for message in self.messages:
-            total = totals[message.what, message.kind, message.ranks]
-            seconds = self.predictor.links.seconds(self.own.step.layout, message)
-            for index, more in enumerate((message.count, message.sent, message.count * seconds)):
-                total[index] += more
-        for (what, kind, ranks), (count, sent, took) in totals.items():
+        alike: dict[tuple[str, str, int], list[Message]] = defaultdict(list)
+        for each in self.messages:
+            alike[each.what, each.kind, each.ranks].append(each)
+        seconds, layout = self.predictor.links.seconds, self.own.step.layout
+        for (what, kind, ranks), found in alike.items():
+            count, sent = sum(each.count for each in found), sum(each.sent for each in found)
+            took = sum(each.count * seconds(layout, each) for each in found)
             if took >= 0.0005:
                 yield (
-                    f"  {what:<24} {kind:<14} of {ranks:>4} {int(count):>6} x "
+                    f"  {what:<24} {kind:<14} of {ranks:>4} {count:>6} x "
                     f"{sent / count / 2**20:>9.3f} MiB {sent / GIB:>9.2f} GiB {took:>8.3f} s"
                 )
 

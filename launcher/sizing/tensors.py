@@ -70,18 +70,15 @@ class Units(NamedTuple):
 def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     embedding, output = Unit((_table(step),)), Unit(tuple(_output(step)))
-    norm = Unit((_norm(step),))
+    root = Unit((_norm(step),))
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
     apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
-    splits = "tok_embeddings" in apart
-    ends = "output" in apart and step.loss == "plain"
-    return Units(
-        embedding=embedding if splits else Unit(),
-        layer=Unit(tuple(_layer(step))),
-        output=output if ends else Unit(),
-        root=(Unit() if splits else embedding) + norm + (Unit() if ends else output),
-    )
+    if "tok_embeddings" not in apart:
+        embedding, root = Unit(), embedding + root
+    if "output" not in apart or step.loss != "plain":
+        output, root = Unit(), root + output
+    return Units(embedding, Unit(tuple(_layer(step))), output, root)
 
 
 def _layer(step: StepConfig) -> Iterator[Parameter]:

@@ -169,9 +169,8 @@ class Fault(NamedTuple):
 
 def children(keys: Keys, block: str = "") -> dict[str, Key]:
     """Return the keys of a block by their own names; "" stands for the recipe itself."""
-    start = f"{block}." if block else ""
-    inner = {name.removeprefix(start): key for name, key in keys.items() if name.startswith(start)}
-    return {name: key for name, key in inner.items() if "." not in name}
+    split = ((*name.rpartition("."), key) for name, key in keys.items())
+    return {last: key for before, _, last, key in split if before == block}
 
 
 def faults(values: Mapping[Any, Any], keys: Keys, block: str = "") -> Iterator[Fault]:
@@ -208,6 +207,4 @@ def may_change(keys: Keys, name: str) -> bool:
 
     A key is as the table says of it, or of a block around it.
     """
-    parts = name.split(".")
-    prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
-    return any(prefix in keys and keys[prefix].may_change for prefix in prefixes)
+    return any(keys[each].may_change for each in keys if f"{name}.".startswith(f"{each}."))
