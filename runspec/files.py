@@ -44,8 +44,6 @@ CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 CHECKPOINT_COMPLETE = "COMPLETE"
 
-_HASH_BLOCK_BYTES = 1 << 22
-
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
     """Return the steps of the complete checkpoints, ascending."""
@@ -139,8 +137,5 @@ def sha256(path: Path) -> str:
     # Imported late: every start of the command and of a rank imports this module.
     import hashlib
 
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -58,10 +58,10 @@ class Layout:
         Raises:
             LayoutError: names every fault.
         """
-        tensor = _dimension(config, "tensor_parallel_dim", 1)
-        expert = _dimension(config, "expert_parallel_dim", 1)
-        replicate = _dimension(config, "data_parallel_replicate_dim", 1)
-        shard = _dimension(config, "data_parallel_shard_dim", -1)
+        tensor = int(config.get("tensor_parallel_dim") or 1)
+        expert = int(config.get("expert_parallel_dim") or 1)
+        replicate = int(config.get("data_parallel_replicate_dim") or 1)
+        shard = int(config.get("data_parallel_shard_dim") or -1)
         shape = f"{ranks} ranks"
         if gpus_per_node:
             shape = f"{ranks // gpus_per_node} x {gpus_per_node} = {ranks} ranks"
@@ -91,11 +91,6 @@ class Layout:
         if faults:
             raise LayoutError(faults)
         return cls(replicate, shard, tensor, expert)
-
-
-def _dimension(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = config.get(key)
-    return default if value is None else int(value)
 
 
 def model_faults(tensor_parallel: int, sizes: Mapping[str, int]) -> list[str]:

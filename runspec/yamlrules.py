@@ -34,8 +34,7 @@ def loader(yaml: Any) -> Any:
                         None, None, f"the key {key!r} is given twice", key_node.start_mark
                     )
                 seen.add(key)
-            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-            return mapping
+            return dict(super().construct_mapping(node, deep))
 
     Loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]

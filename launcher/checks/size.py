@@ -11,10 +11,9 @@ from launcher.errors import RecipeFault, SlurmFault
 from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
 from launcher.sizing.estimate import DEFAULT_MFU
-from launcher.sizing.from_recipe import step_of
+from launcher.sizing.memory import checkpoint_bytes, export_bytes
 from launcher.sizing.search import Predictor, remedies
-from launcher.sizing.step_config import GIB, StepConfig
-from launcher.sizing.storage import checkpoint_bytes, export_bytes
+from launcher.sizing.step_config import GIB, StepConfig, step_of
 
 
 def memory(context: Context) -> Iterable[Finding]:

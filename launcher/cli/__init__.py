@@ -17,7 +17,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Check whether this site can run the kit."),
     "download": ("download", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Find everything that would stop a run, without queueing it."),
-    "estimate": ("estimate", "Compute the memory, time and disk that a recipe needs."),
+    "estimate": ("recipes", "Compute the memory, time and disk that a recipe needs."),
     "submit": ("submit", "Render a recipe's job script, check it and submit it."),
     "status": ("runs", "Show the state of runs."),
     "watch": ("runs", "Follow a run to its end."),

@@ -1,8 +1,9 @@
-"""cookbook recipes"""
+"""cookbook recipes, estimate"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import click
 
 from launcher import site as sites
 from launcher import yamlfile
-from launcher.cli.common import cluster_option
-from launcher.recipes import explain
+from launcher.cli.common import cluster_option, recipe_arguments
+from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
 from launcher.sizing import gpus
-from launcher.sizing.estimate import peak_gib
+from launcher.sizing.estimate import DEFAULT_MFU, Estimate, peak_gib
 
 
 @click.command()
@@ -24,32 +25,35 @@ from launcher.sizing.estimate import peak_gib
 @cluster_option
 def recipes(name: str | None, key: str | None, as_json: bool, cluster: str | None) -> None:
     """List the recipes, or show NAME with everything resolved, or explain a KEY."""
+    found: Any
     if key is not None:
-        found = explain.key(key)
-        click.echo(json.dumps(found, indent=1) if as_json else "\n".join(explain.lines(found)))
-        return
-    root = sites.load(cluster).root
-    if name is not None:
-        shown = recipe_file.load(name).resolved(root, "RUN_DIRECTORY")
-        click.echo(json.dumps(shown, indent=1) if as_json else yamlfile.dump(shown), nl=as_json)
-        return
-    rows = [_row(recipe_file.load(each), root) for each in recipe_file.names()]
-    if as_json:
-        click.echo(json.dumps(rows, indent=1))
-        return
-    width = max(len(row["name"]) for row in rows)
-    click.echo(f"{'RECIPE':<{width}}  METHOD  NODES x GPUS  MEMORY PER GPU  ON       DESCRIPTION")
-    for row in rows:
-        layout = f"{row['nodes']} x {row['gpus_per_node']}"
-        memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
-        click.echo(
-            f"{row['name']:<{width}}  {row['method']:<7} {layout:<13} {memory:>14}  "
-            f"{row['smallest_gpu'] or '-':<8} {row['description']}"
-        )
-    click.echo(
-        "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
-        "smallest kind of GPU that has it."
-    )
+        found = entries.explain(key)
+        lines = _explanation(found)
+    elif name is not None:
+        found = recipe_file.load(name).resolved(sites.load(cluster).root, "RUN_DIRECTORY")
+        lines = iter(yamlfile.dump(found).splitlines())
+    else:
+        root = sites.load(cluster).root
+        found = [_row(recipe_file.load(each), root) for each in recipe_file.names()]
+        lines = _table(found)
+    click.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines))
+
+
+def _explanation(found: dict[str, Any]) -> Iterator[str]:
+    default = found["default"]
+    shown = default if isinstance(default, str) else json.dumps(default)
+    yield f"{found['key']}: {found['help']}"
+    yield f"  type       {found['type']}"
+    yield f"  default    {'none' if default is None else shown}"
+    yield f"  entries    {', '.join(found['entries'])}"
+    yield f"  at resume  {'may change' if found['may_change_at_resume'] else 'must be the same'}"
+    for word in ("not_used", "refused"):
+        if found[word]:
+            yield f"  {word.replace('_', ' '):<9}  {found[word]}"
+    if found["keys"]:
+        yield "  keys"
+        width = max(map(len, found["keys"]))
+        yield from (f"    {name:<{width}}  {text}" for name, text in found["keys"].items())
 
 
 def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
@@ -65,3 +69,81 @@ def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
         "model": (recipe.config.get("hub") or {}).get("model"),
         "description": recipe.description,
     }
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    width = max(len(row["name"]) for row in rows)
+    yield f"{'RECIPE':<{width}}  METHOD  NODES x GPUS  MEMORY PER GPU  ON       DESCRIPTION"
+    for row in rows:
+        layout = f"{row['nodes']} x {row['gpus_per_node']}"
+        memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
+        yield (
+            f"{row['name']:<{width}}  {row['method']:<7} {layout:<13} {memory:>14}  "
+            f"{row['smallest_gpu'] or '-':<8} {row['description']}"
+        )
+    yield (
+        "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
+        "smallest kind of GPU that has it."
+    )
+
+
+@click.command()
+@recipe_arguments
+@click.option("--gpu", metavar="KIND", help="h100-80, a100-40, l40s ...: see configs/gpus.yaml.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), help="GPUs on each node.")
+@click.option(
+    "--mfu",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=DEFAULT_MFU,
+    show_default=True,
+    help="Model FLOP utilisation of the recipe's step while no GPU waits for another: model FLOPs "
+    "/ time / peak, without recomputation. --scaling, --tune and --compare add what is waited.",
+)
+@click.option("--compare", is_flag=True, help="Full, LoRA and QLoRA on 1, 2, 4 and 8 nodes.")
+@click.option("--scaling", is_flag=True, help="What ranks send, and layouts on 2 to 64 nodes.")
+@click.option("--tune", is_flag=True, help="The fastest settings that fit, each with its change.")
+@click.option(
+    "--network",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GBITS",
+    help="Gbit/s per GPU between nodes, for --scaling, --tune and --compare. "
+    "[default: the cluster's, or the GPU's]",
+)
+@click.option("--trace", is_flag=True, help="Also run the step on fake tensors: up to a minute.")
+@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@cluster_option
+def estimate(
+    recipe_name: str,
+    gpu: str | None,
+    mfu: float,
+    compare: bool,
+    scaling: bool,
+    tune: bool,
+    network: float | None,
+    trace: bool,
+    as_json: bool,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    **resources: int | None,
+) -> None:
+    """Compute what a recipe needs per GPU, and what to change if it does not fit.
+
+    Nothing is measured, nothing is started and no GPU is needed.
+    """
+    recipe = recipe_file.load(recipe_name, overrides, resources)
+    site = sites.load(cluster)
+    network = network or site.network_gbits
+    found = Estimate(recipe, site.root, gpu, mfu, network, compares=compare, traces=trace)
+    parts: dict[str, Any] = {}
+    if scaling or tune:
+        # Imported late: the estimate alone stays quick.
+        from launcher.sizing import predictions
+
+        parts |= {"scaling": predictions.Scaling(found.predictor)} if scaling else {}
+        parts |= {"tuning": predictions.Tuning(found.predictor)} if tune else {}
+    if as_json:
+        shown = found.as_json() | {name: part.as_json() for name, part in parts.items()}
+        click.echo(json.dumps(shown, indent=1))
+    else:
+        click.echo("\n\n".join("\n".join(part.lines()) for part in (found, *parts.values())))

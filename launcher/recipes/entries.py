@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import paths
-from launcher.errors import RecipeFault, nearest
+from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import stock
-from runspec.keys.common import COMMON
-from runspec.keys.key import REQUIRED, Key, Keys
-from runspec.keys.script import SCRIPT
+from runspec.keys.common import COMMON, SCRIPT
+from runspec.keys.key import REQUIRED, Key, Keys, children, may_change
 from runspec.keys.sft import SFT
 
 if TYPE_CHECKING:
@@ -68,11 +67,6 @@ def _script_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
     return f"python {shlex.join([script, *map(str, config.get('args') or [])])}"
 
 
-def _torchtune_program(recipe: Recipe) -> Path | None:
-    known = stock.recipes().get(recipe.target)
-    return known.path if known else None
-
-
 def _torchtune_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
     name, known = recipe.target, stock.recipes()
     if name not in known:
@@ -109,7 +103,7 @@ ENTRIES = {
     "torchtune:": Entry(
         keys={**COMMON, **_TORCHTUNE},
         command=_torchtune_command,
-        program=_torchtune_program,
+        program=lambda recipe: getattr(stock.recipes().get(recipe.target), "path", None),
         other_keys=True,
         checked="components",
         can_profile=True,
@@ -136,3 +130,26 @@ def find(name: str) -> Entry:
 def all_keys() -> dict[str, Key]:
     """Return the keys of all entries."""
     return {name: key for entry in reversed(ENTRIES.values()) for name, key in entry.keys.items()}
+
+
+def explain(name: str) -> dict[str, Any]:
+    """Return what is known of a key, as JSON values; UsageFault with a hint if it is unknown."""
+    known = all_keys()
+    if name not in known:
+        last = {each.rpartition(".")[2]: each for each in known}
+        hint = nearest(name, known) or nearest(name, last)
+        if name in last:
+            hint = f" (did you mean {last[name]}?)"
+        raise UsageFault(f"there is no key {name!r}{hint}: docs/keys.md lists all keys")
+    found = known[name]
+    return {
+        "key": name,
+        "type": found.expects,
+        "default": "(required)" if found.default is REQUIRED else found.default,
+        "help": found.help,
+        "entries": [each for each, entry in ENTRIES.items() if name in entry.keys],
+        "not_used": found.unused or None,
+        "refused": found.refused or None,
+        "may_change_at_resume": may_change(known, name),
+        "keys": {inner: each.help for inner, each in children(known, name).items()},
+    }

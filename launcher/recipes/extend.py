@@ -1,13 +1,22 @@
-"""`extends`: a recipe is laid over the files that it names."""
+"""The whole content of a recipe: it is laid over the files that it extends, and refers to itself.
+
+${a.b} is the value of the key a.b, as in OmegaConf.
+"""
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
+from runspec.keys.key import Fault
 from runspec.keys.sft import SFT
+
+_REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
 def read(path: Path, trail: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Path]]:
@@ -31,11 +40,10 @@ def read(path: Path, trail: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list
 
 def _find(name: Any, path: Path) -> Path:
     """Return the file that an `extends` names: a path beside the recipe, a base or a recipe."""
-    if isinstance(name, str) and name.endswith((".yaml", ".yml")):
+    choices = [folder / f"{name}.yaml" for folder in (paths.BASES, paths.RECIPES)]
+    if str(name).endswith((".yaml", ".yml")):
         choices = [path.parent / Path(name).expanduser()]
-    elif isinstance(name, str) and ".." not in name.split("/"):
-        choices = [folder / f"{name}.yaml" for folder in (paths.BASES, paths.RECIPES)]
-    else:
+    elif ".." in str(name).split("/"):
         choices = []
     found = next((choice for choice in choices if choice.is_file()), None)
     if found is None:
@@ -56,9 +64,8 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             components = {old.get("_component_"), value.get("_component_")} - {None}
-            merged[key] = value if len(components) == 2 else _laid_over(old, value)
-        else:
-            merged[key] = value
+            value = value if len(components) == 2 else _laid_over(old, value)
+        merged[key] = value
     return merged
 
 
@@ -67,3 +74,47 @@ def replace_older(config: dict[str, Any], key: str) -> None:
     known = SFT.get(key)
     for other in known.replaces if known else ():
         config.pop(other, None)
+
+
+# References --------------------------------------------------------------------------------------
+
+
+def resolve(
+    config: Mapping[str, Any], variables: Mapping[str, str]
+) -> tuple[dict[str, Any], list[Fault]]:
+    """Return config with its references replaced, and the faults; a wrong reference stays as it is.
+
+    variables: names that may be used beside the recipe's own keys.
+    """
+    root = {**variables, **config}
+    faults: list[Fault] = []
+
+    def look_up(reference: str, key: str, trail: tuple[str, ...]) -> Any:
+        if reference in trail:
+            faults.append(Fault(key, f"${{{reference}}} refers to itself"))
+            return f"${{{reference}}}"
+        value: Any = root
+        for part in reference.strip().split("."):
+            if not isinstance(value, dict) or part not in value:
+                hint = nearest(part, value if isinstance(value, dict) else ())
+                faults.append(Fault(key, f"${{{reference}}} leads nowhere{hint}"))
+                return f"${{{reference}}}"
+            value = value[part]
+        return walk(value, key, (*trail, reference))
+
+    def walk(value: Any, key: str, trail: tuple[str, ...] = ()) -> Any:
+        if isinstance(value, dict):
+            return {
+                name: walk(inner, f"{key}.{name}".lstrip(".") if not trail else key, trail)
+                for name, inner in value.items()
+            }
+        if isinstance(value, list):
+            return [walk(inner, key, trail) for inner in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        whole = _REFERENCE.fullmatch(value)
+        if whole:
+            return copy.deepcopy(look_up(whole.group(1), key, trail))
+        return _REFERENCE.sub(lambda match: str(look_up(match.group(1), key, trail)), value)
+
+    return dict(walk(config, "")), faults

@@ -10,7 +10,6 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import entries, extend, override, stock, validate
-from launcher.recipes.interpolation import resolve
 from runspec.keys.common import COMMON
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
@@ -97,11 +96,9 @@ class Recipe:
     @property
     def code_root(self) -> Path | None:
         """The folder that is copied into the run of a script of the user's own."""
-        if self.script is None:
-            return None
         given = self.config.get("code_root")
-        if not given:
-            return self.script.parent
+        if self.script is None or not given:
+            return self.script and self.script.parent
         return (self.path.parent / Path(str(given)).expanduser()).resolve()
 
     @property
@@ -139,10 +136,8 @@ class Recipe:
     @property
     def notes(self) -> list[str]:
         """One line about keys that are accepted and not used; none if there are none."""
-        given = "; ".join(
-            f"{key.name} ({key.unused})" for key in unused(self.config, self.entry.keys)
-        )
-        return [f"keys that are not used: {given}"] if given else []
+        given = [f"{key.name} ({key.unused})" for key in unused(self.config, self.entry.keys)]
+        return [f"keys that are not used: {'; '.join(given)}"] if given else []
 
     def profiled(self) -> Recipe:
         """Return the recipe with its profiler turned on; UsageFault if its entry has none."""
@@ -155,13 +150,16 @@ class Recipe:
 
     def resolved(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return the whole recipe with every ${...} replaced for a run in run_dir."""
-        config, faults = self._resolve(root, run_dir)
+        config, faults = self.resolve(root, run_dir)
         if faults:
             raise RecipeFault([f"{fault.text} in {self.path}" for fault in faults])
         return config
 
-    def _resolve(self, root: Path, run_dir: str) -> tuple[dict[str, Any], list[Fault]]:
-        return resolve({**self.config, "output_dir": run_dir}, variables(root))
+    def resolve(self, root: Path, run_dir: str) -> tuple[dict[str, Any], list[Fault]]:
+        """Return the same, and the faults of references that lead nowhere."""
+        folders = {"repo_root": str(paths.REPO_ROOT)}
+        folders |= {f"{name}_root": str(root / name) for name in ("models", "datasets")}
+        return extend.resolve({**self.config, "output_dir": run_dir}, folders)
 
     def train_config(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return what the trainer reads: the resolved recipe without the launcher's keys."""
@@ -182,27 +180,14 @@ def method_of(model: Mapping[str, Any]) -> str:
     return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
 
 
-def variables(root: Path) -> dict[str, str]:
-    """Return the names that a recipe may use beside its own keys, as in ${models_root}/llama."""
-    return {
-        "repo_root": str(paths.REPO_ROOT),
-        "models_root": str(root / "models"),
-        "datasets_root": str(root / "datasets"),
-    }
-
-
 def time_limit_s(text: str) -> int:
     """Return a Slurm time limit (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S) in seconds."""
-    days, dash, rest = text.rpartition("-")
-    fields = [int(part) for part in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = (*fields, 0, 0)[:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(fields) == 1:
-        return fields[0] * 60
-    if len(fields) == 2:
-        return fields[0] * 60 + fields[1]
-    return (fields[0] * 60 + fields[1]) * 60 + fields[2]
+    days, dash, clock = text.rpartition("-")
+    fields = [int(part) for part in clock.split(":")]
+    if not dash and len(fields) < 3:
+        fields = [0, *fields]  # no hours
+    hours, minutes, seconds = (*fields, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def names() -> list[str]:
@@ -212,28 +197,22 @@ def names() -> list[str]:
 
 def find(name: str) -> Path:
     """Return the file of a recipe, given its name or the path of a YAML file."""
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser().absolute()
-        if not path.is_file():
-            raise RecipeFault(
-                f"there is no recipe file {name}: list the kit's own with: cookbook recipes"
-            )
-        if not NAME.match(path.stem):
-            raise RecipeFault(
-                f"the recipe file name {path.name!r} may hold only {NAME_RULE}: rename it"
-            )
+    is_path = name.endswith((".yaml", ".yml"))
+    path = Path(name).expanduser().absolute() if is_path else paths.RECIPES / f"{name}.yaml"
+    is_named = NAME.match(path.stem if is_path else name)
+    if is_path and not path.is_file():
+        fault = f"there is no recipe file {name}: list the kit's own with: cookbook recipes"
+    elif is_path and not is_named:
+        fault = f"the recipe file name {path.name!r} may hold only {NAME_RULE}: rename it"
+    elif not is_named:
+        fault = f"the recipe name {name!r} may hold only {NAME_RULE}; give a file of your own as "
+        fault += "a path that ends in .yaml"
+    elif not path.is_file():
+        hint = nearest(name, names())
+        fault = f"there is no recipe {name!r}{hint}: list them with: cookbook recipes"
+    else:
         return path
-    if not NAME.match(name):
-        raise RecipeFault(
-            f"the recipe name {name!r} may hold only {NAME_RULE}; give a file of your own as a "
-            "path that ends in .yaml"
-        )
-    path = paths.RECIPES / f"{name}.yaml"
-    if not path.is_file():
-        raise RecipeFault(
-            f"there is no recipe {name!r}{nearest(name, names())}: list them with: cookbook recipes"
-        )
-    return path
+    raise RecipeFault(fault)
 
 
 def load(
@@ -249,16 +228,15 @@ def load(
     overrides = tuple(overrides)
     texts = override.apply(config, overrides)
     options = {key: value for key, value in (resources or {}).items() if value is not None}
-    if config.get("resources") is None:
-        config["resources"] = {}
-    if isinstance(config["resources"], dict):
-        config["resources"].update(options)
+    asked = config.get("resources")
+    if asked is None or isinstance(asked, dict):
+        config["resources"] = (asked or {}) | options
     if not config.get("entry"):
         model = config.get("model")
         builder = str(model.get("_component_")) if isinstance(model, dict) else ""
         config["entry"] = stock.entry_of(path, builder) or COMMON["entry"].default
     recipe = Recipe(path.stem, path, config, Resources(), overrides)
-    resolved, faults = recipe._resolve(paths.REPO_ROOT, "unset")
+    resolved, faults = recipe.resolve(paths.REPO_ROOT, "unset")
     try:
         faults += validate.faults(resolved, recipe.entry)
     except UsageFault as fault:

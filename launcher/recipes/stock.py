@@ -5,35 +5,20 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher.venv import site_packages
 
 # What trainer.sft does in the place of these recipes, for the models that it builds.
-_OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)\Z")
-_TEXT_MODELS = (
-    "code_llama2",
-    "gemma2",
-    "llama2",
-    "llama3",
-    "llama3_1",
-    "llama3_2",
-    "llama3_3",
-    "mistral",
-    "phi3",
-    "phi4",
-    "qwen2",
-    "qwen2_5",
-)
+_OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
+_TEXT_MODELS = re.compile(r"(code_)?llama2|llama3(_[123])?|gemma2|mistral|phi[34]|qwen2(_5)?")
 
 
-@dataclass(frozen=True)
-class Stock:
+class Stock(NamedTuple):
     """A training script of torchtune's, and the configs that are written for it."""
 
-    name: str
     path: Path
     distributed: bool
     configs: tuple[str, ...]
@@ -59,7 +44,7 @@ def recipes() -> dict[str, Stock]:
         ]
         name, file = (ast.literal_eval(given[key]) for key in ("name", "file_path"))
         distributed = ast.literal_eval(given["supports_distributed"])
-        found[name] = Stock(name, packages / "recipes" / file, distributed, tuple(configs))
+        found[name] = Stock(packages / "recipes" / file, distributed, tuple(configs))
     return found
 
 
@@ -74,7 +59,7 @@ def entry_of(path: Path, builder: str) -> str | None:
     if folder is None or not path.is_relative_to(folder):
         return None
     relative = path.relative_to(folder).as_posix()
-    name = next((each.name for each in recipes().values() if relative in each.configs), None)
+    name = next((name for name, each in recipes().items() if relative in each.configs), None)
     if name is None:
         # One that torchtune forgot to register: its header shows how it is run.
         shown = re.search(r"tune run .*?([a-z_/]+) --config", path.read_text(encoding="utf-8"))
@@ -82,7 +67,7 @@ def entry_of(path: Path, builder: str) -> str | None:
     if name is None:
         return None
     family = builder.removeprefix("torchtune.models.").partition(".")[0]
-    is_ours = _OURS.match(name) and family in _TEXT_MODELS
+    is_ours = _OURS.fullmatch(name) and _TEXT_MODELS.fullmatch(family)
     return "sft" if is_ours else f"torchtune:{name}"
 
 
@@ -98,17 +83,16 @@ def missing_imports(script: Path, code_root: Path | None = None) -> list[str]:
         body = ast.parse(script.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
         return []
-    wanted = set()
+    wanted = []
     for node in body:
         if isinstance(node, ast.Import):
-            wanted |= {alias.name.partition(".")[0] for alias in node.names}
+            wanted += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            wanted.add(node.module.partition(".")[0])
+            wanted.append(node.module)
     folders = [packages, script.parent, *([code_root] if code_root else [])]
-    return sorted(name for name in wanted if not _there(name, folders))
+    names = {name.partition(".")[0] for name in wanted} - sys.stdlib_module_names
+    return sorted(name for name in names if not any(_holds(folder, name) for folder in folders))
 
 
-def _there(name: str, folders: list[Path]) -> bool:
-    return name in sys.stdlib_module_names or any(
-        (folder / name).is_dir() or next(folder.glob(f"{name}.*"), None) for folder in folders
-    )
+def _holds(folder: Path, name: str) -> bool:
+    return (folder / name).is_dir() or any(folder.glob(f"{name}.*"))

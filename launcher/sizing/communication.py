@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.sizing.activations import linear_loss_rows
-from launcher.sizing.parameters import Parameter, Unit, Units, units_of
 from launcher.sizing.step_config import FP32, StepConfig
+from launcher.sizing.tensors import Parameter, Unit, Units, linear_loss_rows, units_of
 
 # Doubles that every step sums over all ranks, and those of a step that is logged: trainer/sft.py.
 CONTROL, LOGGED = 7, (1, 4)
@@ -59,8 +58,9 @@ class Message:
 def messages(step: StepConfig) -> list[Message]:
     """Every message of a step in which all positions hold a token that is trained."""
     units = units_of(step)
-    found = [*_weights(step, units), *_gradients(step, units), *_tensor_parallel(step)]
-    found += [*_loss(step), *_shared_gradients(step, units), *_sums(step)]
+    found = [*_weights(step, units), *_gradients(step, units)] if step.fsdp else []
+    found += [*_tensor_parallel(step), *_loss(step)]
+    found += [*_shared_gradients(step, units), *_sums(step)]
     return [message for message in found if message.ranks > 1 and message.count and message.size]
 
 
@@ -77,8 +77,6 @@ def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
 
     A recomputed layer is whole already: its recomputation is a part of its backward.
     """
-    if not step.fsdp:
-        return
     shards, depth = step.layout.shard, step.shape.layers
 
     def gather(what: str, unit: Unit, each: int, when: str) -> Message:
@@ -100,8 +98,6 @@ def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
 
 def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     """What is reduced: within a replica, and then over the replicas."""
-    if not step.fsdp:
-        return
     shards, replicas = step.layout.shard, step.layout.replicate
     within = step.accumulation if step.sync_each else 1
     for what, unit, each, when in (

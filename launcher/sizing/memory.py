@@ -15,10 +15,10 @@ a test compares the two.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from launcher.sizing.activations import kept_by_layer, loss_memory
-from launcher.sizing.parameters import units_of
 from launcher.sizing.step_config import FP32, StepConfig
+from launcher.sizing.tensors import kept_by_layer, loss_memory, units_of
 
 Terms = dict[str, float]
 
@@ -56,7 +56,8 @@ class _Phases:
         self.step, self.units, depth = step, units_of(step), shape.layers
         ends = self.units.root + self.units.embedding + self.units.output
         self.trained = depth * self.units.layer.trained + ends.trained
-        self.largest = max(self.units.layer.largest_trained, ends.largest_trained)
+        each = (self.units.layer + ends).parameters
+        self.largest = max((p.rows * p.width for p in each if p.trained), default=0.0)
         # Offloaded state lies on the CPU.
         self.on_gpu = 0 if step.cpu_offload else 1
         stored = depth * self.units.layer.stored(step.weight_bytes) + ends.stored(step.weight_bytes)
@@ -69,9 +70,8 @@ class _Phases:
         self.gradients = self._reduced(self.trained)
         # Between micro-steps nothing is reduced: each rank holds all gradients, in fp32.
         self.unreduced = step.accumulation > 1 and step.fsdp and not step.sync_each
-        self.accumulated = self.gradients if step.accumulation > 1 else 0.0
-        if self.unreduced:
-            self.accumulated = self.trained * step.reduce_bytes
+        held = self.trained * step.reduce_bytes if self.unreduced else self.gradients
+        self.accumulated = held if step.accumulation > 1 else 0.0
         self.kept, self.recomputed = kept_by_layer(step)
         self.entry = e * t * shape.dim / tp
         # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
@@ -137,9 +137,8 @@ class _Phases:
         summed = early * FP32 / step.element_bytes
         norm = (FP32 * 2 if step.is_full else FP32) * self.entry / step.element_bytes
         norm += self.entry * step.layout.tensor_parallel if step.is_full else 0
-        unit = self.root
-        if self.units.output.parameters:
-            unit = self.gather * self.units.output.gathered
+        output = self.units.output
+        unit = self.gather * output.gathered if output.parameters else self.root
         rest = (step.chunks - 2) / step.chunks if chunked else 1
         last = (3 if chunked else 1) * self.output_gradient
         for name, gradients, gathered, logits in (
@@ -206,3 +205,24 @@ def _forward_working(step: StepConfig) -> float:
     # The gathered input, down_proj's share of the sum, and its copy in the order of the scatter.
     at_scatter = (0 if kept else inside) + 3 * width if tp > 1 else 0.0
     return max(at_product, at_scatter) + 2 * width / tp + _dequantised(step)
+
+
+# Outside the GPUs ---------------------------------------------------------------------------------
+
+
+def checkpoint_bytes(step: StepConfig) -> float:
+    """Bytes of a checkpoint: what is trained and its optimizer state."""
+    return step.trainable * (step.weight_bytes + state_bytes(step))
+
+
+def export_bytes(step: StepConfig) -> float:
+    """Bytes of the exported model, adapters merged."""
+    return step.shape.parameters * step.element_bytes
+
+
+def host_bytes(step: StepConfig) -> float:
+    """CPU memory of a node that offloading takes: weights, gradients and optimizer state."""
+    if not step.cpu_offload:
+        return 0.0
+    there = StepMemory(replace(step, cpu_offload=False)).phases["optimizer step"]
+    return step.gpus_per_node * (there["weights"] + there["gradients"] + there["optimizer"])

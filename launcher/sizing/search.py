@@ -7,12 +7,13 @@ order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import UsageFault
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, StepConfig
@@ -20,8 +21,7 @@ from runspec.layout import Layout, LayoutError, model_faults
 from runspec.shape import ATTENTION, MLP
 
 if TYPE_CHECKING:
-    from launcher.sizing.links import Links
-    from launcher.sizing.step_time import StepTime
+    from launcher.sizing.step_time import Links, StepTime
 
 METHODS = ("full", "lora", "qlora")
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -54,12 +54,6 @@ def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
     return _to_layout(step, (step.layout.tensor_parallel, nodes if replica_per_node else 1), nodes)
 
 
-def _to_micro_steps(step: StepConfig, rows: tuple[int, int, bool]) -> StepConfig:
-    """Rows per micro-step, micro-steps, and whether each of them reduces its gradients."""
-    batch, accumulation, sync = rows
-    return replace(step, batch=batch, accumulation=accumulation, sync_each=sync or step.cpu_offload)
-
-
 def _to_method(step: StepConfig, method: str) -> StepConfig:
     """Full, LoRA or QLoRA, with the recipe's own adapter if it has one."""
     if method == "full":
@@ -69,15 +63,11 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
     return replace(step, method=method, lora_rank=_RANK, lora_targets=_TARGETS)
 
 
+# Any other move takes fields of the step.
 _MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
     "nodes": _to_nodes,
     "layout": _to_layout,
-    "micro_steps": _to_micro_steps,
     "method": _to_method,
-    "checkpointing": lambda step, mode: replace(step, checkpointing=mode),
-    "loss": lambda step, _: replace(step, loss="linear", chunks=0),
-    # Offloading reduces after every micro-step, as no GPU could hold all gradients.
-    "cpu_offload": lambda step, _: replace(step, cpu_offload=True, sync_each=True),
 }
 Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
 
@@ -93,48 +83,44 @@ def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
         return
     (move, values), *rest = choices.items()
     for value in values(own) if callable(values) else values:
-        if (moved := _MOVES[move](own, value)) is not None:
+        moved = _MOVES[move](own, value) if move in _MOVES else replace(own, **value)
+        if moved is not None:
             yield from settings(moved, **dict(rest))
 
 
 # The keys of a recipe ----------------------------------------------------------------------------
 
 
-def overrides(step: StepConfig, before: StepConfig | None = None) -> str:
+def overrides(step: StepConfig, before: StepConfig) -> str:
     """Return the keys of a recipe that make this step, of those that differ from `before`."""
-    known = _keys(before) if before else {}
-    changed = [text for name, text in _keys(step).items() if known.get(name) != text]
-    return " ".join(changed)
+    known = set(_keys(before))
+    return " ".join(key for key in _keys(step) if key not in known)
 
 
 def layout_overrides(step: StepConfig) -> str:
     """Return the keys that lay a step out."""
-    return " ".join(list(_keys(step).values())[:3])
+    return " ".join(islice(_keys(step), 3))
 
 
-def _keys(step: StepConfig) -> dict[str, str]:
-    keys = {
-        "tensor_parallel": f"tensor_parallel_dim={step.layout.tensor_parallel}",
-        "replicate": f"data_parallel_replicate_dim={step.layout.replicate}",
-        "batch": f"batch_size={step.batch}",
-        "accumulation": f"gradient_accumulation_steps={step.accumulation}",
-        "sync_each": f"sync_each_micro_batch={str(step.sync_each).lower()}",
-        "checkpointing": f"activation_checkpointing={step.checkpointing}",
-        "method": _method_keys(step),
-    }
+def _keys(step: StepConfig) -> Iterator[str]:
+    yield f"tensor_parallel_dim={step.layout.tensor_parallel}"
+    yield f"data_parallel_replicate_dim={step.layout.replicate}"
+    yield f"batch_size={step.batch}"
+    yield f"gradient_accumulation_steps={step.accumulation}"
+    if not step.cpu_offload:
+        yield f"sync_each_micro_batch={str(step.sync_each).lower()}"
+    yield f"activation_checkpointing={step.checkpointing}"
+    yield _method_keys(step)
     if step.loss == "linear":
-        keys["loss"] = "loss._component_=trainer.layers.loss.LinearCrossEntropy"
+        yield "loss._component_=trainer.layers.loss.LinearCrossEntropy"
     if step.cpu_offload:
-        del keys["sync_each"]
-        keys["cpu_offload"] = "fsdp_cpu_offload=true"
-    return keys
+        yield "fsdp_cpu_offload=true"
 
 
 def _method_keys(step: StepConfig) -> str:
     module, _, name = step.builder.rpartition(".")
     prefix = {"full": "", "lora": "lora_", "dora": "lora_"}.get(step.method, "qlora_")
-    plain = name.removeprefix("q").removeprefix("lora_") if "lora_" in name else name
-    text = f"model._component_={module}.{prefix}{plain}"
+    text = f"model._component_={module}.{prefix}{re.sub('^q?lora_', '', name)}"
     if step.method == "full" or "lora_" in name:
         return text
     # The recipe has no adapter yet.
@@ -203,21 +189,15 @@ class Predictor:
     @cached_property
     def links(self) -> Links:
         """How the GPUs are connected."""
-        from launcher.sizing.links import Links
+        from launcher.sizing.step_time import Links
 
         return Links.of(self.gpu, self.own.gpus_per_node, self.network_gbits)
 
     @cached_property
     def peak_share(self) -> float:
         """Share of the peak at which matrix products run; UsageFault if it were more than 1."""
-        from launcher.sizing.step_time import highest_mfu, peak_share
+        from launcher.sizing.step_time import peak_share
 
-        limit = highest_mfu(self.own, self.gpu)
-        if self.mfu > limit:
-            raise UsageFault(
-                f"--mfu {self.mfu:g} is more than {self.gpu.name} can reach with what this recipe "
-                f"computes again: give at most {limit:.2f}"
-            )
         return peak_share(self.own, self.gpu, self.mfu)
 
     @property
@@ -250,17 +230,19 @@ class Remedy:
 def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     """What may help, in the order in which it is tried: what costs the least time first."""
     yield {"layout": [(step.layout.tensor_parallel, 1)]}
-    yield {"checkpointing": ["full"]}
+    yield {"fields": [{"checkpointing": "full"}]}
     if step.loss != "linear":
-        yield {"loss": ["linear"]}
+        yield {"fields": [{"loss": "linear", "chunks": 0}]}
     if step.accumulation > 1 and step.fsdp:
-        yield {"micro_steps": [(step.batch, step.accumulation, True)]}
+        yield {"fields": [{"sync_each": True}]}
     if step.batch > 1:
-        yield {"micro_steps": [(1, step.batch * step.accumulation, step.fsdp)]}
+        rows = step.batch * step.accumulation
+        yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
     if not step.is_quantised:
         yield {"method": ["qdora" if step.is_dora else "qlora"]}
-    yield {"cpu_offload": [True]}
+    # Offloading reduces after every micro-step, as no GPU could hold all gradients.
+    yield {"fields": [{"cpu_offload": True, "sync_each": True}]}
 
 
 def remedies(predictor: Predictor) -> Iterator[Remedy]:

@@ -1,5 +1,8 @@
 """How long a training step takes, from what its GPUs compute and what its ranks send.
 
+A message takes what NCCL estimates itself: latency by steps of the ring and bytes over bandwidth,
+for the best of its three protocols (NCCL, src/graph/tuning.cc, ncclTopoTuneModel).
+
 Matrix products run at a given share of the GPU's peak. What FSDP gathers for the next layer and
 reduces of the last one goes on beside a layer's computation; what does not end with it is waited
 for, and so are a step's first gathers and last reductions. Everything that tensor parallelism
@@ -8,15 +11,98 @@ sends is waited for. Nothing is measured.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
+from typing import NamedTuple
 
-from launcher.sizing.activations import recomputed_elements
-from launcher.sizing.communication import messages
+from launcher.errors import UsageFault
+from launcher.sizing.communication import Message, messages
 from launcher.sizing.gpus import Gpu
-from launcher.sizing.links import Links
 from launcher.sizing.step_config import StepConfig
+from launcher.sizing.tensors import recomputed_elements
 from runspec.flops import utilisation
+from runspec.layout import Layout
+
+# Of a link's data sheet, what NCCL reaches with large messages. Its developers name 370 of NVLink's
+# 450 GB/s on H100 (NVIDIA/nccl-tests issue 212) and 46 to 48 of the 50 of a 400 Gbit/s port (290);
+# 32 nodes of eight such ports gave 340 of 400 (NVIDIA/nccl issue 1218). For others an assumption.
+REACHED = 0.8
+# No PCIe link of the known cards is faster; what is, is NVLink.
+PCIE_GBS = 64.0
+
+
+class Protocol(NamedTuple):
+    """A protocol of NCCL's over a ring; microseconds, and the share of the bandwidth."""
+
+    base: float
+    nvlink: float
+    pcie: float
+    network: float
+    share: float
+
+
+PROTOCOLS = (
+    Protocol(3.6, 0.47, 1.0, 2.7, 0.25),  # LL: a flag beside every four bytes
+    Protocol(10.0, 1.9, 2.5, 4.0, 120 / 128),  # LL128: one in sixteen words
+    Protocol(8.4, 3.4, 5.7, 9.6, 1.0),  # Simple
+)
+
+
+@dataclass(frozen=True)
+class Links:
+    """How the GPUs are connected: 10^9 bytes per second of each, in one direction.
+
+    within_gbs: to the others of its node. between_gbs: to other nodes.
+    """
+
+    gpus_per_node: int
+    within_gbs: float
+    between_gbs: float
+
+    @classmethod
+    def of(cls, gpu: Gpu, gpus_per_node: int, network_gbits: float | None = None) -> Links:
+        """Return the usual links of a kind of GPU, or with the network that is given."""
+        between = gpu.network_gbits if network_gbits is None else network_gbits
+        return cls(gpus_per_node, gpu.link_gbs, between / 8)
+
+    def ranks_per_node(self, layout: Layout, group: str) -> int:
+        """How many ranks of a group share a node.
+
+        Those of a tensor-parallel group are neighbours, then those that shard a replica.
+        """
+        split, replica = layout.tensor_parallel, layout.tensor_parallel * layout.shard
+        stride, reach = {
+            "tensor": (1, split),
+            "shard": (split, replica),
+            "replicate": (replica, layout.ranks),
+            "all": (1, layout.ranks),
+        }[group]
+        return max(1, math.gcd(reach, self.gpus_per_node) // stride)
+
+    def seconds(self, layout: Layout, message: Message) -> float:
+        """Time of one such message."""
+        local = self.ranks_per_node(layout, message.group)
+        nodes, passes = message.ranks // local, 2 if message.kind == "all-reduce" else 1
+        across = passes * (nodes - 1)
+        inside = passes * (message.ranks - 1) - across
+        # Rings leave a node by every GPU of the group.
+        bandwidth = self.between_gbs * local if nodes > 1 else self.within_gbs
+        if local > 1:
+            bandwidth = min(bandwidth, self.within_gbs)
+        one_way = message.sent / message.count / (REACHED * bandwidth * 1e9)
+        nvlink = self.within_gbs > PCIE_GBS
+
+        def took(each: Protocol) -> float:
+            local_us = each.nvlink if nvlink else each.pcie
+            latency_us = each.base + inside * local_us + across * each.network
+            return latency_us / 1e6 + one_way / each.share
+
+        return min(map(took, PROTOCOLS))
+
+
+# A step ------------------------------------------------------------------------------------------
 
 # When messages are sent that no layer hides; see launcher.sizing.communication.Message.
 ENDS = ("start", "loss", "turn", "end", "step")
@@ -48,12 +134,10 @@ class _Traffic:
     between: float = 0.0
 
     def __add__(self, other: _Traffic) -> _Traffic:
-        return _Traffic(
-            self.waited + other.waited, self.within + other.within, self.between + other.between
-        )
+        return _Traffic(*map(add, astuple(self), astuple(other)))
 
     def __truediv__(self, parts: int) -> _Traffic:
-        return _Traffic(self.waited / parts, self.within / parts, self.between / parts)
+        return _Traffic(*(seconds / parts for seconds in astuple(self)))
 
     @property
     def exposed(self) -> float:
@@ -83,25 +167,25 @@ def _elements_s(step: StepConfig, gpu: Gpu) -> float:
 
     Those elements are read once and written once.
     """
-    if step.checkpointing != "op":
-        return 0.0
-    return 2 * recomputed_elements(step) / (gpu.memory_bandwidth_gbs * 1e9)
-
-
-def _element_flops(step: StepConfig, gpu: Gpu) -> float:
-    """FLOPs per token that the GPUs could do in that time."""
-    seconds = step.shape.layers * _elements_s(step, gpu) / step.tokens
-    return seconds * step.layout.tensor_parallel * gpu.bf16_tflops * 1e12
-
-
-def highest_mfu(step: StepConfig, gpu: Gpu) -> float:
-    """MFU of a step that never waits and computes at the GPU's peak."""
-    return step.flops.model / (step.flops.hardware + _element_flops(step, gpu))
+    elements = recomputed_elements(step) if step.checkpointing == "op" else 0.0
+    return 2 * elements / (gpu.memory_bandwidth_gbs * 1e9)
 
 
 def peak_share(step: StepConfig, gpu: Gpu, mfu: float) -> float:
-    """Share of the peak at which products run, if this step has this MFU when it never waits."""
-    return step.flops.hardware / (step.flops.model / mfu - _element_flops(step, gpu))
+    """Share of the peak at which products run, if this step has this MFU when it never waits.
+
+    UsageFault if it were more than 1.
+    """
+    flops, elements_s = step.flops, step.shape.layers * _elements_s(step, gpu) / step.tokens
+    # FLOPs per token that the GPUs could do while they compute elements.
+    elements = elements_s * step.layout.tensor_parallel * gpu.bf16_tflops * 1e12
+    limit = flops.model / (flops.hardware + elements)
+    if mfu > limit:
+        raise UsageFault(
+            f"--mfu {mfu:g} is more than {gpu.name} can reach with what this recipe computes "
+            f"again: give at most {limit:.2f}"
+        )
+    return flops.hardware / (flops.model / mfu - elements)
 
 
 def step_time(step: StepConfig, gpu: Gpu, links: Links, share: float) -> StepTime:
@@ -110,8 +194,7 @@ def step_time(step: StepConfig, gpu: Gpu, links: Links, share: float) -> StepTim
     reductions = micro_steps if step.sync_each else 1
     per_flop = step.tokens / step.layout.tensor_parallel / (gpu.bf16_tflops * 1e12 * share)
     forward = flops.forward * per_flop
-    backward = (flops.backward + flops.recomputed) * per_flop
-    backward += _elements_s(step, gpu)
+    backward = (flops.backward + flops.recomputed) * per_flop + _elements_s(step, gpu)
     computing = micro_steps * (depth * (forward + backward) + flops.output * per_flop)
 
     sent = _traffic(step, links)

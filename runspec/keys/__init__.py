@@ -1,4 +1,4 @@
-"""The keys of a recipe, a table per module: of all recipes (common), of `sft`, of `script:`.
+"""The keys of a recipe: common, of all recipes and of `script:`; sft, of the kit's trainer.
 
 A key says its kind, its default, one line of help, and whether it may change when a run resumes.
 docs/keys.md is made from them with: python -m runspec.keys

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from runspec.keys.common import COMMON
+from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.key import REQUIRED, Key, may_change
-from runspec.keys.script import SCRIPT
 from runspec.keys.sft import GROUPS, SFT
 
 _INTRODUCTION = """\
@@ -32,15 +31,12 @@ def markdown() -> str:
     sections = [_section("Every recipe", COMMON.values())]
     for title, keys in GROUPS.items():
         sections.append(_section(f"`entry: sft`. {title}", (SFT[k.name] for k in keys)))
-    sections.append(_section("`entry: script:PATH`", SCRIPT.values()))
-    return "\n".join([_INTRODUCTION, *sections])
+    return "\n".join([_INTRODUCTION, *sections, _section("`entry: script:PATH`", SCRIPT.values())])
 
 
 def _section(title: str, keys: Iterable[Key]) -> str:
-    rows = [f"## {title}", "", "| key | type | default | at resume | what it does |"]
-    rows.append("|---|---|---|---|---|")
-    rows += [_row(key) for key in keys]
-    return "\n".join([*rows, ""])
+    head = "| key | type | default | at resume | what it does |\n|---|---|---|---|---|\n"
+    return f"## {title}\n\n{head}{''.join(map(_row, keys))}"
 
 
 def _row(key: Key) -> str:
@@ -50,7 +46,7 @@ def _row(key: Key) -> str:
     change = "may change" if may_change({**COMMON, **SFT, **SCRIPT}, key.name) else "same"
     text = f"{key.help} Not used: {key.unused}." if key.unused else key.help
     text = f"{key.help} Refused: {key.refused}." if key.refused else text
-    return f"| `{key.name}` | {key.expects} | {default} | {change} | {text} |"
+    return f"| `{key.name}` | {key.expects} | {default} | {change} | {text} |\n"
 
 
 if __name__ == "__main__":

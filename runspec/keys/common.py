@@ -1,4 +1,7 @@
-"""The keys that every recipe may hold; the launcher reads them, the trainer never sees them."""
+"""The keys of every recipe, and those of `entry: script:PATH`, a training script of one's own.
+
+The launcher reads them, the trainer never sees them.
+"""
 
 from __future__ import annotations
 
@@ -79,3 +82,16 @@ _KEYS = (
 
 # Where and how a run is started may change at each resume; what it trains may not.
 COMMON = {key.name: replace(key, may_change=key.name != "entry") for key in _KEYS}
+
+_SCRIPT = (
+    Key(
+        "code_root",
+        "text",
+        None,
+        "Folder that is copied into the run; it counts from the recipe's file. Default: the "
+        "script's folder.",
+    ),
+    Key("args", "list", None, "Arguments of the script, one item each."),
+    Key("parameters", "open block", None, "For the script: the YAML file $COOKBOOK_PARAMETERS."),
+)
+SCRIPT = {key.name: key for key in _SCRIPT}

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from runspec.hints import nearest
 
@@ -40,68 +40,73 @@ def _is_component(value: Any) -> bool:
     return isinstance(value, dict) and _is_line(value.get("_component_"))
 
 
-def _text(pattern: str | re.Pattern[str]) -> Test:
-    compiled = re.compile(rf"(?:{pattern})\Z") if isinstance(pattern, str) else pattern
-    return lambda value: type(value) in (str, int) and bool(compiled.match(str(value)))
+def _text(pattern: str) -> Test:
+    return lambda value: type(value) in (str, int) and bool(re.fullmatch(pattern, str(value)))
 
 
-def _is_block(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is(kind: type) -> Test:
+    return lambda value: isinstance(value, kind)
 
 
 _BLOCK = "a block of 'key: value' lines"
-# By the name that a table gives: what a value must be, in words, and the test of it.
-KINDS: dict[str, tuple[str, Test]] = {
-    "any": ("anything", lambda value: True),
-    "flag": ("true or false", lambda value: isinstance(value, bool)),
-    "count": ("a whole number, 0 or more", _whole(0)),
-    "positive": ("a whole number, 1 or more", _whole(1)),
-    "dimension": ("a whole number, 1 or more, or -1", lambda v: v == -1 or _whole(1)(v)),
-    "number": ("a number above 0", _number(math.ulp(0))),
-    "rate": ("a number, 0 or more", _number(0)),
-    "text": ("one line of text", _is_line),
-    "fp32": ("fp32", lambda value: value == "fp32"),
-    "list": ("a list", lambda value: isinstance(value, list)),
-    "texts": ("a list of texts", _list(_is_line)),
-    "ranks": (
+
+
+class Kind(NamedTuple):
+    """What a value must be, in words, and the test of it."""
+
+    words: str
+    test: Test
+
+
+# By the name that a table of keys gives.
+KINDS = {
+    "any": Kind("anything", lambda value: True),
+    "flag": Kind("true or false", _is(bool)),
+    "count": Kind("a whole number, 0 or more", _whole(0)),
+    "positive": Kind("a whole number, 1 or more", _whole(1)),
+    "dimension": Kind("a whole number, 1 or more, or -1", lambda v: v == -1 or _whole(1)(v)),
+    "number": Kind("a number above 0", _number(math.ulp(0))),
+    "rate": Kind("a number, 0 or more", _number(0)),
+    "text": Kind("one line of text", _is_line),
+    "fp32": Kind("fp32", lambda value: value == "fp32"),
+    "list": Kind("a list", _is(list)),
+    "texts": Kind("a list of texts", _list(_is_line)),
+    "ranks": Kind(
         "all, or a list of ranks such as [0, 8]",
         lambda value: value == "all" or (value != [] and _list(_whole(0))(value)),
     ),
-    "steps": ("the first and the last step, counted from 1, such as [10, 12]", _is_range),
-    "layers": (
+    "steps": Kind("the first and the last step, counted from 1, such as [10, 12]", _is_range),
+    "layers": Kind(
         "none, full, op, or a number n for every n-th layer",
         lambda value: value in ("none", "full", "op") or _whole(1)(value),
     ),
-    "block": (_BLOCK, _is_block),
+    "block": Kind(_BLOCK, _is(dict)),
     # These two may hold keys that no table lists.
-    "open block": (_BLOCK, _is_block),
-    "component": ("a block with a _component_", _is_component),
-    "name": (NAME_RULE, _text(NAME)),
-    "partition": (
-        "a partition's name, or several with commas",
-        _text(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,255}"),
+    "open block": Kind(_BLOCK, _is(dict)),
+    "component": Kind("a block with a _component_", _is_component),
+    "name": Kind(NAME_RULE, _text(NAME.pattern)),
+    "partition": Kind(
+        "a partition's name, or several with commas", _text(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,255}")
     ),
-    "nodes": (
-        "node names such as gpu-07 or gpu-[07-09]",
-        _text(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]{0,255}"),
+    "nodes": Kind(
+        "node names such as gpu-07 or gpu-[07-09]", _text(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]{0,255}")
     ),
-    "features": (
+    "features": Kind(
         "node features such as h100 or h100&ib",
         _text(r"[A-Za-z0-9(\[][A-Za-z0-9._,&|*()\[\]-]{0,255}"),
     ),
-    "memory": ("a size such as 900G, or 0 for all of a node's memory", _text(r"\d+[KMGT]?")),
-    "time": (
+    "memory": Kind("a size such as 900G, or 0 for all of a node's memory", _text(r"\d+[KMGT]?")),
+    "time": Kind(
         "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
         _text(r"\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(?::[0-5]?\d){0,2}"),
     ),
     # A repository of the hub, and a branch, tag or commit after an @.
-    "repository": (
+    "repository": Kind(
         "a repository of the hub such as org/name or org/name@revision",
         _text(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?"),
     ),
-    "interface": (
-        "a network interface such as ib0",
-        _text(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}"),
+    "interface": Kind(
+        "a network interface such as ib0", _text(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}")
     ),
 }
 
@@ -136,7 +141,7 @@ class Key:
     @property
     def expects(self) -> str:
         """What a value must be, in words."""
-        return f"one of {', '.join(self.choices)}" if self.choices else KINDS[self.kind][0]
+        return f"one of {', '.join(self.choices)}" if self.choices else KINDS[self.kind].words
 
     @property
     def is_open(self) -> bool:
@@ -147,7 +152,7 @@ class Key:
         """Return what is wrong with a value, None if nothing is."""
         if value is None or (isinstance(value, str) and "${" in value):
             return None  # a reference is checked when it has its value
-        if not (value in self.choices if self.choices else KINDS[self.kind][1](value)):
+        if not (value in self.choices if self.choices else KINDS[self.kind].test(value)):
             return f"{self.name} must be {self.expects}, got {value!r}"
         return f"{self.name} is refused: {self.refused}" if self.refused and value else None
 
@@ -155,8 +160,7 @@ class Key:
 Keys = Mapping[str, Key]
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """A fault of a recipe: the dotted name of the key, and what is wrong, without its place."""
 
     key: str
@@ -165,9 +169,8 @@ class Fault:
 
 def children(keys: Keys, block: str = "") -> dict[str, Key]:
     """Return the keys of a block by their own names; "" stands for the recipe itself."""
-    start = f"{block}." if block else ""
-    inner = {name.removeprefix(start): key for name, key in keys.items() if name.startswith(start)}
-    return {name: key for name, key in inner.items() if "." not in name}
+    split = ((*name.rpartition("."), key) for name, key in keys.items())
+    return {last: key for before, _, last, key in split if before == block}
 
 
 def faults(values: Mapping[Any, Any], keys: Keys, block: str = "") -> Iterator[Fault]:
@@ -204,6 +207,4 @@ def may_change(keys: Keys, name: str) -> bool:
 
     A key is as the table says of it, or of a block around it.
     """
-    parts = name.split(".")
-    prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
-    return any(prefix in keys and keys[prefix].may_change for prefix in prefixes)
+    return any(keys[each].may_change for each in keys if f"{name}.".startswith(f"{each}."))

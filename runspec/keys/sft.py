@@ -8,7 +8,8 @@ from typing import Any
 
 from runspec.keys.key import REQUIRED, Key
 
-_MODEL = (
+GROUPS: dict[str, tuple[Key, ...]] = {}
+GROUPS["Model"] = (
     Key(
         "model",
         "component",
@@ -37,7 +38,7 @@ _MODEL = (
     Key("checkpointer.output_dir", "text", None, "Folder for checkpoints."),
     Key("resume_from_checkpoint", "flag", False, "Continue a run of torchtune's trainer."),
 )
-_DATA = (
+GROUPS["Data"] = (
     Key("dataset", "component", REQUIRED, "Builder of the dataset and its arguments."),
     Key("dataset.source", "text", None, "Dataset of the hub; or json, csv, parquet, text."),
     Key("dataset.data_files", "any", None, "Your own files: /shared/my.jsonl, or a list."),
@@ -68,7 +69,7 @@ _DATA = (
         "How samples become a batch.",
     ),
 )
-_TRAINING = (
+GROUPS["Training"] = (
     Key(
         "batch_size",
         "positive",
@@ -97,7 +98,7 @@ _TRAINING = (
     Key("max_non_finite_steps", "positive", 3, "NaN or infinite steps in a row that end the run."),
     Key("optimizer_in_bwd", "flag", False, "Step the optimizer during the backward pass."),
 )
-_MEMORY = (
+GROUPS["Memory and precision"] = (
     Key("device", "auto | cuda | cpu", "auto", "auto: GPUs if there are any, else CPUs."),
     Key("dtype", "bf16 | fp32", "bf16", "Type of weights and of computing."),
     Key("master_weights", "fp32", None, "fp32 for trained weights and optimizer state."),
@@ -117,7 +118,7 @@ _MEMORY = (
     Key("fp8_recipe_name", "tensorwise | rowwise", "tensorwise", "Scale per tensor or per row."),
     Key("low_cpu_ram", "flag", False, "Load the model with less CPU memory."),
 )
-_LAYOUT = (
+GROUPS["Layout over GPUs"] = (
     Key("tensor_parallel_dim", "positive", 1, "GPUs of a node that split each layer."),
     Key("data_parallel_replicate_dim", "positive", 1, "Data-parallel replicas (HSDP)."),
     Key(
@@ -143,7 +144,7 @@ _LAYOUT = (
     Key("tensor_parallel_plan", "open block", None, "How tensor parallelism splits layers."),
     Key("memory_efficient_fsdp_wrap", "flag", False, "Shard embedding and output on their own."),
 )
-_CHECKPOINTS = (
+GROUPS["Checkpoints and export"] = (
     Key("save_every_n_steps", "count", None, "Steps between checkpoints. Default: at the end."),
     Key("save_every_minutes", "number", None, "Minutes between checkpoints."),
     Key("keep_last_n_checkpoints", "positive", 2, "Newest checkpoints to keep."),
@@ -156,7 +157,7 @@ _CHECKPOINTS = (
     ),
     Key("save_adapter_weights_only", "flag", False, "Export the adapter, not the merged model."),
 )
-_LOGGING = (
+GROUPS["Logging and profiling"] = (
     Key("log_every_n_steps", "positive", 1, "Steps between lines of metrics."),
     Key("run_val_every_n_steps", "positive", None, "Steps between validations. Default: an epoch."),
     Key("cudnn_deterministic_mode", "count", None, "0 off, 1 warn, 2 fail, as torch's debug mode."),
@@ -184,15 +185,6 @@ _LOGGING = (
     Key("metric_logger", "open block", None, "torchtune's logger."),
     Key("log_peak_memory_stats", "flag", False, "Log peak memory."),
 )
-GROUPS = {
-    "Model": _MODEL,
-    "Data": _DATA,
-    "Training": _TRAINING,
-    "Memory and precision": _MEMORY,
-    "Layout over GPUs": _LAYOUT,
-    "Checkpoints and export": _CHECKPOINTS,
-    "Logging and profiling": _LOGGING,
-}
 
 # Accepted because torchtune's configs hold them; they change nothing here, and why.
 _UNUSED = {

@@ -15,8 +15,8 @@ from launcher import paths
 from launcher import site as sites
 from launcher.checks import Context, Skipped, size
 from launcher.recipes import recipe as recipes
-from launcher.sizing import from_recipe
-from launcher.sizing.from_recipe import shape_of
+from launcher.sizing import step_config
+from launcher.sizing.step_config import shape_of
 from tests.launcher.kit import Kit
 from tests.model_sizes import DEMO, MIXTRAL
 
@@ -128,7 +128,7 @@ def test_the_update_is_the_one_that_the_trainer_makes(component, given, update):
     from trainer import optimizers
 
     block = {"_component_": component, "lr": 1e-4, **given}
-    assert from_recipe._optimizer(block)["update"] == update
+    assert step_config._optimizer(block)["update"] == update
     chosen = optimizers.build(block, [torch.nn.Parameter(torch.zeros(2, 2))]).defaults
     assert bool(chosen["fused"]) == (update == "fused")
 

@@ -12,13 +12,12 @@ from launcher import paths
 from launcher import site as cluster
 from launcher.errors import RecipeFault
 from launcher.recipes import recipe as recipes
-from launcher.sizing import gpus, links
-from launcher.sizing.activations import recomputed_elements
+from launcher.sizing import gpus
+from launcher.sizing import step_time as times
 from launcher.sizing.communication import Message, messages
-from launcher.sizing.from_recipe import shape_of, step_of
-from launcher.sizing.links import Links
-from launcher.sizing.step_config import StepConfig
-from launcher.sizing.step_time import step_time
+from launcher.sizing.step_config import StepConfig, shape_of, step_of
+from launcher.sizing.step_time import Links, step_time
+from launcher.sizing.tensors import recomputed_elements
 from runspec.layout import Layout
 from tests.launcher.kit import Kit
 
@@ -70,7 +69,7 @@ def test_how_many_ranks_of_a_group_share_a_node(step: StepConfig, group: str, ra
 )
 def test_a_large_message_takes_a_rings_time(step, group, ranks, gbs, latency_us):
     message = Message("weights", "all-gather", group, ranks, 2e9, 3, "forward")
-    seconds = 2e9 * (ranks - 1) / ranks / (links.REACHED * gbs * 1e9) + latency_us / 1e6
+    seconds = 2e9 * (ranks - 1) / ranks / (times.REACHED * gbs * 1e9) + latency_us / 1e6
     assert LINKS.seconds(step.layout, message) == pytest.approx(seconds)
     assert message.sent == pytest.approx(3 * 2e9 * (ranks - 1) / ranks)
 
@@ -94,7 +93,7 @@ def test_a_small_message_takes_the_latency_of_the_quickest_protocol():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_with_unlimited_links_a_step_is_its_computing(step: StepConfig, monkeypatch):
-    monkeypatch.setattr(links, "PROTOCOLS", (links.Protocol(0, 0, 0, 0, 1.0),))
+    monkeypatch.setattr(times, "PROTOCOLS", (times.Protocol(0, 0, 0, 0, 1.0),))
     found = step_time(replace(step, checkpointing="none"), H100, UNLIMITED, 0.4)
     tokens = step.tokens * step.accumulation
     tokens_per_rank = tokens / step.layout.tensor_parallel

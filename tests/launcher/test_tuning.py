@@ -11,8 +11,8 @@ import pytest
 from launcher.errors import UsageFault
 from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import DEFAULT_MFU, Estimate
+from launcher.sizing.predictions import SHOWN, Tuning
 from launcher.sizing.search import Prediction
-from launcher.sizing.tuning import SHOWN, Tuning
 from tests.launcher.kit import Kit
 
 

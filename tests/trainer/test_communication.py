@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launcher.sizing.communication import Message, messages
-from launcher.sizing.from_recipe import step_of
+from launcher.sizing.step_config import step_of
 from tests.trainer import forks
 from tests.trainer.runs import lora_model, train, write_config
 from tests.trainer.test_trace import recipe

@@ -13,10 +13,9 @@ import torch
 import yaml
 
 from launcher.recipes import recipe as recipes
-from launcher.sizing.from_recipe import shape_of, step_of
+from launcher.sizing.estimate import trace as ask_for_trace
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import GIB
-from launcher.sizing.trace import trace as ask_for_trace
+from launcher.sizing.step_config import GIB, shape_of, step_of
 from trainer import config as configs
 from trainer.models.build import empty_module
 from trainer.models.decoder import Decoder

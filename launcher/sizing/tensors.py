@@ -1,15 +1,133 @@
-"""Bytes that forward keeps for backward: of a layer, and of the loss.
+"""The tensors of a step on one rank: parameters, and what forward keeps for backward.
 
-Symbols as in `launcher.sizing.memory`. Sources: saved activations in the manner of Korthikanti et
-al. 2022 (arXiv 2205.05198) section 4, with flash attention (Dao 2023, arXiv 2307.08691).
+Parameters are after tensor parallelism, by FSDP unit. Symbols as in `launcher.sizing.memory`.
+Sources: saved activations in the manner of Korthikanti et al. 2022 (arXiv 2205.05198) section 4,
+with flash attention (Dao 2023, arXiv 2307.08691).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.sizing.step_config import FP32, StepConfig
-from runspec.shape import ATTENTION, MLP
+from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
+from runspec.shape import ATTENTION, MLP, Matrix
+
+
+class Parameter(NamedTuple):
+    """One parameter, before FSDP shards it by its rows.
+
+    width: numbers in a row. row_bytes: of a row as it is gathered. trained: it has a gradient.
+    shared: each tensor-parallel rank has a share of its gradient.
+    """
+
+    rows: float
+    width: float
+    row_bytes: float
+    trained: bool
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP gathers and reduces together."""
+
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of the whole unit, in the dtype of the computation."""
+        return sum(p.rows * p.row_bytes for p in self.parameters)
+
+    @property
+    def trained(self) -> float:
+        """Numbers that are trained."""
+        return sum(p.rows * p.width for p in self.parameters if p.trained)
+
+    def stored(self, weight_bytes: int) -> float:
+        """Bytes as stored, if a trained number takes weight_bytes."""
+        frozen = sum(p.rows * p.row_bytes for p in self.parameters if not p.trained)
+        return frozen + self.trained * weight_bytes
+
+    def __add__(self, other: Unit) -> Unit:
+        return Unit(self.parameters + other.parameters)
+
+
+class Units(NamedTuple):
+    """The FSDP units of a model: embedding, one layer, output layer, and the root with the rest.
+
+    An embedding and an output layer that are no units of their own are empty here, and in the
+    root.
+    """
+
+    embedding: Unit
+    layer: Unit
+    output: Unit
+    root: Unit
+
+
+def units_of(step: StepConfig) -> Units:
+    """Return the FSDP units of a step's model."""
+    embedding, output = Unit((_table(step),)), Unit(tuple(_output(step)))
+    root = Unit((_norm(step),))
+    # As the trainer decides: a tied table is needed twice, and an output layer that gives its
+    # logits in parts, or none, stays with the root.
+    apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
+    if "tok_embeddings" not in apart:
+        embedding, root = Unit(), embedding + root
+    if "output" not in apart or step.loss != "plain":
+        output, root = Unit(), root + output
+    return Units(embedding, Unit(tuple(_layer(step))), output, root)
+
+
+def _layer(step: StepConfig) -> Iterator[Parameter]:
+    shape, e, full = step.shape, step.element_bytes, step.is_full
+    for name, matrix in shape.matrices.items():
+        rows, width = _split(step, matrix)
+        yield Parameter(rows, width, width * (NF4_BYTES if step.is_quantised else e), full)
+        if name in shape.bias:
+            yield Parameter(rows, 1, e, full)
+        if name in step.lora_targets:
+            yield from _adapter(step, matrix)
+    for _ in range(shape.norms):
+        yield _norm(step)
+
+
+def _split(step: StepConfig, matrix: Matrix) -> tuple[float, float]:
+    """Outputs and inputs of a matrix on one tensor-parallel rank."""
+    tp, by_row = step.layout.tensor_parallel, matrix.role == "row"
+    return matrix.outputs / (1 if by_row else tp), matrix.inputs / (tp if by_row else 1)
+
+
+def _norm(step: StepConfig) -> Parameter:
+    return Parameter(step.shape.dim, 1, step.element_bytes, step.is_full, shared=True)
+
+
+def _adapter(step: StepConfig, matrix: Matrix) -> Iterator[Parameter]:
+    """LoRA's A [rank, inputs] and B [outputs, rank], and DoRA's magnitude [outputs]."""
+    e, rank, by_row = step.element_bytes, step.lora_rank, matrix.role == "row"
+    rows, width = _split(step, matrix)
+    yield Parameter(rank, width, width * e, True, shared=not by_row)
+    yield Parameter(rows, rank, rank * e, True, shared=by_row)
+    if step.is_dora:
+        yield Parameter(rows, 1, e, True, shared=by_row)
+
+
+def _table(step: StepConfig) -> Parameter:
+    rows, dim = step.shape.vocab / step.layout.tensor_parallel, step.shape.dim
+    return Parameter(rows, dim, dim * step.element_bytes, step.is_full)
+
+
+def _output(step: StepConfig) -> Iterator[Parameter]:
+    """The output layer; a tied one has no parameters of its own."""
+    if not step.shape.tied:
+        yield _table(step)
+        if step.lora_output:
+            yield from _adapter(step, step.shape.output)
+
+
+# Activations -------------------------------------------------------------------------------------
 
 
 def saved_by_layer(step: StepConfig) -> float:
@@ -57,17 +175,13 @@ def recomputed_elements(step: StepConfig) -> float:
 
 def kept_by_layer(step: StepConfig) -> tuple[float, float]:
     """(bytes a layer keeps from forward to backward, bytes that backward computes again)."""
-    whole = saved_by_layer(step)
-    entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
+    whole, share = saved_by_layer(step), step.recomputed_share
     if step.checkpointing == "none":
         return whole, 0.0
-    if step.activation_offload:
-        entry = 0.0
-    if step.checkpointing == "full":
-        return entry, whole
+    entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
+    entry = 0.0 if step.activation_offload else entry
     if step.checkpointing == "op":
         return entry + _saved_products(step), whole
-    share = step.recomputed_share
     return entry * share + whole * (1 - share), whole
 
 
@@ -122,20 +236,16 @@ def loss_memory(step: StepConfig) -> LossMemory:
     the loss's gradient and log-softmax's. chunked: logits in e bytes, log-softmax in fp32, one
     chunk's temporaries; split over the vocabulary one more copy of a chunk.
     """
-    e, tp, chunks = step.element_bytes, step.layout.tensor_parallel, step.chunks
+    if step.loss == "linear":
+        return _linear(step)
+    e, tp = step.element_bytes, step.layout.tensor_parallel
     logits = step.tokens * step.shape.vocab / tp
-    more = 1 if tp > 1 else 0
+    wide, more = FP32 * logits, 1 if tp > 1 else 0
     if step.loss == "plain":
         made = (e + FP32 if e < FP32 else e) * logits
-        return LossMemory(made, (2 + more) * FP32 * logits, (3 + more) * FP32 * logits, made)
-    if step.loss == "chunked":
-        return LossMemory(
-            e * logits,
-            (e + FP32) * logits + (1 + more) * FP32 * logits / chunks,
-            FP32 * logits + (2 + more) * FP32 * logits / chunks,
-            e * logits,
-        )
-    return _linear(step)
+        return LossMemory(made, (2 + more) * wide, (3 + more) * wide, made)
+    made, part = e * logits, wide / step.chunks
+    return LossMemory(made, made + wide + (1 + more) * part, wide + (2 + more) * part, made)
 
 
 def _linear(step: StepConfig) -> LossMemory:
