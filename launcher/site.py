@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class Site:
     network_gbits: float | None = None
     signal: str = "USR1"
     signal_lead_s: int = 300
-    node_paths: tuple[str, ...] = ()
-    job_setup: tuple[str, ...] = ()
+    node_paths: Sequence[str] = ()
+    job_setup: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
     share: str = "private"
@@ -82,8 +82,6 @@ def load(name: str | None = None) -> Site:
         raise RecipeFault([f"{fault.text}, in {_place(path, fault.key)}" for fault in found])
     values = {key: value for key, value in config.items() if value is not None}
     values.pop("description", None)
-    for key in ("job_setup", "node_paths"):
-        values[key] = tuple(values.get(key, ()))
     variables = values.get("environment", {})
     values["environment"] = {key: str(value) for key, value in variables.items()}
     return Site(name=chosen, **values)

@@ -36,9 +36,8 @@ def torch_build() -> tuple[str | None, str | None]:
     folder = site_packages()
     file = folder / "torch" / "version.py" if folder else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
-    cuda = re.search(r"^cuda[^=\n]*= '([^']+)'", text, re.MULTILINE)
-    return (version.group(1) if version else None), (cuda.group(1) if cuda else None)
+    found = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= '([^']+)'", text, re.MULTILINE))
+    return found.get("__version__"), found.get("cuda")
 
 
 def ask_trainer(

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, venv
-from launcher.checks import Context, Skipped
-from launcher.checks.finding import Finding, failed, ok
+from launcher.checks import Context, Finding, Skipped, failed, ok
 from runspec.files import read_json_or_none, write_json
 from runspec.keys.sft import SFT
 

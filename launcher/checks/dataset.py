@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from launcher.checks import Context, Skipped, unreadable
-from launcher.checks.finding import Finding, failed, ok
+from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
 
 # What datasets.load_dataset takes as a source if the data are files.
 _FILE_SOURCES = {"json", "csv", "parquet", "text", "arrow"}

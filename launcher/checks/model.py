@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.checks import Context, Skipped, unreadable
-from launcher.checks.finding import Finding, failed, ok
+from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
 from launcher.paths import DOWNLOAD_RECORD
 from runspec.files import read_json_or_none, sha256
 

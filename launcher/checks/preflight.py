@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.checks import (
-    Check,
-    Context,
-    Skipped,
-    components,
-    dataset,
-    layout,
-    model,
-    scheduler,
-    script,
-    secrets,
-    size,
-)
-from launcher.checks.finding import Finding, faults_of, of_error, skipped
+from launcher import checks
+from launcher.checks import components, dataset, model, recipe, scheduler, size
 from launcher.errors import CookbookError
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
-CHECKS: tuple[tuple[str, bool, Check], ...] = (
-    ("layout", True, layout.layout),
-    ("secrets", True, secrets.secrets),
-    ("script", True, script.script),
+CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
+    ("layout", True, recipe.layout),
+    ("secrets", True, recipe.secrets),
+    ("script", True, recipe.script),
     ("model", False, model.weights),
     ("tokenizer", False, model.tokenizer),
     ("dataset", False, dataset.files),
@@ -36,25 +24,25 @@ CHECKS: tuple[tuple[str, bool, Check], ...] = (
 )
 
 
-def check(context: Context, skip: bool = False) -> Iterator[Finding]:
+def check(context: checks.Context, skip: bool = False) -> Iterator[checks.Finding]:
     """Yield what each check finds, in order; skip leaves out those that may be left out."""
     for subject, needed, look in CHECKS:
         if skip and not needed:
-            yield skipped(subject, "--no-check")
+            yield checks.skipped(subject, "--no-check")
         else:
             yield from findings(subject, look, context)
 
 
-def findings(subject: str, look: Check, context: Context) -> list[Finding]:
+def findings(subject: str, look: checks.Check, context: checks.Context) -> list[checks.Finding]:
     """Return what one check finds."""
     try:
         return list(look(context))
-    except Skipped as why:
-        return [skipped(subject, str(why))]
+    except checks.Skipped as why:
+        return [checks.skipped(subject, str(why))]
     except CookbookError as error:
-        return of_error(subject, error)
+        return checks.of_error(subject, error)
 
 
-def faults(context: Context, skip: bool = False) -> list[str]:
+def faults(context: checks.Context, skip: bool = False) -> list[str]:
     """Return all faults, one line each; [] if the run may be queued."""
-    return faults_of(check(context, skip))
+    return checks.faults_of(check(context, skip))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 
-from launcher.checks import Context, Skipped
-from launcher.checks.finding import Finding, failed, ok
+from launcher.checks import Context, Finding, Skipped, existing_parent, failed, ok
 from launcher.errors import RecipeFault, SlurmFault
 from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
@@ -72,9 +71,7 @@ def _gpu(context: Context) -> tuple[gpus.Gpu, str]:
 
 def disk(context: Context) -> Iterable[Finding]:
     step, config = _step(context), context.config
-    folder = runs_root(context.cluster.root)
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing_parent(runs_root(context.cluster.root))
     # One more than is kept is there while it is written, and the best one beside those.
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))
     checkpoint, export = checkpoint_bytes(step), export_bytes(step)

@@ -14,17 +14,17 @@ from launcher.errors import CookbookError
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
     "recipes": ("recipes", "List the recipes, or show one with everything resolved."),
-    "doctor": ("doctor", "Check whether this site can run the kit."),
-    "download": ("download", "Download a recipe's model and dataset from the Hugging Face Hub."),
+    "doctor": ("check", "Check whether this site can run the kit."),
+    "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Find everything that would stop a run, without queueing it."),
     "estimate": ("estimate", "Compute the memory, time and disk that a recipe needs."),
     "submit": ("submit", "Render a recipe's job script, check it and submit it."),
     "status": ("runs", "Show the state of runs."),
     "watch": ("runs", "Follow a run to its end."),
-    "logs": ("logs", "Show or follow a run's logs."),
+    "logs": ("observe", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Start a run again from its last checkpoint."),
-    "tensorboard": ("tensorboard", "Serve loss curves and profiler traces with TensorBoard."),
+    "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
 }
 
 

@@ -14,13 +14,17 @@ from launcher import site as sites
 Command = Callable[..., Any]
 
 
-def cluster_option(command: Command) -> Command:
-    """Add --cluster to a command."""
-    return click.option(
-        "--cluster",
-        metavar="NAME",
-        help="Site settings: configs/clusters/NAME.yaml. [default: default]",
-    )(command)
+cluster_option = click.option(
+    "--cluster",
+    metavar="NAME",
+    help="Site settings: configs/clusters/NAME.yaml. [default: default]",
+)
+on_nodes_option = click.option(
+    "--on-nodes",
+    multiple=True,
+    metavar="PATH",
+    help="Files under PATH are only on the nodes: do not look for them here.",
+)
 
 
 def recipe_arguments(command: Command) -> Command:
@@ -46,33 +50,18 @@ def recipe_arguments(command: Command) -> Command:
 
 def resource_options(command: Command) -> Command:
     """Add the most common requests to Slurm to a command."""
+    number = click.IntRange(min=1)
     options = (
-        click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes."),
-        click.option(
-            "--gpus-per-node",
-            type=click.IntRange(min=1),
-            help="GPUs on each node; one rank runs on each.",
-        ),
-        click.option(
-            "--time", metavar="LIMIT", help="Time limit: 04:00:00, 90 (minutes), 2-00:00:00."
-        ),
-        click.option("--partition", metavar="NAME", help="Slurm partition."),
-        click.option("--account", metavar="NAME", help="Slurm account."),
-        click.option("--qos", metavar="NAME", help="Slurm quality of service."),
+        ("--nodes", number, None, "Number of nodes."),
+        ("--gpus-per-node", number, None, "GPUs on each node; one rank runs on each."),
+        ("--time", str, "LIMIT", "Time limit: 04:00:00, 90 (minutes), 2-00:00:00."),
+        ("--partition", str, "NAME", "Slurm partition."),
+        ("--account", str, "NAME", "Slurm account."),
+        ("--qos", str, "NAME", "Slurm quality of service."),
     )
-    for option in reversed(options):
-        command = option(command)
+    for name, kind, metavar, text in reversed(options):
+        command = click.option(name, type=kind, metavar=metavar, help=text)(command)
     return command
-
-
-def on_nodes_option(command: Command) -> Command:
-    """Add --on-nodes to a command."""
-    return click.option(
-        "--on-nodes",
-        multiple=True,
-        metavar="PATH",
-        help="Files under PATH are only on the nodes: do not look for them here.",
-    )(command)
 
 
 def runs_root(cluster: str | None) -> Path:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from launcher.checks.finding import Finding, failed, ok, skipped, warning
+from launcher.checks import Finding, failed, ok, skipped, warning
 from launcher.checks.scheduler.accounting import account_faults
 from launcher.errors import SlurmFault, nearest
 from launcher.executors import slurm

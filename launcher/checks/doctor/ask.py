@@ -8,7 +8,6 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,21 +54,37 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
+class Options:
+    """How long the job may wait to start and take in all, and whether every node is asked.
+
+    Every node, at most `nodes` of them, also imports torch and takes part in an all-reduce.
+    """
+
+    every_node: bool = False
+    nodes: int | None = None
+    wait_s: float = 3
+    limit_s: float = 20
+
+    @classmethod
+    def node_check(cls, nodes: int | None, wait_s: float | None) -> Options:
+        """Return the options of a node check; imports on a cold filesystem take a minute."""
+        wait_s = wait_s or 60
+        return cls(every_node=True, nodes=nodes, wait_s=wait_s, limit_s=300 + wait_s)
+
+
+@dataclass(frozen=True)
 class Question:
     """What is asked of `nodes` nodes that srun's options name.
 
-    full: also import torch and run an all-reduce over all nodes. cuda: the CUDA version that
-    torch is built for, None for CPUs. wait_s: for the job to start; limit_s: for its end.
+    cuda: the CUDA version that torch is built for, None for CPUs.
     """
 
     cluster: Site
-    options: Sequence[str]
+    srun: list[str]
     nodes: int
-    full: bool
-    cuda: str | None
     gpus_per_node: int
-    wait_s: float
-    limit_s: float
+    cuda: str | None
+    options: Options
 
 
 def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
@@ -89,11 +104,10 @@ def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
         raise PreflightFault(
             f"cannot write {folder} ({error.strerror}): set COOKBOOK_ROOT to another folder"
         ) from error
-    options = [f"--job-name={token}", f"--nodes={question.nodes}", *question.options]
+    srun = [f"--job-name={token}", f"--nodes={question.nodes}", *question.srun]
+    limits = question.options.wait_s, question.options.limit_s
     try:
-        step = slurm.run_on_nodes(
-            options, _script(question, folder), question.wait_s, question.limit_s
-        )
+        step = slurm.run_on_nodes(srun, _script(question, folder), *limits)
         reports = _reports(step)
         _look_for_answers(folder, reports)
     finally:
@@ -114,7 +128,7 @@ def _script(question: Question, folder: Path) -> str:
         "SHARED": folder,
         "VENV": paths.venv_root(),
         "COOKBOOK": paths.REPO_ROOT,
-        "FULL": "yes" if question.full else "no",
+        "FULL": "yes" if question.options.every_node else "no",
         "NODES": question.nodes,
         "RANKS_PER_NODE": question.gpus_per_node if use_gpus else 1,
         "ACCELERATOR": "cuda" if use_gpus else "cpu",
