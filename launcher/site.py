@@ -71,14 +71,11 @@ def load(name: str | None = None) -> Site:
     if not path.is_file():
         if chosen == "default":
             return Site()
-        known = sorted(file.stem for file in paths.CLUSTERS.glob("*.yaml"))
-        raise RecipeFault(
-            f"there is no cluster file {path}{nearest(chosen, known)}: copy "
-            f"{paths.CLUSTERS / 'example.yaml'} to it"
-        )
+        words = nearest(chosen, sorted(file.stem for file in paths.CLUSTERS.glob("*.yaml")))
+        copied = paths.CLUSTERS / "example.yaml"
+        raise RecipeFault(f"there is no cluster file {path}{words}: copy {copied} to it")
     config = yamlfile.load(path)
-    found = [*faults(config, KEYS), *_own_faults(config)]
-    if found:
+    if found := [*faults(config, KEYS), *_own_faults(config)]:
         raise RecipeFault([f"{fault.text}, in {_place(path, fault.key)}" for fault in found])
     values = {key: value for key, value in config.items() if value is not None}
     values.pop("description", None)
@@ -95,9 +92,8 @@ def _place(path: Path, key: str) -> str:
 def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     gpu, known = config.get("gpu"), yamlfile.load(paths.GPUS)
     if gpu is not None and gpu not in known:
-        yield Fault(
-            "gpu", f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}"
-        )
+        words = f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}"
+        yield Fault("gpu", words)
     given = config.get("node_paths")
     for path in given if isinstance(given, list) else []:
         if not str(path).startswith("/"):
@@ -142,12 +138,11 @@ def _cpus_per_gpu(resources: Resources) -> int | None:
     except SlurmFault:
         return None
     wanted = resources.partition.split(",") if resources.partition else None
+    chosen = [p for name, p in known.items() if (name in wanted if wanted else p.default)]
     shares = []
-    for name, partition in known.items():
-        if name in wanted if wanted else partition.default:
-            for kind in partition.kinds:
-                gpus = sum(kind.gpus.values())
-                usable = kind.gpus.get(resources.gpu_type, 0) if resources.gpu_type else gpus
-                if gpus and usable >= resources.gpus_per_node and kind.cpus >= gpus:
-                    shares.append(kind.cpus // gpus)
+    for kind in (kind for partition in chosen for kind in partition.kinds):
+        gpus = sum(kind.gpus.values())
+        usable = kind.gpus.get(resources.gpu_type, 0) if resources.gpu_type else gpus
+        if gpus and usable >= resources.gpus_per_node and kind.cpus >= gpus:
+            shares.append(kind.cpus // gpus)
     return min(shares, default=None)

@@ -62,10 +62,8 @@ def _ask(config: dict[str, Any], stock: bool) -> dict[str, Any]:
         done = venv.ask_trainer("check", config, *(["--stock"] if stock else []), timeout_s=300)
         answer = json.loads(done.stdout.splitlines()[-1])
     except OSError as error:
-        raise Skipped(
-            f"{venv.python()} cannot be started ({error.strerror}): make the virtual environment "
-            "with: bash setup.sh"
-        ) from error
+        words = f"{venv.python()} cannot be started ({error.strerror}): make the virtual"
+        raise Skipped(f"{words} environment with: bash setup.sh") from error
     except subprocess.TimeoutExpired as error:
         raise Skipped("the trainer did not answer within five minutes") from error
     except (ValueError, IndexError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher import checks
-from launcher.checks import components, dataset, model, recipe, scheduler, size
+from launcher.checks import components, files, recipe, scheduler, size
 from launcher.errors import CookbookError
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
@@ -13,9 +13,9 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("layout", True, recipe.layout),
     ("secrets", True, recipe.secrets),
     ("script", True, recipe.script),
-    ("model", False, model.weights),
-    ("tokenizer", False, model.tokenizer),
-    ("dataset", False, dataset.files),
+    ("model", False, files.weights),
+    ("tokenizer", False, files.tokenizer),
+    ("dataset", False, files.dataset),
     ("GPU memory", False, size.memory),
     ("disk space", False, size.disk),
     ("components", False, components.components),

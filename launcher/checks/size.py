@@ -21,10 +21,8 @@ def memory(context: Context) -> Iterable[Finding]:
     gpu, why = _gpu(context)
     predictor = Predictor(step, gpu, DEFAULT_MFU)
     found = predictor.of(step)
-    shown = (
-        f"{found.peak_gib:.1f} GiB of {gpu.usable_gib:.1f} GiB usable on {gpu.name} ({why}; "
-        "computed, not measured)"
-    )
+    shown = f"{found.peak_gib:.1f} GiB of {gpu.usable_gib:.1f} GiB usable on {gpu.name}"
+    shown += f" ({why}; computed, not measured)"
     if found.fits:
         return [ok("GPU memory", shown)]
     tried = [*remedies(predictor)]
@@ -63,10 +61,8 @@ def _gpu(context: Context) -> tuple[gpus.Gpu, str]:
         named, source = (types.pop() if len(types) == 1 else None), "sinfo"
     if named and (gpu := gpus.by_label(named)):
         return gpu, f"{source}: {named}"
-    raise Skipped(
-        "it is not known which GPUs there are: write gpu: with a name of configs/gpus.yaml into "
-        "the site's file"
-    )
+    write = "write gpu: with a name of configs/gpus.yaml into the site's file"
+    raise Skipped(f"it is not known which GPUs there are: {write}")
 
 
 def disk(context: Context) -> Iterable[Finding]:
@@ -76,10 +72,8 @@ def disk(context: Context) -> Iterable[Finding]:
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))
     checkpoint, export = checkpoint_bytes(step), export_bytes(step)
     needed, free = kept * checkpoint + export, shutil.disk_usage(folder).free
-    shown = (
-        f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f} and the export, "
-        f"{free / GIB:.1f} GiB free in {folder}"
-    )
+    shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
+    shown += f" and the export, {free / GIB:.1f} GiB free in {folder}"
     if needed <= free:
         return [ok("disk space", shown)]
     remedy = "make room, or set COOKBOOK_ROOT to a larger filesystem"

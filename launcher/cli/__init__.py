@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
 
 import click
 
 from launcher import __version__
-from launcher.errors import CookbookError
+from launcher.errors import CookbookError, nearest
 
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
@@ -34,19 +33,12 @@ class _Lazy(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in _COMMANDS:
-            return None
+            ctx.fail(f"No such command {cmd_name!r}{nearest(cmd_name, _COMMANDS)}.")
         module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)
         return command
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            from launcher.errors import nearest
-
-            ctx.fail(f"No such command {args[0]!r}{nearest(args[0], _COMMANDS)}.")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

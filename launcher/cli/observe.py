@@ -12,16 +12,14 @@ from launcher.observe import logs as log_files
 from launcher.observe import tensorboard as server
 from launcher.runs.find import every, find, none_yet
 
+_COUNT = click.IntRange(min=0)
+
 
 @click.command()
 @click.argument("run", default="last")
-@click.option(
-    "--node", type=click.IntRange(min=0), help="All ranks of this node; the first node is 0."
-)
-@click.option("--rank", type=click.IntRange(min=0), help="Only this rank.")
-@click.option(
-    "--attempt", type=click.IntRange(min=0), help="An earlier attempt. [default: the newest]"
-)
+@click.option("--node", type=_COUNT, help="All ranks of this node; the first node is 0.")
+@click.option("--rank", type=_COUNT, help="Only this rank.")
+@click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
 @click.option(
     "-f", "--follow", is_flag=True, help="Show new lines as they come, until the run has ended."
 )
@@ -63,6 +61,5 @@ def tensorboard(wanted: tuple[str, ...], port: int | None, cluster: str | None) 
     chosen = [find(root, each) for each in wanted] if wanted else every(root)
     if not chosen:
         raise UnknownRun(none_yet(root))
-    sys.exit(
-        server.serve(list({run.name: run for run in chosen}.values()), server.free_port(port), note)
-    )
+    once = {run.name: run for run in chosen}
+    sys.exit(server.serve(list(once.values()), server.free_port(port), note))

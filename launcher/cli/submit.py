@@ -9,13 +9,8 @@ import click
 
 from launcher import site as sites
 from launcher.checks import preflight
-from launcher.cli.common import (
-    cluster_option,
-    note,
-    on_nodes_option,
-    recipe_arguments,
-    resource_options,
-)
+from launcher.cli import common
+from launcher.cli.common import note
 from launcher.cli.runs import watch_to_the_end
 from launcher.executors import title
 from launcher.recipes import recipe as recipe_file
@@ -23,8 +18,8 @@ from launcher.workflows import submit as workflow
 
 
 @click.command()
-@recipe_arguments
-@resource_options
+@common.recipe_arguments
+@common.resource_options
 @click.option("--profile", is_flag=True, help="Record profiler traces for TensorBoard.")
 @click.option(
     "--name",
@@ -35,9 +30,9 @@ from launcher.workflows import submit as workflow
 @click.option("--watch", is_flag=True, help="Follow the run to its end.")
 @click.option("--local", is_flag=True, help="Run the same job script on this host, without Slurm.")
 @click.option("--no-check", is_flag=True, help="Skip the checks that can be skipped.")
-@on_nodes_option
+@common.on_nodes_option
 @click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
-@cluster_option
+@common.cluster_option
 def submit(
     recipe_name: str,
     profile: bool,
@@ -59,9 +54,7 @@ def submit(
     """
     site = sites.load(cluster)
     recipe = recipe_file.load(recipe_name, overrides, resources)
-    if profile:
-        recipe = recipe.profiled()
-    recipe = sites.complete(recipe, site, local)
+    recipe = sites.complete(recipe.profiled() if profile else recipe, site, local)
     for line in recipe.notes:
         note(f"note: {line}")
     planned = workflow.plan(recipe, site, name)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launcher.checks import Finding, existing_parent, failed, faults_of, of_error, ok
-from launcher.checks.model import checkpoint_files, tokenizer_files
+from launcher.checks.files import checkpoint_files, tokenizer_files
 from launcher.errors import HubFault, RecipeFault
 from launcher.hub import fetch
 from launcher.hub.answers import in_words
@@ -47,11 +47,9 @@ def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Reposit
     config = recipe.resolved(cluster.root, "run")
     block = config.get("hub") or {}
     if not block:
-        raise RecipeFault(
-            f"recipe {recipe.name} has no hub: block, so there is nothing to download: add "
-            "hub: {model: ORGANISATION/NAME, dataset: ORGANISATION/NAME} to it, or give "
-            "+hub.model=ORGANISATION/NAME"
-        )
+        add = "hub: {model: ORGANISATION/NAME, dataset: ORGANISATION/NAME} to it"
+        words = f"recipe {recipe.name} has no hub: block, so there is nothing to download"
+        raise RecipeFault(f"{words}: add {add}, or give +hub.model=ORGANISATION/NAME")
     found = []
     if block.get("model"):
         name, _, named = block["model"].partition("@")

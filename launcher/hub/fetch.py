@@ -63,11 +63,9 @@ def fetch(repository: Repository, again: str, say: Callable[[str], None]) -> Pat
             repository.snapshot(revision)
             broken = _broken(repository)
         if broken:
-            words = (
-                f"{len(broken)} of the files of {repository.name}, first {broken[0]}, differ from"
-            )
+            words = f"{len(broken)} of the files of {repository.name}, first {broken[0]}, differ"
             remedy = "a proxy or the disk may be at fault; try again later"
-            raise HubFault(f"{words} the hub's index twice in a row: {remedy}")
+            raise HubFault(f"{words} from the hub's index twice in a row: {remedy}")
         record = repository.folder / paths.DOWNLOAD_RECORD
         write_text(record, json.dumps(_record(repository), indent=1) + "\n", mode=0o644)
     say(f"{repository.name}: all {count} files are whole; recorded in {record}")
@@ -78,11 +76,9 @@ def _broken(repository: Repository) -> list[str]:
     """Return the files that are missing or differ from the hub's checksums."""
     from huggingface_hub import HfApi
 
+    kind, commit, folder = repository.kind, repository.commit, repository.place
     found = HfApi().verify_repo_checksums(
-        repository.name,
-        repo_type=repository.kind,
-        revision=repository.commit,
-        local_dir=repository.place,
+        repository.name, repo_type=kind, revision=commit, local_dir=folder
     )
     wrong = {each["path"] for each in found.mismatches}.union(found.missing_paths)
     return [name for name in repository.files if name in wrong]
@@ -170,9 +166,8 @@ def make_tables(
     )
     if done.returncode:
         named = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
-        words = (named or done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise HubFault(
-            f"the files of {repository.name} are there and whole, but datasets cannot read them: "
-            f"{words}: fix the recipe's dataset block (name, data_dir, data_files), then try again"
-        )
+        why = (named or done.stderr.strip().splitlines() or ["no message"])[-1]
+        words = f"the files of {repository.name} are there and whole, but datasets cannot read them"
+        remedy = "fix the recipe's dataset block (name, data_dir, data_files), then try again"
+        raise HubFault(f"{words}: {why}: {remedy}")
     say(f"{repository.name}: rows {done.stdout.strip()}")

@@ -185,20 +185,20 @@ check_root() {
     ((${#state} <= MAX_STATE_LENGTH)) ||
         fail "$state is too long for unix sockets (${#state} characters, at most" \
             "$MAX_STATE_LENGTH): pass a shorter --state or --name"
-    local folder faults=()
+    local folder listed faults=()
     (umask 066 && mkdir -p -- "$root" 2>/dev/null) || true
     [[ -d $root ]] || fail "cannot make the state folder $root: pass another --state"
     [[ -O $root ]] ||
         fail "$root belongs to $(stat -c %U -- "$root"), not to you: pass another --state"
     [[ -w $root && -x $root ]] || fail "cannot write in $root: pass another --state"
-    folder=$root
-    while :; do
-        check_folder "$folder"
-        [[ $folder == / ]] && break
+    folder=$root/.
+    until [[ $folder == / ]]; do
         folder=$(dirname -- "$folder")
+        check_folder "$folder"
     done
-    ((!${#faults[@]})) || fail "munged cannot work under $root: $(join '; ' "${faults[@]}")." \
-        "Change that, or pass another --state"
+    ((${#faults[@]})) || return 0
+    printf -v listed '; %s' "${faults[@]}"
+    fail "munged cannot work under $root: ${listed:2}. Change that, or pass another --state"
 }
 
 check_folder() { # adds to the caller's faults
@@ -208,12 +208,6 @@ check_folder() { # adds to the caller's faults
     ((owner == 0 || owner == UID)) || faults+=("$1 belongs to $(stat -c %U -- "$1")")
     ((8#$mode & 8#1000 || !(8#$mode & 8#022))) ||
         faults+=("$1 can be changed by others (chmod go-w)")
-}
-
-join() { # separator word...
-    local separator=$1 text=$2 word
-    for word in "${@:3}"; do text+=$separator$word; done
-    printf '%s' "$text"
 }
 
 take_lock() {
@@ -235,7 +229,6 @@ cluster_up() {
     check_root
     take_lock
     check_state_is_ours
-    fresh=1
     if [[ $(daemon_pids) ]]; then
         fresh=0
         [[ $(<"$state/shape") == "$(shape)" ]] ||
@@ -245,8 +238,8 @@ cluster_up() {
             say "cluster '$name' is already up: $(description)"
             return
         fi
-    fi
-    if ((fresh)); then
+    else
+        fresh=1
         stop_cluster
         rm -rf -- "$state"
         write_state

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from launcher import checks, paths
 from launcher import site as cluster
-from launcher.checks import Finding, dataset, preflight
+from launcher.checks import Finding, files, preflight
 from launcher.checks.scheduler import partition
 from launcher.executors import slurm
 from launcher.recipes import recipe
@@ -261,4 +261,4 @@ def test_memory_is_read_as_slurm_reads_it(memory, mib):
 
 def test_wildcards_and_addresses_are_left_to_the_library():
     block = {"source": "json", "data_files": ["a.jsonl", "b/*.jsonl", "https://x/y.jsonl"]}
-    assert dataset.data_files(block) == [Path("a.jsonl")]
+    assert files.data_files(block) == [Path("a.jsonl")]

@@ -42,6 +42,10 @@ class NodeReport:
         return [name for name, _, state in pairs if state != "down"]
 
     @property
+    def import_s(self) -> float:
+        return int(self.one("import_ms", "0")) / 1000
+
+    @property
     def disk_gib(self) -> float | None:
         kib = self.one("disk").rpartition(" ")[2]
         return int(kib) / 2**20 if kib.isdigit() else None
@@ -101,9 +105,8 @@ def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
         # slurm/node.sh takes a folder with this file for a run's.
         (folder / files.RECIPE).touch()
     except OSError as error:
-        raise PreflightFault(
-            f"cannot write {folder} ({error.strerror}): set COOKBOOK_ROOT to another folder"
-        ) from error
+        words = f"cannot write {folder} ({error.strerror})"
+        raise PreflightFault(f"{words}: set COOKBOOK_ROOT to another folder") from error
     srun = [f"--job-name={token}", f"--nodes={question.nodes}", *question.srun]
     limits = question.options.wait_s, question.options.limit_s
     try:
@@ -123,7 +126,7 @@ def _script(question: Question, folder: Path) -> str:
     interface = question.cluster.network_interface
     exported = dict(question.cluster.environment)
     if interface:
-        exported |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface)
+        exported |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     values = {
         "SHARED": folder,
         "VENV": paths.venv_root(),

@@ -99,14 +99,15 @@ def _row(report: NodeReport) -> Row:
     both_ways = report.yes("shared_read") and report.seen_here and report.yes("checkout")
     free, packages = report.disk_gib, report.one("packages", "fault")
     gpus = [gpu[1] for gpu in report.gpus]
-    took = int(report.one("import_ms", "0")) / 1000
     return {
         "node": report.name,
         "reached": "yes" if report.yes("finished") else "in part",
         "files": "shared" if both_ways else "NOT SHARED",
         "skew": f"{report.skew_s:+.1f} s",
         "python": report.one("python", "-"),
-        "import": "failed" if packages.startswith(("fault", "missing")) else f"{took:.1f} s",
+        "import": "failed"
+        if packages.startswith(("fault", "missing"))
+        else f"{report.import_s:.1f} s",
         "gpus": f"{len(gpus)} x {gpus[0]}" if gpus else f"{report.one('gpus_given', '0')} by Slurm",
         "disk": "-" if free is None else f"{free:.0f} GiB",
         "network": ",".join(report.interfaces) or "-",

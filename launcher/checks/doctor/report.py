@@ -31,10 +31,8 @@ def node_findings(report: NodeReport, question: Question) -> list[Finding]:
     if report.yes("finished"):
         return found
     words = f"{report.name} began to answer and did not finish in time"
-    return [
-        *(finding for finding in found if finding.state == "ok"),
-        failed("nodes", words, f"exclude it: resources.exclude={report.name}"),
-    ]
+    late = failed("nodes", words, f"exclude it: resources.exclude={report.name}")
+    return [*(finding for finding in found if finding.state == "ok"), late]
 
 
 def _files(report: NodeReport, cluster: Site) -> Finding:
@@ -64,21 +62,19 @@ def _clock(report: NodeReport) -> Finding:
 
 
 def _python(report: NodeReport) -> Finding:
-    venv, name, packages = paths.venv_root(), report.name, report.one("packages")
-    subject = "virtual environment"
+    venv, name, subject = paths.venv_root(), report.name, "virtual environment"
     if report.one("python", "missing") == "missing":
         words = f"{name} does not see {venv}/bin/python, or the Python that it was made with"
         remedy = "keep COOKBOOK_VENV and that Python on a filesystem that all nodes mount"
         return failed(subject, words, remedy)
-    if packages.startswith("fault "):
-        words = f"Python on {name} says {packages.removeprefix('fault ')!r}"
+    kind, _, what = report.one("packages").partition(" ")
+    if kind == "fault":
+        words = f"Python on {name} says {what!r}"
         return failed(subject, words, "run on a node of that kind: bash setup.sh")
-    if packages.startswith("missing "):
-        words = f"{venv} on {name} lacks {packages.removeprefix('missing ')}"
-        return failed(subject, words, "bash setup.sh")
-    took = int(report.one("import_ms", "0")) / 1000
-    words = f"Python {report.one('python')} of {venv} runs on {name}; {packages} ({took:.1f} s)"
-    return ok(subject, words)
+    if kind == "missing":
+        return failed(subject, f"{venv} on {name} lacks {what}", "bash setup.sh")
+    words = f"Python {report.one('python')} of {venv} runs on {name}; {report.one('packages')}"
+    return ok(subject, f"{words} ({report.import_s:.1f} s)")
 
 
 def _compiler(report: NodeReport) -> Finding:
@@ -162,9 +158,9 @@ def _disk(report: NodeReport) -> Finding:
     if free is None:
         return warning("local disk", f"df on {report.name} does not know {folder}", remedy)
     words = f"{folder} on {report.name} has {free:.0f} GiB free for caches"
-    return (
-        ok("local disk", words) if free >= _LOCAL_DISK_GIB else warning("local disk", words, remedy)
-    )
+    if free < _LOCAL_DISK_GIB:
+        return warning("local disk", words, remedy)
+    return ok("local disk", words)
 
 
 def all_reduce(reports: list[NodeReport]) -> Finding:
@@ -172,15 +168,10 @@ def all_reduce(reports: list[NodeReport]) -> Finding:
     done = [result for each in reports for result in each.values.get("all_reduce", ())]
     if done:
         ranks, mib, seconds, bandwidth = done[0].split()
-        words = (
-            f"{ranks} ranks on {len(reports)} nodes: {mib} MiB in {float(seconds) * 1000:.1f} ms"
-        )
-        return ok("all-reduce", f"{words}, {bandwidth} GB/s bus bandwidth")
-    faults = [
-        f"{each.name}: {fault}"
-        for each in reports
-        for fault in each.values.get("all_reduce_fault", ())
-    ]
+        words = f"{ranks} ranks on {len(reports)} nodes: {mib} MiB in {float(seconds) * 1000:.1f}"
+        return ok("all-reduce", f"{words} ms, {bandwidth} GB/s bus bandwidth")
+    kind = "all_reduce_fault"
+    faults = [f"{each.name}: {fault}" for each in reports for fault in each.values.get(kind, ())]
     words = " | ".join(faults) or "the nodes did not finish it"
     remedy = "fix what the nodes report; if they do not reach each other, try network_interface"
     return failed("all-reduce", words, f"{remedy} in the site file")

@@ -34,9 +34,7 @@ def account_faults(rights: Rights | None, account: str | None, qos: str | None) 
     if account and account not in accounts:
         words = f"you have no account {account!r}{nearest(account, accounts)} on this cluster"
         return [failed(SUBJECT, words, f"choose one of {', '.join(accounts)} with --account")]
-    usable = [
-        each for each in rights.mine if (each.account == account if account else each.default)
-    ]
+    usable = [each for each in rights.mine if each.serves(account)]
     names = sorted({name for each in usable for name in each.qos})
     if qos and names and qos not in names and "qos" in rights.enforced:
         words = f"account {usable[0].account} may not use the QoS {qos!r}{nearest(qos, names)}"

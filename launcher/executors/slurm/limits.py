@@ -76,6 +76,10 @@ class Association:
     default_qos: str
     default: bool
 
+    def serves(self, account: str | None) -> bool:
+        """Whether a job of an account (None: the default one) has it."""
+        return self.account == account if account else self.default
+
 
 @dataclass(frozen=True)
 class Rights:
@@ -96,10 +100,7 @@ class Rights:
     def place(self, account: str | None, partition: str) -> Association | None:
         """Return the association that a job of an account (None: the default one) would have."""
         found = [
-            each
-            for each in self.mine
-            if (each.account == account if account else each.default)
-            and each.partition in ("", partition)
+            each for each in self.mine if each.serves(account) and each.partition in ("", partition)
         ]
         return max(found, key=lambda each: each.partition, default=None)
 
