@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from launcher import hub
 from launcher import site as sites
 from launcher.checks import Finding, preflight
 from launcher.checks import doctor as examination
@@ -109,6 +108,9 @@ def download(
     Called again it keeps complete files and fetches the rest. KEY=VALUE replaces any key of the
     recipe, such as hub.model=ORGANISATION/NAME.
     """
+    # Imported late: the hub's client takes a while.
+    from launcher import hub
+
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run")
     recipe, site = recipe_file.load(recipe_name, overrides), sites.load(cluster)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,5 @@ def runs_root(cluster: str | None) -> Path:
     return directory.runs_root(sites.load(cluster).root)
 
 
-def note(line: str) -> None:
-    """Print what is no result to standard error."""
-    click.echo(line, err=True)
+# Prints what is no result.
+note = partial(click.echo, err=True)

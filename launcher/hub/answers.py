@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from huggingface_hub import HfApi, constants, errors, get_token
+
 from launcher.checks import Finding, failed, ok, skipped
 from launcher.errors import CookbookError, HubFault, nearest
 from launcher.hub.repository import Repository
@@ -16,8 +18,6 @@ from launcher.hub.repository import Repository
 
 def token_source() -> str | None:
     """Return the variable or file that the hub's client has its token from, None without one."""
-    from huggingface_hub import constants, get_token
-
     if not get_token():
         return None
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -37,8 +37,6 @@ def token_findings() -> list[Finding]:
     if where is None:
         remedy = "for gated models: hf auth login, or name a file with a token in HF_TOKEN_PATH"
         return [skipped(subject, "there is none; public models do not need one", remedy)]
-    from huggingface_hub import HfApi, errors
-
     try:
         who = HfApi().whoami()
     except errors.HfHubHTTPError as error:
@@ -58,8 +56,6 @@ def _one_line(error: BaseException) -> str:
 @contextmanager
 def in_words(repo: Repository) -> Iterator[None]:
     """Turn what the hub's client raises into a HubFault."""
-    from huggingface_hub import errors
-
     try:
         yield
     except CookbookError:
@@ -85,8 +81,6 @@ def in_words(repo: Repository) -> Iterator[None]:
 
 def _refused(repo: Repository, error: Any) -> str:
     """Return what the hub's refusal means: the token, access, a name, or the hub itself."""
-    from huggingface_hub import errors
-
     where, status = token_source(), error.response.status_code
     if where and status == 401 and "nvalid" in error.response.headers.get("X-Error-Message", ""):
         return ": ".join(_bad_token(where))
@@ -112,8 +106,6 @@ def _refused(repo: Repository, error: Any) -> str:
 
 def _similar(repo: Repository) -> list[str]:
     """Return repositories with a similar name; [] if the hub does not say."""
-    from huggingface_hub import HfApi
-
     look = HfApi().list_datasets if repo.kind == "dataset" else HfApi().list_models
     words = re.split(r"[-_.]", repo.name.rpartition("/")[2])
     try:
@@ -123,8 +115,6 @@ def _similar(repo: Repository) -> list[str]:
 
 
 def _unreachable(repo: Repository, error: Exception) -> str:
-    from huggingface_hub import constants
-
     words = f"no answer from {constants.ENDPOINT} ({_one_line(error.__cause__ or error)})"
     remedy = "run this on a machine with internet, or set HTTPS_PROXY; finished files stay"
     return f"{repo.name}: {words}: {remedy}"

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, constants
+
 from launcher import paths, venv
 from launcher.errors import HubFault
 from launcher.hub.repository import Repository
@@ -74,8 +76,6 @@ def fetch(repository: Repository, again: str, say: Callable[[str], None]) -> Pat
 
 def _broken(repository: Repository) -> list[str]:
     """Return the files that are missing or differ from the hub's checksums."""
-    from huggingface_hub import HfApi
-
     kind, commit, folder = repository.kind, repository.commit, repository.place
     found = HfApi().verify_repo_checksums(
         repository.name, repo_type=kind, revision=commit, local_dir=folder
@@ -145,8 +145,6 @@ def make_tables(
 
     Its tables are made here and once, so that nodes can be offline.
     """
-    from huggingface_hub import constants
-
     block = recipe.resolved(cluster.root, "run").get("dataset")
     block = block if isinstance(block, dict) else {}
     options = {}

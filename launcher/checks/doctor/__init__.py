@@ -14,7 +14,6 @@ from launcher.checks import Finding, failed, of_error, skipped
 from launcher.checks.doctor import host, nodes, slurm
 from launcher.checks.doctor.ask import Options
 from launcher.errors import CookbookError, SlurmFault, SlurmMissing, SlurmTimeout
-from launcher.hub import answers
 from launcher.site import Site
 
 _UNKNOWN = "Slurm does not answer, so this is not known"
@@ -27,7 +26,7 @@ def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.
     # that is not waited for at exit.
     about_hub: list[Finding] = []
     asking = threading.Thread(
-        target=lambda: about_hub.extend(_guarded("hub token", answers.token_findings)), daemon=True
+        target=lambda: about_hub.extend(_guarded("hub token", _token)), daemon=True
     )
     asking.start()
     findings, site = _slurm(cluster)
@@ -40,6 +39,13 @@ def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.
     asking.join(_HUB_TIMEOUT_S)
     late = skipped("hub token", f"the hub did not answer within {_HUB_TIMEOUT_S} s")
     return [*findings, *about_nodes, *(about_hub or [late])], rows
+
+
+def _token() -> Iterable[Finding]:
+    # Imported late: the hub's client takes a while.
+    from launcher.hub.answers import token_findings
+
+    return token_findings()
 
 
 def _guarded(

@@ -168,7 +168,7 @@ def rights(configured: dict[str, str]) -> Rights | None:
         return None
     enforced = frozenset(_names(configured.get("AccountingStorageEnforce", "none").lower()))
     mine = tuple(_associations(places, configured.get("ClusterName", "")))
-    return Rights(enforced, mine, _qos_limits(qos), *_account_limits(accounts))
+    return Rights(enforced, mine, _qos_limits(qos), *_limits(accounts))
 
 
 def _pairs(line: str) -> dict[str, str]:
@@ -200,9 +200,8 @@ def _qos_limits(text: str) -> dict[str, Limits]:
     }
 
 
-def _account_limits(
-    text: str,
-) -> tuple[dict[tuple[str, str], Limits], dict[str, Limits], dict[str, str]]:
+def _limits(text: str) -> tuple[dict[tuple[str, str], Limits], dict[str, Limits], dict[str, str]]:
+    """Return the limits of associations and of accounts, and each account's parent."""
     own, groups, parents = {}, {}, {}
     for values in map(_pairs, text.splitlines()):
         if "Account" not in values or "GrpTRES" not in values:
