@@ -29,9 +29,7 @@ _KEYS = (
     Key("environment", "open block", {}, "Environment variables of each job. No secrets."),
 )
 # What a recipe and a site may both say: the recipe's comes first.
-_SHARED = {
-    name: key for name, key in COMMON.items() if name == "share" or name.startswith("resources")
-}
+_SHARED = {name: key for name, key in COMMON.items() if name.startswith(("share", "resources"))}
 KEYS = {key.name: key for key in _KEYS} | _SHARED
 
 

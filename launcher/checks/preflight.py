@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher import checks
-from launcher.checks import components, files, recipe, scheduler, size
+from launcher.checks import files, recipe, scheduler, size
 from launcher.errors import CookbookError
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
@@ -18,7 +18,7 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("dataset", False, files.dataset),
     ("GPU memory", False, size.memory),
     ("disk space", False, size.disk),
-    ("components", False, components.components),
+    ("components", False, recipe.components),
     ("Slurm limits", False, scheduler.limits),
     ("sbatch test", False, scheduler.test_only),
 )

@@ -53,10 +53,8 @@ def _gpu(context: Context) -> tuple[gpus.Gpu, str]:
             known = context.partitions
         except SlurmFault as fault:
             raise Skipped(f"it is not known which GPUs there are: {fault.faults[0]}") from fault
-        wanted = (context.resources.partition or "").split(",")
-        chosen = [
-            p for name, p in known.items() if name in wanted or (p.default and wanted == [""])
-        ]
+        wanted = (context.resources.partition or "").replace(",", " ").split()
+        chosen = [p for name, p in known.items() if name in wanted or (p.default and not wanted)]
         types = {kind for part in chosen for nodes in part.kinds for kind in nodes.gpus if kind}
         named, source = (types.pop() if len(types) == 1 else None), "sinfo"
     if named and (gpu := gpus.by_label(named)):

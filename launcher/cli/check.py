@@ -24,9 +24,9 @@ from launcher.workflows.submit import context, plan
 @click.command()
 @common.recipe_arguments
 @common.resource_options
-@click.option("--local", is_flag=True, help="Check for submit --local: Slurm is not asked.")
+@common.flag("--local", help="Check for submit --local: Slurm is not asked.")
 @common.on_nodes_option
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@common.json_option
 @common.cluster_option
 def check(
     recipe_name: str,
@@ -53,7 +53,7 @@ def check(
 
 
 @click.command()
-@click.option("--node-check", is_flag=True, help="Ask every node of the partition, by one job.")
+@common.flag("--node-check", help="Ask every node of the partition, by one job.")
 @click.option("--nodes", type=click.IntRange(min=1), help="With --node-check: this many of them.")
 @click.option(
     "--wait",
@@ -62,7 +62,7 @@ def check(
     metavar="SECONDS",
     help="How long the job may wait to start. [default: 3; with --node-check 60]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@common.json_option
 @common.cluster_option
 def doctor(
     node_check: bool, nodes: int | None, wait_s: float | None, as_json: bool, cluster: str | None
@@ -86,13 +86,9 @@ def doctor(
 @click.command()
 @common.recipe_arguments
 @click.option("--revision", metavar="R", help="The model's branch, tag or commit. [default: main]")
-@click.option(
-    "--allow-pickle", is_flag=True, help="Take pickles too, which can run code when opened."
-)
-@click.option("--dry-run", is_flag=True, help="List the files and what is missing; fetch nothing.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="With --dry-run: print for a program to read."
-)
+@common.flag("--allow-pickle", help="Take pickles too, which can run code when opened.")
+@common.flag("--dry-run", help="List the files and what is missing; fetch nothing.")
+@common.flag("--json", "as_json", help="With --dry-run: print for a program to read.")
 @common.cluster_option
 def download(
     recipe_name: str,

@@ -14,6 +14,8 @@ from launcher import site as sites
 Command = Callable[..., Any]
 
 
+flag = partial(click.option, is_flag=True)
+json_option = flag("--json", "as_json", help="Print for a program to read.")
 cluster_option = click.option(
     "--cluster",
     metavar="NAME",
@@ -35,17 +37,14 @@ def recipe_arguments(command: Command) -> Command:
         named = bool(words) and "=" not in words[0] and words[0][:1] not in ("~", "+")
         if named == (recipe is not None):
             what = "is named twice: leave one out" if named else "is missing"
-            raise click.UsageError(
-                f"The recipe {what}. Give it as the first argument or with --recipe NAME; list "
-                "them with: cookbook recipes"
-            )
+            give = "Give it as the first argument or with --recipe NAME; list them with"
+            raise click.UsageError(f"The recipe {what}. {give}: cookbook recipes")
         name, overrides = (words[0], words[1:]) if named else (recipe, words)
         return command(*args, recipe_name=name, overrides=overrides, **options)
 
     called = click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")(called)
-    return click.option(
-        "--recipe", metavar="NAME", help="A recipe's name, or the path of a YAML file."
-    )(called)
+    words = "A recipe's name, or the path of a YAML file."
+    return click.option("--recipe", metavar="NAME", help=words)(called)
 
 
 def resource_options(command: Command) -> Command:

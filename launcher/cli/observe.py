@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from launcher.cli.common import cluster_option, note, runs_root
+from launcher.cli.common import cluster_option, flag, note, runs_root
 from launcher.errors import UnknownRun
 from launcher.observe import logs as log_files
 from launcher.observe import tensorboard as server
@@ -20,9 +20,7 @@ _COUNT = click.IntRange(min=0)
 @click.option("--node", type=_COUNT, help="All ranks of this node; the first node is 0.")
 @click.option("--rank", type=_COUNT, help="Only this rank.")
 @click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
-@click.option(
-    "-f", "--follow", is_flag=True, help="Show new lines as they come, until the run has ended."
-)
+@flag("-f", "--follow", help="Show new lines as they come, until the run has ended.")
 @cluster_option
 def logs(
     run: str,

@@ -20,18 +20,18 @@ from launcher.workflows import submit as workflow
 @click.command()
 @common.recipe_arguments
 @common.resource_options
-@click.option("--profile", is_flag=True, help="Record profiler traces for TensorBoard.")
+@common.flag("--profile", help="Record profiler traces for TensorBoard.")
 @click.option(
     "--name",
     metavar="LABEL",
     help="Name of the job and part of the run's name. [default: the recipe]",
 )
-@click.option("--dry-run", is_flag=True, help="Print the job script and submit nothing.")
-@click.option("--watch", is_flag=True, help="Follow the run to its end.")
-@click.option("--local", is_flag=True, help="Run the same job script on this host, without Slurm.")
-@click.option("--no-check", is_flag=True, help="Skip the checks that can be skipped.")
+@common.flag("--dry-run", help="Print the job script and submit nothing.")
+@common.flag("--watch", help="Follow the run to its end.")
+@common.flag("--local", help="Run the same job script on this host, without Slurm.")
+@common.flag("--no-check", help="Skip the checks that can be skipped.")
 @common.on_nodes_option
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@common.json_option
 @common.cluster_option
 def submit(
     recipe_name: str,

@@ -6,7 +6,6 @@ huggingface_hub lists, fetches and verifies; the token that it finds is never pr
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from launcher.checks import Finding, existing_parent, failed, faults_of, of_error, ok
@@ -14,7 +13,7 @@ from launcher.checks.files import checkpoint_files, tokenizer_files
 from launcher.errors import HubFault, RecipeFault
 from launcher.hub import fetch
 from launcher.hub.answers import in_words
-from launcher.hub.repository import Repository
+from launcher.hub.repository import Repository, Say
 from launcher.recipes.recipe import Recipe
 from launcher.site import Site
 
@@ -88,11 +87,7 @@ def _room(repositories: list[Repository]) -> list[Finding]:
 
 
 def download(
-    recipe: Recipe,
-    cluster: Site,
-    revision: str | None,
-    allow_pickle: bool,
-    say: Callable[[str], None],
+    recipe: Recipe, cluster: Site, revision: str | None, allow_pickle: bool, say: Say
 ) -> list[Path]:
     """Fetch, verify and record all that the recipe names; return the records' paths.
 

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, constants
 
 from launcher import paths, venv
 from launcher.errors import HubFault
-from launcher.hub.repository import Repository
+from launcher.hub.repository import Repository, Say
 from launcher.recipes.recipe import Recipe
 from launcher.site import Site
 from runspec.files import sha256, write_text
@@ -46,7 +46,7 @@ def find_missing(repository: Repository) -> None:
         repository.missing = {file.filename for file in dry if file.will_download}
 
 
-def fetch(repository: Repository, again: str, say: Callable[[str], None]) -> Path:
+def fetch(repository: Repository, again: str, say: Say) -> Path:
     """Fetch what is missing, verify every file, fetch broken ones once more, write the record.
 
     again: the command that goes on after Ctrl-C.
@@ -138,9 +138,7 @@ def _interruptible(again: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def make_tables(
-    recipe: Recipe, cluster: Site, repository: Repository, say: Callable[[str], None]
-) -> None:
+def make_tables(recipe: Recipe, cluster: Site, repository: Repository, say: Say) -> None:
     """Load the dataset in the virtual environment, with the HF_HOME that jobs have.
 
     Its tables are made here and once, so that nodes can be offline.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ _PICKLES = (".bin", ".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".joblib")
 # The same weights for other frameworks.
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite", ".ot")
 _FILES_AT_ONCE = 8
+# Tells the user how a download goes on.
+Say = Callable[[str], None]
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from launcher.checks import Finding, failed, of_error, skipped
 from launcher.checks.doctor import host, nodes, slurm
@@ -25,9 +26,7 @@ def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.
     # The hub may take its time to answer, or not answer at all: it is asked meanwhile, by a thread
     # that is not waited for at exit.
     about_hub: list[Finding] = []
-    asking = threading.Thread(
-        target=lambda: about_hub.extend(_guarded("hub token", _token)), daemon=True
-    )
+    asking = threading.Thread(target=_ask_hub, args=[about_hub], daemon=True)
     asking.start()
     findings, site = _slurm(cluster)
     findings += _guarded("virtual environment", host.environment)
@@ -41,19 +40,17 @@ def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.
     return [*findings, *about_nodes, *(about_hub or [late])], rows
 
 
-def _token() -> Iterable[Finding]:
+def _ask_hub(found: list[Finding]) -> None:
     # Imported late: the hub's client takes a while.
     from launcher.hub.answers import token_findings
 
-    return token_findings()
+    found += _guarded("hub token", token_findings)
 
 
-def _guarded(
-    subject: str, check: Callable[..., Iterable[Finding]], *arguments: object
-) -> list[Finding]:
+def _guarded(subject: str, check: Callable[..., Iterable[Finding]], *given: Any) -> list[Finding]:
     """Run a check; one that breaks is a finding too, and hides no other."""
     try:
-        return list(check(*arguments))
+        return list(check(*given))
     except CookbookError as error:
         return of_error(subject, error)
     except (OSError, ValueError, subprocess.SubprocessError) as error:

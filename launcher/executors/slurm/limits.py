@@ -99,9 +99,8 @@ class Rights:
 
     def place(self, account: str | None, partition: str) -> Association | None:
         """Return the association that a job of an account (None: the default one) would have."""
-        found = [
-            each for each in self.mine if each.serves(account) and each.partition in ("", partition)
-        ]
+        serving = (each for each in self.mine if each.serves(account))
+        found = (each for each in serving if each.partition in ("", partition))
         return max(found, key=lambda each: each.partition, default=None)
 
     def lineage(self, account: str) -> list[str]:
