@@ -114,11 +114,8 @@ parse_options() {
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
         esac
-        if [[ $1 == --accounting ]]; then
-            accounting=1
-            shift
-            continue
-        fi
+        # A switch is read as an option with the value 1.
+        [[ $1 != --accounting ]] || set -- "$1" 1 "${@:2}"
         (($# > 1)) || wrong_usage "$1 needs a value"
         case $1 in
         --name) name=$2 ;;
@@ -128,6 +125,7 @@ parse_options() {
         --gpu-type) gpu_type=$2 ;;
         --requeue-delay) requeue_delay_s=$2 ;;
         --set) set_option "$2" ;;
+        --accounting) accounting=$2 ;;
         esac
         shift 2
     done
