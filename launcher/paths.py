@@ -1,7 +1,5 @@
 """Where the kit's files lie: the checkout, the shared folder and the virtual environment."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a site has to say about itself: configs/clusters/<name>.yaml, all of it optional."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """Reading YAML the way torchtune does: 1e-4 is a number, 12:00:00 is not, each key once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

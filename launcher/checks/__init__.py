@@ -3,8 +3,6 @@
 The checks before the queue, doctor, the node check and the download all answer with findings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial

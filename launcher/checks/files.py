@@ -1,7 +1,5 @@
 """Whether the files of model, tokenizer and dataset are there, readable and whole."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator

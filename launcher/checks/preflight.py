@@ -1,7 +1,5 @@
 """All that can be known on the login node before a job is queued; no fault hides another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from launcher import checks

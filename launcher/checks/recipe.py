@@ -1,7 +1,5 @@
 """What the recipe itself says: its layout, its secrets, its script, and its components."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

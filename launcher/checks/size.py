@@ -1,7 +1,5 @@
 """Whether a run fits: its step into the GPU's memory, its checkpoints onto the disk."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable
 

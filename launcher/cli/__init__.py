@@ -1,7 +1,5 @@
 """The cookbook command: one file per group of commands, no logic in them."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """cookbook check, doctor and download: what they find, as a list."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Options and arguments of several commands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path

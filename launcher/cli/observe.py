@@ -1,7 +1,5 @@
 """cookbook logs and tensorboard: what runs wrote."""
 
-from __future__ import annotations
-
 import sys
 
 import click

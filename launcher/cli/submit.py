@@ -1,7 +1,5 @@
 """cookbook submit"""
 
-from __future__ import annotations
-
 import json
 import sys
 

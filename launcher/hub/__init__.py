@@ -3,8 +3,6 @@
 huggingface_hub lists, fetches and verifies; the token that it finds is never printed or written.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

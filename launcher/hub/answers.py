@@ -1,7 +1,5 @@
 """What the hub's client answers, in words: whose token it has, and each error with its remedy."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Fetching the files of a repository, verifying and recording them; a dataset's tables."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

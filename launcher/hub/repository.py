@@ -1,7 +1,5 @@
 """A repository of the hub that a recipe names: its files, where they go, and which are there."""
 
-from __future__ import annotations
-
 import glob
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Serving TensorBoard on 127.0.0.1, to be reached through an SSH tunnel."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import signal

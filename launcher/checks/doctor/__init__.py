@@ -4,8 +4,6 @@ No check hides another, and each finding that is not ok says what to do. What on
 is asked of one by a short job (nodes.py).
 """
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from collections.abc import Callable, Iterable

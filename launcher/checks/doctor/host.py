@@ -4,8 +4,6 @@ The environment is read from its files without importing them. Whether the folde
 a node reports.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Which nodes doctor asks, what their reports come to, and the table of a node check."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

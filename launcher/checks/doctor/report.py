@@ -1,7 +1,5 @@
 """What nodes' reports mean: files, clock, Python, GPUs, network, disk, and the all-reduce."""
 
-from __future__ import annotations
-
 from launcher import paths
 from launcher.checks import Finding, failed, ok, skipped, warning
 from launcher.checks.doctor.ask import NodeReport, Question

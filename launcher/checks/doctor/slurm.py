@@ -1,7 +1,5 @@
 """What Slurm says of itself: controllers, partitions, accounting, the site file, MUNGE."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

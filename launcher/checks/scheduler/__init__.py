@@ -1,7 +1,5 @@
 """What Slurm would refuse, or accept and then let wait forever."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from launcher.checks import Context, Finding, Skipped, failed, ok

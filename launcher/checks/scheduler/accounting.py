@@ -1,7 +1,5 @@
 """What Slurm's accounting says to a job: accounts, QoS, their limits and what is left of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

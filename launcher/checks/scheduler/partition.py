@@ -1,7 +1,5 @@
 """What a run asks of a partition, and what the partition's rules and nodes say to that."""
 
-from __future__ import annotations
-
 import grp
 import os
 import re

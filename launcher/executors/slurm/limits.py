@@ -1,7 +1,5 @@
 """What a partition, a QoS and an account allow, from scontrol and sacctmgr."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re

@@ -1,7 +1,5 @@
 """Why a job waits or is refused: Slurm's reasons (squeue's manual page) in plain English."""
 
-from __future__ import annotations
-
 import re
 
 # A pattern and its meaning per line; the first pattern that matches counts.

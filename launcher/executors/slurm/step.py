@@ -1,7 +1,5 @@
 """A short job on some nodes, run to its end: what each node printed."""
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 import threading
