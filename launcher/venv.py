@@ -1,7 +1,5 @@
 """The virtual environment that jobs use: its packages, and questions to the trainer in it."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -42,7 +40,7 @@ def torch_build() -> tuple[str | None, str | None]:
 
 def ask_trainer(
     module: str, config: dict[str, Any], *arguments: str, timeout_s: float | None = None
-) -> CompletedProcess[str]:
+) -> "CompletedProcess[str]":
     """Run one of the trainer's modules in the virtual environment on a train.yaml of config.
 
     OSError if there is no virtual environment; subprocess.TimeoutExpired after timeout_s.

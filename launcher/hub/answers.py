@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants, errors, get_token
 
 from launcher.checks import Finding, failed, ok, skipped
-from launcher.errors import CookbookError, HubFault, nearest
+from launcher.errors import HubFault, nearest
 from launcher.hub.repository import Repository
 
 
@@ -56,8 +56,6 @@ def in_words(repo: Repository) -> Iterator[None]:
     """Turn what the hub's client raises into a HubFault."""
     try:
         yield
-    except CookbookError:
-        raise
     except errors.OfflineModeIsEnabled as error:
         raise HubFault("HF_HUB_OFFLINE forbids every download: unset it") from error
     except errors.HfHubHTTPError as error:
@@ -68,7 +66,9 @@ def in_words(repo: Repository) -> Iterator[None]:
         errors.FileMetadataError,
         errors.DryRunError,
     ) as error:
-        raise HubFault(_unreachable(repo, error)) from error
+        words = f"no answer from {constants.ENDPOINT} ({_one_line(error.__cause__ or error)})"
+        remedy = "run this on a machine with internet, or set HTTPS_PROXY; finished files stay"
+        raise HubFault(f"{repo.name}: {words}: {remedy}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             words = f"the disk under {repo.folder} is full: make room; finished files stay"
@@ -110,9 +110,3 @@ def _similar(repo: Repository) -> list[str]:
         return [found.id for found in look(search=words[0], limit=50)]
     except Exception:  # a hint is not worth a fault of its own
         return []
-
-
-def _unreachable(repo: Repository, error: Exception) -> str:
-    words = f"no answer from {constants.ENDPOINT} ({_one_line(error.__cause__ or error)})"
-    remedy = "run this on a machine with internet, or set HTTPS_PROXY; finished files stay"
-    return f"{repo.name}: {words}: {remedy}"

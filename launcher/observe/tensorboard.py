@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from launcher import paths
@@ -22,12 +23,7 @@ _PORTS = range(6006, 6106)
 def free_port(wanted: int | None) -> int:
     """Return wanted if nothing listens on it, else the first free port from 6006 on."""
     for port in [wanted] if wanted else _PORTS:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     if wanted:
         words = f"port {wanted} of 127.0.0.1 is taken"

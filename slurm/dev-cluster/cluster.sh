@@ -183,7 +183,7 @@ check_root() {
     ((${#state} <= MAX_STATE_LENGTH)) ||
         fail "$state is too long for unix sockets (${#state} characters, at most" \
             "$MAX_STATE_LENGTH): pass a shorter --state or --name"
-    local folder listed faults=()
+    local folder mode owner listed faults=()
     (umask 066 && mkdir -p -- "$root" 2>/dev/null) || true
     [[ -d $root ]] || fail "cannot make the state folder $root: pass another --state"
     [[ -O $root ]] ||
@@ -192,20 +192,15 @@ check_root() {
     folder=$root/.
     until [[ $folder == / ]]; do
         folder=$(dirname -- "$folder")
-        check_folder "$folder"
+        read -r mode owner < <(stat -c '%a %u' -- "$folder")
+        ((8#$mode & 8#001)) || faults+=("$folder is closed to others (chmod o+x)")
+        ((owner == 0 || owner == UID)) || faults+=("$folder belongs to $(stat -c %U -- "$folder")")
+        ((8#$mode & 8#1000 || !(8#$mode & 8#022))) ||
+            faults+=("$folder can be changed by others (chmod go-w)")
     done
     ((${#faults[@]})) || return 0
     printf -v listed '; %s' "${faults[@]}"
     fail "munged cannot work under $root: ${listed:2}. Change that, or pass another --state"
-}
-
-check_folder() { # adds to the caller's faults
-    local mode owner
-    read -r mode owner < <(stat -c '%a %u' -- "$1")
-    ((8#$mode & 8#001)) || faults+=("$1 is closed to others (chmod o+x)")
-    ((owner == 0 || owner == UID)) || faults+=("$1 belongs to $(stat -c %U -- "$1")")
-    ((8#$mode & 8#1000 || !(8#$mode & 8#022))) ||
-        faults+=("$1 can be changed by others (chmod go-w)")
 }
 
 take_lock() {
@@ -285,21 +280,16 @@ cluster_down() {
     say "cluster '$name' is down"
 }
 
-# Reads the shape of an existing cluster.
-read_shape() {
-    [[ -f $state/shape ]] || return 1
-    read -r nodes gpus gpu_type _ <"$state/shape"
-    nodes=${nodes#*=} gpus=${gpus#*=} gpu_type=${gpu_type#*=}
-    ! grep -qw accounting=1 "$state/shape" || accounting=1
-}
-
 cluster_status() {
     local daemons=(munged slurmctld) daemon pid dead=0 i
-    if ! read_shape; then
+    if [[ ! -f $state/shape ]]; then
         say "cluster '$name' is not up (nothing in $state); to start it:" \
             "$SCRIPT up --name $name --state $root"
         return 1
     fi
+    read -r nodes gpus gpu_type _ <<<"$(<"$state/shape")"
+    nodes=${nodes#*=} gpus=${gpus#*=} gpu_type=${gpu_type#*=}
+    ! grep -qw accounting=1 "$state/shape" || accounting=1
     ((!accounting)) || daemons+=(mariadbd slurmdbd)
     for ((i = 1; i <= nodes; i++)); do daemons+=("slurmd n$i"); done
     echo "cluster $name: $(<"$state/shape")"

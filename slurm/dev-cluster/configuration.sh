@@ -70,9 +70,8 @@ EOT
 }
 
 write_configuration() {
-    local version key user host node_gres=''
+    local key user host node_gres=''
     user=$(id -un) host=$(uname -n)
-    version=$(slurmd -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
     {
         cat <<EOT
 ClusterName=$name
@@ -113,7 +112,7 @@ EOT
     ((!gpus)) ||
         echo "Name=gpu Type=$gpu_type File=$state/dev/nvidia[0-$((gpus - 1))]" >"$state/gres.conf"
     # Slurm knows this value since 24.05, and without it asks for cgroups that a container lacks.
-    if printf '24.05\n%s\n' "$version" | sort -VC; then
+    if printf '24.05\n%s\n' "$(slurmd -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)" | sort -VC; then
         echo "CgroupPlugin=disabled" >"$state/cgroup.conf"
     fi
 }

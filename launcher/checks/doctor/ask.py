@@ -1,7 +1,5 @@
 """The short job that asks nodes about themselves, and what they report."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import secrets
@@ -70,7 +68,7 @@ class Options:
     limit_s: float = 20
 
     @classmethod
-    def node_check(cls, nodes: int | None, wait_s: float | None) -> Options:
+    def node_check(cls, nodes: int | None, wait_s: float | None) -> "Options":
         """Return the options of a node check; imports on a cold filesystem take a minute."""
         wait_s = wait_s or 60
         return cls(every_node=True, nodes=nodes, wait_s=wait_s, limit_s=300 + wait_s)
@@ -147,8 +145,7 @@ def _reports(step: slurm.Step) -> list[NodeReport]:
     """Sort lines such as '1: @ key value' by the task that wrote them."""
     reports: dict[str, NodeReport] = {}
     for stamp, line in step.lines:
-        found = re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)
-        if not found:
+        if not (found := re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)):
             continue
         task, key, value = found.groups()
         if key == "node":

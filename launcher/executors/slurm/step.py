@@ -46,7 +46,6 @@ def run_on_nodes(options: Sequence[str], script: str, wait_s: float, limit_s: fl
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=words,
-                text=True,
                 errors="replace",
                 # Ctrl-C is passed on by us: once, and as a signal that srun does not ask about.
                 start_new_session=True,
