@@ -21,8 +21,7 @@ def parse(text: str, origin: str) -> Any:
         what = error.problem or error.context or "not YAML"
         raise RecipeFault(f"broken YAML in {where}: {what}: fix that line") from error
     except (yaml.YAMLError, ValueError) as error:
-        what = " ".join(str(error).split())
-        raise RecipeFault(f"broken YAML in {origin}: {what}") from error
+        raise RecipeFault(f"broken YAML in {origin}: {' '.join(str(error).split())}") from error
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -20,24 +20,17 @@ _COUNT = click.IntRange(min=0)
 @click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
 @flag("-f", "--follow", help="Show new lines as they come, until the run has ended.")
 @cluster_option
-def logs(
-    run: str,
-    node: int | None,
-    rank: int | None,
-    attempt: int | None,
-    follow: bool,
-    cluster: str | None,
-) -> None:
+def logs(run: str, follow: bool, cluster: str | None, **chosen: int | None) -> None:
     """Show the logs of RUN: by default the first node's, in the newest attempt."""
     found = find(runs_root(cluster), run)
     if follow:
         try:
-            for line in log_files.follow(found, node, rank, attempt):
+            for line in log_files.follow(found, **chosen):
                 click.echo(line)
         except KeyboardInterrupt:
             note("")
         return
-    path = log_files.choose(found, node, rank, attempt)
+    path = log_files.choose(found, **chosen)
     note(f"==> {path} <==")
     for line in log_files.lines(path):
         click.echo(line)

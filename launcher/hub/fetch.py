@@ -54,8 +54,7 @@ def fetch(repository: Repository, again: str, say: Say) -> Path:
     revision = repository.commit if repository.kind == "model" else repository.revision
     with _interruptible(again), _alone(repository):
         repository.snapshot(revision)
-        broken = _broken(repository)
-        if broken:
+        if broken := _broken(repository):
             say(f"{len(broken)} of {count} files differ from the hub's index: fetched again")
             for path in (repository.place / name for name in broken):
                 path.resolve().unlink(missing_ok=True)
@@ -105,7 +104,9 @@ def _record(repository: Repository) -> dict[str, Any]:
 @contextmanager
 def _alone(repository: Repository) -> Iterator[None]:
     """Keep other downloads out of the folder meanwhile, and remove what a killed one left."""
-    folder = repository.unfinished
+    # Where the hub's client keeps unfinished files.
+    inside = "blobs" if repository.kind == "dataset" else ".cache/huggingface/download"
+    folder = repository.folder / inside
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".cookbook.lock", "w") as lock:
         try:

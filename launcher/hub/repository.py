@@ -51,12 +51,6 @@ class Repository:
         return self.folder / "snapshots" / self.commit if self.kind == "dataset" else self.folder
 
     @property
-    def unfinished(self) -> Path:
-        """The folder in which the hub's client keeps unfinished files."""
-        inside = "blobs" if self.kind == "dataset" else ".cache/huggingface/download"
-        return self.folder / inside
-
-    @property
     def summary(self) -> str:
         gib, count = sum(file.size for file in self.files.values()) / 2**30, len(self.files)
         words = f"{self.name} at {self.commit[:12]}: {count} files, {gib:.2f} GiB"

@@ -36,8 +36,7 @@ def environment() -> list[Finding]:
         found.append(warning(_VENV, words, _SETUP))
     installed = {_normal(name): version for name, version in venv.packages().items()}
     found += _other_versions(root, installed)
-    missing = [name for name in ("torch", "torchtune", "tensorboard") if name not in installed]
-    if missing:
+    if missing := [name for name in ("torch", "torchtune", "tensorboard") if name not in installed]:
         found.append(failed(_VENV, f"{root} lacks {', '.join(missing)}", _SETUP))
     if found:
         return found
@@ -51,12 +50,11 @@ def _other_versions(root: Path, installed: dict[str, str]) -> Iterable[Finding]:
     """Compare with the pins; another build of torch is what setup.sh --torch is for."""
     text = (paths.REPO_ROOT / "constraints.txt").read_text(encoding="utf-8")
     pins = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;#\n]+)", text, re.MULTILINE)
-    other = sorted(
+    if other := sorted(
         f"{name} {installed[name]} (pinned {pin})"
         for name, pin in ((_normal(name), pin) for name, pin in pins)
         if name != "torch" and installed.get(name, pin).partition("+")[0] != pin
-    )
-    if other:
+    ):
         words = f"{root} has other versions than constraints.txt: {', '.join(other[:5])}"
         words += f" and {len(other) - 5} more" if len(other) > 5 else ""
         yield warning(_VENV, words, _SETUP)

@@ -163,8 +163,7 @@ def _disk(report: NodeReport) -> Finding:
 
 def all_reduce(reports: list[NodeReport]) -> Finding:
     """Return the result of the all-reduce over all nodes."""
-    done = [result for each in reports for result in each.values.get("all_reduce", ())]
-    if done:
+    if done := [result for each in reports for result in each.values.get("all_reduce", ())]:
         ranks, mib, seconds, bandwidth = done[0].split()
         words = f"{ranks} ranks on {len(reports)} nodes: {mib} MiB in {float(seconds) * 1000:.1f}"
         return ok("all-reduce", f"{words} ms, {bandwidth} GB/s bus bandwidth")
