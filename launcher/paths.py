@@ -1,7 +1,5 @@
 """Where the kit's files lie: the checkout, the shared folder and the virtual environment."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -30,12 +28,10 @@ def shared_root(configured: str | None = None) -> Path:
     """
     chosen = os.environ.get("COOKBOOK_ROOT") or configured
     root = Path(chosen).expanduser().absolute() if chosen else REPO_ROOT
-    bad = _PATH_NOT_FOR_SBATCH.search(str(root))
-    if bad:
-        raise UsageFault(
-            f"the path {str(root)!r} holds {bad.group()!r}, which a job script cannot carry "
-            "safely: set COOKBOOK_ROOT to a path of letters, digits, '.', '_' and '-'"
-        )
+    if bad := _PATH_NOT_FOR_SBATCH.search(str(root)):
+        words = f"the path {str(root)!r} holds {bad.group()!r}, which a job script cannot carry"
+        remedy = "set COOKBOOK_ROOT to a path of letters, digits, '.', '_' and '-'"
+        raise UsageFault(f"{words} safely: {remedy}")
     return root
 
 

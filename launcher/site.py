@@ -1,9 +1,7 @@
 """What a site has to say about itself: configs/clusters/<name>.yaml, all of it optional."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,7 @@ _KEYS = (
     Key("environment", "open block", {}, "Environment variables of each job. No secrets."),
 )
 # What a recipe and a site may both say: the recipe's comes first.
-_SHARED = {
-    name: key for name, key in COMMON.items() if name == "share" or name.startswith("resources")
-}
+_SHARED = {name: key for name, key in COMMON.items() if name.startswith(("share", "resources"))}
 KEYS = {key.name: key for key in _KEYS} | _SHARED
 
 
@@ -47,8 +43,8 @@ class Site:
     network_gbits: float | None = None
     signal: str = "USR1"
     signal_lead_s: int = 300
-    node_paths: tuple[str, ...] = ()
-    job_setup: tuple[str, ...] = ()
+    node_paths: Sequence[str] = ()
+    job_setup: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
     share: str = "private"
@@ -71,19 +67,14 @@ def load(name: str | None = None) -> Site:
     if not path.is_file():
         if chosen == "default":
             return Site()
-        known = sorted(file.stem for file in paths.CLUSTERS.glob("*.yaml"))
-        raise RecipeFault(
-            f"there is no cluster file {path}{nearest(chosen, known)}: copy "
-            f"{paths.CLUSTERS / 'example.yaml'} to it"
-        )
+        words = nearest(chosen, sorted(file.stem for file in paths.CLUSTERS.glob("*.yaml")))
+        copied = paths.CLUSTERS / "example.yaml"
+        raise RecipeFault(f"there is no cluster file {path}{words}: copy {copied} to it")
     config = yamlfile.load(path)
-    found = [*faults(config, KEYS), *_own_faults(config)]
-    if found:
+    if found := [*faults(config, KEYS), *_own_faults(config)]:
         raise RecipeFault([f"{fault.text}, in {_place(path, fault.key)}" for fault in found])
     values = {key: value for key, value in config.items() if value is not None}
     values.pop("description", None)
-    for key in ("job_setup", "node_paths"):
-        values[key] = tuple(values.get(key, ()))
     variables = values.get("environment", {})
     values["environment"] = {key: str(value) for key, value in variables.items()}
     return Site(name=chosen, **values)
@@ -97,9 +88,8 @@ def _place(path: Path, key: str) -> str:
 def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     gpu, known = config.get("gpu"), yamlfile.load(paths.GPUS)
     if gpu is not None and gpu not in known:
-        yield Fault(
-            "gpu", f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}"
-        )
+        words = f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}"
+        yield Fault("gpu", words)
     given = config.get("node_paths")
     for path in given if isinstance(given, list) else []:
         if not str(path).startswith("/"):
@@ -144,12 +134,11 @@ def _cpus_per_gpu(resources: Resources) -> int | None:
     except SlurmFault:
         return None
     wanted = resources.partition.split(",") if resources.partition else None
+    chosen = [p for name, p in known.items() if (name in wanted if wanted else p.default)]
     shares = []
-    for name, partition in known.items():
-        if name in wanted if wanted else partition.default:
-            for kind in partition.kinds:
-                gpus = sum(kind.gpus.values())
-                usable = kind.gpus.get(resources.gpu_type, 0) if resources.gpu_type else gpus
-                if gpus and usable >= resources.gpus_per_node and kind.cpus >= gpus:
-                    shares.append(kind.cpus // gpus)
+    for kind in (kind for partition in chosen for kind in partition.kinds):
+        gpus = sum(kind.gpus.values())
+        usable = kind.gpus.get(resources.gpu_type, 0) if resources.gpu_type else gpus
+        if gpus and usable >= resources.gpus_per_node and kind.cpus >= gpus:
+            shares.append(kind.cpus // gpus)
     return min(shares, default=None)

@@ -1,7 +1,5 @@
 """The virtual environment that jobs use: its packages, and questions to the trainer in it."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -36,14 +34,13 @@ def torch_build() -> tuple[str | None, str | None]:
     folder = site_packages()
     file = folder / "torch" / "version.py" if folder else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
-    cuda = re.search(r"^cuda[^=\n]*= '([^']+)'", text, re.MULTILINE)
-    return (version.group(1) if version else None), (cuda.group(1) if cuda else None)
+    found = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= '([^']+)'", text, re.MULTILINE))
+    return found.get("__version__"), found.get("cuda")
 
 
 def ask_trainer(
     module: str, config: dict[str, Any], *arguments: str, timeout_s: float | None = None
-) -> CompletedProcess[str]:
+) -> "CompletedProcess[str]":
     """Run one of the trainer's modules in the virtual environment on a train.yaml of config.
 
     OSError if there is no virtual environment; subprocess.TimeoutExpired after timeout_s.

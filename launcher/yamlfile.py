@@ -1,7 +1,5 @@
 """Reading YAML the way torchtune does: 1e-4 is a number, 12:00:00 is not, each key once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ def parse(text: str, origin: str) -> Any:
         what = error.problem or error.context or "not YAML"
         raise RecipeFault(f"broken YAML in {where}: {what}: fix that line") from error
     except (yaml.YAMLError, ValueError) as error:
-        what = " ".join(str(error).split())
-        raise RecipeFault(f"broken YAML in {origin}: {what}") from error
+        raise RecipeFault(f"broken YAML in {origin}: {' '.join(str(error).split())}") from error
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -13,22 +13,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Large enough to measure the bandwidth; gloo on a slow network still ends within seconds.
-_MIB = {"cuda": 256, "cpu": 16}
-_ROUNDS = {"cuda": 10, "cpu": 3}
+# MiB and rounds: enough to measure the bandwidth; gloo on a slow network still ends within seconds.
+_SIZE = {"cuda": (256, 10), "cpu": (16, 3)}
 
 
 def main(device: str) -> None:
-    mib = _MIB[device]
+    mib, rounds = _SIZE[device]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    numbers = torch.empty(mib * 2**20 // 4, device=device)
-    numbers.fill_(rank + 1)
+    numbers = torch.full((mib * 2**20 // 4,), rank + 1.0, device=device)
     dist.all_reduce(numbers)
     right = bool((numbers == ranks * (ranks + 1) / 2).all())
-    seconds = timed(numbers, device)
+    seconds = timed(numbers, rounds)
     if rank == 0 and right:
         bandwidth = 2 * (ranks - 1) / ranks * mib * 2**20 / seconds / 1e9
         print(f"@ all_reduce {ranks} {mib} {seconds:.4f} {bandwidth:.2f}", flush=True)
@@ -37,17 +35,15 @@ def main(device: str) -> None:
         sys.exit(f"rank {rank} on {os.uname().nodename}: error: the sum over all ranks is wrong")
 
 
-def timed(numbers: torch.Tensor, device: str) -> float:
-    """Return the seconds of one all-reduce, averaged over some."""
-    finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    rounds = _ROUNDS[device]
+def timed(numbers: torch.Tensor, rounds: int) -> float:
+    """Return the seconds of one all-reduce, averaged over rounds."""
     numbers.zero_()
     dist.barrier()
-    finish()
+    numbers[0].item()  # waits until the GPU is done
     started = time.monotonic()
     for _ in range(rounds):
         dist.all_reduce(numbers)
-    finish()
+    numbers[0].item()
     return (time.monotonic() - started) / rounds
 
 

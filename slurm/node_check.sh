@@ -64,8 +64,7 @@ check_gpus() {
     report gpu_tool none
     return
   fi
-  local line query=index,name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total
-  local output
+  local line output query=index,name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total
   if ! output=$(timeout 20 nvidia-smi --query-gpu=$query --format=csv,noheader,nounits 2>&1); then
     report gpu_tool "fault $(tail -n 1 <<<"$output")"
     return

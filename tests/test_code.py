@@ -16,7 +16,7 @@ BIN = Path(sys.prefix) / "bin"
 # so that a module can be in another row than its package.
 FLOORS = [
     ["runspec"],
-    ["launcher.errors", "launcher.paths", "launcher.yamlfile", "launcher.checks.finding"],
+    ["launcher.errors", "launcher.paths", "launcher.yamlfile"],
     ["launcher.venv"],
     ["launcher.recipes", "launcher.executors"],
     ["launcher.site"],

@@ -1,14 +1,15 @@
-"""What is checked before a run is queued, on the login node and on the nodes."""
+"""What every check shares: what is checked, and what a check found.
 
-from __future__ import annotations
+The checks before the queue, doctor, the node check and the download all answer with findings.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from launcher.checks.finding import Finding
+from launcher.errors import CookbookError
 from launcher.executors import slurm
 from launcher.executors.slurm.limits import Rights
 from launcher.recipes.recipe import Recipe, Resources
@@ -17,6 +18,38 @@ from launcher.site import Site, with_site_defaults
 
 class Skipped(Exception):
     """A check cannot be made here; its text says why."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked: its state, what it is, what was found, and the next step."""
+
+    state: Literal["ok", "warning", "failed", "skipped"]
+    subject: str
+    words: str
+    # Empty if there is nothing to do, or if the words name it already.
+    remedy: str = ""
+
+    @property
+    def line(self) -> str:
+        """What was found and the next step, in one line."""
+        return f"{self.words}: {self.remedy}" if self.remedy else self.words
+
+
+ok = partial(Finding, "ok")
+warning = partial(Finding, "warning")
+failed = partial(Finding, "failed")
+skipped = partial(Finding, "skipped")
+
+
+def of_error(subject: str, error: CookbookError) -> list[Finding]:
+    """Return the faults of an error, which name their remedies themselves."""
+    return [failed(subject, fault) for fault in error.faults]
+
+
+def faults_of(findings: Iterable[Finding]) -> list[str]:
+    """Return what failed, one line per finding."""
+    return [each.line for each in findings if each.state == "failed"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +100,7 @@ def unreadable(path: Path) -> str | None:
         if path.is_dir():
             next(path.iterdir(), None)
         else:
-            with path.open("rb"):
-                pass
+            path.open("rb").close()
     except FileNotFoundError:
         return "does not exist"
     except OSError as error:
@@ -78,6 +110,4 @@ def unreadable(path: Path) -> str | None:
 
 def existing_parent(path: Path) -> Path:
     """Return a path, or the nearest folder above it that exists."""
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(each for each in (path, *path.parents) if each.exists())

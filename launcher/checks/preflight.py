@@ -1,60 +1,46 @@
 """All that can be known on the login node before a job is queued; no fault hides another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
-from launcher.checks import (
-    Check,
-    Context,
-    Skipped,
-    components,
-    dataset,
-    layout,
-    model,
-    scheduler,
-    script,
-    secrets,
-    size,
-)
-from launcher.checks.finding import Finding, faults_of, of_error, skipped
+from launcher import checks
+from launcher.checks import files, recipe, scheduler, size
 from launcher.errors import CookbookError
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
-CHECKS: tuple[tuple[str, bool, Check], ...] = (
-    ("layout", True, layout.layout),
-    ("secrets", True, secrets.secrets),
-    ("script", True, script.script),
-    ("model", False, model.weights),
-    ("tokenizer", False, model.tokenizer),
-    ("dataset", False, dataset.files),
+CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
+    ("layout", True, recipe.layout),
+    ("secrets", True, recipe.secrets),
+    ("script", True, recipe.script),
+    ("model", False, files.weights),
+    ("tokenizer", False, files.tokenizer),
+    ("dataset", False, files.dataset),
     ("GPU memory", False, size.memory),
     ("disk space", False, size.disk),
-    ("components", False, components.components),
+    ("components", False, recipe.components),
     ("Slurm limits", False, scheduler.limits),
     ("sbatch test", False, scheduler.test_only),
 )
 
 
-def check(context: Context, skip: bool = False) -> Iterator[Finding]:
+def check(context: checks.Context, skip: bool = False) -> Iterator[checks.Finding]:
     """Yield what each check finds, in order; skip leaves out those that may be left out."""
     for subject, needed, look in CHECKS:
         if skip and not needed:
-            yield skipped(subject, "--no-check")
+            yield checks.skipped(subject, "--no-check")
         else:
             yield from findings(subject, look, context)
 
 
-def findings(subject: str, look: Check, context: Context) -> list[Finding]:
+def findings(subject: str, look: checks.Check, context: checks.Context) -> list[checks.Finding]:
     """Return what one check finds."""
     try:
         return list(look(context))
-    except Skipped as why:
-        return [skipped(subject, str(why))]
+    except checks.Skipped as why:
+        return [checks.skipped(subject, str(why))]
     except CookbookError as error:
-        return of_error(subject, error)
+        return checks.of_error(subject, error)
 
 
-def faults(context: Context, skip: bool = False) -> list[str]:
+def faults(context: checks.Context, skip: bool = False) -> list[str]:
     """Return all faults, one line each; [] if the run may be queued."""
-    return faults_of(check(context, skip))
+    return checks.faults_of(check(context, skip))

@@ -1,12 +1,9 @@
 """Whether a run fits: its step into the GPU's memory, its checkpoints onto the disk."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable
 
-from launcher.checks import Context, Skipped
-from launcher.checks.finding import Finding, failed, ok
+from launcher.checks import Context, Finding, Skipped, existing_parent, failed, ok
 from launcher.errors import RecipeFault, SlurmFault
 from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
@@ -21,10 +18,8 @@ def memory(context: Context) -> Iterable[Finding]:
     gpu, why = _gpu(context)
     predictor = Predictor(step, gpu, DEFAULT_MFU)
     found = predictor.of(step)
-    shown = (
-        f"{found.peak_gib:.1f} GiB of {gpu.usable_gib:.1f} GiB usable on {gpu.name} ({why}; "
-        "computed, not measured)"
-    )
+    shown = f"{found.peak_gib:.1f} GiB of {gpu.usable_gib:.1f} GiB usable on {gpu.name}"
+    shown += f" ({why}; computed, not measured)"
     if found.fits:
         return [ok("GPU memory", shown)]
     tried = [*remedies(predictor)]
@@ -55,33 +50,25 @@ def _gpu(context: Context) -> tuple[gpus.Gpu, str]:
             known = context.partitions
         except SlurmFault as fault:
             raise Skipped(f"it is not known which GPUs there are: {fault.faults[0]}") from fault
-        wanted = (context.resources.partition or "").split(",")
-        chosen = [
-            p for name, p in known.items() if name in wanted or (p.default and wanted == [""])
-        ]
+        wanted = (context.resources.partition or "").replace(",", " ").split()
+        chosen = [p for name, p in known.items() if name in wanted or (p.default and not wanted)]
         types = {kind for part in chosen for nodes in part.kinds for kind in nodes.gpus if kind}
         named, source = (types.pop() if len(types) == 1 else None), "sinfo"
     if named and (gpu := gpus.by_label(named)):
         return gpu, f"{source}: {named}"
-    raise Skipped(
-        "it is not known which GPUs there are: write gpu: with a name of configs/gpus.yaml into "
-        "the site's file"
-    )
+    write = "write gpu: with a name of configs/gpus.yaml into the site's file"
+    raise Skipped(f"it is not known which GPUs there are: {write}")
 
 
 def disk(context: Context) -> Iterable[Finding]:
     step, config = _step(context), context.config
-    folder = runs_root(context.cluster.root)
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing_parent(runs_root(context.cluster.root))
     # One more than is kept is there while it is written, and the best one beside those.
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))
     checkpoint, export = checkpoint_bytes(step), export_bytes(step)
     needed, free = kept * checkpoint + export, shutil.disk_usage(folder).free
-    shown = (
-        f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f} and the export, "
-        f"{free / GIB:.1f} GiB free in {folder}"
-    )
+    shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
+    shown += f" and the export, {free / GIB:.1f} GiB free in {folder}"
     if needed <= free:
         return [ok("disk space", shown)]
     remedy = "make room, or set COOKBOOK_ROOT to a larger filesystem"

@@ -1,30 +1,27 @@
 """The cookbook command: one file per group of commands, no logic in them."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
-from typing import Any
 
 import click
 
 from launcher import __version__
-from launcher.errors import CookbookError
+from launcher.errors import CookbookError, nearest
 
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
     "recipes": ("recipes", "List the recipes, or show one with everything resolved."),
-    "doctor": ("doctor", "Check whether this site can run the kit."),
-    "download": ("download", "Download a recipe's model and dataset from the Hugging Face Hub."),
+    "doctor": ("check", "Check whether this site can run the kit."),
+    "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Find everything that would stop a run, without queueing it."),
     "estimate": ("recipes", "Compute the memory, time and disk that a recipe needs."),
     "submit": ("submit", "Render a recipe's job script, check it and submit it."),
     "status": ("runs", "Show the state of runs."),
     "watch": ("runs", "Follow a run to its end."),
-    "logs": ("logs", "Show or follow a run's logs."),
+    "logs": ("observe", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Start a run again from its last checkpoint."),
-    "tensorboard": ("tensorboard", "Serve loss curves and profiler traces with TensorBoard."),
+    "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
 }
 
 
@@ -34,19 +31,12 @@ class _Lazy(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in _COMMANDS:
-            return None
+            ctx.fail(f"No such command {cmd_name!r}{nearest(cmd_name, _COMMANDS)}.")
         module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)
         return command
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            from launcher.errors import nearest
-
-            ctx.fail(f"No such command {args[0]!r}{nearest(args[0], _COMMANDS)}.")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -1,9 +1,7 @@
 """Options and arguments of several commands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,19 @@ from launcher import site as sites
 Command = Callable[..., Any]
 
 
-def cluster_option(command: Command) -> Command:
-    """Add --cluster to a command."""
-    return click.option(
-        "--cluster",
-        metavar="NAME",
-        help="Site settings: configs/clusters/NAME.yaml. [default: default]",
-    )(command)
+flag = partial(click.option, is_flag=True)
+json_option = flag("--json", "as_json", help="Print for a program to read.")
+cluster_option = click.option(
+    "--cluster",
+    metavar="NAME",
+    help="Site settings: configs/clusters/NAME.yaml. [default: default]",
+)
+on_nodes_option = click.option(
+    "--on-nodes",
+    multiple=True,
+    metavar="PATH",
+    help="Files under PATH are only on the nodes: do not look for them here.",
+)
 
 
 def recipe_arguments(command: Command) -> Command:
@@ -31,48 +35,30 @@ def recipe_arguments(command: Command) -> Command:
         named = bool(words) and "=" not in words[0] and words[0][:1] not in ("~", "+")
         if named == (recipe is not None):
             what = "is named twice: leave one out" if named else "is missing"
-            raise click.UsageError(
-                f"The recipe {what}. Give it as the first argument or with --recipe NAME; list "
-                "them with: cookbook recipes"
-            )
+            give = "Give it as the first argument or with --recipe NAME; list them with"
+            raise click.UsageError(f"The recipe {what}. {give}: cookbook recipes")
         name, overrides = (words[0], words[1:]) if named else (recipe, words)
         return command(*args, recipe_name=name, overrides=overrides, **options)
 
     called = click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")(called)
-    return click.option(
-        "--recipe", metavar="NAME", help="A recipe's name, or the path of a YAML file."
-    )(called)
+    words = "A recipe's name, or the path of a YAML file."
+    return click.option("--recipe", metavar="NAME", help=words)(called)
 
 
 def resource_options(command: Command) -> Command:
     """Add the most common requests to Slurm to a command."""
+    number = click.IntRange(min=1)
     options = (
-        click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes."),
-        click.option(
-            "--gpus-per-node",
-            type=click.IntRange(min=1),
-            help="GPUs on each node; one rank runs on each.",
-        ),
-        click.option(
-            "--time", metavar="LIMIT", help="Time limit: 04:00:00, 90 (minutes), 2-00:00:00."
-        ),
-        click.option("--partition", metavar="NAME", help="Slurm partition."),
-        click.option("--account", metavar="NAME", help="Slurm account."),
-        click.option("--qos", metavar="NAME", help="Slurm quality of service."),
+        ("--nodes", number, None, "Number of nodes."),
+        ("--gpus-per-node", number, None, "GPUs on each node; one rank runs on each."),
+        ("--time", str, "LIMIT", "Time limit: 04:00:00, 90 (minutes), 2-00:00:00."),
+        ("--partition", str, "NAME", "Slurm partition."),
+        ("--account", str, "NAME", "Slurm account."),
+        ("--qos", str, "NAME", "Slurm quality of service."),
     )
-    for option in reversed(options):
-        command = option(command)
+    for name, kind, metavar, text in reversed(options):
+        command = click.option(name, type=kind, metavar=metavar, help=text)(command)
     return command
-
-
-def on_nodes_option(command: Command) -> Command:
-    """Add --on-nodes to a command."""
-    return click.option(
-        "--on-nodes",
-        multiple=True,
-        metavar="PATH",
-        help="Files under PATH are only on the nodes: do not look for them here.",
-    )(command)
 
 
 def runs_root(cluster: str | None) -> Path:
@@ -83,6 +69,5 @@ def runs_root(cluster: str | None) -> Path:
     return directory.runs_root(sites.load(cluster).root)
 
 
-def note(line: str) -> None:
-    """Print what is no result to standard error."""
-    click.echo(line, err=True)
+# Prints what is no result.
+note = partial(click.echo, err=True)

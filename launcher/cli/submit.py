@@ -1,7 +1,5 @@
 """cookbook submit"""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -9,13 +7,8 @@ import click
 
 from launcher import site as sites
 from launcher.checks import preflight
-from launcher.cli.common import (
-    cluster_option,
-    note,
-    on_nodes_option,
-    recipe_arguments,
-    resource_options,
-)
+from launcher.cli import common
+from launcher.cli.common import note
 from launcher.cli.runs import watch_to_the_end
 from launcher.executors import title
 from launcher.recipes import recipe as recipe_file
@@ -23,21 +16,21 @@ from launcher.workflows import submit as workflow
 
 
 @click.command()
-@recipe_arguments
-@resource_options
-@click.option("--profile", is_flag=True, help="Record profiler traces for TensorBoard.")
+@common.recipe_arguments
+@common.resource_options
+@common.flag("--profile", help="Record profiler traces for TensorBoard.")
 @click.option(
     "--name",
     metavar="LABEL",
     help="Name of the job and part of the run's name. [default: the recipe]",
 )
-@click.option("--dry-run", is_flag=True, help="Print the job script and submit nothing.")
-@click.option("--watch", is_flag=True, help="Follow the run to its end.")
-@click.option("--local", is_flag=True, help="Run the same job script on this host, without Slurm.")
-@click.option("--no-check", is_flag=True, help="Skip the checks that can be skipped.")
-@on_nodes_option
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
-@cluster_option
+@common.flag("--dry-run", help="Print the job script and submit nothing.")
+@common.flag("--watch", help="Follow the run to its end.")
+@common.flag("--local", help="Run the same job script on this host, without Slurm.")
+@common.flag("--no-check", help="Skip the checks that can be skipped.")
+@common.on_nodes_option
+@common.json_option
+@common.cluster_option
 def submit(
     recipe_name: str,
     profile: bool,
@@ -59,9 +52,7 @@ def submit(
     """
     site = sites.load(cluster)
     recipe = recipe_file.load(recipe_name, overrides, resources)
-    if profile:
-        recipe = recipe.profiled()
-    recipe = sites.complete(recipe, site, local)
+    recipe = sites.complete(recipe.profiled() if profile else recipe, site, local)
     for line in recipe.notes:
         note(f"note: {line}")
     planned = workflow.plan(recipe, site, name)

@@ -3,19 +3,15 @@
 huggingface_hub lists, fetches and verifies; the token that it finds is never printed or written.
 """
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-from launcher.checks import existing_parent
-from launcher.checks.finding import Finding, failed, faults_of, of_error, ok
-from launcher.errors import HubFault
-from launcher.hub import fetch, tables
-from launcher.hub.faults import in_words
-from launcher.hub.repository import Repository
-from launcher.hub.wanted import wanted
+from launcher.checks import Finding, existing_parent, failed, faults_of, of_error, ok
+from launcher.checks.files import checkpoint_files, tokenizer_files
+from launcher.errors import HubFault, RecipeFault
+from launcher.hub import fetch
+from launcher.hub.answers import in_words
+from launcher.hub.repository import Repository, Say
 from launcher.recipes.recipe import Recipe
 from launcher.site import Site
 
@@ -28,7 +24,7 @@ def check(
     The findings hold every fault that can be known before the first byte.
     """
     repositories, found = [], []
-    for each in wanted(recipe, cluster, revision):
+    for each in _wanted(recipe, cluster, revision):
         try:
             with in_words(each):
                 each.ask(allow_pickle)
@@ -38,6 +34,37 @@ def check(
         except HubFault as fault:
             found += of_error(each.kind, fault)
     return repositories, found + _room(repositories)
+
+
+def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Repository]:
+    """Return what the recipe names; RecipeFault if there is nothing to fetch.
+
+    revision: the model's, in place of the recipe's.
+    """
+    config = recipe.resolved(cluster.root, "run")
+    block = config.get("hub") or {}
+    if not block:
+        add = "hub: {model: ORGANISATION/NAME, dataset: ORGANISATION/NAME} to it"
+        words = f"recipe {recipe.name} has no hub: block, so there is nothing to download"
+        raise RecipeFault(f"{words}: add {add}, or give +hub.model=ORGANISATION/NAME")
+    found = []
+    if block.get("model"):
+        name, _, named = block["model"].partition("@")
+        checkpointer = config.get("checkpointer") or {}
+        if not checkpointer.get("checkpoint_dir"):
+            words = f"recipe {recipe.name} names no folder for its model: set"
+            raise RecipeFault(f"{words} checkpointer.checkpoint_dir=")
+        folder = Path(str(checkpointer["checkpoint_dir"]))
+        files = [path for path in tokenizer_files(config).values() if path != folder]
+        inside = [str(path.relative_to(folder)) for path in files if path.is_relative_to(folder)]
+        needs = (*checkpoint_files(checkpointer), *inside)
+        found.append(Repository("model", name, revision or named or "main", folder, needs))
+    if block.get("dataset"):
+        name, _, named = block["dataset"].partition("@")
+        # Where jobs look, since their HF_HOME is hf/ of the shared root.
+        folder = cluster.root / "hf" / "hub" / f"datasets--{name.replace('/', '--')}"
+        found.append(Repository("dataset", name, named or "main", folder))
+    return found
 
 
 def _room(repositories: list[Repository]) -> list[Finding]:
@@ -58,11 +85,7 @@ def _room(repositories: list[Repository]) -> list[Finding]:
 
 
 def download(
-    recipe: Recipe,
-    cluster: Site,
-    revision: str | None,
-    allow_pickle: bool,
-    say: Callable[[str], None],
+    recipe: Recipe, cluster: Site, revision: str | None, allow_pickle: bool, say: Say
 ) -> list[Path]:
     """Fetch, verify and record all that the recipe names; return the records' paths.
 
@@ -77,5 +100,5 @@ def download(
         with in_words(each):
             records.append(fetch.fetch(each, f"cookbook download {recipe.given_name}", say))
         if each.kind == "dataset":
-            tables.make(recipe, cluster, each, say)
+            fetch.make_tables(recipe, cluster, each, say)
     return records

@@ -1,23 +1,25 @@
 """A repository of the hub that a recipe names: its files, where they go, and which are there."""
 
-from __future__ import annotations
-
 import glob
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from launcher.errors import HubFault, nearest
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoFile
 
 # Pickles can run code when they are opened; original/ holds the weights again as pickles.
 _PICKLES = (".bin", ".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".joblib")
 # The same weights for other frameworks.
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite", ".ot")
 _FILES_AT_ONCE = 8
+# Tells the user how a download goes on.
+Say = Callable[[str], None]
 
 
 @dataclass
@@ -41,20 +43,12 @@ class Repository:
 
     @property
     def page(self) -> str:
-        from huggingface_hub import constants
-
         return f"{constants.ENDPOINT}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
 
     @property
     def place(self) -> Path:
         """The folder that holds the files under the names of the repository."""
         return self.folder / "snapshots" / self.commit if self.kind == "dataset" else self.folder
-
-    @property
-    def unfinished(self) -> Path:
-        """The folder in which the hub's client keeps unfinished files."""
-        inside = "blobs" if self.kind == "dataset" else ".cache/huggingface/download"
-        return self.folder / inside
 
     @property
     def summary(self) -> str:
@@ -77,9 +71,6 @@ class Repository:
         Raises:
             HubFault: a file that the recipe reads is missing; and the client's own errors.
         """
-        from huggingface_hub import HfApi
-        from huggingface_hub.hf_api import RepoFile
-
         api, kind = HfApi(), self.kind
         self.commit = str(api.repo_info(self.name, repo_type=kind, revision=self.revision).sha)
         # A gated repository shows its index to everybody and its files to some.
@@ -93,9 +84,6 @@ class Repository:
 
     def snapshot(self, revision: str, dry_run: bool = False) -> Any:
         """Hand the files to the hub's client: it keeps what is there and resumes what is cut."""
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-
         if not sys.stderr.isatty():
             disable_progress_bars()
         dataset = self.kind == "dataset"

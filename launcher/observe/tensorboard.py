@@ -1,7 +1,5 @@
 """Serving TensorBoard on 127.0.0.1, to be reached through an SSH tunnel."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import signal
@@ -10,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from launcher import paths
@@ -24,20 +23,13 @@ _PORTS = range(6006, 6106)
 def free_port(wanted: int | None) -> int:
     """Return wanted if nothing listens on it, else the first free port from 6006 on."""
     for port in [wanted] if wanted else _PORTS:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     if wanted:
-        raise UsageFault(
-            f"port {wanted} of 127.0.0.1 is taken: leave --port out, or choose another"
-        )
-    raise PreflightFault(
-        f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on 127.0.0.1: give one with --port"
-    )
+        words = f"port {wanted} of 127.0.0.1 is taken"
+        raise UsageFault(f"{words}: leave --port out, or choose another")
+    words = f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on 127.0.0.1"
+    raise PreflightFault(f"{words}: give one with --port")
 
 
 def tunnel(port: int) -> str:
@@ -56,9 +48,8 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     program = paths.venv_root() / "bin" / "tensorboard"
     if not program.is_file():
-        raise PreflightFault(
-            f"there is no {program}: set up the virtual environment with: bash setup.sh"
-        )
+        words = f"there is no {program}: set up the virtual environment"
+        raise PreflightFault(f"{words} with: bash setup.sh")
     with tempfile.TemporaryDirectory(prefix="cookbook-tensorboard-") as folder:
         for run in chosen:
             # Curves and traces only: a checkpoint folder is slow to walk and holds nothing to show.
@@ -67,11 +58,11 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
             for part in (files.TENSORBOARD, files.PROFILE):
                 (view / part).symlink_to(run.path / part)
         argv = [str(program), f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"]
+        argv.append("--load_fast=false")
         # The profiler's tab logs every file that it opens, and warns about float64 tensors.
         environment = {**os.environ, "TORCH_PROFILER_LOG_LEVEL": "ERROR"}
         say(f"on your own machine:  {tunnel(port)}")
         say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
-        argv += ["--load_fast=false"]
         process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
         try:
             return process.wait()

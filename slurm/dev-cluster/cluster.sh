@@ -114,11 +114,8 @@ parse_options() {
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
         esac
-        if [[ $1 == --accounting ]]; then
-            accounting=1
-            shift
-            continue
-        fi
+        # A switch is read as an option with the value 1.
+        [[ $1 != --accounting ]] || set -- "$1" 1 "${@:2}"
         (($# > 1)) || wrong_usage "$1 needs a value"
         case $1 in
         --name) name=$2 ;;
@@ -128,6 +125,7 @@ parse_options() {
         --gpu-type) gpu_type=$2 ;;
         --requeue-delay) requeue_delay_s=$2 ;;
         --set) set_option "$2" ;;
+        --accounting) accounting=$2 ;;
         esac
         shift 2
     done
@@ -185,35 +183,24 @@ check_root() {
     ((${#state} <= MAX_STATE_LENGTH)) ||
         fail "$state is too long for unix sockets (${#state} characters, at most" \
             "$MAX_STATE_LENGTH): pass a shorter --state or --name"
-    local folder faults=()
+    local folder mode owner listed faults=()
     (umask 066 && mkdir -p -- "$root" 2>/dev/null) || true
     [[ -d $root ]] || fail "cannot make the state folder $root: pass another --state"
     [[ -O $root ]] ||
         fail "$root belongs to $(stat -c %U -- "$root"), not to you: pass another --state"
     [[ -w $root && -x $root ]] || fail "cannot write in $root: pass another --state"
-    folder=$root
-    while :; do
-        check_folder "$folder"
-        [[ $folder == / ]] && break
+    folder=$root/.
+    until [[ $folder == / ]]; do
         folder=$(dirname -- "$folder")
+        read -r mode owner < <(stat -c '%a %u' -- "$folder")
+        ((8#$mode & 8#001)) || faults+=("$folder is closed to others (chmod o+x)")
+        ((owner == 0 || owner == UID)) || faults+=("$folder belongs to $(stat -c %U -- "$folder")")
+        ((8#$mode & 8#1000 || !(8#$mode & 8#022))) ||
+            faults+=("$folder can be changed by others (chmod go-w)")
     done
-    ((!${#faults[@]})) || fail "munged cannot work under $root: $(join '; ' "${faults[@]}")." \
-        "Change that, or pass another --state"
-}
-
-check_folder() { # adds to the caller's faults
-    local mode owner
-    read -r mode owner < <(stat -c '%a %u' -- "$1")
-    ((8#$mode & 8#001)) || faults+=("$1 is closed to others (chmod o+x)")
-    ((owner == 0 || owner == UID)) || faults+=("$1 belongs to $(stat -c %U -- "$1")")
-    ((8#$mode & 8#1000 || !(8#$mode & 8#022))) ||
-        faults+=("$1 can be changed by others (chmod go-w)")
-}
-
-join() { # separator word...
-    local separator=$1 text=$2 word
-    for word in "${@:3}"; do text+=$separator$word; done
-    printf '%s' "$text"
+    ((${#faults[@]})) || return 0
+    printf -v listed '; %s' "${faults[@]}"
+    fail "munged cannot work under $root: ${listed:2}. Change that, or pass another --state"
 }
 
 take_lock() {
@@ -235,7 +222,6 @@ cluster_up() {
     check_root
     take_lock
     check_state_is_ours
-    fresh=1
     if [[ $(daemon_pids) ]]; then
         fresh=0
         [[ $(<"$state/shape") == "$(shape)" ]] ||
@@ -245,8 +231,8 @@ cluster_up() {
             say "cluster '$name' is already up: $(description)"
             return
         fi
-    fi
-    if ((fresh)); then
+    else
+        fresh=1
         stop_cluster
         rm -rf -- "$state"
         write_state
@@ -294,21 +280,16 @@ cluster_down() {
     say "cluster '$name' is down"
 }
 
-# Reads the shape of an existing cluster.
-read_shape() {
-    [[ -f $state/shape ]] || return 1
-    read -r nodes gpus gpu_type _ <"$state/shape"
-    nodes=${nodes#*=} gpus=${gpus#*=} gpu_type=${gpu_type#*=}
-    ! grep -qw accounting=1 "$state/shape" || accounting=1
-}
-
 cluster_status() {
     local daemons=(munged slurmctld) daemon pid dead=0 i
-    if ! read_shape; then
+    if [[ ! -f $state/shape ]]; then
         say "cluster '$name' is not up (nothing in $state); to start it:" \
             "$SCRIPT up --name $name --state $root"
         return 1
     fi
+    read -r nodes gpus gpu_type _ <<<"$(<"$state/shape")"
+    nodes=${nodes#*=} gpus=${gpus#*=} gpu_type=${gpu_type#*=}
+    ! grep -qw accounting=1 "$state/shape" || accounting=1
     ((!accounting)) || daemons+=(mariadbd slurmdbd)
     for ((i = 1; i <= nodes; i++)); do daemons+=("slurmd n$i"); done
     echo "cluster $name: $(<"$state/shape")"

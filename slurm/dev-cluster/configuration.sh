@@ -13,17 +13,13 @@ shape() {
 sorted() { printf '%s\n' "$@" | LC_ALL=C sort; }
 
 free_ports() { # count; prints the first of as many neighbouring TCP ports that nobody uses
-    local address port base attempt
-    local -A used=()
-    while read -r _ address _; do
-        [[ $address != *:* ]] || used[$((16#${address##*:}))]=1
-    done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
+    local used base attempt
+    used=$(sed -nE 's/^ *[0-9]+: [0-9A-F]+:([0-9A-F]+) .*/\1/p' /proc/net/tcp{,6} 2>/dev/null) || true
     for ((attempt = 0; attempt < 1000; attempt++)); do
         # Below the ports that the kernel assigns itself, so that a restarted daemon can use its port again.
         base=$((20000 + (RANDOM * 32768 + RANDOM) % 12000))
-        for ((port = base; port < base + $1; port++)); do
-            [[ ! ${used[$port]:-} ]] || continue 2
-        done
+        # shellcheck disable=SC2046 # one word per port
+        grep -qxF -f <(printf '%04X\n' $(seq "$base" $((base + $1 - 1)))) <<<"$used" && continue
         echo "$base"
         return
     done
@@ -31,8 +27,7 @@ free_ports() { # count; prints the first of as many neighbouring TCP ports that 
 }
 
 write_state() {
-    local i
-    local port
+    local i port
     mkdir -m 0711 -- "$state" "$state"/{dev,spool}
     shape >"$state/shape"
     mkdir -m 0700 -- "$state"/{controller,log}
@@ -75,9 +70,8 @@ EOT
 }
 
 write_configuration() {
-    local version key user host node_gres=''
+    local key user host node_gres=''
     user=$(id -un) host=$(uname -n)
-    version=$(slurmd -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
     {
         cat <<EOT
 ClusterName=$name
@@ -118,7 +112,7 @@ EOT
     ((!gpus)) ||
         echo "Name=gpu Type=$gpu_type File=$state/dev/nvidia[0-$((gpus - 1))]" >"$state/gres.conf"
     # Slurm knows this value since 24.05, and without it asks for cgroups that a container lacks.
-    if printf '24.05\n%s\n' "$version" | sort -VC; then
+    if printf '24.05\n%s\n' "$(slurmd -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)" | sort -VC; then
         echo "CgroupPlugin=disabled" >"$state/cgroup.conf"
     fi
 }

@@ -5,20 +5,17 @@
 # Starts each daemon that does not run, and waits for it.
 start_cluster() {
     local i
-    if none_left daemon_pids munged; then
+    [[ $(daemon_pids munged) ]] ||
         start_daemon munged munged --key-file="$state/munge.key" --socket="$socket" \
             --pid-file="$state/munged.pid" --log-file="$state/log/munged.log" \
             --seed-file="$state/munge.seed" --num-threads=2 || give_up munged "munged did not start"
-    fi
     ((!accounting)) || start_accounting
-    if none_left daemon_pids slurmctld; then
-        start_daemon slurmctld slurmctld -f "$conf" || give_up slurmctld "slurmctld did not start"
-    fi
+    [[ $(daemon_pids slurmctld) ]] || start_daemon slurmctld slurmctld -f "$conf" ||
+        give_up slurmctld "slurmctld did not start"
     wait_until "$READY_TIMEOUT_S" controller_settled || true
     controller_answers || give_up slurmctld "slurmctld does not answer"
     for ((i = 1; i <= nodes; i++)); do
-        none_left daemon_pids slurmd "n$i" || continue
-        start_daemon "slurmd-n$i" slurmd -f "$conf" -N "n$i" ||
+        [[ $(daemon_pids slurmd "n$i") ]] || start_daemon "slurmd-n$i" slurmd -f "$conf" -N "n$i" ||
             give_up "slurmd-n$i" "slurmd of n$i did not start"
     done
     wait_until "$READY_TIMEOUT_S" nodes_settled || true
@@ -33,11 +30,10 @@ start_accounting() {
         wait_until "$READY_TIMEOUT_S" database_settled || true
         [[ -S $database/socket ]] || give_up mariadbd "mariadbd did not start"
     fi
-    if none_left daemon_pids slurmdbd; then
-        # This variable names the socket for the database's client library.
+    # The variable names the socket for the database's client library.
+    [[ $(daemon_pids slurmdbd) ]] ||
         start_daemon slurmdbd env MYSQL_UNIX_PORT="$database/socket" slurmdbd ||
-            give_up slurmdbd "slurmdbd did not start"
-    fi
+        give_up slurmdbd "slurmdbd did not start"
     wait_until "$READY_TIMEOUT_S" accounting_settled || true
     accounting_answers || give_up slurmdbd "slurmdbd does not answer"
     # Without this cluster and an account for the user, the controller would refuse every job.

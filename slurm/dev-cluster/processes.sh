@@ -13,12 +13,8 @@ daemon_pids() { # [daemon [node]]
     for pid in $(pids_matching cmdline -zxF -e "$conf" -e "--socket=$socket" \
         -e "--socket=$database/socket"); do
         daemon=$(cat "/proc/$pid/comm" 2>/dev/null) || continue
-        [[ $daemon == "${1:-$daemon}" ]] || continue
-        case $daemon in
-        slurmd) [[ ! ${2:-} ]] || grep -qzxF -- "$2" "/proc/$pid/cmdline" 2>/dev/null || continue ;;
-        munged | slurmctld | mariadbd) ;;
-        *) continue ;;
-        esac
+        [[ $daemon =~ ^(munged|slurmctld|slurmd|mariadbd)$ && $daemon == "${1:-$daemon}" ]] || continue
+        [[ ! ${2:-} ]] || grep -qzxF -- "$2" "/proc/$pid/cmdline" 2>/dev/null || continue
         echo "$pid"
     done
     [[ ${1:-slurmdbd} == slurmdbd ]] || return 0

@@ -16,8 +16,7 @@ import pytest
 
 from launcher import checks, paths
 from launcher import site as cluster
-from launcher.checks import doctor, preflight, scheduler
-from launcher.checks.finding import Finding
+from launcher.checks import Finding, doctor, preflight, scheduler
 from launcher.executors import slurm
 from launcher.recipes import recipe
 from launcher.render import job_script

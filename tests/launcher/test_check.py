@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 from launcher import checks, paths
 from launcher import site as cluster
-from launcher.checks import dataset, preflight
-from launcher.checks.finding import Finding
-from launcher.checks.scheduler import job
+from launcher.checks import Finding, files, preflight
+from launcher.checks.scheduler import partition
 from launcher.executors import slurm
 from launcher.recipes import recipe
 from tests.launcher.kit import Kit, until
@@ -257,9 +256,9 @@ def test_a_reason_never_seen_before_stands_alone():
     ("memory", "mib"), [(None, 0), ("0", 0), ("900G", 921600), ("500", 500), ("2T", 2097152)]
 )
 def test_memory_is_read_as_slurm_reads_it(memory, mib):
-    assert job.megabytes(memory) == mib
+    assert partition.megabytes(memory) == mib
 
 
 def test_wildcards_and_addresses_are_left_to_the_library():
     block = {"source": "json", "data_files": ["a.jsonl", "b/*.jsonl", "https://x/y.jsonl"]}
-    assert dataset.data_files(block) == [Path("a.jsonl")]
+    assert files.data_files(block) == [Path("a.jsonl")]

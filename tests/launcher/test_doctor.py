@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.checks.finding import failed, warning
-from launcher.checks.nodes import gpus, table
-from launcher.checks.nodes.ask import NodeReport
+from launcher.checks import failed, warning
+from launcher.checks.doctor import nodes, report
+from launcher.checks.doctor.ask import NodeReport
 from tests.launcher.hub_server import serving
 from tests.launcher.kit import FAKE_TOKEN, Kit
 
@@ -257,7 +257,7 @@ def test_what_several_nodes_report_alike_is_one_finding():
         for name in ("n1", "n2", "n10")
     ]
     other = failed("clock", "n10 is 70.0 s behind this machine", "ask the administrators")
-    one, same = table.joined([*found, other], ["n1", "n2", "n10"])
+    one, same = nodes.joined([*found, other], ["n1", "n2", "n10"])
     assert one.words == "n1,n2,n10 has no nvidia-smi" and same == other
     assert one.remedy == "exclude it: resources.exclude=n1,n2,n10"
 
@@ -265,11 +265,11 @@ def test_what_several_nodes_report_alike_is_one_finding():
 def test_a_table_of_nodes_has_a_row_for_those_without_a_report():
     values = {"finished": ["yes"], "python": ["3.11.7"], "packages": ["torch"], "gpu": []}
     whole = NodeReport("n2", {**values, "interface": ["eth0 up", "ib0 down"]}, skew_s=1.25)
-    head, first, late, last = table.table(table.rows([whole], {"n10": "no answer", "n9": "down"}))
+    head, first, late, last = nodes.table(nodes.rows([whole], {"n10": "no answer", "n9": "down"}))
     assert head.split()[:4] == ["NODE", "REACHED", "FILES", "SKEW"]
     assert first.split()[:4] == ["n2", "yes", "NOT", "SHARED"] and first.endswith("eth0")
     assert late.split() == ["n9", "down"] and last.split() == ["n10", "no", "answer"]
-    assert gpus.all_reduce([whole]).words == "the nodes did not finish it"
+    assert report.all_reduce([whole]).words == "the nodes did not finish it"
     whole.values["all_reduce"] = ["4 16 0.0432 0.39"]
     told = "4 ranks on 1 nodes: 16 MiB in 43.2 ms, 0.39 GB/s bus bandwidth"
-    assert gpus.all_reduce([whole]).words == told
+    assert report.all_reduce([whole]).words == told

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from launcher.checks import Context
 from launcher.checks.scheduler import accounting, partition
-from launcher.checks.scheduler.job import Job
+from launcher.checks.scheduler.partition import Job
 from launcher.executors.slurm.cluster import Nodes, Partition
 from launcher.executors.slurm.limits import Association, Rights, Rules
 from launcher.recipes import recipe

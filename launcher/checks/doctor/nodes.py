@@ -1,105 +1,122 @@
-"""Which nodes doctor asks, and what their reports come to."""
+"""Which nodes doctor asks, what their reports come to, and the table of a node check."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+import re
+from dataclasses import replace
 
 from launcher import venv
+from launcher.checks import Finding, failed, of_error, ok, skipped
+from launcher.checks.doctor.ask import NodeReport, Options, Question, ask, natural
+from launcher.checks.doctor.report import all_reduce, node_findings
 from launcher.checks.doctor.slurm import SlurmAnswers
-from launcher.checks.finding import Finding, failed, of_error, ok, skipped
-from launcher.checks.nodes import ask, table
-from launcher.checks.nodes.findings import findings as node_findings
-from launcher.checks.nodes.gpus import all_reduce
 from launcher.errors import CookbookError
 from launcher.executors.slurm import Node
 
+# Stands for the node's name in what several nodes report alike.
+_NODE = "\0"
 
-@dataclass(frozen=True)
-class Options:
-    """Whether one node is asked or every node, at most `nodes` of them, and for how long."""
-
-    every_node: bool = False
-    nodes: int | None = None
-    wait_s: float = 3
-    limit_s: float = 20
-
-    @classmethod
-    def node_check(cls, nodes: int | None, wait_s: float | None) -> Options:
-        """Return the options of a node check; imports on a cold filesystem take a minute."""
-        wait_s = wait_s or 60
-        return cls(every_node=True, nodes=nodes, wait_s=wait_s, limit_s=300 + wait_s)
+# A node as the table shows it, by column.
+Row = dict[str, str]
 
 
-def findings(site: SlurmAnswers, options: Options) -> tuple[list[Finding], list[table.Row]]:
+def findings(site: SlurmAnswers, options: Options) -> tuple[list[Finding], list[Row]]:
     """Ask one node, or every usable node of the partition, by one short job."""
     usable = [node for node in site.own_nodes if node.usable]
-    chosen = usable[: options.nodes] if options.every_node else []
-    count = len(chosen) if options.every_node else 1
     if not usable:
         words = f"partition {site.partition} has no usable node to ask"
         return [skipped("nodes", words, "try again later, or with another --cluster")], []
+    chosen = usable[: options.nodes] if options.every_node else []
+    count = len(chosen) or 1
     gpus = min(sum(node.gpus.values()) for node in (chosen or usable))
-    gpus = gpus if options.every_node else min(1, gpus)
-    question = ask.Question(
-        cluster=site.cluster,
-        options=_srun_options(site, chosen, gpus),
-        nodes=count,
-        full=options.every_node,
-        cuda=venv.torch_build()[1],
-        gpus_per_node=gpus,
-        wait_s=options.wait_s,
-        limit_s=options.limit_s,
-    )
+    gpus = gpus if chosen else min(1, gpus)
+    srun = site.options(("account", "qos", "constraint", "reservation"), gpus)
+    srun.append(f"--partition={site.partition}")
+    if chosen:
+        srun.append(f"--nodelist={','.join(node.name for node in chosen)}")
+    question = Question(site.cluster, srun, count, gpus, venv.torch_build()[1], options)
     try:
-        step, reports = ask.ask(question)
+        step, reports = ask(question)
     except CookbookError as error:
         return of_error("nodes", error), []
     if step.pending:
-        words = f"a job on {count} nodes" if count > 1 else "a job on 1 node"
-        words += f" of {site.partition} did not start within {options.wait_s:.0f} s"
+        words = f"a job on {count} node{'s' * (count > 1)} of {site.partition} did not start within"
         remedy = "try again when the queue is shorter, or wait longer with --wait SECONDS"
-        return [skipped("nodes", f"{words} and was cancelled", remedy)], []
+        words += f" {options.wait_s:.0f} s and was cancelled"
+        return [skipped("nodes", words, remedy)], []
     if not reports:
         words = step.words or f"srun ended with status {step.exit_code} and no message"
         remedy = "try that srun by hand: srun --nodes=1 hostname"
         return [failed("nodes", f"no node could be asked: {words}", remedy)], []
-    found = [finding for report in reports for finding in node_findings(report, question)]
-    silent = {node.name for node in chosen} - {report.name for report in reports}
+    found = [finding for each in reports for finding in node_findings(each, question)]
+    silent = {node.name for node in chosen} - {each.name for each in reports}
     found += [
         failed("nodes", f"{name} did not answer", f"exclude it: resources.exclude={name}")
         for name in sorted(silent)
     ]
-    if not options.every_node:
+    if not chosen:
         return found, []
-    return _summary(site, chosen, reports, found, silent)
-
-
-def _srun_options(site: SlurmAnswers, chosen: list[Node], gpus: int) -> list[str]:
-    options = site.options(("account", "qos", "constraint", "reservation"), gpus)
-    if site.partition:
-        options.append(f"--partition={site.partition}")
-    if chosen:
-        options.append(f"--nodelist={','.join(node.name for node in chosen)}")
-    return options
-
-
-def _summary(
-    site: SlurmAnswers,
-    chosen: list[Node],
-    reports: list[ask.NodeReport],
-    found: list[Finding],
-    silent: set[str],
-) -> tuple[list[Finding], list[table.Row]]:
-    """Return what needs attention and the result of the all-reduce; the table shows the rest."""
-    asked = {node.name for node in chosen}
-    others = {
-        node.name: f"not asked: {node.state}"
-        + (f" ({node.reason})" if node.reason not in ("", "none") else "")
-        for node in site.own_nodes
-        if node.name not in asked
-    }
+    others = {node.name: _not_asked(node) for node in site.own_nodes if node not in chosen}
     others |= dict.fromkeys(silent, "no answer")
+    # What needs attention and the result of the all-reduce; the table shows the rest.
     attention = [finding for finding in found if finding.state != "ok"]
-    together = table.joined([*attention, all_reduce(reports)], [each.name for each in reports])
+    attention.append(all_reduce(reports))
     words = f"{len(reports)} of {len(site.own_nodes)} nodes of {site.partition} asked"
-    return [ok("nodes", words), *together], table.rows(reports, others)
+    together = joined(attention, [each.name for each in reports])
+    return [ok("nodes", words), *together], rows(reports, others)
+
+
+def _not_asked(node: Node) -> str:
+    reason = "" if node.reason in ("", "none") else f" ({node.reason})"
+    return f"not asked: {node.state}{reason}"
+
+
+def joined(found: list[Finding], nodes: list[str]) -> list[Finding]:
+    """Return findings that differ only by the node's name as one, which names all the nodes."""
+    alike: dict[Finding, list[str]] = {}
+    for each in found:
+        pattern = re.compile(rf"\b({'|'.join(map(re.escape, nodes))})\b")
+        name = match.group() if (match := pattern.search(each.words)) else ""
+        alike.setdefault(_renamed(each, name, _NODE), []).append(name)
+    return [_renamed(each, _NODE, ",".join(names)) for each, names in alike.items()]
+
+
+def _renamed(finding: Finding, name: str, other: str) -> Finding:
+    if not name:
+        return finding
+    pattern = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+    words, remedy = (pattern.sub(other, text) for text in (finding.words, finding.remedy))
+    return replace(finding, words=words, remedy=remedy)
+
+
+def rows(reports: list[NodeReport], others: dict[str, str]) -> list[Row]:
+    """Return one row per node; others are those without a report, and why."""
+    found = [_row(each) for each in reports]
+    return found + [{"node": name, "reached": others[name]} for name in sorted(others, key=natural)]
+
+
+def _row(report: NodeReport) -> Row:
+    both_ways = report.yes("shared_read") and report.seen_here and report.yes("checkout")
+    free, packages = report.disk_gib, report.one("packages", "fault")
+    gpus = [gpu[1] for gpu in report.gpus]
+    return {
+        "node": report.name,
+        "reached": "yes" if report.yes("finished") else "in part",
+        "files": "shared" if both_ways else "NOT SHARED",
+        "skew": f"{report.skew_s:+.1f} s",
+        "python": report.one("python", "-"),
+        "import": "failed"
+        if packages.startswith(("fault", "missing"))
+        else f"{report.import_s:.1f} s",
+        "gpus": f"{len(gpus)} x {gpus[0]}" if gpus else f"{report.one('gpus_given', '0')} by Slurm",
+        "disk": "-" if free is None else f"{free:.0f} GiB",
+        "network": ",".join(report.interfaces) or "-",
+    }
+
+
+def table(nodes: list[Row]) -> list[str]:
+    """Return rows as lines under a head; a row with few columns has a reason in its last one."""
+    columns = max(nodes, key=len)
+    whole = [row for row in nodes if len(row) == len(columns)]
+    widths = [max(len(name), *(len(row[name]) for row in whole)) for name in columns]
+    head = [name.upper() for name in columns]
+    lines = [head, *([row.get(name, "") for name in columns] for row in nodes)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

@@ -1,12 +1,10 @@
 """What Slurm says of itself: controllers, partitions, accounting, the site file, MUNGE."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from launcher.checks.finding import Finding, failed, ok, skipped, warning
+from launcher.checks import Finding, failed, ok, skipped, warning
 from launcher.checks.scheduler.accounting import account_faults
 from launcher.errors import SlurmFault, nearest
 from launcher.executors import slurm
@@ -28,8 +26,7 @@ class SlurmAnswers:
     @property
     def partition(self) -> str | None:
         """The partition that jobs go to unless they say otherwise."""
-        named = self.cluster.resources.get("partition")
-        if named:
+        if named := self.cluster.resources.get("partition"):
             return str(named).split(",")[0]
         return next((each.name for each in self.partitions.values() if each.default), None)
 
@@ -50,10 +47,9 @@ class SlurmAnswers:
 
 def ask(cluster: Site) -> SlurmAnswers:
     """Ask the controller; SlurmFault if it does not answer."""
-    controllers, configuration = slurm.controllers(), slurm.configuration()
+    up, configuration = slurm.controllers(), slurm.configuration()
     rights = slurm.rights(configuration)
-    partitions, nodes = slurm.partitions(), slurm.nodes()
-    return SlurmAnswers(cluster, controllers, configuration, partitions, nodes, rights)
+    return SlurmAnswers(cluster, up, configuration, slurm.partitions(), slurm.nodes(), rights)
 
 
 def controllers(site: SlurmAnswers) -> list[Finding]:
@@ -69,27 +65,25 @@ def controllers(site: SlurmAnswers) -> list[Finding]:
 
 
 def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
+    subject = "partitions"
     if not site.partitions:
         remedy = "ask the site's administrators for access to one"
-        yield failed("partitions", "you can see no partition", remedy)
+        yield failed(subject, "you can see no partition", remedy)
     for partition in site.partitions.values():
         nodes = [node for node in site.nodes if node.partition == partition.name]
-        gpus = Counter(
-            f"{count} x {kind}" if kind else f"{count} GPUs"
-            for node in nodes
-            for kind, count in node.gpus.items()
-        )
+        kinds = [kind for node in nodes for kind in node.gpus.items()]
+        gpus = Counter(f"{count} x {kind}" if kind else f"{count} GPUs" for kind, count in kinds)
         each = ", ".join(f"{count} with {gpu}" for gpu, count in sorted(gpus.items()))
-        words = f"{partition.name}{' (default)' if partition.default else ''}: {len(nodes)} nodes"
+        words = f"{partition.name}{' (default)' * partition.default}: {len(nodes)} nodes"
         words += f" ({each})" if each else " without GPUs"
         words += f", time limit {partition.time_limit}"
         words += f", {sum(node.state.startswith('idle') for node in nodes)} idle"
         out = [node for node in nodes if not node.usable]
         if nodes and len(out) == len(nodes):
             words += f"; none can be used ({out[0].state}: {out[0].reason})"
-            yield warning("partitions", words, "wait, or choose another --partition")
+            yield warning(subject, words, "wait, or choose another --partition")
         else:
-            yield ok("partitions", words + (f"; {len(out)} cannot be used" if out else ""))
+            yield ok(subject, words + (f"; {len(out)} cannot be used" if out else ""))
 
 
 def _accounting(site: SlurmAnswers) -> list[Finding]:
@@ -100,10 +94,10 @@ def _accounting(site: SlurmAnswers) -> list[Finding]:
     if rights is None:
         words = "this cluster keeps it, and sacctmgr does not answer here"
         return [warning(subject, words, "tell the administrators; runs do not need it")]
+    if not rights.mine and "associations" in rights.enforced:
+        words = "you have no account, and jobs without one are refused"
+        return [failed(subject, words, "ask the administrators for an account")]
     if not rights.mine:
-        if "associations" in rights.enforced:
-            words = "you have no account, and jobs without one are refused"
-            return [failed(subject, words, "ask the administrators for an account")]
         return [ok(subject, "it answers, and lists no account of yours; jobs run without one")]
     mine = sorted({f"{each.account}{' (default)' * each.default}" for each in rights.mine})
     qos = sorted({name for each in rights.mine for name in each.qos})
@@ -120,12 +114,9 @@ def _site_file(site: SlurmAnswers) -> list[Finding]:
     named = ", ".join(f"{key} {value}" for key, value in asked.items() if value)
     if not named:
         return [ok(subject, "it names no partition, account or QoS; Slurm's own defaults apply")]
+    fix, unknown = f"fix {origin}; there are {', '.join(site.partitions)}", "there is no partition"
     found = [
-        failed(
-            subject,
-            f"there is no partition {name!r}{nearest(name, site.partitions)}",
-            f"fix {origin}; there are {', '.join(site.partitions)}",
-        )
+        failed(subject, f"{unknown} {name!r}{nearest(name, site.partitions)}", fix)
         for name in str(asked["partition"] or "").split(",")
         if name and name not in site.partitions
     ]

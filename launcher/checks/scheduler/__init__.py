@@ -1,13 +1,10 @@
 """What Slurm would refuse, or accept and then let wait forever."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
-from launcher.checks import Context, Skipped
-from launcher.checks.finding import Finding, failed, ok
-from launcher.checks.scheduler import accounting, nodes, partition
-from launcher.checks.scheduler.job import SUBJECT, Job
+from launcher.checks import Context, Finding, Skipped, failed, ok
+from launcher.checks.scheduler import accounting, partition
+from launcher.checks.scheduler.partition import SUBJECT, Job
 from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout, nearest
 from launcher.executors import slurm
 from launcher.render import job_script
@@ -27,10 +24,9 @@ def limits(context: Context) -> Iterable[Finding]:
     wanted = resources.partition.split(",") if resources.partition else []
     shown = ", ".join(name for name in known if partition.is_open(rules.get(name)))
     choose = f"choose one of {shown} with --partition"
+    unknown = "there is no partition {!r} on this cluster{}"
     found = [
-        failed(
-            SUBJECT, f"there is no partition {name!r} on this cluster{nearest(name, known)}", choose
-        )
+        failed(SUBJECT, unknown.format(name, nearest(name, known)), choose)
         for name in wanted
         if name not in known
     ]
@@ -43,7 +39,7 @@ def limits(context: Context) -> Iterable[Finding]:
     refused = [[*partition.faults(job), *accounting.limit_faults(job)] for job in jobs]
     if all(refused):  # one that takes the job is enough
         found += dict.fromkeys(fault for faults in refused for fault in faults)
-    found += nodes.faults(context, chosen)
+    found += partition.node_faults(context, chosen)
     names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
     return found or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
 

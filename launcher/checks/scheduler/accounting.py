@@ -1,22 +1,19 @@
 """What Slurm's accounting says to a job: accounts, QoS, their limits and what is left of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
-from launcher.checks.finding import Finding, failed
-from launcher.checks.scheduler.job import SHORTER, SUBJECT, Job
+from launcher.checks import Finding, failed
+from launcher.checks.scheduler.partition import SHORTER, SUBJECT, Job
 from launcher.errors import nearest
 from launcher.executors.slurm.limits import Limits, Rights
 
 # Slurm's trackable resources (TRES), and what changes how much of them is asked for.
-_THINGS = {"node": "nodes", "cpu": "CPUs", "mem": "MiB of memory", "gres/gpu": "GPUs"}
-_LOWER = {
-    "node": "lower --nodes",
-    "cpu": "lower resources.cpus_per_gpu or --nodes",
-    "mem": "lower resources.mem or --nodes",
-    "gres/gpu": "lower --nodes or --gpus-per-node",
+_THINGS = {
+    "node": ("nodes", "--nodes"),
+    "cpu": ("CPUs", "resources.cpus_per_gpu or --nodes"),
+    "mem": ("MiB of memory", "resources.mem or --nodes"),
+    "gres/gpu": ("GPUs", "--nodes or --gpus-per-node"),
 }
 _TOGETHER = "gives all its jobs together {}"
 
@@ -35,9 +32,7 @@ def account_faults(rights: Rights | None, account: str | None, qos: str | None) 
     if account and account not in accounts:
         words = f"you have no account {account!r}{nearest(account, accounts)} on this cluster"
         return [failed(SUBJECT, words, f"choose one of {', '.join(accounts)} with --account")]
-    usable = [
-        each for each in rights.mine if (each.account == account if account else each.default)
-    ]
+    usable = [each for each in rights.mine if each.serves(account)]
     names = sorted({name for each in usable for name in each.qos})
     if qos and names and qos not in names and "qos" in rights.enforced:
         words = f"account {usable[0].account} may not use the QoS {qos!r}{nearest(qos, names)}"
@@ -107,8 +102,8 @@ def _more(asked: dict[str, int], kind: str, gives: str, levels: list[Limits]) ->
         most = getattr(first, kind)[name] if first else amount
         if first and amount > most:
             words = f"{_amount(name, amount)} asked for, and {first.owner} {gives.format(most)}"
-            remedy = _LOWER.get(name, _LOWER["gres/gpu"])
-            yield failed(SUBJECT, f"{words}: the job would never start", remedy)
+            _, lower = _THINGS.get(name, _THINGS["gres/gpu"])
+            yield failed(SUBJECT, f"{words}: the job would never start", f"lower {lower}")
 
 
 def _less(asked: dict[str, int], levels: list[Limits]) -> Iterator[Finding]:
@@ -125,12 +120,12 @@ def _budget(job: Job, accounts: list[Limits], safe: bool) -> Iterator[Finding]:
         for name, left in each.budget_min.items():
             may_take = job.tres.get(name, 0) * (job.resources.time_s or 0) / 60
             if name in job.tres and (left <= 0 or (safe and may_take > left)):
-                what = f"{_THINGS.get(name, name).removesuffix('s')}-hours"
+                what = f"{_THINGS.get(name, [name])[0].removesuffix('s')}-hours"
                 words = f"{each.owner} has {max(0, left) / 60:.1f} {what} left, and the run may"
                 remedy = "ask the administrators for more"
                 yield failed(SUBJECT, f"{words} take {may_take / 60:.1f}", remedy)
 
 
 def _amount(name: str, amount: int) -> str:
-    what = _THINGS.get(name, f"GPUs of type {name.rpartition(':')[2]}")
+    what = _THINGS.get(name, [f"GPUs of type {name.rpartition(':')[2]}"])[0]
     return f"{amount} {what} are"

@@ -1,7 +1,5 @@
 """What a partition, a QoS and an account allow, from scontrol and sacctmgr."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re
@@ -65,13 +63,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Association:
-    """An account that this user may use, in all partitions ("") or in one, and its QoS."""
+    """An account that this user may use, in all partitions ("") or in one, and its QoS.
+
+    default_qos is that of a job that names none, "" if Slurm says none.
+    """
 
     account: str
     partition: str
     qos: tuple[str, ...]
     default_qos: str
     default: bool
+
+    def serves(self, account: str | None) -> bool:
+        """Whether a job of an account (None: the default one) has it."""
+        return self.account == account if account else self.default
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,8 @@ class Rights:
 
     def place(self, account: str | None, partition: str) -> Association | None:
         """Return the association that a job of an account (None: the default one) would have."""
-        found = [
-            each
-            for each in self.mine
-            if (each.account == account if account else each.default)
-            and each.partition in ("", partition)
-        ]
+        serving = (each for each in self.mine if each.serves(account))
+        found = (each for each in serving if each.partition in ("", partition))
         return max(found, key=lambda each: each.partition, default=None)
 
     def lineage(self, account: str) -> list[str]:
@@ -111,27 +112,26 @@ class Rights:
 
 def rules() -> dict[str, Rules]:
     """Return the rules of every partition by name, also of those that are hidden from this user."""
-    found = {}
     text = run(["scontrol", "--all", "--oneliner", "show", "partition"])
-    for line in text.splitlines():
-        values = _pairs(line)
-        if "PartitionName" not in values:
-            continue
-        found[values["PartitionName"]] = Rules(
-            state=values.get("State", "UP"),
-            hidden=values.get("Hidden") == "YES",
-            max_nodes=int(most) if (most := values.get("MaxNodes", "")).isdigit() else None,
-            min_nodes=int(values.get("MinNodes", "0")),
-            groups=_names(values.get("AllowGroups")),
-            accounts=_names(values.get("AllowAccounts")),
-            denied_accounts=_names(values.get("DenyAccounts")),
-            allowed_qos=_names(values.get("AllowQos")),
-            denied_qos=_names(values.get("DenyQos")),
-            qos=next(iter(_names(values.get("QoS"))), None),
-            reservation_only=values.get("ReqResv") == "YES",
-            root_only=values.get("RootOnly") == "YES",
-        )
-    return found
+    found = map(_pairs, text.splitlines())
+    return {each["PartitionName"]: _rules(each) for each in found if "PartitionName" in each}
+
+
+def _rules(values: dict[str, str]) -> Rules:
+    return Rules(
+        state=values.get("State", "UP"),
+        hidden=values.get("Hidden") == "YES",
+        max_nodes=int(most) if (most := values.get("MaxNodes", "")).isdigit() else None,
+        min_nodes=int(values.get("MinNodes", "0")),
+        groups=_names(values.get("AllowGroups")),
+        accounts=_names(values.get("AllowAccounts")),
+        denied_accounts=_names(values.get("DenyAccounts")),
+        allowed_qos=_names(values.get("AllowQos")),
+        denied_qos=_names(values.get("DenyQos")),
+        qos=next(iter(_names(values.get("QoS"))), None),
+        reservation_only=values.get("ReqResv") == "YES",
+        root_only=values.get("RootOnly") == "YES",
+    )
 
 
 def keeps_accounting(configured: dict[str, str]) -> bool:
@@ -163,50 +163,42 @@ def rights(configured: dict[str, str]) -> Rights | None:
             places, qos, accounts = pool.map(partial(run, timeout_s=10), questions)
     except SlurmFault:
         return None
-    own, groups, parents = _account_limits(accounts)
-    enforced = configured.get("AccountingStorageEnforce", "none").lower()
-    return Rights(
-        enforced=frozenset(_names(enforced)),
-        mine=tuple(_associations(places, configured.get("ClusterName", ""))),
-        qos=_qos_limits(qos),
-        own=own,
-        groups=groups,
-        parents=parents,
-    )
+    enforced = frozenset(_names(configured.get("AccountingStorageEnforce", "none").lower()))
+    mine = tuple(_associations(places, configured.get("ClusterName", "")))
+    return Rights(enforced, mine, _qos_limits(qos), *_limits(accounts))
 
 
 def _pairs(line: str) -> dict[str, str]:
-    return {
-        key: value
-        for key, equals, value in (word.partition("=") for word in line.split())
-        if equals
-    }
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def _names(text: str | None) -> tuple[str, ...]:
     return () if text in (None, "", "ALL", "N/A", "(null)") else tuple(str(text).split(","))
 
 
+def _rows(text: str, fields: str) -> list[list[str]]:
+    """Return sacctmgr's rows that have all fields."""
+    rows = (line.split("|") for line in text.splitlines())
+    return [row for row in rows if len(row) == fields.count(",") + 1]
+
+
 def _associations(text: str, cluster: str) -> Iterable[Association]:
-    for row in (line.split("|") for line in text.splitlines()):
-        if len(row) == 6 and row[0] == cluster:
-            _, account, partition, qos, default_qos, default = row
-            yield Association(account, partition, _names(qos), default_qos, account == default)
+    for found, account, partition, named, default_qos, default in _rows(text, _ASSOCIATION_FIELDS):
+        if found == cluster:
+            qos = _names(named)
+            default_qos = default_qos or ("normal" if "normal" in qos else "")
+            yield Association(account, partition, qos, default_qos, account == default)
 
 
 def _qos_limits(text: str) -> dict[str, Limits]:
-    found = {}
-    for row in (line.split("|") for line in text.splitlines()):
-        if len(row) == 9:
-            name, flags, time_limit, *tres = row
-            kept = frozenset(_names(flags))
-            found[name] = Limits(f"QoS {name}", kept, time_limit, *map(_tres, tres))
-    return found
+    return {
+        name: Limits(f"QoS {name}", frozenset(_names(flags)), time_limit, *map(_tres, tres))
+        for name, flags, time_limit, *tres in _rows(text, _QOS_FIELDS)
+    }
 
 
-def _account_limits(
-    text: str,
-) -> tuple[dict[tuple[str, str], Limits], dict[str, Limits], dict[str, str]]:
+def _limits(text: str) -> tuple[dict[tuple[str, str], Limits], dict[str, Limits], dict[str, str]]:
+    """Return the limits of associations and of accounts, and each account's parent."""
     own, groups, parents = {}, {}, {}
     for values in map(_pairs, text.splitlines()):
         if "Account" not in values or "GrpTRES" not in values:

@@ -1,7 +1,5 @@
 """Why a job waits or is refused: Slurm's reasons (squeue's manual page) in plain English."""
 
-from __future__ import annotations
-
 import re
 
 # A pattern and its meaning per line; the first pattern that matches counts.
@@ -40,14 +38,11 @@ _LIMITED = {"GRES": "GPUs", "CPU": "CPUs", "Cpu": "CPUs", "Node": "nodes", "Mem"
 
 def why_pending(reason: str) -> str:
     """Return Slurm's reason with what it means; an unknown reason stands alone."""
-    limit = _LIMIT.match(reason)
-    if limit:
+    if limit := _LIMIT.match(reason):
         return f"{reason}: {_limit_meaning(**limit.groupdict())}"
-    for line in _REASONS.strip().splitlines():
-        pattern, _, meaning = line.partition(" = ")
-        if re.match(pattern, reason):
-            return f"{reason}: {meaning}"
-    return reason
+    known = (line.split(" = ") for line in _REASONS.strip().splitlines())
+    meaning = next((meaning for pattern, meaning in known if re.match(pattern, reason)), None)
+    return f"{reason}: {meaning}" if meaning else reason
 
 
 def with_meaning(words: str) -> str:
@@ -67,10 +62,8 @@ def _limit_meaning(owner: str, kind: str, what: str, minutes: str | None, per: s
     if what == "Jobs":
         return f"your {whose} runs as many jobs at a time as it may: it waits until one ends"
     if what == "WallDuration":
-        return (
-            f"its time limit is longer than your {whose} allows per job: lower --time, or choose "
-            f"another {option}"
-        )
+        words = f"its time limit is longer than your {whose} allows per job"
+        return f"{words}: lower --time, or choose another {option}"
     if what == "Wall":
         return f"the time that your {whose} has for all its jobs is used up"
     if kind == "Min":

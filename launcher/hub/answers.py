@@ -1,27 +1,61 @@
-"""What the hub's client raises, as one line that says what to do."""
-
-from __future__ import annotations
+"""What the hub's client answers, in words: whose token it has, and each error with its remedy."""
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from launcher.errors import CookbookError, HubFault, nearest
-from launcher.hub import token
+from huggingface_hub import HfApi, constants, errors, get_token
+
+from launcher.checks import Finding, failed, ok, skipped
+from launcher.errors import HubFault, nearest
 from launcher.hub.repository import Repository
+
+
+def token_source() -> str | None:
+    """Return the variable or file that the hub's client has its token from, None without one."""
+    if not get_token():
+        return None
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    given = (name for name in names if os.environ.get(name, "").strip())
+    return next(given, constants.HF_TOKEN_PATH)
+
+
+def _bad_token(where: str) -> tuple[str, str]:
+    """Return what is wrong with a token that the hub does not know, and what to do."""
+    remedy = "make one that may read at https://huggingface.co/settings/tokens, then log in with: "
+    return f"the hub does not accept the token of {where}", f"{remedy}hf auth login"
+
+
+def token_findings() -> list[Finding]:
+    """Ask the hub whose token this is; skipped if there is none or the hub does not answer."""
+    subject, where = "hub token", token_source()
+    if where is None:
+        remedy = "for gated models: hf auth login, or name a file with a token in HF_TOKEN_PATH"
+        return [skipped(subject, "there is none; public models do not need one", remedy)]
+    try:
+        who = HfApi().whoami()
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status == 401:
+            return [failed(subject, *_bad_token(where))]
+        return [skipped(subject, f"the hub answered {status}")]
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+        return [skipped(subject, f"the token of {where} was not tried: {_one_line(error)}")]
+    return [ok(subject, f"the token of {where} is {who.get('name', 'somebody')}'s")]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextmanager
 def in_words(repo: Repository) -> Iterator[None]:
     """Turn what the hub's client raises into a HubFault."""
-    from huggingface_hub import errors
-
     try:
         yield
-    except CookbookError:
-        raise
     except errors.OfflineModeIsEnabled as error:
         raise HubFault("HF_HUB_OFFLINE forbids every download: unset it") from error
     except errors.HfHubHTTPError as error:
@@ -32,22 +66,22 @@ def in_words(repo: Repository) -> Iterator[None]:
         errors.FileMetadataError,
         errors.DryRunError,
     ) as error:
-        raise HubFault(_unreachable(repo, error)) from error
+        words = f"no answer from {constants.ENDPOINT} ({_one_line(error.__cause__ or error)})"
+        remedy = "run this on a machine with internet, or set HTTPS_PROXY; finished files stay"
+        raise HubFault(f"{repo.name}: {words}: {remedy}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             words = f"the disk under {repo.folder} is full: make room; finished files stay"
         else:
-            words = f"cannot write {repo.name} to {repo.folder}: {token.one_line(error)}"
+            words = f"cannot write {repo.name} to {repo.folder}: {_one_line(error)}"
         raise HubFault(f"{words}: then try again") from error
 
 
 def _refused(repo: Repository, error: Any) -> str:
     """Return what the hub's refusal means: the token, access, a name, or the hub itself."""
-    from huggingface_hub import errors
-
-    where, status = token.source(), error.response.status_code
+    where, status = token_source(), error.response.status_code
     if where and status == 401 and "nvalid" in error.response.headers.get("X-Error-Message", ""):
-        return ": ".join(token.bad(where))
+        return ": ".join(_bad_token(where))
     ask = f"ask for access at {repo.page}"
     if isinstance(error, errors.GatedRepoError):
         if where is None:
@@ -65,25 +99,14 @@ def _refused(repo: Repository, error: Any) -> str:
         return f"{words}: see its branches and commits at {repo.page}/tree/main"
     if status == 403:
         return f"the hub forbids {repo.name}: {ask}, with a token that may read it: hf auth login"
-    return f"the hub answered {status} for {repo.name}: try again later ({token.one_line(error)})"
+    return f"the hub answered {status} for {repo.name}: try again later ({_one_line(error)})"
 
 
 def _similar(repo: Repository) -> list[str]:
     """Return repositories with a similar name; [] if the hub does not say."""
-    from huggingface_hub import HfApi
-
     look = HfApi().list_datasets if repo.kind == "dataset" else HfApi().list_models
     words = re.split(r"[-_.]", repo.name.rpartition("/")[2])
     try:
         return [found.id for found in look(search=words[0], limit=50)]
     except Exception:  # a hint is not worth a fault of its own
         return []
-
-
-def _unreachable(repo: Repository, error: Exception) -> str:
-    from huggingface_hub import constants
-
-    cause = token.one_line(error.__cause__ or error)
-    words = f"{repo.name}: no answer from {constants.ENDPOINT} ({cause})"
-    remedy = "run this on a machine with internet, or set HTTPS_PROXY; finished files stay"
-    return f"{words}: {remedy}"

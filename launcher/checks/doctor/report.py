@@ -1,38 +1,36 @@
-"""What a node's report means: shared files, clock, Python, compiler, network, local disk."""
-
-from __future__ import annotations
+"""What nodes' reports mean: files, clock, Python, GPUs, network, disk, and the all-reduce."""
 
 from launcher import paths
-from launcher.checks.finding import Finding, failed, ok, warning
-from launcher.checks.nodes.ask import NodeReport, Question
-from launcher.checks.nodes.gpus import faulty_gpus, gpus
+from launcher.checks import Finding, failed, ok, skipped, warning
+from launcher.checks.doctor.ask import NodeReport, Question
 from launcher.site import Site
 
 # munged refuses what is older than five minutes; ages and time limits go wrong much earlier.
 _SKEW_WARNING_S, _SKEW_FAULT_S = 2.0, 60.0
 # What compiled kernels, downloads' temporary files and the like take.
 _LOCAL_DISK_GIB = 10
+# The oldest driver that runs a CUDA release, by NVIDIA's table of minor version compatibility.
+_DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
+_SETUP = "bash setup.sh --torch VERSION --torch-index URL"
 
 
-def findings(report: NodeReport, question: Question) -> list[Finding]:
+def node_findings(report: NodeReport, question: Question) -> list[Finding]:
     """Return one finding for each thing that the node was asked about."""
     found = [
         _files(report, question.cluster),
         _clock(report),
         _python(report),
         _compiler(report),
-        gpus(report, question.cuda, question.gpus_per_node),
-        *faulty_gpus(report),
+        _gpus(report, question.cuda, question.gpus_per_node),
+        *_faulty_gpus(report),
         _network(report, question.cluster.network_interface),
         _disk(report),
     ]
     if report.yes("finished"):
         return found
     words = f"{report.name} began to answer and did not finish in time"
-    return [
-        *(finding for finding in found if finding.state == "ok"),
-        failed("nodes", words, f"exclude it: resources.exclude={report.name}"),
-    ]
+    late = failed("nodes", words, f"exclude it: resources.exclude={report.name}")
+    return [*(finding for finding in found if finding.state == "ok"), late]
 
 
 def _files(report: NodeReport, cluster: Site) -> Finding:
@@ -62,21 +60,19 @@ def _clock(report: NodeReport) -> Finding:
 
 
 def _python(report: NodeReport) -> Finding:
-    venv, name, packages = paths.venv_root(), report.name, report.one("packages")
-    subject = "virtual environment"
+    venv, name, subject = paths.venv_root(), report.name, "virtual environment"
     if report.one("python", "missing") == "missing":
         words = f"{name} does not see {venv}/bin/python, or the Python that it was made with"
         remedy = "keep COOKBOOK_VENV and that Python on a filesystem that all nodes mount"
         return failed(subject, words, remedy)
-    if packages.startswith("fault "):
-        words = f"Python on {name} says {packages.removeprefix('fault ')!r}"
+    kind, _, what = report.one("packages").partition(" ")
+    if kind == "fault":
+        words = f"Python on {name} says {what!r}"
         return failed(subject, words, "run on a node of that kind: bash setup.sh")
-    if packages.startswith("missing "):
-        words = f"{venv} on {name} lacks {packages.removeprefix('missing ')}"
-        return failed(subject, words, "bash setup.sh")
-    took = int(report.one("import_ms", "0")) / 1000
-    words = f"Python {report.one('python')} of {venv} runs on {name}; {packages} ({took:.1f} s)"
-    return ok(subject, words)
+    if kind == "missing":
+        return failed(subject, f"{venv} on {name} lacks {what}", "bash setup.sh")
+    words = f"Python {report.one('python')} of {venv} runs on {name}; {report.one('packages')}"
+    return ok(subject, f"{words} ({report.import_s:.1f} s)")
 
 
 def _compiler(report: NodeReport) -> Finding:
@@ -87,6 +83,48 @@ def _compiler(report: NodeReport) -> Finding:
     words = f"{name} lacks {what if kind == 'headers' else 'a C compiler'}: recipes with compile: "
     remedy = "ask for gcc and python3-dev on the nodes, or load a module in the site's job_setup"
     return warning("compiler", f"{words}true run there uncompiled, and slower", remedy)
+
+
+def _gpus(report: NodeReport, cuda: str | None, expected: int) -> Finding:
+    """Check what nvidia-smi shows against the job's request and torch's CUDA version."""
+    tool, name, found = report.one("gpu_tool"), report.name, report.gpus
+    exclude = f"exclude the node: resources.exclude={name}"
+    if not expected:
+        return skipped("GPUs", f"Slurm lists no GPU on {name}")
+    if tool == "none":
+        words = f"{name} has no nvidia-smi, though Slurm lists GPUs there"
+        return warning("GPUs", words, "ask for a driver, unless the GPUs are stand-ins for tests")
+    if not found:
+        words = f"nvidia-smi on {name} shows no GPU ({tool.removeprefix('fault ')})"
+        return failed("GPUs", words, exclude)
+    _, kind, mib, driver, _ = found[0]
+    memory = f"{int(mib) / 1024:.0f} GiB" if mib.isdigit() else "memory unknown"
+    shown = f"{name} shows {len(found)} x {kind}, {memory}, driver {driver}"
+    if len(found) < expected:
+        return failed("GPUs", f"{shown}, and the job asked for {expected}", exclude)
+    if cuda is None:
+        remedy = f"{_SETUP} (PyTorch's install page shows both)"
+        return failed("GPUs", f"{shown}; the installed torch is built for CPUs", remedy)
+    oldest = _DRIVER_OF_CUDA.get(int(cuda.partition(".")[0]), 0)
+    newest = driver.partition(".")[0]
+    if newest.isdigit() and int(newest) < oldest:
+        words = f"{shown}; torch is built for CUDA {cuda}, which needs driver {oldest} or newer"
+        return failed("GPUs", words, f"{_SETUP} with a build for an older CUDA")
+    return ok("GPUs", f"{shown}; torch is built for CUDA {cuda}")
+
+
+def _faulty_gpus(report: NodeReport) -> list[Finding]:
+    """Return the errors that GPUs and the kernel's log report."""
+    remedy = f"exclude the node (resources.exclude={report.name}) and tell the administrators"
+    found = [
+        failed("GPUs", f"GPU {gpu[0]} of {report.name} has {gpu[4]} uncorrected ECC errors", remedy)
+        for gpu in report.gpus
+        if gpu[4].isdigit() and int(gpu[4]) > 0
+    ]
+    if "xid" in report.values:
+        words = f"the kernel of {report.name} logged {report.one('xid')!r}"
+        found.append(warning("GPUs", words, remedy))
+    return found
 
 
 def _network(report: NodeReport, wanted: str | None) -> Finding:
@@ -118,6 +156,19 @@ def _disk(report: NodeReport) -> Finding:
     if free is None:
         return warning("local disk", f"df on {report.name} does not know {folder}", remedy)
     words = f"{folder} on {report.name} has {free:.0f} GiB free for caches"
-    return (
-        ok("local disk", words) if free >= _LOCAL_DISK_GIB else warning("local disk", words, remedy)
-    )
+    if free < _LOCAL_DISK_GIB:
+        return warning("local disk", words, remedy)
+    return ok("local disk", words)
+
+
+def all_reduce(reports: list[NodeReport]) -> Finding:
+    """Return the result of the all-reduce over all nodes."""
+    if done := [result for each in reports for result in each.values.get("all_reduce", ())]:
+        ranks, mib, seconds, bandwidth = done[0].split()
+        words = f"{ranks} ranks on {len(reports)} nodes: {mib} MiB in {float(seconds) * 1000:.1f}"
+        return ok("all-reduce", f"{words} ms, {bandwidth} GB/s bus bandwidth")
+    kind = "all_reduce_fault"
+    faults = [f"{each.name}: {fault}" for each in reports for fault in each.values.get(kind, ())]
+    words = " | ".join(faults) or "the nodes did not finish it"
+    remedy = "fix what the nodes report; if they do not reach each other, try network_interface"
+    return failed("all-reduce", words, f"{remedy} in the site file")

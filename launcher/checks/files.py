@@ -1,32 +1,31 @@
-"""Whether the model's weights and its tokenizer are there, readable and whole."""
-
-from __future__ import annotations
+"""Whether the files of model, tokenizer and dataset are there, readable and whole."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.checks import Context, Skipped, unreadable
-from launcher.checks.finding import Finding, failed, ok
+from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
 from launcher.paths import DOWNLOAD_RECORD
 from runspec.files import read_json_or_none, sha256
 
 _AGAIN = "download it again"
+# What datasets.load_dataset takes as a source if the data are files.
+_FILE_SOURCES = {"json", "csv", "parquet", "text", "arrow"}
 
 
 def weights(context: Context) -> Iterable[Finding]:
-    checkpointer = context.config.get("checkpointer")
-    folder = checkpointer.get("checkpoint_dir") if isinstance(checkpointer, dict) else None
-    if not isinstance(checkpointer, dict) or not folder:
+    block = context.config.get("checkpointer")
+    checkpointer = block if isinstance(block, dict) else {}
+    if not checkpointer.get("checkpoint_dir"):
         raise Skipped("the recipe names no model folder")
-    folder = Path(str(folder))
+    folder = Path(str(checkpointer["checkpoint_dir"]))
     if not context.prepared:
         raise Skipped(f"{folder} is made at submission")
     if not context.here(folder):
         raise Skipped(f"{folder} is only on the nodes")
-    why = unreadable(folder)
-    if why:
+    if why := unreadable(folder):
         remedy = f"{_download(context)}, or set checkpointer.checkpoint_dir="
         return [failed("model", f"checkpointer.checkpoint_dir {folder} {why}", remedy)]
     names = checkpoint_files(checkpointer)
@@ -36,14 +35,10 @@ def weights(context: Context) -> Iterable[Finding]:
         words = f"checkpointer.checkpoint_files names {pickles[0]}, a pickle, which can run code"
         remedy = "download the model's *.safetensors and name those"
         return [failed("model", f"{words} when it is opened", remedy)]
-    missing = [name for name in names if unreadable(folder / name)]
-    if missing:
-        words = (
-            f"checkpointer.checkpoint_dir {folder} lacks {len(missing)} of the recipe's "
-            f"checkpoint_files, first {missing[0]}"
-        )
+    if missing := [name for name in names if unreadable(folder / name)]:
+        words = f"lacks {len(missing)} of the recipe's checkpoint_files, first {missing[0]}"
         remedy = f"{_download(context)}, or set checkpointer.checkpoint_files="
-        return [failed("model", words, remedy)]
+        return [failed("model", f"checkpointer.checkpoint_dir {folder} {words}", remedy)]
     return _whole(folder, [name for name in names if name not in pickles])
 
 
@@ -68,16 +63,15 @@ def _whole(folder: Path, names: list[str]) -> list[Finding]:
             for name in sorted(named - set(names))
             if not (folder / name).is_file()
         ]
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    for name, size in sizes.items():
-        promised = _promised_bytes(folder / name)
+    sizes = {folder / name: (folder / name).stat().st_size for name in names}
+    for path, size in sizes.items():
+        promised = _promised_bytes(path)
         if promised is None:
-            found.append(failed("model", f"{folder / name} is no safetensors file", _AGAIN))
+            found.append(failed("model", f"{path} is no safetensors file", _AGAIN))
         elif promised != size:
-            words = f"{folder / name} has {size:,} of {promised:,} bytes"
-            found.append(failed("model", words, _AGAIN))
-    record = read_json_or_none(folder / DOWNLOAD_RECORD)
-    record = record if isinstance(record, dict) else {}
+            found.append(failed("model", f"{path} has {size:,} of {promised:,} bytes", _AGAIN))
+    recorded = read_json_or_none(folder / DOWNLOAD_RECORD)
+    record = recorded if isinstance(recorded, dict) else {}
     found += _differences(folder, record)
     count = f"{len(names)} file{'s' * (len(names) != 1)}"
     words = f"{folder}: {count}, {sum(sizes.values()) / 2**30:.1f} GiB"
@@ -136,10 +130,9 @@ def tokenizer(context: Context) -> Iterable[Finding]:
 
 def tokenizer_files(config: dict[str, Any]) -> dict[str, Path]:
     """Return the files that the recipe's tokenizer reads, by the key that names them."""
-    block = config.get("tokenizer")
-    block = block if isinstance(block, dict) else {}
-    keys = ("path", "vocab_path", "merges_file")
-    return {key: Path(str(block[key])) for key in keys if block.get(key)}
+    block, keys = config.get("tokenizer"), ("path", "vocab_path", "merges_file")
+    given = block if isinstance(block, dict) else {}
+    return {key: Path(str(given[key])) for key in keys if given.get(key)}
 
 
 def checkpoint_files(checkpointer: dict[str, Any]) -> list[str]:
@@ -151,3 +144,70 @@ def checkpoint_files(checkpointer: dict[str, Any]) -> list[str]:
             return []
         return [pattern.format(str(k).zfill(len(last)), last) for k in range(1, int(last) + 1)]
     return [str(name) for name in files] if isinstance(files, list) else []
+
+
+def dataset(context: Context) -> Iterable[Finding]:
+    blocks = [
+        (key, block)
+        for key in ("dataset", "dataset_val")
+        for block in _listed(context.config.get(key))
+        if isinstance(block, dict)
+    ]
+    found: list[Finding] = []
+    seen: list[Path] = []
+    for key, block in blocks:
+        # What a validation set leaves out is the training set's.
+        whole = {**blocks[0][1], **block} if key == "dataset_val" else block
+        named = data_files({**whole, "data_files": block.get("data_files")})
+        for path in filter(context.here, named):
+            seen.append(path)
+            if why := unreadable(path) or _unfit(path, whole):
+                remedy = f"fix the path or the file, or set {key}.data_files="
+                found.append(failed("dataset", f"{key}.data_files {path} {why}", remedy))
+        source = block.get("source")
+        if isinstance(source, str) and source.startswith(("/", "./", "../", "~")):
+            folder = Path(source).expanduser()
+            seen.append(folder)
+            if context.here(folder) and (why := unreadable(folder)):
+                remedy = f"fix the path, or set {key}.source="
+                found.append(failed("dataset", f"{key}.source {source} {why}", remedy))
+    if not seen:
+        raise Skipped("the data come from the hub, or are only on the nodes")
+    return found or [ok("dataset", ", ".join(map(str, seen)))]
+
+
+def data_files(block: dict[str, Any]) -> list[Path]:
+    """Return the files that a dataset names; wildcards and addresses are the library's to open."""
+    if block.get("source") not in _FILE_SOURCES:
+        return []
+    named = block.get("data_files")
+    values = named.values() if isinstance(named, dict) else [named]
+    names = [str(name) for value in values for name in _listed(value) if name]
+    return [Path(name) for name in names if not re.search(r"://|[*?\[]", name)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _unfit(path: Path, block: dict[str, Any]) -> str | None:
+    """Say why a file of JSON lines cannot hold the samples, from its first line that has text."""
+    if path.suffix != ".jsonl":
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = enumerate(file, 1)
+        number, first = next(((n, line) for n, line in lines if line.strip()), (0, ""))
+    if not number:
+        return "is empty"
+    try:
+        sample = json.loads(first)
+    except ValueError as error:
+        return f"cannot be used: line {number} is not JSON ({error})"
+    if not isinstance(sample, dict):
+        return f"cannot be used: line {number} is not a JSON object"
+    columns = block.get("column_map")
+    for column in columns.values() if isinstance(columns, dict) else ():
+        if column not in sample:
+            only = ", ".join(sample)
+            return f"has no column {column!r} of column_map in line {number}, only {only}"
+    return None

@@ -1,14 +1,11 @@
 """The short job that asks nodes about themselves, and what they report."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +40,10 @@ class NodeReport:
         return [name for name, _, state in pairs if state != "down"]
 
     @property
+    def import_s(self) -> float:
+        return int(self.one("import_ms", "0")) / 1000
+
+    @property
     def disk_gib(self) -> float | None:
         kib = self.one("disk").rpartition(" ")[2]
         return int(kib) / 2**20 if kib.isdigit() else None
@@ -55,21 +56,37 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
+class Options:
+    """How long the job may wait to start and take in all, and whether every node is asked.
+
+    Every node, at most `nodes` of them, also imports torch and takes part in an all-reduce.
+    """
+
+    every_node: bool = False
+    nodes: int | None = None
+    wait_s: float = 3
+    limit_s: float = 20
+
+    @classmethod
+    def node_check(cls, nodes: int | None, wait_s: float | None) -> "Options":
+        """Return the options of a node check; imports on a cold filesystem take a minute."""
+        wait_s = wait_s or 60
+        return cls(every_node=True, nodes=nodes, wait_s=wait_s, limit_s=300 + wait_s)
+
+
+@dataclass(frozen=True)
 class Question:
     """What is asked of `nodes` nodes that srun's options name.
 
-    full: also import torch and run an all-reduce over all nodes. cuda: the CUDA version that
-    torch is built for, None for CPUs. wait_s: for the job to start; limit_s: for its end.
+    cuda: the CUDA version that torch is built for, None for CPUs.
     """
 
     cluster: Site
-    options: Sequence[str]
+    srun: list[str]
     nodes: int
-    full: bool
-    cuda: str | None
     gpus_per_node: int
-    wait_s: float
-    limit_s: float
+    cuda: str | None
+    options: Options
 
 
 def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
@@ -86,14 +103,12 @@ def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
         # slurm/node.sh takes a folder with this file for a run's.
         (folder / files.RECIPE).touch()
     except OSError as error:
-        raise PreflightFault(
-            f"cannot write {folder} ({error.strerror}): set COOKBOOK_ROOT to another folder"
-        ) from error
-    options = [f"--job-name={token}", f"--nodes={question.nodes}", *question.options]
+        words = f"cannot write {folder} ({error.strerror})"
+        raise PreflightFault(f"{words}: set COOKBOOK_ROOT to another folder") from error
+    srun = [f"--job-name={token}", f"--nodes={question.nodes}", *question.srun]
+    limits = question.options.wait_s, question.options.limit_s
     try:
-        step = slurm.run_on_nodes(
-            options, _script(question, folder), question.wait_s, question.limit_s
-        )
+        step = slurm.run_on_nodes(srun, _script(question, folder), *limits)
         reports = _reports(step)
         _look_for_answers(folder, reports)
     finally:
@@ -109,12 +124,12 @@ def _script(question: Question, folder: Path) -> str:
     interface = question.cluster.network_interface
     exported = dict(question.cluster.environment)
     if interface:
-        exported |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface)
+        exported |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     values = {
         "SHARED": folder,
         "VENV": paths.venv_root(),
         "COOKBOOK": paths.REPO_ROOT,
-        "FULL": "yes" if question.full else "no",
+        "FULL": "yes" if question.options.every_node else "no",
         "NODES": question.nodes,
         "RANKS_PER_NODE": question.gpus_per_node if use_gpus else 1,
         "ACCELERATOR": "cuda" if use_gpus else "cpu",
@@ -130,8 +145,7 @@ def _reports(step: slurm.Step) -> list[NodeReport]:
     """Sort lines such as '1: @ key value' by the task that wrote them."""
     reports: dict[str, NodeReport] = {}
     for stamp, line in step.lines:
-        found = re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)
-        if not found:
+        if not (found := re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)):
             continue
         task, key, value = found.groups()
         if key == "node":

@@ -1,0 +1,158 @@
+"""What the recipe itself says: its layout, its secrets, its script, and its components."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, venv
+from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
+from launcher.recipes import stock
+from launcher.runs import snapshot
+from runspec.files import read_json_or_none, write_json
+from runspec.keys.sft import SFT
+from runspec.layout import Layout, LayoutError
+
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
+# Numbers that no component sees: the launcher has checked them, and they change from run to run.
+_PLAIN = {
+    name
+    for name, key in SFT.items()
+    if key.kind in ("positive", "count", "number") and "_dim" not in name
+}
+
+
+def layout(context: Context) -> Iterable[Finding]:
+    """Check if the recipe's parallel dimensions fit its number of GPUs."""
+    config, resources = context.config, context.resources
+    shape = f"{resources.nodes} x {resources.gpus_per_node} = {resources.world_size} ranks"
+    if context.recipe.entry.checked != "complete":
+        return [ok("layout", shape)]
+    try:
+        found = Layout.of(config, resources.world_size, resources.gpus_per_node)
+    except LayoutError as error:
+        return [failed("layout", fault) for fault in error.faults]
+    batch, accumulation = config.get("batch_size", 1), config.get("gradient_accumulation_steps", 1)
+    if found.tensor_parallel > 1:
+        shape += f", tensor parallel {found.tensor_parallel}"
+    groups = found.data_parallel
+    shape += f"; {batch * accumulation * groups} samples per step (batch {batch} x {accumulation}"
+    return [ok("layout", f"{shape} micro-steps x {groups} data-parallel groups)")]
+
+
+def secrets(context: Context) -> Iterable[Finding]:
+    """Check if the recipe's secrets are out of its files, and readable by nobody else."""
+    files = context.recipe.secrets
+    found = [*_tokens(context.config, ""), *_secret_files(files)]
+    read = f"; {', '.join(files)} read from files" if files else ""
+    return found or [ok("secrets", f"no token in the recipe{read}")]
+
+
+def _tokens(value: Any, where: str) -> Iterator[Finding]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _tokens(inner, f"{where}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _tokens(inner, where)
+    elif isinstance(value, str) and _HUB_TOKEN.search(value):
+        words = f"{where} holds a Hugging Face token, and a run's files are readable"
+        yield failed("secrets", words, "remove it; use HF_TOKEN_PATH")
+
+
+def _secret_files(files: dict[str, Path]) -> Iterator[Finding]:
+    """Check that a secret's file exists and is private; its value is never read."""
+    for name, path in files.items():
+        if why := unreadable(path):
+            write = f"(umask 077; mkdir -p {path.parent}; cat > {path})"
+            words = f"secrets.{name}: {path} {why}"
+            yield failed("secrets", words, f"write the value there with: {write}")
+        elif path.stat().st_mode & 0o077:
+            words = f"secrets.{name}: others may read {path}"
+            yield failed("secrets", words, f"chmod 600 {path}")
+
+
+def script(context: Context) -> Iterable[Finding]:
+    """Check if the script is there, is copied, and finds what it imports."""
+    recipe = context.recipe
+    script, folder = recipe.entry.program(recipe), recipe.code_root
+    if script is None:
+        return [ok("script", "the kit's trainer")]
+    if folder is None:
+        return _imports(script, None)
+    if not folder.is_dir():
+        words, remedy = f"code_root {folder} is no folder", "give the one that holds your code"
+    elif not script.is_file():
+        words, remedy = f"entry: there is no script {script}", "its path counts from the recipe"
+    elif not script.is_relative_to(folder):
+        words = f"entry: {script} does not lie in code_root {folder}"
+        remedy = "only that folder is copied: move the script, or change code_root"
+    elif script.relative_to(folder) not in snapshot.files(folder):
+        words = f"entry: git ignores {script}, so it would not be copied"
+        remedy = f"git add -f {script.relative_to(folder)}"
+    else:
+        why = snapshot.fault(folder)
+        return [failed("script", why)] if why else _imports(script, folder)
+    return [failed("script", words, remedy)]
+
+
+def _imports(script: Path, code_root: Path | None) -> list[Finding]:
+    lacks, install = "which the virtual environment lacks", f"{venv.python()} -m pip install"
+    missing = [
+        failed("script", f"{script.name} imports {name}, {lacks}", f"{install} {name}")
+        for name in stock.missing_imports(script, code_root)
+    ]
+    return missing or [ok("script", str(script))]
+
+
+def components(context: Context) -> Iterable[Finding]:
+    """Ask the trainer, in the jobs' environment, if the recipe's components exist and fit."""
+    recipe = context.recipe
+    if not recipe.entry.checked:
+        raise Skipped("the script is your own")
+    if not context.prepared:
+        raise Skipped("the model is made at submission")
+    config = recipe.train_config(context.cluster.root, "run")
+    stock = recipe.entry.checked != "complete"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    kept = cache / "slurm-cookbook" / "checks" / f"{_cache_key(config, stock)}.json"
+    answer = read_json_or_none(kept)
+    if not isinstance(answer, dict):
+        answer = _ask(config, stock)
+        # If it cannot be kept, it is asked again next time.
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, answer)
+    faults = [failed("components", fault) for fault in answer["faults"]]
+    return faults or [ok("components", str(answer["found"]))]
+
+
+def _cache_key(config: dict[str, Any], stock: bool) -> str:
+    """Return a hash of what the answer depends on: config, packages, trainer, the model's files."""
+    folder = Path(str((config.get("checkpointer") or {}).get("checkpoint_dir", "")))
+    sources = sorted((paths.REPO_ROOT / "trainer").rglob("*.py"))
+    sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
+    sources += sorted(folder.iterdir()) if folder.is_dir() else []
+    seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    asked = {key: value for key, value in config.items() if key not in _PLAIN}
+    text = json.dumps([asked, stock, str(paths.venv_root()), venv.packages(), seen])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _ask(config: dict[str, Any], stock: bool) -> dict[str, Any]:
+    try:
+        done = venv.ask_trainer("check", config, *(["--stock"] if stock else []), timeout_s=300)
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except OSError as error:
+        words = f"{venv.python()} cannot be started ({error.strerror}): make the virtual"
+        raise Skipped(f"{words} environment with: bash setup.sh") from error
+    except subprocess.TimeoutExpired as error:
+        raise Skipped("the trainer did not answer within five minutes") from error
+    except (ValueError, IndexError) as error:
+        words = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Skipped(f"the trainer in {paths.venv_root()} does not answer: {words}") from error
