@@ -234,18 +234,22 @@ def loss_memory(step: StepConfig) -> LossMemory:
 
     plain: the model turns its logits to fp32 (4tV), log-softmax keeps 4tV; backward holds that,
     the loss's gradient and log-softmax's. chunked: logits in e bytes, log-softmax in fp32, one
-    chunk's temporaries; split over the vocabulary one more copy of a chunk.
+    chunk's temporaries; split over the vocabulary one more copy of a chunk. A soft cap makes its
+    logits in fp32 itself, and backward keeps its tanh.
     """
     if step.loss == "linear":
         return _linear(step)
-    e, tp = step.element_bytes, step.layout.tensor_parallel
+    e, tp, capped = step.element_bytes, step.layout.tensor_parallel, step.shape.softcap
     logits = step.tokens * step.shape.vocab / tp
     wide, more = FP32 * logits, 1 if tp > 1 else 0
+    tanh = wide if capped else 0
     if step.loss == "plain":
         made = (e + FP32 if e < FP32 else e) * logits
-        return LossMemory(made, (2 + more) * wide, (3 + more) * wide, made)
-    made, part = e * logits, wide / step.chunks
-    return LossMemory(made, made + wide + (1 + more) * part, wide + (2 + more) * part, made)
+        return LossMemory(made + tanh, (2 + more) * wide + tanh, (3 + more) * wide + tanh, made)
+    narrow, part = e * logits, wide / step.chunks
+    made, cast = (wide + tanh, 0.0) if capped else (narrow, part)
+    forward = made + wide + cast + more * part
+    return LossMemory(made, forward, wide + tanh + (2 + more) * part, narrow)
 
 
 def _linear(step: StepConfig) -> LossMemory:
