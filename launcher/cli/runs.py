@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -63,6 +65,28 @@ def watch_to_the_end(run: Run) -> int:
     return 0 if state.word == "COMPLETED" else 1
 
 
+@contextmanager
+def interruption_told(run: Run) -> Iterator[None]:
+    """After Ctrl-C, say what is queued of a run and end with status 130."""
+    before = run.job_id
+    try:
+        yield
+    except KeyboardInterrupt:
+        if run.job_id != before:
+            note(
+                f"\ninterrupted, but {run.name} is queued as {title(run.job_id)}: follow it with: "
+                f"cookbook watch {run.name}, or end it with: cookbook cancel {run.name}"
+            )
+        elif run.starting:
+            note(
+                f"\ninterrupted before Slurm answered, so {run.name} may be queued: look with: "
+                f"cookbook status {run.name}"
+            )
+        else:
+            note("\ninterrupted: no job was queued")
+        sys.exit(130)
+
+
 @click.command()
 @click.argument("run")
 @cluster_option
@@ -79,7 +103,8 @@ def cancel(run: str, cluster: str | None) -> None:
 def resume(run: str, local: bool, follow: bool, cluster: str | None) -> None:
     """Start RUN again from its last complete checkpoint."""
     found = find(runs_root(cluster), run)
-    resume_run(found, local)
+    with interruption_told(found):
+        resume_run(found, local)
     click.echo(f"resumed {found.name} as {title(found.job_id)}")
     if follow:
         sys.exit(watch_to_the_end(found))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.errors import SlurmFault
-from launcher.executors import Executor, JobState, executor_of
+from launcher.executors import Executor, Job, JobState, executor_of
 from launcher.runs.directory import Run
 from runspec.states import FINAL
 
@@ -16,7 +16,8 @@ class State:
     """What is known of a run.
 
     word: the state that a user sees. source: status.json, squeue, sacct, this host or nobody.
-    ended: no job of the run runs or waits. job_id: that of its newest job.
+    ended: no job of the run runs or waits. job_id: that of its newest job. elsewhere: that job
+    belongs to another host or cluster.
     """
 
     word: str
@@ -24,6 +25,7 @@ class State:
     detail: str = ""
     ended: bool = False
     job_id: str | None = None
+    elsewhere: bool = False
 
 
 def state_of(run: Run) -> State:
@@ -33,11 +35,21 @@ def state_of(run: Run) -> State:
 
 def own_state(run: Run) -> str:
     """Return the state that the newest job wrote, "" if it has written none yet."""
-    status, newest = run.status, (run.jobs or [{}])[-1]
-    written_later = float(status.get("updated", 0)) >= float(newest.get("submitted", 0))
-    # An unknown job that wrote later was submitted by hand, or nobody could write its id down.
-    ours = written_later or str(status.get("job_id")) == str(newest.get("job_id"))
-    return str(status.get("state") or "") if ours else ""
+    return str(run.own_status.get("state") or "")
+
+
+def living(run: Run) -> dict[str, str]:
+    """Return every job of a run that waits or runs, and its state, oldest first.
+
+    Raises:
+        SlurmFault: Slurm cannot be asked.
+        RunFault: the run's job belongs to another host or cluster.
+    """
+    job = run.job
+    if own_state(run) in FINAL and not run.starting:
+        # That job has ended, wherever it ran. Left is what somebody submitted by hand here.
+        job = Job(job.token, job.job_id)
+    return executor_of(job.job_id).living(job, unsure=run.starting)
 
 
 def states(wanted: Sequence[Run]) -> dict[str, State]:
@@ -48,7 +60,7 @@ def states(wanted: Sequence[Run]) -> dict[str, State]:
     known: dict[str, State] = {}
     asked: dict[Executor, list[Run]] = {}
     for run in wanted:
-        if own_state(run) in FINAL:
+        if own_state(run) in FINAL and not run.starting:
             known[run.name] = _from_status(run)
         else:
             asked.setdefault(executor_of(run.job_id), []).append(run)
@@ -72,10 +84,11 @@ def _judge(run: Run, job: JobState) -> State:
     """Return the state of a run whose job has not written a final one."""
     status, own, resume = run.status, own_state(run), f"continue with: cookbook resume {run.name}"
     message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
-    if job.state is None and not job.ended:  # cannot be asked now
-        return State(own or "UNKNOWN", "status.json", job.detail, job_id=job_id)
-    if job.state is None and status.get("state") in FINAL:
+    if job.state is None and own in FINAL:
         return _from_status(run)
+    if job.state is None and not job.ended:  # cannot be asked now
+        word = own or "UNKNOWN"
+        return State(word, "status.json", job.detail, job_id=job_id, elsewhere=job.elsewhere)
     if job.state is None and own == "INTERRUPTED":
         return State(own, "status.json", f"{message}; {resume}", ended=True, job_id=job_id)
     if job.state is None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from launcher import executors, render, yamlfile
 from launcher.checks import Context, preflight
@@ -79,7 +83,8 @@ def submit(
         _discard(run)
         raise
     try:
-        start(run, executors.choose(checked.local))
+        with directory.locked(run) as lease:
+            start(run, executors.choose(checked.local), lease)
     except SlurmTimeout:
         raise  # a job may exist, as after Ctrl-C: the run directory is what finds it again
     except (SlurmFault, OSError):
@@ -88,12 +93,50 @@ def submit(
     return run
 
 
-def start(run: Run, executor: executors.Executor) -> None:
-    """Give the run's job script to an executor, and record the job."""
+def start(run: Run, executor: executors.Executor, lease: int) -> None:
+    """Give the run's job script to an executor, and record the job. lease is that of locked().
+
+    A killed command leaves "starting" in the record: there may be a job, which its comment finds.
+    """
+    before = {**run.submission, "jobs": run.all_jobs}
+    before.pop("starting", None)
     submitted = time.time()
-    job = executor.start(run.path / files.JOB_SCRIPT, executors.token(run.name))
-    jobs = [*run.jobs, {**job, "submitted": submitted}]
-    run.write(files.SUBMISSION, {**run.submission, "jobs": jobs})
+    with _interrupted_later():
+        run.write(files.SUBMISSION, {**before, "starting": submitted})
+        try:
+            job = executor.start(run.path / files.JOB_SCRIPT, executors.token(run.name), lease)
+        except SlurmTimeout:
+            raise
+        except (SlurmFault, OSError):
+            run.write(files.SUBMISSION, before)
+            raise
+        jobs = [*before["jobs"], {**job, "submitted": submitted}]
+        run.write(files.SUBMISSION, {**before, "jobs": jobs})
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Hold Ctrl-C back until the block has ended; a second one interrupts it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = False
+
+    def hold_back(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):
+        signal.signal(signal.SIGINT, hold_back)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _refuse(faults: list[str]) -> None:

@@ -39,9 +39,9 @@ def test_a_process_of_another_host_is_neither_resumed_nor_cancelled_here(tmp_pat
     state = state_of(run)
     assert (state.word, state.ended) == ("RUNNING", False)
     assert state.detail.startswith("it was started on elsewhere, without Slurm")
-    with pytest.raises(UsageFault, match=r"is RUNNING \(process 7, it was started on elsewhere"):
+    with pytest.raises(UsageFault, match=r"is RUNNING \(process 7\): it was started on elsewhere"):
         resume(run)
-    with pytest.raises(RunFault, match="is a process of elsewhere: run cookbook cancel there"):
+    with pytest.raises(RunFault, match="is a process of elsewhere: repeat the command there"):
         cancel(run)
     assert not (run.path / "cancelled.json").exists()
     assert title("local-7") == "process 7" and title("7") == "job 7"
@@ -127,8 +127,11 @@ def test_a_job_that_wrote_nothing_yet_has_not_the_state_of_an_earlier_one(tmp_pa
     run.write("submission.json", {"jobs": jobs})
     assert run.job_id == "2"
     assert (state_of(run).word, state_of(run).ended) == ("UNKNOWN", False)
+    # Whatever the clock of job 1's node says.
+    run.write("status.json", {"state": "FAILED", "job_id": "1", "updated": 9e9})
+    assert (state_of(run).word, run.job_id) == ("UNKNOWN", "2")
     # Submitted by hand since, so no command wrote its id down.
-    run.write("status.json", {"state": "FAILED", "job_id": "3", "updated": 400.0})
+    run.write("status.json", {"state": "FAILED", "job_id": "3", "updated": 4.0})
     assert (state_of(run).word, run.job_id) == ("FAILED", "3")
 
 
