@@ -26,7 +26,7 @@ _JOB_KEYS = ("job_id", "host", "process_start", "cluster", "controller", "slurm_
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory and what its files say; RunFault if one of them is broken."""
+    """A run directory and what its files say; one that is broken says nothing, and broken() why."""
 
     path: Path
 
@@ -52,17 +52,23 @@ class Run:
     @property
     def attempts(self) -> list[dict[str, Any]]:
         """The attempts that have ended, oldest first."""
-        return files.read_json_lines(self.path / files.ATTEMPTS)
+        return self._lines(files.ATTEMPTS)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The logged steps in order."""
-        return files.read_json_lines(self.path / files.METRICS)
+        return self._lines(files.METRICS)
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Questions and answers of the finished model."""
+        return self._lines(files.SAMPLES)
 
     @property
     def jobs(self) -> list[dict[str, Any]]:
         """The jobs that submit and resume gave to the run, oldest first."""
-        return self.submission.get("jobs") or []
+        jobs = self.submission.get("jobs")
+        return [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
 
     @property
     def all_jobs(self) -> list[dict[str, Any]]:
@@ -116,15 +122,32 @@ class Run:
         except OSError as error:
             raise RunFault(f"cannot write {path}: {error.strerror}: check the disk") from error
 
+    def broken(self) -> list[str]:
+        """Say which of the run's files cannot be read, and what to do about each."""
+        names = (files.SUBMISSION, files.STATUS, files.PROGRESS)
+        return [fault for _, fault in map(self._read_or_fault, names) if fault]
+
     def _read(self, name: str) -> dict[str, Any]:
+        return self._read_or_fault(name)[0]
+
+    def _read_or_fault(self, name: str) -> tuple[dict[str, Any], str]:
         path = self.path / name
         try:
             value = files.read_json(path)
-        except (OSError, ValueError) as error:
-            raise RunFault(f"cannot read {path}: {error}") from error
-        if value is not None and not isinstance(value, dict):
-            raise RunFault(f"cannot read {path}: it does not hold a JSON object")
-        return value or {}
+        except OSError as error:
+            return {}, f"{path} cannot be read ({error.strerror})"
+        except ValueError:
+            value = ""
+        if value is None or isinstance(value, dict):
+            return value or {}, ""
+        return {}, f"{path} is broken (no JSON object): move it away with: mv {path} {path}.broken"
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        try:
+            values = files.read_json_lines(self.path / name)
+        except OSError:
+            return []
+        return [value for value in values if isinstance(value, dict)]
 
 
 def _same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.errors import SlurmFault
 from launcher.executors import Executor, Job, JobState, executor_of
@@ -71,7 +71,12 @@ def states(wanted: Sequence[Run]) -> dict[str, State]:
             nothing = JobState(None, "nobody", detail=fault.faults[0])
             found = {run.job.token: nothing for run in group}
         known |= {run.name: _judge(run, found[run.job.token]) for run in group}
-    return known
+    return {run.name: _with_faults(known[run.name], run.broken()) for run in wanted}
+
+
+def _with_faults(state: State, faults: Sequence[str]) -> State:
+    """Return a state whose detail names the run's broken files first."""
+    return replace(state, detail="; ".join(filter(None, [*faults, state.detail])))
 
 
 def _from_status(run: Run) -> State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher import executors
-from launcher.errors import UsageFault
+from launcher.errors import RunFault, UsageFault
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.workflows.submit import start
@@ -16,6 +16,8 @@ def resume(run: Run, local: bool = False) -> None:
     The job runs where the last one ran, or, if local, on this host without Slurm.
     """
     with locked(run) as lease:
+        if faults := run.broken():
+            raise RunFault([f"{fault}; then: cookbook resume {run.name}" for fault in faults])
         _refuse_unless_ended(run, state_of(run))
         start(run, executors.choose(True) if local else executors.executor_of(run.job_id), lease)
 
