@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from launcher.errors import SlurmFault
 from launcher.executors import Executor, Job, JobState, executor_of
 from launcher.runs.directory import Run
+from runspec import files
 from runspec.states import FINAL
+
+
+# So much of a job's log is read; a script that ends before its first attempt writes little.
+_LOG_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,33 @@ def _judge(run: Run, job: JobState) -> State:
     if job.state is None and own == "INTERRUPTED":
         return State(own, "status.json", f"{message}; {resume}", ended=True, job_id=job_id)
     if job.state is None:
-        last = f"its last state was {own}" if own else "it has written no state"
+        last = f"its last state was {own}" if own else f"it has written no state{_log_says(run)}"
         return State("UNKNOWN", "nobody", f"{job.detail}, {last}; {resume}", True, job_id)
     # What the status says about an earlier job is no news about this one.
     message = message if own and str(status.get("job_id")) == job_id else ""
     if job.ended:
-        details = [message or job.detail, "" if job.state == "COMPLETED" else resume]
+        started = message or job.detail
+        if not own and job.state != "COMPLETED":
+            started = f"{job.detail}, before its first attempt{_log_says(run)}".lstrip(", ")
+        details = [started, "" if job.state == "COMPLETED" else resume]
     elif message:
         details = [f"attempt {status.get('attempt')} ended: {message}", job.detail]
     else:
         details = [job.detail]
     detail = "; ".join(filter(None, details))
     return State(job.state, job.source, detail, job.ended, job_id)
+
+
+def _log_says(run: Run) -> str:
+    """Return the last word of the newest job's script, for a job that has written no state."""
+    begin = (run.all_jobs or [{}])[-1].get("log_bytes")
+    try:
+        with (run.path / files.JOB_LOG).open("rb") as log:
+            log.seek(begin if isinstance(begin, int) else 0)
+            words = log.read(_LOG_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    written = [line.strip() for line in words.splitlines() if line.strip()]
+    told = [line.partition("cookbook: ")[2] for line in written if "cookbook: " in line]
+    last = (told or written or [""])[-1]
+    return f" (job.log says: {last})" if last else ""

@@ -100,9 +100,11 @@ def start(run: Run, executor: executors.Executor, lease: int) -> None:
     """
     before = {**run.submission, "jobs": run.all_jobs}
     before.pop("starting", None)
-    submitted = time.time()
+    # Where the log of the new job's script begins.
+    log = run.path / files.JOB_LOG
+    known = {"submitted": time.time(), "log_bytes": log.stat().st_size if log.exists() else 0}
     with _interrupted_later():
-        run.write(files.SUBMISSION, {**before, "starting": submitted})
+        run.write(files.SUBMISSION, {**before, "starting": known})
         try:
             job = executor.start(run.path / files.JOB_SCRIPT, executors.token(run.name), lease)
         except SlurmTimeout:
@@ -110,7 +112,7 @@ def start(run: Run, executor: executors.Executor, lease: int) -> None:
         except (SlurmFault, OSError):
             run.write(files.SUBMISSION, before)
             raise
-        jobs = [*before["jobs"], {**job, "submitted": submitted}]
+        jobs = [*before["jobs"], {**job, **known}]
         run.write(files.SUBMISSION, {**before, "jobs": jobs})
 
 

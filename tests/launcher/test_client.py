@@ -39,6 +39,7 @@ def run_of(user: Kit, body: str = BODY) -> Run:
         "#!/bin/bash",
         f"#SBATCH --comment={token(name)}",
         f"#SBATCH --output={run.path}/logs/job.log",
+        "#SBATCH --open-mode=append",
         f"RUN={run.path}",
         body,
     )
@@ -118,6 +119,19 @@ def test_a_cancel_ends_jobs_that_were_submitted_by_hand_too(slurm, slurm_user: K
     shown = slurm.run(["squeue", "--noheader", f"--jobs={stranger}", "--format=%T"]).stdout
     assert shown.strip() == "PENDING"
     slurm.run(["scancel", stranger])
+
+
+def test_a_job_that_ends_before_its_first_attempt_shows_its_scripts_word(
+    slurm, slurm_user: Kit
+) -> None:
+    words = "fault: n1 cannot see the virtual environment /nowhere"
+    run = run_of(slurm_user, f'echo "12:00:00 cookbook: $SLURM_JOB_ID {words}"\nexit 1')
+    (run.path / "logs" / "job.log").write_text("cookbook: an older job's\n")
+    job = resumed(slurm_user, run)
+    until(lambda: job not in jobs_of(slurm, run), 30)
+    told = slurm_user.status(run.path)
+    assert told["state"] == "FAILED"
+    assert f", before its first attempt (job.log says: {job} {words})" in told["detail"]
 
 
 # Two clusters ---------------------------------------------------------------------------------

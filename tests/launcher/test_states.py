@@ -55,7 +55,7 @@ def test_a_process_whose_id_was_given_to_another_is_not_the_runs(tmp_path):
     here = {"job_id": f"local-{os.getpid()}", "host": socket.gethostname(), "process_start": "1"}
     state = state_of(run_of(tmp_path, None, **here))
     assert (state.word, state.ended) == ("FAILED", True)
-    assert state.detail.startswith("its process is gone; ")
+    assert state.detail.startswith("its process is gone, before its first attempt; ")
 
 
 def test_watch_waits_for_the_jobs_own_last_word(tmp_path, monkeypatch):
