@@ -107,16 +107,30 @@ def _judge(run: Run, job: JobState) -> State:
     # What the status says about an earlier job is no news about this one.
     message = message if own and str(status.get("job_id")) == job_id else ""
     if job.ended:
-        started = message or job.detail
-        if not own and job.state != "COMPLETED":
-            started = f"{job.detail}, before its first attempt{_log_says(run)}".lstrip(", ")
-        details = [started, "" if job.state == "COMPLETED" else resume]
+        started = [message or job.detail]
+        if not message and job.state != "COMPLETED":
+            started += [_how_far(run, own)]
+        details = [", ".join(filter(None, started)), "" if job.state == "COMPLETED" else resume]
     elif message:
         details = [f"attempt {status.get('attempt')} ended: {message}", job.detail]
     else:
         details = [job.detail]
+    if not job.ended and _is_cancelled(run, job_id):
+        details.insert(0, "cancelled, and about to end")
     detail = "; ".join(filter(None, details))
     return State(job.state, job.source, detail, job.ended, job_id)
+
+
+def _is_cancelled(run: Run, job_id: str | None) -> bool:
+    mark = files.read_json_or_none(run.path / files.CANCELLED)
+    return isinstance(mark, dict) and mark.get("job_id") == job_id
+
+
+def _how_far(run: Run, own: str) -> str:
+    """Say how far the newest job came, which has ended without saying why."""
+    if not own:
+        return f"before its first attempt{_log_says(run)}"
+    return "its script was ended without a last word (killed?)" if own == "RUNNING" else ""
 
 
 def _log_says(run: Run) -> str:

@@ -160,6 +160,8 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path)
 def test_an_unusable_shared_folder_is_one_line(user: Kit, tmp_path):
     blank = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path / "a b")}, user.root)
     refused(blank, "status", status=2, told="which a job script cannot carry safely")
+    long = Kit({**user.env, "COOKBOOK_ROOT": f"/tmp/{'x' * 300}"}, user.root)
+    refused(long, "status", status=2, told="has 305 characters: set COOKBOOK_ROOT to one of 2000")
     (tmp_path / "file").touch()
     taken = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path / "file")}, user.root)
     done = taken.cookbook("submit", "--recipe", "demo", "--local")

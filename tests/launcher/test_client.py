@@ -96,7 +96,10 @@ def test_a_cancel_ends_the_job_that_a_resume_made_after_a_killed_script(
     os.kill(batch_script(run, first), signal.SIGKILL)
     until(lambda: first not in jobs_of(slurm, run), 30)
     told = user.status(run.path)
-    assert told["state"] == "FAILED" and told["detail"].endswith(f"cookbook resume {run.name}")
+    assert told["state"] == "FAILED" and told["detail"].endswith(
+        f"its script was ended without a last word (killed?); continue with: "
+        f"cookbook resume {run.name}"
+    )
     closed()
     second = resumed(user, run)
     assert second != first and jobs_of(slurm, run) == {second: "PENDING"}

@@ -127,4 +127,6 @@ def _queued(job: jobs.QueuedJob) -> JobState:
         parts = [] if job.reason == "None" else [f"waiting: {why_pending(job.reason)}"]
         parts += [f"start expected {job.start}"] if job.start not in ("", "N/A") else []
         detail = ", ".join(parts)
+    elif job.state in jobs.ENDED and job.reason not in ("", "None"):
+        detail = ", ".join(filter(None, [detail, job.reason]))
     return JobState(job.state, "squeue", job.state in jobs.ENDED, detail, job.job_id)
