@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import click
 
-from launcher.cli.common import cluster_option, note, runs_root
+from launcher import site as sites
+from launcher.cli.common import cluster_option, note, resource_options, runs_root
 from launcher.executors import title
 from launcher.observe.status import row, table
 from launcher.observe.summary import summary
@@ -18,6 +19,7 @@ from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
 from launcher.runs.states import states
 from launcher.workflows.cancel import cancel as cancel_run
+from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
 
 
@@ -97,14 +99,32 @@ def cancel(run: str, cluster: str | None) -> None:
 
 @click.command()
 @click.argument("run")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@resource_options
 @click.option("--local", is_flag=True, help="Continue on this host, without Slurm.")
 @click.option("--watch", "follow", is_flag=True, help="Follow the run to its end.")
 @cluster_option
-def resume(run: str, local: bool, follow: bool, cluster: str | None) -> None:
-    """Start RUN again from its last complete checkpoint."""
+def resume(
+    run: str,
+    overrides: tuple[str, ...],
+    local: bool,
+    follow: bool,
+    cluster: str | None,
+    **resources: str | int | None,
+) -> None:
+    """Start RUN again from its last complete checkpoint.
+
+    Options and KEY=VALUE change how it goes on: other nodes, another layout, a new learning rate.
+    cookbook recipes --key KEY says which keys may change.
+    """
     found = find(runs_root(cluster), run)
+    options = {key: value for key, value in resources.items() if value is not None}
+    changes = None
+    if overrides or options:
+        site = sites.load(cluster or found.submission.get("site"))
+        changes = Changes(site, overrides, options)
     with interruption_told(found):
-        resume_run(found, local)
+        resume_run(found, local, changes, note)
     click.echo(f"resumed {found.name} as {title(found.job_id)}")
     if follow:
         sys.exit(watch_to_the_end(found))

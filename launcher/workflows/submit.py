@@ -6,11 +6,12 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from launcher import executors, render, yamlfile
 from launcher.checks import Context, preflight
@@ -37,12 +38,17 @@ class PlannedRun:
         return self.contents[files.JOB_SCRIPT]
 
 
-def plan(recipe: Recipe, cluster: Site, label: str | None = None) -> PlannedRun:
-    """Work out a run without writing anything: what submit sends and --dry-run prints."""
+def plan(
+    recipe: Recipe, cluster: Site, label: str | None = None, path: Path | None = None
+) -> PlannedRun:
+    """Work out a run without writing anything: what submit sends and --dry-run prints.
+
+    path: the directory of a run that is there already; None for a new one.
+    """
     label = label or recipe.name
     if not NAME.match(label):
         raise UsageFault(f"the name {label!r} may hold only {NAME_RULE}: choose another --name")
-    path = directory.runs_root(cluster.root) / directory.new_name(label)
+    path = path or directory.runs_root(cluster.root) / directory.new_name(label)
     if recipe.entry.own_code:
         given = {files.PARAMETERS: recipe.parameters(cluster.root, str(path))}
     else:
@@ -77,8 +83,8 @@ def submit(
     try:
         run.write(files.PROVENANCE, provenance.of(recipe, cluster, planned.contents))
         token = executors.token(run.name)
-        submission = {"run": run.name, "recipe": recipe.name, "token": token, "jobs": []}
-        run.write(files.SUBMISSION, submission)
+        made_of = {"recipe": recipe.name, "recipe_file": str(recipe.path), "site": cluster.name}
+        run.write(files.SUBMISSION, {"run": run.name, **made_of, "token": token, "jobs": []})
     except BaseException:
         _discard(run)
         raise
@@ -93,16 +99,22 @@ def submit(
     return run
 
 
-def start(run: Run, executor: executors.Executor, lease: int) -> None:
+def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[str] = ()) -> None:
     """Give the run's job script to an executor, and record the job. lease is that of locked().
 
     A killed command leaves "starting" in the record: there may be a job, which its comment finds.
+    changes: how the recipe was changed for this job, for the record.
     """
     before = {**run.submission, "jobs": run.all_jobs}
     before.pop("starting", None)
     # Where the log of the new job's script begins.
     log = run.path / files.JOB_LOG
-    known = {"submitted": time.time(), "log_bytes": log.stat().st_size if log.exists() else 0}
+    known: dict[str, Any] = {
+        "submitted": time.time(),
+        "log_bytes": log.stat().st_size if log.exists() else 0,
+    }
+    if changes:
+        known["changes"] = list(changes)
     with _interrupted_later():
         run.write(files.SUBMISSION, {**before, "starting": known})
         try:

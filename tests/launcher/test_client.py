@@ -20,7 +20,7 @@ import pytest
 from launcher.executors import token
 from launcher.runs.directory import Run
 from tests.conftest import SlurmCluster
-from tests.launcher.kit import Kit, until
+from tests.launcher.kit import Kit, report, until
 
 # As slurm/attempt.py begins an attempt; then it waits.
 BODY = """
@@ -115,7 +115,9 @@ def test_a_cancel_ends_jobs_that_were_submitted_by_hand_too(slurm, slurm_user: K
     closed()
     first = resumed(user, run)
     by_hand = slurm.run(["sbatch", "--parsable", str(run.path / "job.sbatch")]).stdout.strip()
-    stranger = slurm.run(["sbatch", "--parsable", "--comment=mine", "--wrap=true"]).stdout.strip()
+    stranger = slurm.run(
+        ["sbatch", "--parsable", "--comment=mine", "--output=/dev/null", "--wrap=true"]
+    ).stdout.strip()
     cancelled = user.cookbook("cancel", run.name)
     assert f"(job {first} and job {by_hand})" in cancelled.stdout
     assert jobs_of(slurm, run) == {}
@@ -149,7 +151,7 @@ def test_another_clusters_run_is_left_alone_and_said_to_be_there(
     assert run.jobs[-1]["cluster"] == "tests" and run.jobs[-1]["controller"]
     with new_cluster("other", "--set", f"FirstJobId={int(job) - 3}") as other:
         there = Kit({**user.env, **other.env}, user.root)
-        wrap = ["sbatch", "--parsable", "--comment=mine", "--wrap=sleep 600"]
+        wrap = ["sbatch", "--parsable", "--comment=mine", "--output=/dev/null", "--wrap=sleep 600"]
         until(lambda: int(other.run(wrap).stdout) >= int(job), 10)
         told = there.status(run.path)
         assert told["state"] == "RUNNING" and "belongs to cluster tests" in told["detail"]
@@ -277,3 +279,58 @@ def test_ctrl_c_during_sbatch_says_which_job_is_queued(
     (job,) = jobs_of(slurm, run)
     assert resuming.returncode == 130 and f"{run.name} is queued as job {job}: " in words, words
     assert f"(job {job})" in slurm_user.cookbook("cancel", run.name).stdout
+
+
+# A resume with changes ------------------------------------------------------------------------
+
+
+def test_a_resume_takes_other_nodes_and_keys_and_refuses_what_makes_another_run(
+    slurm, kit: Kit, closed
+) -> None:
+    closed()
+    submitted = ("--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1", "~generate")
+    job, path = kit.submit(*submitted, "--name", "changed")
+    kit.cookbook("cancel", job)
+    marker = path / "checkpoints" / "step_5" / "COMPLETE"
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    names = ("recipe.yaml", "train.yaml", "job.sbatch", "submission.json")
+    before = {name: (path / name).read_text() for name in names}
+    for arguments, status, told in (
+        (["seed=8"], 2, "seed may not change at resume, from 0 to 8: leave it out, or make"),
+        (["batch_size=3"], 2, "and the run's checkpoints were made with"),
+        (["optimizer.lrr=1"], 2, "did you mean lr?"),
+        (["--nodes", "3", "gradient_accumulation_steps=1"], 2, "a step would see"),
+        (["--partition", "nowhere"], 1, "there is no partition 'nowhere'"),
+        (["tensor_parallel_dim=3"], 2, "does not divide 2 ranks"),
+    ):
+        done = kit.cookbook("resume", path.name, *arguments)
+        assert done.returncode == status and told in done.stderr, done.stderr
+        assert {name: (path / name).read_text() for name in names} == before
+    done = kit.cookbook("resume", path.name, "--nodes", "1", "--time", "30", "optimizer.lr=1e-3")
+    assert done.returncode == 0, done.stderr
+    assert "note: gradient_accumulation_steps=2, so that a step sees" in done.stderr
+    script, train = ((path / name).read_text() for name in ("job.sbatch", "train.yaml"))
+    assert "#SBATCH --nodes=1\n" in script and "#SBATCH --time=30\n" in script
+    assert "#SBATCH --job-name=changed\n" in script and f"RUN_DIR={path}\n" in script
+    assert "gradient_accumulation_steps: 2\n" in train and "lr: 0.001\n" in train
+    made = Run(path).jobs[-1]
+    assert made["changes"][:2] == ["--nodes=1", "--time=30"]
+    assert jobs_of(slurm, Run(path)) == {made["job_id"]: "PENDING"}
+    kit.cookbook("cancel", path.name)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_another_number_of_nodes(kit: Kit, slurm) -> None:
+    short = ("--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1", "max_steps=40")
+    _, path = kit.submit(*short, "save_every_n_steps=5", "log_every_n_steps=1", "~generate")
+    until(lambda: list(path.glob("checkpoints/step_*/COMPLETE")), 120, lambda: report(path))
+    kit.cookbook("cancel", path.name)
+    kit.wait(path, "CANCELLED")
+    done = kit.cookbook("resume", path.name, "--nodes", "1")
+    assert done.returncode == 0, done.stderr
+    kit.wait(path, "COMPLETED", "FAILED")
+    told = [json.loads(line) for line in (path / "attempts.jsonl").read_text().splitlines()]
+    assert told[-1]["cause"] == "finished" and len(told[-1]["nodes"]) == 1, report(path)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows][-1] == 40
