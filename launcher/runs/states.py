@@ -94,7 +94,7 @@ def _judge(run: Run, job: JobState) -> State:
     """Return the state of a run whose job has not written a final one."""
     status, own, resume = run.status, own_state(run), f"continue with: cookbook resume {run.name}"
     message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
-    if job.state is None and own in FINAL:
+    if own in FINAL and (job.ended or job.state is None) and job_id == run.job_id:
         return _from_status(run)
     if job.state is None and not job.ended:  # cannot be asked now
         word = own or "UNKNOWN"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from launcher.errors import SlurmFault
+from launcher.errors import SlurmFault, SlurmTimeout
 from launcher.executors import executor_of, title
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
@@ -55,8 +55,9 @@ def _marked(run: Run, job_id: str) -> Iterator[None]:
         else:
             run.write(files.CANCELLED, before)
         if isinstance(error, SlurmFault):
+            told = "is perhaps not" if isinstance(error, SlurmTimeout) else "was not"
             raise type(error)(
-                f"{run.name} was not cancelled: {error.faults[0]}; then: cookbook cancel {run.name}"
+                f"{run.name} {told} cancelled: {error.faults[0]}; then: cookbook cancel {run.name}"
             ) from error
         raise
 

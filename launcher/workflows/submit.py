@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher import executors, render, yamlfile
 from launcher.checks import Context, preflight
-from launcher.errors import PreflightFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
 from launcher.runs import directory, provenance
 from launcher.runs.directory import Run
@@ -95,6 +95,10 @@ def submit(
         raise  # a job may exist, as after Ctrl-C: the run directory is what finds it again
     except (SlurmFault, OSError):
         _discard(run)
+        raise
+    except RunFault:
+        if not run.starting:
+            _discard(run)
         raise
     return run
 

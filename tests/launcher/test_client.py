@@ -200,7 +200,7 @@ def test_a_cancel_that_fails_leaves_no_mark(slurm, slurm_user: Kit, tmp_path: Pa
     for _ in range(2):
         done = lame.cookbook("cancel", run.name)
         assert done.returncode == 1, done.stdout
-        assert done.stderr.startswith(f"error: {run.name} was not cancelled: Slurm says")
+        assert done.stderr.startswith(f"error: {run.name} is perhaps not cancelled: Slurm says")
         assert not (run.path / "cancelled.json").exists()
     assert jobs_of(slurm, run) == {job: "RUNNING"}
     user.cookbook("cancel", run.name)
