@@ -10,7 +10,13 @@ from contextlib import contextmanager
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, note, resource_options, runs_root
+from launcher.cli.common import (
+    cluster_option,
+    note,
+    on_nodes_option,
+    resource_options,
+    runs_root,
+)
 from launcher.executors import title
 from launcher.observe.status import row, table
 from launcher.observe.summary import summary
@@ -103,12 +109,16 @@ def cancel(run: str, cluster: str | None) -> None:
 @resource_options
 @click.option("--local", is_flag=True, help="Continue on this host, without Slurm.")
 @click.option("--watch", "follow", is_flag=True, help="Follow the run to its end.")
+@click.option("--no-check", is_flag=True, help="Skip the checks of changes that can be skipped.")
+@on_nodes_option
 @cluster_option
 def resume(
     run: str,
     overrides: tuple[str, ...],
     local: bool,
     follow: bool,
+    no_check: bool,
+    on_nodes: tuple[str, ...],
     cluster: str | None,
     **resources: str | int | None,
 ) -> None:
@@ -122,7 +132,7 @@ def resume(
     changes = None
     if overrides or options:
         site = sites.load(cluster or found.submission.get("site"))
-        changes = Changes(site, overrides, options)
+        changes = Changes(site, overrides, options, on_nodes, no_check)
     with interruption_told(found):
         resume_run(found, local, changes, note)
     click.echo(f"resumed {found.name} as {title(found.job_id)}")

@@ -29,11 +29,16 @@ _BATCH = ("batch_size", "gradient_accumulation_steps")
 
 @dataclass(frozen=True)
 class Changes:
-    """What a resumed run does in another way: overrides of its recipe, and options of Slurm."""
+    """What a resumed run does in another way: overrides of its recipe, and options of Slurm.
+
+    elsewhere: paths that only the nodes have. skip: leave out the checks that may be left out.
+    """
 
     site: Site
     overrides: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
+    skip: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -63,7 +68,7 @@ def resume(
             return
         here = executor is executors.choose(True)
         planned, changes = _planned(run, changes, here, say)
-        if faults := preflight.faults(context(planned, here)):
+        if faults := preflight.faults(context(planned, here, changes.elsewhere), changes.skip):
             raise PreflightFault(faults)
         with _rewritten(run, planned.contents):
             start(run, executor, lease, changes.words)

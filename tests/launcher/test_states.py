@@ -157,13 +157,12 @@ def test_a_broken_record_is_named_and_hides_no_other_run(tmp_path, name, text):
     assert find(tmp_path / "runs", "whole") == whole
 
 
-@pytest.mark.parametrize("command", ["status", "logs", "watch"])
+@pytest.mark.parametrize("command", ["status", "status last", "logs", "watch"])
 def test_bytes_that_are_no_text_are_shown_as_such(tmp_path, user: Kit, command):
     user = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path), "PYTHONIOENCODING": "ascii"}, tmp_path)
     run = run_of(tmp_path, {"state": "COMPLETED", "job_id": "1"}, job_id="1")
     junk = b'{"step": 1, "loss": 2.5}\n{"step": "\xff", "loss": "\xfe"}\n7\n\xff\n'
     for name in ("metrics.jsonl", "samples.jsonl", "attempts.jsonl", "logs/job.log"):
         (run.path / name).write_bytes(junk)
-    for arguments in ([command, NAME], [command]):
-        done = user.cookbook(*arguments)
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    done = user.cookbook(*command.split())
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
