@@ -135,7 +135,9 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
 @contextmanager
 def _interrupted_later() -> Iterator[None]:
     """Hold Ctrl-C back until the block has ended; a second one interrupts it."""
-    if threading.current_thread() is not threading.main_thread():
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread may set one; in the background a shell turns Ctrl-C off.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
     pressed = False
@@ -146,9 +148,7 @@ def _interrupted_later() -> Iterator[None]:
             raise KeyboardInterrupt
         pressed = True
 
-    handler = signal.getsignal(signal.SIGINT)
-    if callable(handler):
-        signal.signal(signal.SIGINT, hold_back)
+    signal.signal(signal.SIGINT, hold_back)
     try:
         yield
     finally:
