@@ -20,6 +20,9 @@ DOWNLOAD_RECORD = "cookbook-download.json"
 # --output, and # starts a comment: a path with one of these never reaches a script.
 _PATH_NOT_FOR_SBATCH = re.compile(r"[\s\"'`$\\%#;&|<>*?!(){}\[\]]|[^\x20-\x7e]")
 
+# File systems take 255 bytes in a name; a path of Linux has 4095, and a run's files add to it.
+_LONGEST_NAME, _LONGEST_PATH = 255, 2000
+
 
 def shared_root(configured: str | None = None) -> Path:
     """Return the folder that login and compute nodes share: runs/ and models/ lie in it.
@@ -28,6 +31,11 @@ def shared_root(configured: str | None = None) -> Path:
     """
     chosen = os.environ.get("COOKBOOK_ROOT") or configured
     root = Path(chosen).expanduser().absolute() if chosen else REPO_ROOT
+    if len(str(root)) > _LONGEST_PATH or max(map(len, root.parts)) > _LONGEST_NAME:
+        raise UsageFault(
+            f"the path {str(root)[:60]}... has {len(str(root))} characters: set COOKBOOK_ROOT to "
+            f"one of {_LONGEST_PATH} at most, with names of {_LONGEST_NAME} at most"
+        )
     if bad := _PATH_NOT_FOR_SBATCH.search(str(root)):
         words = f"the path {str(root)!r} holds {bad.group()!r}, which a job script cannot carry"
         remedy = "set COOKBOOK_ROOT to a path of letters, digits, '.', '_' and '-'"

@@ -8,6 +8,7 @@ TrainerError             a fault that the trainer understands
 """
 
 import errno
+import os
 import socket
 import time
 import traceback
@@ -77,7 +78,8 @@ def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
     """Write `error_rank_<rank>.json` for whoever decides on a retry."""
     record = {
         "rank": rank,
-        "host": socket.gethostname(),
+        # Slurm's name of the node; the host may call itself something else.
+        "host": os.environ.get("NODE_NAME") or socket.gethostname(),
         "time": time.time(),
         "type": type(error).__name__,
         "message": describe(error),

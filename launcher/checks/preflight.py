@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from launcher import checks
-from launcher.checks import files, recipe, scheduler, size
+from launcher.checks import environment, files, recipe, scheduler, size
 from launcher.errors import CookbookError
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
@@ -11,6 +11,7 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("layout", True, recipe.layout),
     ("secrets", True, recipe.secrets),
     ("script", True, recipe.script),
+    ("virtual environment", True, environment.python),
     ("model", False, files.weights),
     ("tokenizer", False, files.tokenizer),
     ("dataset", False, files.dataset),

@@ -2,6 +2,7 @@
 
 import sys
 from importlib import import_module
+from io import TextIOWrapper
 
 import click
 
@@ -51,6 +52,10 @@ def cookbook() -> None:
 
 def main() -> None:
     """The console script: expected errors are one line per fault, others keep their traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        # A log may hold what the terminal's encoding cannot show.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         cookbook(prog_name="cookbook")
     except CookbookError as error:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
-from launcher.cli.common import cluster_option, note, runs_root
+from launcher import site as sites
+from launcher.cli.common import (
+    cluster_option,
+    note,
+    on_nodes_option,
+    resource_options,
+    runs_root,
+)
 from launcher.executors import title
 from launcher.observe.status import row, table
 from launcher.observe.summary import summary
@@ -16,6 +25,7 @@ from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
 from launcher.runs.states import states
 from launcher.workflows.cancel import cancel as cancel_run
+from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
 
 
@@ -63,6 +73,28 @@ def watch_to_the_end(run: Run) -> int:
     return 0 if state.word == "COMPLETED" else 1
 
 
+@contextmanager
+def interruption_told(run: Run) -> Iterator[None]:
+    """After Ctrl-C, say what is queued of a run and end with status 130."""
+    before = run.job_id
+    try:
+        yield
+    except KeyboardInterrupt:
+        if run.job_id != before:
+            note(
+                f"\ninterrupted, but {run.name} is queued as {title(run.job_id)}: follow it with: "
+                f"cookbook watch {run.name}, or end it with: cookbook cancel {run.name}"
+            )
+        elif run.starting:
+            note(
+                f"\ninterrupted before Slurm answered, so {run.name} may be queued: look with: "
+                f"cookbook status {run.name}"
+            )
+        else:
+            note("\ninterrupted: no job was queued")
+        sys.exit(130)
+
+
 @click.command()
 @click.argument("run")
 @cluster_option
@@ -73,13 +105,36 @@ def cancel(run: str, cluster: str | None) -> None:
 
 @click.command()
 @click.argument("run")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@resource_options
 @click.option("--local", is_flag=True, help="Continue on this host, without Slurm.")
 @click.option("--watch", "follow", is_flag=True, help="Follow the run to its end.")
+@click.option("--no-check", is_flag=True, help="Skip the checks of changes that can be skipped.")
+@on_nodes_option
 @cluster_option
-def resume(run: str, local: bool, follow: bool, cluster: str | None) -> None:
-    """Start RUN again from its last complete checkpoint."""
+def resume(
+    run: str,
+    overrides: tuple[str, ...],
+    local: bool,
+    follow: bool,
+    no_check: bool,
+    on_nodes: tuple[str, ...],
+    cluster: str | None,
+    **resources: str | int | None,
+) -> None:
+    """Start RUN again from its last complete checkpoint.
+
+    Options and KEY=VALUE change how it goes on: other nodes, another layout, a new learning rate.
+    cookbook recipes --key KEY says which keys may change.
+    """
     found = find(runs_root(cluster), run)
-    resume_run(found, local)
+    options = {key: value for key, value in resources.items() if value is not None}
+    changes = None
+    if overrides or options:
+        site = sites.load(cluster or found.submission.get("site"))
+        changes = Changes(site, overrides, options, on_nodes, no_check)
+    with interruption_told(found):
+        resume_run(found, local, changes, note)
     click.echo(f"resumed {found.name} as {title(found.job_id)}")
     if follow:
         sys.exit(watch_to_the_end(found))

@@ -9,9 +9,10 @@ from launcher import site as sites
 from launcher.checks import preflight
 from launcher.cli import common
 from launcher.cli.common import note
-from launcher.cli.runs import watch_to_the_end
+from launcher.cli.runs import interruption_told, watch_to_the_end
 from launcher.executors import title
 from launcher.recipes import recipe as recipe_file
+from launcher.runs.directory import Run
 from launcher.workflows import submit as workflow
 
 
@@ -62,7 +63,8 @@ def submit(
         for fault in preflight.faults(checked, no_check):
             note(f"warning: submit would refuse this: {fault}")
         return
-    run = workflow.submit(planned, checked, note, no_check)
+    with interruption_told(Run(planned.path)):
+        run = workflow.submit(planned, checked, note, no_check)
     if as_json:
         click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
     else:

@@ -18,13 +18,17 @@ class Job:
     """The newest job of a run.
 
     job_id is None if nobody wrote it down: the token finds such a job in Slurm's queue. host and
-    process_start (ticks since boot) are those of a job that runs without Slurm.
+    process_start (ticks since boot) are those of a job that runs without Slurm; cluster, controller
+    and slurm_conf say where Slurm has it, None if nobody wrote that down.
     """
 
     token: str
     job_id: str | None = None
     host: str | None = None
     process_start: str | None = None
+    cluster: str | None = None
+    controller: str | None = None
+    slurm_conf: str | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class JobState:
 
     state: one of Slurm's words; None if it knows nothing. source: who said so. ended: the job has
     ended, though Slurm may requeue it a moment later. detail: why it waits or where it runs.
+    elsewhere: it belongs to another host or cluster, and only there can it be asked for.
     """
 
     state: str | None
@@ -40,13 +45,17 @@ class JobState:
     ended: bool = False
     detail: str = ""
     job_id: str | None = None
+    elsewhere: bool = False
 
 
 class Executor(Protocol):
     """What runs job scripts: Slurm, or this host."""
 
-    def start(self, script: Path, token: str) -> dict[str, Any]:
-        """Start a job script and return what finds the job again: job_id, and what else is needed.
+    def start(self, script: Path, token: str, lease: int) -> dict[str, Any]:
+        """Start a job script and return what finds the job again: fields of a Job.
+
+        lease is the open file that locks the run: it stays locked until the job is there, or
+        nothing can make it any more, even if this process is killed.
 
         Raises:
             SlurmFault: Slurm refused the script, and there is no job.
@@ -61,5 +70,19 @@ class Executor(Protocol):
             SlurmFault: Slurm cannot be asked.
         """
 
-    def cancel(self, job: Job) -> None:
-        """End a job. A job that has ended already is no error."""
+    def living(self, job: Job, unsure: bool = False) -> dict[str, str]:
+        """Return every job of the run that waits or runs, and its state, oldest first.
+
+        unsure: one may appear a moment later, because somebody died while it was made.
+
+        Raises:
+            SlurmFault: Slurm cannot be asked.
+            RunFault: the run's job belongs to another host or cluster.
+        """
+
+    def cancel(self, job: Job, job_ids: Sequence[str]) -> None:
+        """End jobs of the run. A job that has ended already is no error.
+
+        Raises:
+            SlurmFault: Slurm did not end them.
+        """

@@ -25,7 +25,7 @@ _END_S = 40
 class LocalExecutor:
     """Runs a job script as a process of this host, in a session of its own."""
 
-    def start(self, script: Path, token: str) -> dict[str, Any]:
+    def start(self, script: Path, token: str, lease: int) -> dict[str, Any]:
         with open(script.parent / files.JOB_LOG, "ab") as log:
             process = subprocess.Popen(
                 ["bash", str(script)],
@@ -47,15 +47,18 @@ class LocalExecutor:
 
     def _state(self, job: Job) -> JobState:
         if _elsewhere(job):
-            detail = f"it was started on {job.host}, without Slurm: only {job.host} knows more"
-            return JobState(None, "nobody", detail=detail)
+            detail = f"it was started on {job.host}, without Slurm: log in there"
+            return JobState(None, "nobody", detail=detail, elsewhere=True)
         if _alive(job):
             return JobState("RUNNING", "this host", detail="on this host, without Slurm")
         return JobState("FAILED", "this host", ended=True, detail="its process is gone")
 
-    def cancel(self, job: Job) -> None:
+    def living(self, job: Job, unsure: bool = False) -> dict[str, str]:
         if _elsewhere(job):
-            raise RunFault(f"{_pid(job)} is a process of {job.host}: run cookbook cancel there")
+            raise RunFault(f"{_pid(job)} is a process of {job.host}: repeat the command there")
+        return {str(job.job_id): "RUNNING"} if _alive(job) else {}
+
+    def cancel(self, job: Job, job_ids: Sequence[str]) -> None:
         pid, deadline = _pid(job), time.monotonic() + _END_S
         if _alive(job):
             _signal(pid, signal.SIGTERM)

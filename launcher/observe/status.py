@@ -39,7 +39,7 @@ def table(runs: list[Run], states: dict[str, State]) -> Iterator[str]:
     yield layout.format("RUN", "STATE", "JOB", "STEP", "LOSS", "AGE", "NOTE")
     for run in runs:
         values = row(run, states[run.name])
-        loss = "-" if values["loss"] is None else f"{values['loss']:.4f}"
+        loss = f"{values['loss']:.4f}" if isinstance(values["loss"], int | float) else "-"
         step = "-" if values["step"] is None else f"{values['step']}/{values['total_steps'] or '?'}"
         cells = (values["state"], values["job_id"] or "-", step, loss, _age(run), values["detail"])
         yield layout.format(run.name, *cells).rstrip()

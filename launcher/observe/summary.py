@@ -14,9 +14,9 @@ from runspec import files
 def summary(run: Run, state: State) -> Iterator[str]:
     """Yield the lines that say how a run ended, or how it stands, and where its results are."""
     attempts = run.attempts
-    spent = ""
-    if attempts and attempts[0].get("started"):
-        spent = f" after {duration(attempts[-1]['ended'] - attempts[0]['started'])}"
+    times = [attempts[0].get("started"), attempts[-1].get("ended")] if attempts else []
+    known = [time for time in times if isinstance(time, int | float)]
+    spent = f" after {duration(known[1] - known[0])}" if len(known) == 2 else ""
     count = f", {len(attempts)} attempt{'s' if len(attempts) != 1 else ''}" if attempts else ""
     yield f"{run.name} {state.word}{spent}{count}{f': {state.detail}' if state.detail else ''}"
     board = run.path / files.TENSORBOARD
@@ -45,7 +45,9 @@ def _if_there(path: Path) -> str:
 def _curve(metrics: list[dict[str, Any]]) -> str:
     """Return the first and the last loss, and four between them of a longer run."""
     points = [
-        (row["step"], row["loss"]) for row in metrics if isinstance(row.get("loss"), int | float)
+        (row.get("step"), row["loss"])
+        for row in metrics
+        if isinstance(row.get("loss"), int | float)
     ]
     if not points:
         return ""
@@ -57,9 +59,9 @@ def _curve(metrics: list[dict[str, Any]]) -> str:
 
 def _samples(run: Run) -> Iterator[tuple[str, str]]:
     """Yield question and answer of each sample that the finished model was asked for."""
-    for sample in files.read_json_lines(run.path / files.SAMPLES):
-        yield "question", str(sample["prompt"])
-        yield "answer", str(sample["answer"])
+    for sample in run.samples:
+        yield "question", str(sample.get("prompt", ""))
+        yield "answer", str(sample.get("answer", ""))
 
 
 def duration(seconds: float) -> str:

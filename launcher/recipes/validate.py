@@ -46,8 +46,8 @@ def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
                 "name it under secrets: in a recipe; the hub's token is read from HF_TOKEN_PATH or "
                 "its own login",
             )
-        # A site may know better than the script, such as with SRUN_ variables.
-        elif key == "env" and owned_variables([name]):
+        # srun's own variables are options that a site may need.
+        elif owned_variables([name]) and not (key == "environment" and name.startswith("SRUN_")):
             yield Fault(where, _owned(key, name))
         elif value is None:
             yield Fault(where, f'{where} has no value: write {name}: "" to set it to nothing')

@@ -6,6 +6,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,9 +20,13 @@ from launcher.runs import snapshot
 from runspec import files
 
 
+# The fields of a Job that are kept in submission.json and, those that it knows, in status.json.
+_JOB_KEYS = ("job_id", "host", "process_start", "cluster", "controller", "slurm_conf")
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run directory and what its files say; RunFault if one of them is broken."""
+    """A run directory and what its files say; one that is broken says nothing, and broken() why."""
 
     path: Path
 
@@ -47,36 +52,58 @@ class Run:
     @property
     def attempts(self) -> list[dict[str, Any]]:
         """The attempts that have ended, oldest first."""
-        return files.read_json_lines(self.path / files.ATTEMPTS)
+        return self._lines(files.ATTEMPTS)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The logged steps in order."""
-        return files.read_json_lines(self.path / files.METRICS)
+        return self._lines(files.METRICS)
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Questions and answers of the finished model."""
+        return self._lines(files.SAMPLES)
 
     @property
     def jobs(self) -> list[dict[str, Any]]:
         """The jobs that submit and resume gave to the run, oldest first."""
-        return self.submission.get("jobs") or []
+        jobs = self.submission.get("jobs")
+        return [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
+
+    @property
+    def all_jobs(self) -> list[dict[str, Any]]:
+        """Its jobs, oldest first, and one that only its status knows.
+
+        Such a job's script was submitted by hand, or the launcher died before it wrote the id down:
+        it is newer than all others. No clock says so, because the nodes' clocks may be wrong.
+        """
+        jobs, status = self.jobs, self.status
+        if status.get("job_id") is None or any(_same_job(job, status) for job in jobs):
+            return jobs
+        return [*jobs, {key: status[key] for key in _JOB_KEYS if key in status}]
 
     @property
     def job_id(self) -> str | None:
         """The newest job's id, None if nobody wrote one down."""
-        submitted, status = {str(job["job_id"]): job["submitted"] for job in self.jobs}, self.status
-        newest, own = next(reversed(submitted), None), status.get("job_id")
-        # Its script was submitted by hand, or the launcher died before it wrote the id down.
-        unknown = own is not None and str(own) not in submitted
-        if unknown and (newest is None or status["updated"] >= submitted[newest]):
-            return str(own)
-        return newest
+        return self.job.job_id
 
     @property
     def job(self) -> Job:
         """The newest job, with what its executor needs to find it."""
-        job_id, known = self.job_id, [self.status, *self.jobs]
-        records = [record for record in known if job_id and str(record.get("job_id")) == job_id]
-        newest = records[-1] if records else {}
-        return Job(token(self.name), job_id, newest.get("host"), newest.get("process_start"))
+        newest = (self.all_jobs or [{}])[-1]
+        known = {key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None}
+        return Job(token(self.name), **known)
+
+    @property
+    def own_status(self) -> dict[str, Any]:
+        """What the newest job wrote as its status, {} if it has written none yet."""
+        status, jobs = self.status, self.all_jobs
+        return status if jobs and _same_job(jobs[-1], status) else {}
+
+    @property
+    def starting(self) -> bool:
+        """Whether a command began to start a job and has not recorded what came of it."""
+        return "starting" in self.submission
 
     @property
     def logs(self) -> Path:
@@ -95,15 +122,38 @@ class Run:
         except OSError as error:
             raise RunFault(f"cannot write {path}: {error.strerror}: check the disk") from error
 
+    def broken(self) -> list[str]:
+        """Say which of the run's files cannot be read, and what to do about each."""
+        names = (files.SUBMISSION, files.STATUS, files.PROGRESS)
+        return [fault for _, fault in map(self._read_or_fault, names) if fault]
+
     def _read(self, name: str) -> dict[str, Any]:
+        return self._read_or_fault(name)[0]
+
+    def _read_or_fault(self, name: str) -> tuple[dict[str, Any], str]:
         path = self.path / name
         try:
             value = files.read_json(path)
-        except (OSError, ValueError) as error:
-            raise RunFault(f"cannot read {path}: {error}") from error
-        if value is not None and not isinstance(value, dict):
-            raise RunFault(f"cannot read {path}: it does not hold a JSON object")
-        return value or {}
+        except OSError as error:
+            return {}, f"{path} cannot be read ({error.strerror})"
+        except ValueError:
+            value = ""
+        if value is None or isinstance(value, dict):
+            return value or {}, ""
+        return {}, f"{path} is broken (no JSON object): move it away with: mv {path} {path}.broken"
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        try:
+            values = files.read_json_lines(self.path / name)
+        except OSError:
+            return []
+        return [value for value in values if isinstance(value, dict)]
+
+
+def _same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two records are of one job. Two clusters may give the same id."""
+    clusters = {one.get("cluster"), other.get("cluster")} - {None, ""}
+    return str(one.get("job_id")) == str(other.get("job_id")) and len(clusters) < 2
 
 
 def runs_root(root: Path) -> Path:
@@ -162,13 +212,31 @@ def create(
 
 
 @contextmanager
-def locked(run: Run) -> Iterator[None]:
-    """Let one command at a time submit or cancel a run."""
-    with open(run.path / files.LOCK, "w", encoding="utf-8") as file:
+def locked(run: Run) -> Iterator[int]:
+    """Let one command at a time start or end a run's jobs; yield the open file that is locked.
+
+    The kernel removes the lock when all processes that have the file open have ended, however they
+    end.
+    """
+    path = run.path / files.LOCK
+    try:
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise RunFault(f"cannot change {run.name}: {path}: {error.strerror}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunFault(
+                f"another cookbook command ({file.read() or 'unknown'}) is changing {run.name}: "
+                "try again in a moment"
+            ) from error
         except OSError as error:
             raise RunFault(
-                f"another cookbook command is changing {run.name}: try again in a moment"
+                f"cannot lock {path}: {error.strerror}: mount its filesystem with locks (flock)"
             ) from error
-        yield
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield file.fileno()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.errors import SlurmFault
-from launcher.executors import Executor, JobState, executor_of
+from launcher.executors import Executor, Job, JobState, executor_of
 from launcher.runs.directory import Run
+from runspec import files
 from runspec.states import FINAL
+
+
+# So much of a job's log is read; a script that ends before its first attempt writes little.
+_LOG_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,8 @@ class State:
     """What is known of a run.
 
     word: the state that a user sees. source: status.json, squeue, sacct, this host or nobody.
-    ended: no job of the run runs or waits. job_id: that of its newest job.
+    ended: no job of the run runs or waits. job_id: that of its newest job. elsewhere: that job
+    belongs to another host or cluster.
     """
 
     word: str
@@ -24,6 +30,7 @@ class State:
     detail: str = ""
     ended: bool = False
     job_id: str | None = None
+    elsewhere: bool = False
 
 
 def state_of(run: Run) -> State:
@@ -33,11 +40,21 @@ def state_of(run: Run) -> State:
 
 def own_state(run: Run) -> str:
     """Return the state that the newest job wrote, "" if it has written none yet."""
-    status, newest = run.status, (run.jobs or [{}])[-1]
-    written_later = float(status.get("updated", 0)) >= float(newest.get("submitted", 0))
-    # An unknown job that wrote later was submitted by hand, or nobody could write its id down.
-    ours = written_later or str(status.get("job_id")) == str(newest.get("job_id"))
-    return str(status.get("state") or "") if ours else ""
+    return str(run.own_status.get("state") or "")
+
+
+def living(run: Run) -> dict[str, str]:
+    """Return every job of a run that waits or runs, and its state, oldest first.
+
+    Raises:
+        SlurmFault: Slurm cannot be asked.
+        RunFault: the run's job belongs to another host or cluster.
+    """
+    job = run.job
+    if own_state(run) in FINAL and not run.starting:
+        # That job has ended, wherever it ran. Left is what somebody submitted by hand here.
+        job = Job(job.token, job.job_id)
+    return executor_of(job.job_id).living(job, unsure=run.starting)
 
 
 def states(wanted: Sequence[Run]) -> dict[str, State]:
@@ -48,7 +65,7 @@ def states(wanted: Sequence[Run]) -> dict[str, State]:
     known: dict[str, State] = {}
     asked: dict[Executor, list[Run]] = {}
     for run in wanted:
-        if own_state(run) in FINAL:
+        if own_state(run) in FINAL and not run.starting:
             known[run.name] = _from_status(run)
         else:
             asked.setdefault(executor_of(run.job_id), []).append(run)
@@ -59,7 +76,12 @@ def states(wanted: Sequence[Run]) -> dict[str, State]:
             nothing = JobState(None, "nobody", detail=fault.faults[0])
             found = {run.job.token: nothing for run in group}
         known |= {run.name: _judge(run, found[run.job.token]) for run in group}
-    return known
+    return {run.name: _with_faults(known[run.name], run.broken()) for run in wanted}
+
+
+def _with_faults(state: State, faults: Sequence[str]) -> State:
+    """Return a state whose detail names the run's broken files first."""
+    return replace(state, detail="; ".join(filter(None, [*faults, state.detail])))
 
 
 def _from_status(run: Run) -> State:
@@ -72,22 +94,55 @@ def _judge(run: Run, job: JobState) -> State:
     """Return the state of a run whose job has not written a final one."""
     status, own, resume = run.status, own_state(run), f"continue with: cookbook resume {run.name}"
     message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
-    if job.state is None and not job.ended:  # cannot be asked now
-        return State(own or "UNKNOWN", "status.json", job.detail, job_id=job_id)
-    if job.state is None and status.get("state") in FINAL:
+    if own in FINAL and (job.ended or job.state is None) and job_id == run.job_id:
         return _from_status(run)
+    if job.state is None and not job.ended:  # cannot be asked now
+        word = own or "UNKNOWN"
+        return State(word, "status.json", job.detail, job_id=job_id, elsewhere=job.elsewhere)
     if job.state is None and own == "INTERRUPTED":
         return State(own, "status.json", f"{message}; {resume}", ended=True, job_id=job_id)
     if job.state is None:
-        last = f"its last state was {own}" if own else "it has written no state"
+        last = f"its last state was {own}" if own else f"it has written no state{_log_says(run)}"
         return State("UNKNOWN", "nobody", f"{job.detail}, {last}; {resume}", True, job_id)
     # What the status says about an earlier job is no news about this one.
     message = message if own and str(status.get("job_id")) == job_id else ""
     if job.ended:
-        details = [message or job.detail, "" if job.state == "COMPLETED" else resume]
+        started = [message or job.detail]
+        if not message and job.state != "COMPLETED":
+            started += [_how_far(run, own)]
+        details = [", ".join(filter(None, started)), "" if job.state == "COMPLETED" else resume]
     elif message:
         details = [f"attempt {status.get('attempt')} ended: {message}", job.detail]
     else:
         details = [job.detail]
+    if not job.ended and _is_cancelled(run, job_id):
+        details.insert(0, "cancelled, and about to end")
     detail = "; ".join(filter(None, details))
     return State(job.state, job.source, detail, job.ended, job_id)
+
+
+def _is_cancelled(run: Run, job_id: str | None) -> bool:
+    mark = files.read_json_or_none(run.path / files.CANCELLED)
+    return isinstance(mark, dict) and mark.get("job_id") == job_id
+
+
+def _how_far(run: Run, own: str) -> str:
+    """Say how far the newest job came, which has ended without saying why."""
+    if not own:
+        return f"before its first attempt{_log_says(run)}"
+    return "its script was ended without a last word (killed?)" if own == "RUNNING" else ""
+
+
+def _log_says(run: Run) -> str:
+    """Return the last word of the newest job's script, for a job that has written no state."""
+    begin = (run.all_jobs or [{}])[-1].get("log_bytes")
+    try:
+        with (run.path / files.JOB_LOG).open("rb") as log:
+            log.seek(begin if isinstance(begin, int) else 0)
+            words = log.read(_LOG_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    written = [line.strip() for line in words.splitlines() if line.strip()]
+    told = [line.partition("cookbook: ")[2] for line in written if "cookbook: " in line]
+    last = (told or written or [""])[-1]
+    return f" (job.log says: {last})" if last else ""

@@ -1,39 +1,65 @@
-"""Ending a run's job for good: it is neither retried nor requeued."""
+"""Ending a run's jobs for good: they are neither retried nor requeued."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from launcher.errors import CookbookError
+from launcher.errors import SlurmFault, SlurmTimeout
 from launcher.executors import executor_of, title
 from launcher.runs.directory import Run, locked
-from launcher.runs.states import state_of
+from launcher.runs.states import State, living, state_of
 from runspec import files
 
 
 def cancel(run: Run) -> str:
-    """Cancel a run and return one line that says what was done."""
+    """Cancel every job of a run that waits or runs, and return one line that says what was done."""
     with locked(run):
-        state = state_of(run)
-        if state.ended and state.word != "UNKNOWN":
-            return f"{run.name} has ended already: {state.word}"
-        job_id = state.job_id
-        if job_id is None:
-            because = f" ({state.detail})" if state.detail else ""
-            return f"no job of {run.name} is known{because}: nothing was cancelled"
-        status = run.status
-        running = str(status.get("job_id")) == job_id and status.get("state") == "RUNNING"
-        # Written first: the job must not take its end for a fault and try again.
-        run.write(files.CANCELLED, {"job_id": job_id, "time": time.time()})
-        try:
-            executor_of(job_id).cancel(replace(run.job, job_id=job_id))
-        except CookbookError:
-            (run.path / files.CANCELLED).unlink()
-            raise
-        if not running or state.word == "PENDING":
-            _write_cancelled(run, job_id)
-    return f"cancelled {run.name} ({title(job_id)}); continue it with: cookbook resume {run.name}"
+        jobs, status = living(run), run.status
+        if not jobs:
+            return _nothing_to_cancel(run, state_of(run))
+        own, newest = str(status.get("job_id")), list(jobs)[-1]
+        at_work = status.get("state") == "RUNNING" and jobs.get(own, "PENDING") != "PENDING"
+        # Two jobs of one run never train at once: the mark is for the one that does.
+        with _marked(run, own if at_work else newest):
+            executor_of(newest).cancel(run.job, list(jobs))
+        if not at_work:
+            _write_cancelled(run, newest)
+    which = " and ".join(map(title, jobs))
+    return f"cancelled {run.name} ({which}); continue it with: cookbook resume {run.name}"
+
+
+def _nothing_to_cancel(run: Run, state: State) -> str:
+    if state.ended and state.word != "UNKNOWN":
+        return f"{run.name} has ended already: {state.word}"
+    because = f" ({state.detail})" if state.detail else ""
+    return f"no job of {run.name} is known{because}: nothing was cancelled"
+
+
+@contextmanager
+def _marked(run: Run, job_id: str) -> Iterator[None]:
+    """Mark a job as cancelled; if it cannot be cancelled, take the mark back.
+
+    The mark comes first: the job must not take its end for a fault and try again. Left on a job
+    that goes on, it would make the next fault the run's end.
+    """
+    mark = run.path / files.CANCELLED
+    before = files.read_json_or_none(mark)
+    run.write(files.CANCELLED, {"job_id": job_id, "time": time.time()})
+    try:
+        yield
+    except BaseException as error:
+        if before is None:
+            mark.unlink()
+        else:
+            run.write(files.CANCELLED, before)
+        if isinstance(error, SlurmFault):
+            told = "is perhaps not" if isinstance(error, SlurmTimeout) else "was not"
+            raise type(error)(
+                f"{run.name} {told} cancelled: {error.faults[0]}; then: cookbook cancel {run.name}"
+            ) from error
+        raise
 
 
 def _write_cancelled(run: Run, job_id: str) -> None:

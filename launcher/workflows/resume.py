@@ -1,28 +1,189 @@
-"""Starting a run again from its last complete checkpoint."""
+"""Starting a run again from its last complete checkpoint, as it was or with changes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
 from launcher import executors
-from launcher.errors import UsageFault
+from launcher import site as sites
+from launcher.checks import preflight
+from launcher.errors import PreflightFault, RecipeFault, RunFault, SlurmTimeout, UsageFault
+from launcher.recipes import override
+from launcher.recipes import recipe as recipes
+from launcher.recipes.recipe import Recipe
 from launcher.runs.directory import Run, locked
-from launcher.runs.states import state_of
-from launcher.workflows.submit import start
+from launcher.runs.states import State, living, state_of
+from launcher.site import Site
+from launcher.workflows.submit import PlannedRun, context, plan, start
 from runspec import files
+from runspec.keys.key import may_change
+from runspec.layout import Layout, LayoutError
+
+# They may change together, as long as a step sees the same samples.
+_BATCH = ("batch_size", "gradient_accumulation_steps")
 
 
-def resume(run: Run, local: bool = False) -> None:
+@dataclass(frozen=True)
+class Changes:
+    """What a resumed run does in another way: overrides of its recipe, and options of Slurm.
+
+    elsewhere: paths that only the nodes have. skip: leave out the checks that may be left out.
+    """
+
+    site: Site
+    overrides: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
+    skip: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """The changes as they are typed."""
+        options = (f"--{key.replace('_', '-')}={value}" for key, value in self.options.items())
+        return [*options, *self.overrides]
+
+
+def resume(
+    run: Run,
+    local: bool = False,
+    changes: Changes | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
     """Start a new job of a run; UsageFault if it is finished or a job of it is still there.
 
-    The job runs where the last one ran, or, if local, on this host without Slurm.
+    The job runs where the last one ran, or, if local, on this host without Slurm. Changes are
+    checked as submit checks a new run; if they, or the job, are refused, the run stays as it was.
     """
-    with locked(run):
-        state = state_of(run)
-        if state.word == "COMPLETED":
-            raise UsageFault(f"{run.name} is finished: its model is in {run.path / files.EXPORT}")
-        if not state.ended:
-            detail = f", {state.detail}" if state.detail else ""
-            raise UsageFault(
-                f"{run.name} is {state.word} ({executors.title(state.job_id)}{detail}): follow it "
-                f"with: cookbook watch {run.name}, or end it with: cookbook cancel {run.name}"
+    with locked(run) as lease:
+        if faults := run.broken():
+            raise RunFault([f"{fault}; then: cookbook resume {run.name}" for fault in faults])
+        _refuse_unless_ended(run, state_of(run))
+        executor = executors.choose(True) if local else executors.executor_of(run.job_id)
+        if changes is None:
+            start(run, executor, lease)
+            return
+        here = executor is executors.choose(True)
+        planned, changes = _planned(run, changes, here, say)
+        if faults := preflight.faults(context(planned, here, changes.elsewhere), changes.skip):
+            raise PreflightFault(faults)
+        with _rewritten(run, planned.contents):
+            start(run, executor, lease, changes.words)
+
+
+def _refuse_unless_ended(run: Run, state: State) -> None:
+    if state.word == "COMPLETED":
+        raise UsageFault(f"{run.name} is finished: its model is in {run.path / files.EXPORT}")
+    if state.elsewhere:
+        raise UsageFault(
+            f"{run.name} is {state.word} ({executors.title(state.job_id)}): {state.detail}, and "
+            f"look with: cookbook status {run.name}"
+        )
+    job_id, word, detail = state.job_id, state.word, state.detail
+    if state.ended:
+        # Its last word may be older than a job that waits: submitted by hand, or nobody knows of it
+        # because the command that made it was killed.
+        jobs = [(job_id, word) for job_id, word in living(run).items() if word != "COMPLETING"]
+        if not jobs:
+            return
+        (job_id, word), detail = jobs[-1], ""
+    detail = f", {detail}" if detail else ""
+    raise UsageFault(
+        f"{run.name} is {word} ({executors.title(job_id)}{detail}): follow it with: cookbook watch "
+        f"{run.name}, or end it with: cookbook cancel {run.name}"
+    )
+
+
+def _planned(
+    run: Run, changes: Changes, local: bool, say: Callable[[str], None]
+) -> tuple[PlannedRun, Changes]:
+    """Return the run with its changes, and the changes with what follows from them.
+
+    UsageFault for changes with which it would not go on as the same run.
+    """
+    before, after = (
+        _recipe(run, each, local) for each in (replace(changes, overrides=(), options={}), changes)
+    )
+    if before.entry.checked == "complete" and files.checkpoint_steps(run.path):
+        wanted, found = _samples_per_step(before, changes), _samples_per_step(after, changes)
+        given = {override.key_of(text) for text in changes.overrides}
+        if wanted != found and given.isdisjoint(_BATCH):
+            micro_steps = int(after.config.get(_BATCH[1]) or 1)
+            steps, rest = divmod(wanted, found // micro_steps)
+            if not rest:
+                same = f"{_BATCH[1]}={steps}"
+                say(f"note: {same}, so that a step sees {wanted} samples as before")
+                changes = replace(changes, overrides=(*changes.overrides, same))
+                after, found = _recipe(run, changes, local), wanted
+        faults = list(_identity_faults(run, before, after, changes))
+        if wanted != found:
+            faults.append(
+                f"a step would see {found} samples, and the run's checkpoints were made with "
+                f"{wanted}: change batch_size, gradient_accumulation_steps or --nodes"
             )
-        start(run, executors.choose(True) if local else executors.executor_of(run.job_id))
+        if faults:
+            raise UsageFault(faults)
+    # <utc>-<label>-<4 hex>
+    return plan(after, changes.site, run.name[16:-5], run.path), changes
+
+
+def _recipe(run: Run, changes: Changes, local: bool) -> Recipe:
+    """Return the run's own recipe with changes, under the name of the one it was made of."""
+    file, made = run.path / files.RECIPE, run.submission
+    recipe = recipes.load(str(file), changes.overrides, changes.options)
+    name, origin = str(made.get("recipe") or recipe.name), made.get("recipe_file")
+    # Only a script's path counts from there.
+    place = Path(str(origin)) if recipe.entry.own_code and origin else file
+    return sites.complete(replace(recipe, name=name, path=place), changes.site, local)
+
+
+def _samples_per_step(recipe: Recipe, changes: Changes) -> int:
+    config = recipe.resolved(changes.site.root, "run")
+    try:
+        groups = Layout.of(config, recipe.resources.world_size).data_parallel
+    except LayoutError as error:
+        raise RecipeFault(error.faults) from error
+    batch, micro_steps = (int(config.get(key) or 1) for key in _BATCH)
+    return batch * micro_steps * groups
+
+
+def _identity_faults(run: Run, before: Recipe, after: Recipe, changes: Changes) -> Iterator[str]:
+    """Yield the keys that differ and may not, once there are checkpoints."""
+    root, path = changes.site.root, str(run.path)
+    old, new = (dict(_leaves(recipe.resolved(root, path))) for recipe in (before, after))
+    for key in {**old, **new}:
+        if old.get(key) == new.get(key) or key in _BATCH or may_change(after.entry.keys, key):
+            continue
+        yield (
+            f"{key} may not change at resume, from {old.get(key)!r} to {new.get(key)!r}: leave it "
+            f"out, or make a new run with: cookbook submit {run.path / files.RECIPE} "
+            f"{key}={new.get(key)}"
+        )
+
+
+def _leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+@contextmanager
+def _rewritten(run: Run, contents: Mapping[str, str]) -> Iterator[None]:
+    """Replace files of the run; if no job comes of it, restore them."""
+    mode = run.path.stat().st_mode & 0o666
+    before = {name: (run.path / name).read_text(encoding="utf-8") for name in contents}
+    for name, text in contents.items():
+        files.write_text(run.path / name, text, mode)
+    try:
+        yield
+    except (KeyboardInterrupt, SlurmTimeout):
+        raise  # there may be a job
+    except BaseException:
+        for name, text in before.items():
+            files.write_text(run.path / name, text, mode)
+        raise

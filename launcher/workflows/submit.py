@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from launcher import executors, render, yamlfile
 from launcher.checks import Context, preflight
-from launcher.errors import PreflightFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
 from launcher.runs import directory, provenance
 from launcher.runs.directory import Run
@@ -33,12 +38,17 @@ class PlannedRun:
         return self.contents[files.JOB_SCRIPT]
 
 
-def plan(recipe: Recipe, cluster: Site, label: str | None = None) -> PlannedRun:
-    """Work out a run without writing anything: what submit sends and --dry-run prints."""
+def plan(
+    recipe: Recipe, cluster: Site, label: str | None = None, path: Path | None = None
+) -> PlannedRun:
+    """Work out a run without writing anything: what submit sends and --dry-run prints.
+
+    path: the directory of a run that is there already; None for a new one.
+    """
     label = label or recipe.name
     if not NAME.match(label):
         raise UsageFault(f"the name {label!r} may hold only {NAME_RULE}: choose another --name")
-    path = directory.runs_root(cluster.root) / directory.new_name(label)
+    path = path or directory.runs_root(cluster.root) / directory.new_name(label)
     if recipe.entry.own_code:
         given = {files.PARAMETERS: recipe.parameters(cluster.root, str(path))}
     else:
@@ -73,27 +83,78 @@ def submit(
     try:
         run.write(files.PROVENANCE, provenance.of(recipe, cluster, planned.contents))
         token = executors.token(run.name)
-        submission = {"run": run.name, "recipe": recipe.name, "token": token, "jobs": []}
-        run.write(files.SUBMISSION, submission)
+        made_of = {"recipe": recipe.name, "recipe_file": str(recipe.path), "site": cluster.name}
+        run.write(files.SUBMISSION, {"run": run.name, **made_of, "token": token, "jobs": []})
     except BaseException:
         _discard(run)
         raise
     try:
-        start(run, executors.choose(checked.local))
+        with directory.locked(run) as lease:
+            start(run, executors.choose(checked.local), lease)
     except SlurmTimeout:
         raise  # a job may exist, as after Ctrl-C: the run directory is what finds it again
     except (SlurmFault, OSError):
         _discard(run)
         raise
+    except RunFault:
+        if not run.starting:
+            _discard(run)
+        raise
     return run
 
 
-def start(run: Run, executor: executors.Executor) -> None:
-    """Give the run's job script to an executor, and record the job."""
-    submitted = time.time()
-    job = executor.start(run.path / files.JOB_SCRIPT, executors.token(run.name))
-    jobs = [*run.jobs, {**job, "submitted": submitted}]
-    run.write(files.SUBMISSION, {**run.submission, "jobs": jobs})
+def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[str] = ()) -> None:
+    """Give the run's job script to an executor, and record the job. lease is that of locked().
+
+    A killed command leaves "starting" in the record: there may be a job, which its comment finds.
+    changes: how the recipe was changed for this job, for the record.
+    """
+    before = {**run.submission, "jobs": run.all_jobs}
+    before.pop("starting", None)
+    # Where the log of the new job's script begins.
+    log = run.path / files.JOB_LOG
+    known: dict[str, Any] = {
+        "submitted": time.time(),
+        "log_bytes": log.stat().st_size if log.exists() else 0,
+    }
+    if changes:
+        known["changes"] = list(changes)
+    with _interrupted_later():
+        run.write(files.SUBMISSION, {**before, "starting": known})
+        try:
+            job = executor.start(run.path / files.JOB_SCRIPT, executors.token(run.name), lease)
+        except SlurmTimeout:
+            raise
+        except (SlurmFault, OSError):
+            run.write(files.SUBMISSION, before)
+            raise
+        jobs = [*before["jobs"], {**job, **known}]
+        run.write(files.SUBMISSION, {**before, "jobs": jobs})
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Hold Ctrl-C back until the block has ended; a second one interrupts it."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread may set one; in the background a shell turns Ctrl-C off.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    pressed = False
+
+    def hold_back(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    signal.signal(signal.SIGINT, hold_back)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _refuse(faults: list[str]) -> None:

@@ -97,8 +97,8 @@ KINDS = {
     ),
     "memory": Kind("a size such as 900G, or 0 for all of a node's memory", _text(r"\d+[KMGT]?")),
     "time": Kind(
-        "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00",
-        _text(r"\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(?::[0-5]?\d){0,2}"),
+        "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00, above 0",
+        _text(r"(?=.*[1-9])(?:\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(?::[0-5]?\d){0,2})"),
     ),
     # A repository of the hub, and a branch, tag or commit after an @.
     "repository": Kind(

@@ -104,6 +104,15 @@ def test_a_model_folder_that_cannot_be_read_is_named_with_all_else(user: Kit):
     assert user.runs() == []
 
 
+def test_a_missing_virtual_environment_is_found_before_the_queue(user: Kit):
+    lost = Kit({**user.env, "COOKBOOK_VENV": "/nonexist"}, user.root)
+    for command in (["submit", "--local", "--no-check"], ["check", "--local"]):
+        done = lost.cookbook(*command, "--recipe", "demo")
+        assert done.returncode == 1 and user.runs() == []
+        told = "there is no /nonexist/bin/python, which COOKBOOK_VENV names"
+        assert told in done.stdout + done.stderr and "bash setup.sh" in done.stdout + done.stderr
+
+
 def test_broken_yaml_names_line_and_column(user: Kit, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("model:\n  rank: [1, 2\nseed: 3\n")
@@ -151,6 +160,8 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path)
 def test_an_unusable_shared_folder_is_one_line(user: Kit, tmp_path):
     blank = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path / "a b")}, user.root)
     refused(blank, "status", status=2, told="which a job script cannot carry safely")
+    long = Kit({**user.env, "COOKBOOK_ROOT": f"/tmp/{'x' * 300}"}, user.root)
+    refused(long, "status", status=2, told="has 305 characters: set COOKBOOK_ROOT to one of 2000")
     (tmp_path / "file").touch()
     taken = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path / "file")}, user.root)
     done = taken.cookbook("submit", "--recipe", "demo", "--local")

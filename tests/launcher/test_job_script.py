@@ -226,6 +226,20 @@ def test_a_recipe_may_not_set_what_the_script_owns(root, name):
         plan(recipe.load(str(path), ["~env", "+secrets=[RANK]"]), Site())
 
 
+def test_all_owned_names_and_empty_values_are_refused_at_once(root):
+    path = project(root, PASS, env={"LOGS": "x", "EMPTY": None})
+    own = ["NODES", "RUN_DIR", "SLURM_NNODES", "SBATCH_PARTITION", "MASTER_PORT", "WORLD_SIZE"]
+    with pytest.raises(RecipeFault) as refused:
+        recipe.load(str(path), [*(f"+env.{name}=1" for name in own), "+env.UNSET=null"])
+    told = refused.value.faults
+    assert len(told) == len(own) + 3
+    for name in own:
+        words = f"env sets {name}, which the job script, Slurm or torchrun sets"
+        assert any(line.startswith(words) and f"'+env.{name}=1'" in line for line in told)
+    for name in ("EMPTY", "UNSET"):
+        assert any(line.startswith(f'env.{name} has no value: write {name}: ""') for line in told)
+
+
 def test_every_variable_that_the_scripts_set_is_owned_or_may_be_set():
     """A variable that is read with a default, ${X:-...}, is the user's to set."""
     folder = paths.REPO_ROOT

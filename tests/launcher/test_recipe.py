@@ -208,6 +208,8 @@ def test_a_wrong_name_is_one_fault(name, told):
         ("resources.nodes=two", "must be a whole number, 1 or more"),
         ("resources.nodes=0", "a whole number, 1 or more"),
         ("resources.time=soon", "a limit such as"),
+        ("resources.time=0", "above 0, got 0"),
+        ("resources.time=00:00:00", "above 0, got '00:00:00'"),
         ("resources.mem=lots", "a size such as"),
         ("resources.partition=a b", "a partition's name"),
         ("+resources.account=$(id)", "letters, digits"),

@@ -149,7 +149,8 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
     assert cluster.load("example").gpu_request == "gpus-per-node"
     monkeypatch.setattr(paths, "CLUSTERS", tmp_path)
     (tmp_path / "bad.yaml").write_text(
-        "gpu_request: gpus\nresources: {node: 2, mem: lots}\nenvironment: {HF_TOKEN: x, 'a b': 1}\n"
+        "gpu_request: gpus\nresources: {node: 2, mem: lots}\nenvironment: {HF_TOKEN: x, 'a b': 1,"
+        " NODES: 1, SLURM_JOB_ID: 1, SRUN_CPUS_PER_TASK: 1}\n"
         'job_setup: ["a\\nb"]\nnetwork_interfaces: ib0\nnode_paths: [local]\n'
     )
     with pytest.raises(RecipeFault) as fault:
@@ -161,9 +162,11 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
         "resources.mem",
         "keep secrets out",
         "no variable's name",
+        "environment sets NODES, which the job script, Slurm or torchrun sets",
+        "environment sets SLURM_JOB_ID, which",
         "job_setup must be a list of texts",
         "node_paths holds whole paths",
         "did you mean network_interface",
     ):
         assert part in told
-    assert len(fault.value.faults) == 8
+    assert len(fault.value.faults) == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -13,8 +14,11 @@ from launcher.errors import RunFault, UsageFault
 from launcher.executors import title
 from launcher.observe import watch as watching
 from launcher.observe.logs import Tail
+from launcher.observe.status import table
+from launcher.observe.summary import summary
 from launcher.runs.directory import Run
-from launcher.runs.states import state_of
+from launcher.runs.find import find
+from launcher.runs.states import state_of, states
 from launcher.workflows.cancel import cancel
 from launcher.workflows.resume import resume
 from tests.launcher.kit import Kit
@@ -39,9 +43,9 @@ def test_a_process_of_another_host_is_neither_resumed_nor_cancelled_here(tmp_pat
     state = state_of(run)
     assert (state.word, state.ended) == ("RUNNING", False)
     assert state.detail.startswith("it was started on elsewhere, without Slurm")
-    with pytest.raises(UsageFault, match=r"is RUNNING \(process 7, it was started on elsewhere"):
+    with pytest.raises(UsageFault, match=r"is RUNNING \(process 7\): it was started on elsewhere"):
         resume(run)
-    with pytest.raises(RunFault, match="is a process of elsewhere: run cookbook cancel there"):
+    with pytest.raises(RunFault, match="is a process of elsewhere: repeat the command there"):
         cancel(run)
     assert not (run.path / "cancelled.json").exists()
     assert title("local-7") == "process 7" and title("7") == "job 7"
@@ -51,7 +55,7 @@ def test_a_process_whose_id_was_given_to_another_is_not_the_runs(tmp_path):
     here = {"job_id": f"local-{os.getpid()}", "host": socket.gethostname(), "process_start": "1"}
     state = state_of(run_of(tmp_path, None, **here))
     assert (state.word, state.ended) == ("FAILED", True)
-    assert state.detail.startswith("its process is gone; ")
+    assert state.detail.startswith("its process is gone, before its first attempt; ")
 
 
 def test_watch_waits_for_the_jobs_own_last_word(tmp_path, monkeypatch):
@@ -127,14 +131,38 @@ def test_a_job_that_wrote_nothing_yet_has_not_the_state_of_an_earlier_one(tmp_pa
     run.write("submission.json", {"jobs": jobs})
     assert run.job_id == "2"
     assert (state_of(run).word, state_of(run).ended) == ("UNKNOWN", False)
+    # Whatever the clock of job 1's node says.
+    run.write("status.json", {"state": "FAILED", "job_id": "1", "updated": 9e9})
+    assert (state_of(run).word, run.job_id) == ("UNKNOWN", "2")
     # Submitted by hand since, so no command wrote its id down.
-    run.write("status.json", {"state": "FAILED", "job_id": "3", "updated": 400.0})
+    run.write("status.json", {"state": "FAILED", "job_id": "3", "updated": 4.0})
     assert (state_of(run).word, run.job_id) == ("FAILED", "3")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_a_broken_record_is_one_fault_that_names_the_file(tmp_path, text):
-    run = run_of(tmp_path)
-    (run.path / "status.json").write_text(text)
-    with pytest.raises(RunFault, match=r"cannot read .*/status\.json: "):
-        state_of(run)
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff{}"])
+@pytest.mark.parametrize("name", ["status.json", "submission.json", "progress.json"])
+def test_a_broken_record_is_named_and_hides_no_other_run(tmp_path, name, text):
+    run, whole = run_of(tmp_path), Run(tmp_path / "runs" / "20260102-030405-whole-0a1b")
+    shutil.copytree(run.path, whole.path)
+    whole.write("status.json", {"state": "COMPLETED", "job_id": "7"})
+    (run.path / name).write_bytes(text)
+    known = states([run, whole])
+    assert known[whole.name].word == "COMPLETED"
+    shown = list(table([run, whole], known))
+    path = run.path / name
+    assert f"{path} is broken (no JSON object): move it away with: mv {path} " in shown[1]
+    assert "COMPLETED" in shown[2] and list(summary(run, known[run.name]))
+    with pytest.raises(RunFault, match=f"{name}.broken.*; then: cookbook resume"):
+        resume(run)
+    assert find(tmp_path / "runs", "whole") == whole
+
+
+@pytest.mark.parametrize("command", ["status", "status last", "logs", "watch"])
+def test_bytes_that_are_no_text_are_shown_as_such(tmp_path, user: Kit, command):
+    user = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path), "PYTHONIOENCODING": "ascii"}, tmp_path)
+    run = run_of(tmp_path, {"state": "COMPLETED", "job_id": "1"}, job_id="1")
+    junk = b'{"step": 1, "loss": 2.5}\n{"step": "\xff", "loss": "\xfe"}\n7\n\xff\n'
+    for name in ("metrics.jsonl", "samples.jsonl", "attempts.jsonl", "logs/job.log"):
+        (run.path / name).write_bytes(junk)
+    done = user.cookbook(*command.split())
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

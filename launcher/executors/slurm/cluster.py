@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 
 from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
 from launcher.executors.slurm.command import one_line, run
@@ -106,6 +108,23 @@ def configuration() -> dict[str, str]:
     text = run(["scontrol", "show", "config"], timeout_s=_QUICK_S)
     pairs = (line.partition("=") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
+
+
+def identity() -> dict[str, str]:
+    """Return what tells this cluster from another one, as a job's record keeps it.
+
+    cluster: its name; controller: the first controller's host; slurm_conf: the variable SLURM_CONF,
+    if it is set.
+    """
+    return _identity(os.environ.get("SLURM_CONF"))
+
+
+@cache
+def _identity(slurm_conf: str | None) -> dict[str, str]:
+    configured = configuration()
+    controller = configured.get("SlurmctldHost[0]", "").partition("(")[0]
+    found = {"cluster": configured.get("ClusterName", ""), "controller": controller}
+    return found | ({"slurm_conf": slurm_conf} if slurm_conf else {})
 
 
 def version() -> str | None:

@@ -35,11 +35,14 @@ def missing(program: str) -> SlurmMissing:
     return SlurmMissing(f"there is no {program} on this machine: {_ELSEWHERE}")
 
 
-def run(argv: Sequence[str], timeout_s: float = 30, merged: bool = False) -> str:
+def run(
+    argv: Sequence[str], timeout_s: float = 30, merged: bool = False, lease: int | None = None
+) -> str:
     """Return the standard output of one of Slurm's commands.
 
     Args:
         merged: what it prints on standard error belongs to the answer.
+        lease: an open file that the command keeps open. Such a command is not ended by Ctrl-C.
 
     Raises:
         SlurmMissing: it is not installed, or no cluster is configured here.
@@ -53,6 +56,8 @@ def run(argv: Sequence[str], timeout_s: float = 30, merged: bool = False) -> str
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_s,
+            pass_fds=() if lease is None else (lease,),
+            start_new_session=lease is not None,
         )
     except FileNotFoundError as error:
         raise missing(argv[0]) from error

@@ -2,37 +2,114 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import RunFault, SlurmFault, SlurmTimeout
 from launcher.executors.job import Job, JobState
-from launcher.executors.slurm import jobs
+from launcher.executors.slurm import cluster, jobs
 from launcher.executors.slurm.reasons import why_pending
+
+# A controller that was busy reads the request of an sbatch that has ended within this time.
+_LATE_S = 3
 
 
 class SlurmExecutor:
-    """Runs a job script through sbatch; asks squeue, and sacct for what squeue has forgotten."""
+    """Runs a job script through sbatch; asks squeue, and sacct for what squeue has forgotten.
 
-    def start(self, script: Path, token: str) -> dict[str, Any]:
-        return {"job_id": jobs.submit(script, token)}
+    A job is a run's if its comment is the run's token. Its id alone says nothing: another cluster,
+    or a new database, gives it to another job.
+    """
+
+    def start(self, script: Path, token: str, lease: int) -> dict[str, Any]:
+        here = _here()
+        job_id = jobs.submit(script, token, lease)
+        return {"job_id": job_id, **(here or _here())}
 
     def states(self, wanted: Sequence[Job]) -> dict[str, JobState]:
         # Recently ended jobs too: squeue would hide them, and accounting is often off.
-        queue = jobs.queue(all_states=True)
-        by_token, by_id = (
-            {getattr(job, key): job for job in queue} for key in ("comment", "job_id")
-        )
-        queued = {
-            job.token: by_id.get(job.job_id or "") or by_token.get(job.token) for job in wanted
-        }
-        gone = [job for job in wanted if not queued[job.token]]
+        queue = _by_token(jobs.queue(all_states=True))
+        queued = {job.token: _newest(queue.get(job.token, []), job.job_id) for job in wanted}
+        found = {token: _queued(job) for token, job in queued.items() if job}
+        for job in wanted:
+            if job.token not in found and (place := _elsewhere(job)):
+                found[job.token] = JobState(None, "nobody", detail=place, elsewhere=True)
+        gone = [job for job in wanted if job.token not in found]
         accounted = jobs.accounting(job.job_id for job in gone if job.job_id)
-        found = {job.token: _ended(job, accounted.get(job.job_id or "")) for job in gone}
-        return found | {token: _queued(job) for token, job in queued.items() if job}
+        return found | {job.token: _ended(job, accounted.get(job.job_id or "")) for job in gone}
 
-    def cancel(self, job: Job) -> None:
-        jobs.cancel(str(job.job_id))
+    def living(self, job: Job, unsure: bool = False) -> dict[str, str]:
+        found = _living(job.token)
+        if not found and unsure:
+            time.sleep(_LATE_S)
+            found = _living(job.token)
+        place = "" if found else _elsewhere(job)
+        if place:
+            raise RunFault(f"job {job.job_id}: {place}, and repeat the command")
+        return found
+
+    def cancel(self, job: Job, job_ids: Sequence[str]) -> None:
+        try:
+            jobs.cancel(job_ids)
+        except SlurmTimeout:
+            raise
+        except SlurmFault:
+            # One of them may have ended a moment ago, which Slurm calls an error.
+            if any(state != "COMPLETING" for state in _living(job.token).values()):
+                raise
+
+
+def _here() -> dict[str, str]:
+    """Return what identifies this cluster, {} if its controller does not say."""
+    try:
+        return cluster.identity()
+    except SlurmFault:
+        return {}
+
+
+def _elsewhere(job: Job) -> str:
+    """Say to which other cluster a job belongs and how to reach it; "" if it is this one."""
+    here = _here()
+    if not here or not job.cluster:
+        return ""
+    same_controller = job.controller in (None, here["controller"])
+    if job.cluster == here["cluster"] and same_controller:
+        return ""
+    if job.slurm_conf:
+        how = f"export SLURM_CONF={job.slurm_conf}"
+    else:
+        how = "unset SLURM_CONF, or log in there" if "slurm_conf" in here else "log in there"
+    return (
+        f"it belongs to cluster {job.cluster} (controller {job.controller or 'unknown'}), and this "
+        f"is cluster {here['cluster']} (controller {here['controller']}): {how}"
+    )
+
+
+def _by_token(queue: Sequence[jobs.QueuedJob]) -> dict[str, list[jobs.QueuedJob]]:
+    """Return the jobs by their comment, the oldest first."""
+    found: dict[str, list[jobs.QueuedJob]] = {}
+    for job in sorted(queue, key=lambda job: int(job.job_id.partition("_")[0])):
+        found.setdefault(job.comment, []).append(job)
+    return found
+
+
+def _living(token: str) -> dict[str, str]:
+    queue = _by_token(jobs.queue(all_states=True)).get(token, [])
+    return {job.job_id: job.state for job in queue if job.state not in jobs.ENDED}
+
+
+def _newest(found: Sequence[jobs.QueuedJob], job_id: str | None) -> jobs.QueuedJob | None:
+    """Return the job of a run that counts: one that lives, else the one with job_id.
+
+    If job_id is None nobody wrote it down, and the last one counts.
+    """
+    living = [job for job in found if job.state not in jobs.ENDED]
+    known = [job for job in living or found if job.job_id == job_id]
+    if not known and (living or job_id is None):
+        known = list(living or found)
+    return known[-1] if known else None
 
 
 def _ended(job: Job, state: str | None) -> JobState:
@@ -50,4 +127,6 @@ def _queued(job: jobs.QueuedJob) -> JobState:
         parts = [] if job.reason == "None" else [f"waiting: {why_pending(job.reason)}"]
         parts += [f"start expected {job.start}"] if job.start not in ("", "N/A") else []
         detail = ", ".join(parts)
+    elif job.state in jobs.ENDED and job.reason not in ("", "None"):
+        detail = ", ".join(filter(None, [detail, job.reason]))
     return JobState(job.state, "squeue", job.state in jobs.ENDED, detail, job.job_id)

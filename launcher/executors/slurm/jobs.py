@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,10 @@ class QueuedJob:
     comment: str = ""
 
 
-def submit(script: Path, token: str) -> str:
+def submit(script: Path, token: str, lease: int) -> str:
     """Submit a script and return its job id; exactly one job exists afterwards, or none.
+
+    sbatch keeps the file lease open: if this process is killed, a lock on it stays until then.
 
     A controller that hangs may have taken the job although sbatch timed out. So the queue is
     searched for the run's token (the job's comment) before sbatch is tried again.
@@ -45,7 +47,7 @@ def submit(script: Path, token: str) -> str:
     argv = ["sbatch", "--parsable", f"--comment={token}", str(script)]
     for _ in range(3):
         try:
-            answer = run(argv, timeout_s=60)
+            answer = run(argv, timeout_s=60, lease=lease)
         except SlurmTimeout:
             found = _wait_for_token(token)
             if found:
@@ -126,6 +128,6 @@ def accounting(job_ids: Iterable[str]) -> dict[str, str]:
     return {job: state.split()[0].rstrip("+") for job, state in rows if job in wanted and state}
 
 
-def cancel(job_id: str) -> None:
-    """Cancel a job; Slurm reports no error for a job that has ended."""
-    run(["scancel", job_id])
+def cancel(job_ids: Sequence[str]) -> None:
+    """Cancel jobs; Slurm reports no error for a job that it has forgotten."""
+    run(["scancel", *job_ids])
