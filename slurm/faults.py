@@ -14,6 +14,9 @@ from typing import Any
 
 from runspec import files
 
+# What slurm/watchdog.py records: it has ended the ranks itself.
+WATCHDOG = ("Hang", "NotStopped")
+
 # The end of a log that is searched.
 _TAIL_BYTES = 65536
 
@@ -42,13 +45,14 @@ def read_errors(logs: Path) -> list[dict[str, Any]]:
 def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the error that caused the others, None if there is none.
 
-    A permanent one comes first, then a killed rank (the others report a broken connection, often
-    sooner), then the earliest.
+    A permanent one comes first, then what the watchdog ended, then a killed rank (the others
+    report a broken connection, often sooner), then the earliest.
     """
 
-    def order(error: dict[str, Any]) -> tuple[bool, bool, float]:
+    def order(error: dict[str, Any]) -> tuple[bool, bool, bool, float]:
         return (
             not error.get("permanent"),
+            error.get("type") not in WATCHDOG,
             error.get("type") != "Killed",
             float(error.get("time", 0)),
         )
@@ -58,6 +62,8 @@ def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def describe(error: dict[str, Any]) -> str:
     """Return one line that names the rank, the node and the fault."""
+    if error.get("type") in WATCHDOG:
+        return str(error.get("message"))
     rank, host = error.get("rank"), error.get("host", "?")
     who = f"node {host}" if rank is None else f"rank {rank} on {host}"
     lines = str(error.get("message", "")).splitlines() or ["no message"]

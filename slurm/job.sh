@@ -75,18 +75,18 @@ job_runs() {
 
 node_addresses() { scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'; }
 
+# Runs in a process of its own, which becomes srun.
 launch_nodes() {
   # The recipe's timeout of one attempt; srun passes the signal on to the ranks.
   local limit=()
   if [ -n "${TIMEOUT_S:-}" ]; then limit=(timeout --kill-after=60 "$TIMEOUT_S"); fi
   if under_slurm; then
     # Since 22.05 srun does not take --cpus-per-task from the job.
-    "${limit[@]}" srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 \
+    exec "${limit[@]}" srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
       --kill-on-bad-exit=1 --wait=60 --export=ALL \
       --output="$LOGS/node_%t.log" --open-mode=append \
       bash -c "$1" </dev/null
-    return
   fi
   # Without Slurm the nodes are processes of this host; the first to fail ends the others.
   local node pid pids=() rc=0
@@ -103,9 +103,14 @@ launch_nodes() {
 }
 
 # Waits for a process to end, however many signals are handled meanwhile; returns its status.
+# Meanwhile the watchdog ends it if the ranks hang, or do not stop when they are asked to; an entry
+# that tells nothing of its steps has none.
 wait_for() {
   LAUNCHED=$1
   local rc
+  if [ -n "${HANG_TIMEOUT_S:-}" ]; then
+    PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.watchdog "$LAUNCHED" &
+  fi
   while :; do
     wait "$LAUNCHED"
     rc=$?

@@ -10,6 +10,9 @@ from typing import Any
 
 from slurm.faults import describe, first_error
 
+# By the type of the error that ended the attempt.
+_CAUSES = {"Killed": "killed", "Hang": "hang", "NotStopped": "time_limit"}
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -66,7 +69,7 @@ def decide(
     # Why it ended.
     first, stopped = first_error(errors), stop_asked or trained == "stopped"
     if first:
-        cause, message = "killed" if first.get("type") == "Killed" else "error", describe(first)
+        cause, message = _CAUSES.get(str(first.get("type")), "error"), describe(first)
     elif stopped:
         cause, message = "time_limit", "stopped before the time limit"
     else:

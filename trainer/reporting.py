@@ -1,12 +1,16 @@
 """What a run reports: its set-up, its logged steps, progress.json and its last line."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from runspec import files
 from trainer.config import TrainConfig
 from trainer.data.batches import Batches, Data
 from trainer.flops import model_flops, peak_tflops
+from trainer.heartbeat import Heartbeat
 from trainer.metrics import Clock, Metrics, memory, progress_line, say, totals_line
 from trainer.models.build import Model
 from trainer.parallel.mesh import described
@@ -44,6 +48,8 @@ class Reporter:
         self._peak_tflops = peak_tflops(world.device) if config.dtype == "bf16" else None
         self._blocked_s, self._noted_no_target = 0.0, False
         self.clock = Clock(state.step)
+        logs = config.output_dir / files.LOGS / str(attempt)
+        self._heartbeat = Heartbeat(logs if world.is_main else None)
 
     def setup(self, model: Model, seconds: float) -> None:
         """Print what is trained, how and on what."""
@@ -65,6 +71,17 @@ class Reporter:
     def count(self, tokens: float, targets: float, pairs: float) -> None:
         """Count the work of one step, over all ranks."""
         self.clock.add(tokens, self._flops.of(tokens, targets, pairs))
+        self._heartbeat.step(self._state.step)
+
+    @contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """What happens inside is part of no step: saving, validating."""
+        with self.clock.paused(), self._heartbeat.phase(phase):
+            yield
+
+    def ending(self, phase: str) -> None:
+        """The steps are over: stopping, exporting."""
+        self._heartbeat.leave(phase)
 
     def log(self, figures: dict[str, float | None], lr: float) -> None:
         """Log a step; all ranks call this together.

@@ -126,6 +126,12 @@ class Recipe:
         return None if given is None else time_limit_s(str(given))
 
     @property
+    def hang_timeout_s(self) -> int:
+        """How long training may stand still before the attempt is started again; 0 for ever."""
+        given = self.config.get("hang_timeout_s")
+        return int(COMMON["hang_timeout_s"].default if given is None else given)
+
+    @property
     def max_retries(self) -> int:
         """How many failed attempts in a row, with no new checkpoint between them, are retried."""
         given = self.config.get("max_retries")

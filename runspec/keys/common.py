@@ -24,6 +24,13 @@ _KEYS = (
     ),
     Key("timeout", "time", None, "Time limit of one attempt. Default: the job's."),
     Key(
+        "hang_timeout_s",
+        "count",
+        600,
+        "Seconds without a training step after which the ranks count as hung: their stacks are "
+        "written and the attempt is started again. Never less than five steps; 0 waits for ever.",
+    ),
+    Key(
         "max_retries",
         "count",
         None,
