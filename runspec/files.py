@@ -26,6 +26,7 @@ STOP = ".stop"
 # What the job script and its attempt record write.
 ATTEMPTS = "attempts.jsonl"
 STATUS = "status.json"
+RESERVE = ".reserve"  # space that is freed for the last word when the disk is full
 LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"

@@ -8,6 +8,7 @@ TrainerError             a fault that the trainer understands
 """
 
 import errno
+import os
 import socket
 import time
 import traceback
@@ -82,7 +83,7 @@ def write_error_record(folder: Path, rank: int, error: BaseException) -> Path:
         path,
         {
             "rank": rank,
-            "host": socket.gethostname(),
+            "host": os.environ.get("NODE_NAME") or socket.gethostname(),
             "time": time.time(),
             "type": type(error).__name__,
             "message": describe(error),

@@ -25,6 +25,7 @@ class Resources:
     """What one run asks of Slurm; None leaves the choice to the cluster."""
 
     nodes: int = 1
+    spare_nodes: int = 0
     gpus_per_node: int = 1
     gpu_type: str | None = None
     cpus_per_gpu: int | None = None

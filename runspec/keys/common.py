@@ -53,6 +53,12 @@ _KEYS = (
     ),
     Key("resources", "block", None, "What the job asks of Slurm; the site's file has defaults."),
     Key("resources.nodes", "positive", 1, "Number of nodes. Option: --nodes."),
+    Key(
+        "resources.spare_nodes",
+        "count",
+        0,
+        "Nodes that the job gets in addition: one takes the place of a node that fails.",
+    ),
     Key("resources.gpus_per_node", "positive", 1, "GPUs on each node; one rank runs on each."),
     Key("resources.gpu_type", "name", None, "Type of the GPUs, as in sinfo -o %G."),
     Key(
