@@ -99,7 +99,7 @@ def decide(
         # Slurm itself requeues a job that it ends for lack of nodes.
         cause, message = _ENDED.get(job_state, (job_state.lower(), f"Slurm ended it: {job_state}"))
         return Verdict("INTERRUPTED", "failed", cause, message)
-    if not_started:
+    if not_started and cause_before != "controller":
         return Verdict("RETRYING", "run", "controller", f"srun started nothing: {not_started}")
     if timed_out_s is not None:
         message = f"ended by the recipe's timeout of {timed_out_s:.0f} s"
