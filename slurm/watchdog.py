@@ -21,8 +21,8 @@ from runspec.states import process_start
 POLL_S = 1.0
 # A hang is so many median steps at least.
 SLOW_STEPS = 5
-# So long the ranks may take to write their stacks, and srun to end before it is killed. Without Slurm
-# that is torchrun, which waits for its ranks for 30 s.
+# So long the ranks may take to write their stacks, and srun to end before it is killed. Without
+# Slurm that is torchrun, which waits for its ranks for 30 s.
 ANSWER_S, END_S = 12.0, 45.0
 # What remains of the warning's lead for ending the ranks and for the queue.
 RESERVE_S = 60.0
