@@ -38,6 +38,7 @@ def test_a_plain_scancel_is_a_cancelled_run(user: Kit, slurm, tmp_path):
     assert (line["cause"], line["message"]) == ("cancelled", "its job was cancelled")
 
 
+@pytest.mark.long
 def test_a_requeue_by_somebody_is_told_and_the_run_goes_on(user: Kit, slurm, tmp_path):
     job, run = waits(user, tmp_path)
     slurm.run(["scontrol", "requeue", job])
@@ -47,6 +48,7 @@ def test_a_requeue_by_somebody_is_told_and_the_run_goes_on(user: Kit, slurm, tmp
     ended(user, run, "CANCELLED", timeout=60)
 
 
+@pytest.mark.long
 def test_a_killed_torchrun_costs_neither_the_allocation_nor_a_result(
     user: Kit, undisturbed: Undisturbed
 ):
