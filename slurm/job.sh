@@ -210,22 +210,28 @@ end_attempt() {
     --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}" >"$LOGS/next" &&
     read -r NEXT <"$LOGS/next" || NEXT=failed
   # A node that was lost a moment ago is part of the allocation until Slurm notices.
-  if [ "$NEXT" = run ] && under_slurm && await_controller && ! answers "$NODES" "$HOSTS"; then
-    find_silent_nodes
-  fi
+  if [ "$NEXT" = run ] && under_slurm && await_controller; then find_silent_nodes; fi
 }
 
 answers() { # number nodes
   timeout 30 srun --nodes="$1" --nodelist="$2" --ntasks="$1" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
 }
 
-# Adds the nodes of this attempt that do not answer to SILENT.
+# Adds the nodes of this attempt that do not answer to SILENT. If none answers it is Slurm that does
+# not start steps, as for a moment after its controller has come back: that is waited for.
 find_silent_nodes() {
-  local node
-  for node in ${HOSTS//,/ }; do
-    answers 1 "$node" && continue
-    say "node $node of this allocation does not answer"
-    SILENT=${SILENT:+$SILENT,}$node
+  local node silent since=$SECONDS
+  until answers "$NODES" "$HOSTS"; do
+    silent=
+    for node in ${HOSTS//,/ }; do
+      answers 1 "$node" || silent=${silent:+$silent,}$node
+    done
+    if [ -n "$silent" ] && { [ "$silent" != "$HOSTS" ] || ((SECONDS - since > 60)); }; then
+      say "these nodes of the allocation do not answer: $silent"
+      SILENT=${SILENT:+$SILENT,}$silent
+      return
+    fi
+    sleep 2
   done
 }
 

@@ -52,6 +52,7 @@ def test_a_controller_that_is_away_while_a_rank_dies_costs_no_run(
         lines = ended(user, run, "COMPLETED", timeout=300)
         causes = [line["cause"] for line in lines if line["cause"] != "controller"]
         assert causes == ["killed", "finished"], report(run)
+        assert lines[-1]["restart_count"] == 0, "the allocation was given away"
         undisturbed.is_equalled_by(run)
 
 
