@@ -19,7 +19,7 @@ from slurm import words
 WATCHDOG = ("Hang", "NotStopped")
 OUT_OF_MEMORY = "OutOfMemory"
 # What ends the other ranks, in the order in which it explains the rest.
-_FIRST = (*WATCHDOG, OUT_OF_MEMORY, "Killed")
+_FIRST = (*WATCHDOG, "NodeFailure", OUT_OF_MEMORY, "Killed")
 
 # The end of a log that is searched.
 _TAIL_BYTES = 65536
@@ -84,7 +84,10 @@ def no_space(folder: Path) -> dict[str, Any]:
 
 
 def slurm_errors(job_log: str, logs: Path) -> list[dict[str, Any]]:
-    """Return what Slurm says in the job's log and in those of the nodes: memory, a killed task."""
+    """Return what Slurm says in the logs of job and nodes: a lost node, memory, a killed task."""
+    lost = words.lost_node(job_log)
+    if lost:
+        return [{"host": lost, "time": 0, "type": "NodeFailure", "message": "Slurm lost this node"}]
     said = words.out_of_memory(job_log)
     for path in logs.glob("node_*.log"):
         said = said or words.out_of_memory(_tail(path))

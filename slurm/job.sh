@@ -213,8 +213,8 @@ end_attempt() {
   if [ "$NEXT" = run ] && under_slurm && await_controller; then find_silent_nodes; fi
 }
 
-answers() { # number nodes
-  timeout 30 srun --nodes="$1" --nodelist="$2" --ntasks="$1" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
+answers() { # number nodes; beside a step that Slurm is still clearing up
+  timeout 30 srun --overlap --nodes="$1" --nodelist="$2" --ntasks="$1" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
 }
 
 # Adds the nodes of this attempt that do not answer to SILENT. If none answers it is Slurm that does

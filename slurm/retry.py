@@ -16,6 +16,7 @@ _CAUSES = {
     "Killed": "killed",
     "Hang": "hang",
     "NotStopped": "time_limit",
+    "NodeFailure": "node_failure",
     "NoSpace": "no_space",
     "OutOfMemory": "out_of_memory",
     "OutOfMemoryError": "out_of_memory",
@@ -51,13 +52,16 @@ class Verdict:
 
 
 def bad_nodes(attempts: list[dict[str, Any]]) -> set[str]:
-    """Return the nodes that two attempts in a row name, of those that name one."""
+    """Return the nodes that Slurm lost, and those that two attempts in a row name."""
+    lost = {str(line["node"]) for line in attempts if line.get("cause") == "node_failure"} - {
+        "None"
+    }
     named = [
         str(line["node"])
         for line in attempts
         if line.get("node") and line.get("cause") in _OF_A_NODE
     ]
-    return {node for node, after in pairwise(named) if node == after}
+    return lost | {node for node, after in pairwise(named) if node == after}
 
 
 def decide(

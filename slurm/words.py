@@ -28,6 +28,9 @@ _WAIT_S = 3.0
 # srun: error: n2: task 1: Killed
 _TASK = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
 
+# srun: error: Node failure on n2
+_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
+
 _OUT_OF_MEMORY = re.compile(
     r"^.*(?:oom[-_ ]kill|Out Of Memory|[Ee]xceeded (?:job |step )?memory limit).*$", re.MULTILINE
 )
@@ -71,6 +74,12 @@ def first_task(text: str) -> tuple[str, str, str] | None:
     """Return node, task and end of the first task that srun reports, None if it reports none."""
     found = _TASK.search(text)
     return found.groups() if found else None  # type: ignore[return-value]
+
+
+def lost_node(text: str) -> str | None:
+    """Return the node that Slurm lost while a step ran on it, None if it says of none."""
+    found = _NODE_FAILURE.search(text)
+    return found.group(1) if found else None
 
 
 def out_of_memory(text: str) -> str | None:

@@ -124,6 +124,16 @@ def test_a_node_that_fails_twice_in_a_row_is_left_out(run_dir):
     assert attempt.choose(run_dir, hosts, 2, ["n3"]) == "without n2,n3"
 
 
+def test_a_node_that_slurm_lost_is_left_out_at_once(run_dir):
+    attempt.begin(run_dir, ["n1", "n2"], HEAD)
+    (run_dir / "logs" / "job.log").write_text("srun: error: Node failure on n2\n")
+    killed(run_dir, 0, 0)  # it lost the connection
+    assert attempt.end(run_dir, 0, 1, max_retries=3) == "run"
+    told = status(run_dir)
+    assert (told["cause"], lines(run_dir)[0]["node"]) == ("node_failure", "n2")
+    assert attempt.choose(run_dir, ["n1", "n2", "n3"], 2) == "use n1,n3"
+
+
 def test_a_new_allocation_is_tried_once(run_dir, monkeypatch):
     for number in range(2):
         attempt.begin(run_dir, ["n1"], HEAD)
