@@ -14,7 +14,7 @@ from pathlib import Path
 UNCLEAR = frozenset({"", "COMPLETING", "RUNNING", "UNKNOWN", "PENDING"})
 
 # slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-22T13:00:53 DUE TO TIME LIMIT ***
-_ENDED = r"\*\*\* JOB {job} ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+?))? \*\*\*"
+_ENDED = r"\*\*\* JOB {job} ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+)(?:,[^*]*)?)? ?\*\*\*"
 _REASONS = {
     None: "CANCELLED",
     "TIME LIMIT": "TIMEOUT",
@@ -57,7 +57,7 @@ def since(log: Path, start: int) -> str:
 def ended(text: str, job_id: str) -> str | None:
     """Return Slurm's state for the reason of a job's end: TIMEOUT, PREEMPTED, CANCELLED ..."""
     found = re.findall(_ENDED.format(job=re.escape(job_id)), text)
-    return _REASONS.get(found[-1] or None, found[-1]) if found else None
+    return _REASONS.get(found[-1].strip() or None, found[-1]) if found else None
 
 
 def wait_for_end(log: Path, start: int, job_id: str) -> str:

@@ -155,6 +155,7 @@ STAMP = "CANCELLED AT 2026-11-22T13:00:53"
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO TIME LIMIT ***", "TIMEOUT"),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO PREEMPTION ***", "PREEMPTED"),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO NODE FAILURE ***", "NODE_FAIL"),
+        (f"*** JOB 11 ON n1 {STAMP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***", "NODE_FAIL"),
         (f"slurmstepd-n1: error: *** JOB 11 ON n1 {STAMP} DUE TO JOB REQUEUE ***", "REQUEUED"),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} ***", "CANCELLED"),
         (f"slurmstepd: error: *** STEP 11.0 ON n1 {STAMP} ***", None),
