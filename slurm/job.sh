@@ -209,10 +209,8 @@ end_attempt() {
   record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES" \
     --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}" >"$LOGS/next" &&
     read -r NEXT <"$LOGS/next" || NEXT=failed
-  [ "$NEXT" = run ] && under_slurm && await_controller || return 0
-  # A node that was lost a moment ago is part of the allocation until Slurm notices. If there are spare
-  # ones, srun itself waits for that, and says which node was lost.
-  [ "$NODES" != "$SLURM_JOB_NUM_NODES" ] || find_silent_nodes
+  # A node that was lost a moment ago is part of the allocation until Slurm notices.
+  if [ "$NEXT" = run ] && under_slurm && await_controller; then find_silent_nodes; fi
 }
 
 answers() { # number nodes; beside a step that Slurm is still clearing up
