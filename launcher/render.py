@@ -88,6 +88,8 @@ def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> s
         root=root,
         hf_home=root / "hf",
         max_retries=recipe.max_retries,
+        watched=recipe.entry.resumes,
+        hang_timeout_s=recipe.hang_timeout_s,
         network_interface=cluster.network_interface,
         environment=cluster.environment,
         job_setup=cluster.job_setup,

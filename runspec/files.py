@@ -26,9 +26,14 @@ STOP = ".stop"
 # What the job script and its attempt record write.
 ATTEMPTS = "attempts.jsonl"
 STATUS = "status.json"
+RESERVE = ".reserve"  # space that is freed for the last word when the disk is full
 LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"
+# Inside logs/<attempt>: the trainer's sign of life, the stacks of its ranks, and who asks for them.
+HEARTBEAT = "heartbeat.json"
+STACKS = "stack_rank_{}.log"
+ASK_FOR_STACKS = ".ask_for_stacks"
 # What the trainer writes.
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Keeps a run's records from inside its job: python -P -m slurm.attempt begin|end|failed ...
+"""Keeps a run's records from inside its job: python -P -m slurm.attempt begin|end|...
 
 Called by slurm/job.sh at every attempt, with RUN_DIR set; standard library only.
 """
@@ -6,6 +6,7 @@ Called by slurm/job.sh at every attempt, with RUN_DIR set; standard library only
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import socket
 import sys
@@ -16,38 +17,56 @@ from typing import Any
 
 from runspec import files
 from runspec.states import LOCAL_PREFIX, process_start
-from slurm.faults import fault, read_errors
-from slurm.retry import decide
+from slurm import words
+from slurm.faults import fault, no_space, on_nodes, read_errors, slurm_errors
+from slurm.retry import NOT_COUNTED, Verdict, bad_nodes, decide
 
 # Below the range from which the kernel takes ports itself, so that nobody gets one by chance.
 _PORTS = range(20000, 32000)
 
+# So many attempts may end without a word if the recipe retries none.
+_MAX_LOST = 3
+
+# Enough for the records and the last lines of the log.
+_RESERVE_BYTES = 65536
+
 _NEW_RUN = "make a new run with: cookbook submit"
 
 
-def begin(run_dir: Path, hosts: list[str], head: str, ended: str | None = None) -> str:
+def begin(
+    run_dir: Path, hosts: list[str], head: str, ended: str | None = None, max_retries: int = 0
+) -> str:
     """Record the start of an attempt; return one line for the job script.
 
     That line is the attempt's number and a free port, or "finished" if nothing is left to train,
     or "busy JOB": the script has to ask whether JOB still runs, and to call again with ended=JOB
-    if it does not.
+    if it does not. Ends the program if attempts that left no word brought nothing too often.
     """
-    status = files.read_json(run_dir / files.STATUS) or {}
+    status = _object(run_dir / files.STATUS)
     job_id, before = _job_id(), status.get("job_id")
     if _cancelled(run_dir, job_id):
         sys.exit(f"cookbook: this job was cancelled; continue with: cookbook resume {run_dir.name}")
-    if (files.read_json(run_dir / files.PROGRESS) or {}).get("state") == "finished":
+    if _object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, "state": "COMPLETED", "updated": time.time()}
         files.write_json(run_dir / files.STATUS, completed)
         _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
         return "finished"
     if status.get("state") == "RUNNING":
         if before not in (job_id, ended) and not _process_ended(status):
-            return f"busy {before}"
+            return _busy(run_dir, str(before))
         # That attempt could not record its end: its node was lost, or Slurm requeued the job.
         message = "its node was lost, or Slurm requeued the job"
-        _append_attempt(run_dir, status, None, "lost", message)
-    number = int(status.get("attempt", -1)) + 1
+        _append_attempt(run_dir, status, None, Verdict("FAILED", "run", "lost", message))
+        fruitless = _fruitless(run_dir, job_id)
+        if fruitless > (max_retries or _MAX_LOST):
+            message = (
+                f"{fruitless} attempts brought no new checkpoint, the last of them ended without "
+                f"a word; continue with: cookbook resume {run_dir.name}"
+            )
+            failed = {"state": "FAILED", "cause": "lost", "message": message}
+            files.write_json(run_dir / files.STATUS, {**status, **failed, "updated": time.time()})
+            sys.exit(f"cookbook: {message}")
+    number = _next_attempt(run_dir, status)
     checkpoint = _latest_checkpoint(run_dir)
     if before not in (None, job_id):
         since = f"the checkpoint of step {checkpoint}" if checkpoint >= 0 else "the first step"
@@ -61,15 +80,16 @@ def begin(run_dir: Path, hosts: list[str], head: str, ended: str | None = None) 
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(str(number))
     os.replace(temporary, run_dir / files.LATEST_LOGS)
+    _keep_room(run_dir)
     started = {
         "state": "RUNNING",
-        "job_id": job_id,
-        "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        **_job(),
         "attempt": number,
         "nodes": hosts,
         "started": time.time(),
         "updated": time.time(),
         "checkpoint_at_start": checkpoint,
+        "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
     files.write_json(run_dir / files.STATUS, {**started, **_process(job_id)})
     return f"{number} {port}"
@@ -83,39 +103,57 @@ def end(
     job_state: str | None = None,
     timeout_s: float = 0,
     message: str | None = None,
+    stop_asked: bool = False,
 ) -> str:
     """Record the end of an attempt; return what the job script does next (Verdict.next).
 
     Args:
-        job_state: Slurm's word for the job if Slurm is ending it.
+        job_state: Slurm's word for the job if Slurm is ending it; COMPLETING says nothing, and the
+            job's log is searched.
         timeout_s: the recipe's timeout, 0 for none.
         message: a fault of the job script itself, which a retry cannot fix.
+        stop_asked: the script has asked the ranks to stop; they remove the file that says so.
     """
-    status = files.read_json(run_dir / files.STATUS) or {}
-    fruitless = 0
-    if not _gained(run_dir, status):
-        attempts = files.read_json_lines(run_dir / files.ATTEMPTS)
-        gains = [number for number, line in enumerate(attempts) if line.get("gained")]
-        fruitless = len(attempts) - (gains[-1] + 1 if gains else 0) + 1
-    progress = files.read_json(run_dir / files.PROGRESS) or {}
+    full = _is_full(run_dir)
+    (run_dir / files.RESERVE).unlink(missing_ok=True)
+    status = _object(run_dir / files.STATUS)
+    if not _owned(status, attempt):
+        _say(f"attempt {attempt} of job {_job_id()} writes nothing: {_owner(status)} has the run")
+        return "failed"
+    status = {**_job(), "attempt": attempt, **status}
+    job_id, logs = str(status["job_id"]), run_dir / files.LOGS / str(attempt)
+    log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+    if job_state in words.UNCLEAR:
+        job_state = words.wait_for_end(
+            run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)), job_id
+        )
+    hosts = [str(host) for host in status.get("nodes") or []]
+    errors = on_nodes([*read_errors(logs), *slurm_errors(log, logs)], hosts, _ranks_per_node())
+    if message:
+        errors.append(fault(message))
+    elif full:
+        errors.append(no_space(run_dir))
+    progress = _object(run_dir / files.PROGRESS)
     if progress and progress.get("attempt") != attempt:
         progress = {"state": "none"}  # an earlier attempt wrote it: this one did not get so far
-    errors = read_errors(run_dir / files.LOGS / str(attempt))
     spent_s = time.time() - float(status.get("started", time.time()))
     timed_out = exit_code != 0 and 0 < timeout_s <= spent_s
+    gained = _gained(run_dir, status)
+    earlier = _attempts_of(run_dir, job_id)
     verdict = decide(
         exit_code=exit_code,
         progress=progress,
-        errors=[*errors, fault(message)] if message else errors,
-        stop_asked=(run_dir / files.STOP).exists(),
-        cancelled=_cancelled(run_dir, str(status.get("job_id"))),
+        errors=errors,
+        stop_asked=stop_asked or (run_dir / files.STOP).exists(),
+        cancelled=_cancelled(run_dir, job_id),
         job_state=job_state,
-        can_requeue="SLURM_JOB_ID" in os.environ,
-        fruitless=fruitless,
+        can_requeue=_in_slurm(),
+        fruitless=0 if gained else _fruitless(run_dir, job_id) + 1,
         max_retries=max_retries,
         timed_out_s=timeout_s if timed_out else None,
+        not_started=words.not_started(log) if not any(logs.glob("node_*.log")) else "",
+        cause_before=str(earlier[-1].get("cause")) if earlier else None,
     )
-    _append_attempt(run_dir, status, exit_code, verdict.cause, verdict.message)
     now = time.time()
     ended = {
         "state": verdict.state,
@@ -125,34 +163,151 @@ def end(
         "cause": verdict.cause,
         "message": verdict.message,
     }
+    # The state first: a disk that is full may take no more.
     files.write_json(run_dir / files.STATUS, {**status, **ended})
+    _append_attempt(run_dir, status, exit_code, verdict)
     if verdict.message:
         _say(f"attempt {attempt}: {verdict.message}")
     return verdict.next
 
 
+def _busy(run_dir: Path, job_id: str) -> str:
+    """Return what begin answers; a process of this host needs no question to Slurm."""
+    if job_id.startswith(LOCAL_PREFIX):
+        sys.exit(
+            f"cookbook: job {job_id} still works on this run: to start it again, cancel that job "
+            f"first: cookbook cancel {run_dir.name}"
+        )
+    return f"busy {job_id}"
+
+
+def choose(run_dir: Path, hosts: list[str], nodes: int, silent: list[str] | None = None) -> str:
+    """Return which nodes of the allocation the next attempt uses: "use n1,n2" or "without n3".
+
+    A node is left out if it does not answer, or if two attempts in a row name it. A new allocation
+    is tried at least once: if Slurm did not exclude the node, the job would go round for ever.
+
+    Args:
+        hosts: the allocation's nodes. nodes: how many of them are needed.
+        silent: those that do not answer.
+    """
+    attempts = _attempts_of(run_dir, _job_id())
+    bad = bad_nodes(attempts) | set(silent or [])
+    good = [host for host in hosts if host not in bad]
+    tried = any(line.get("restart_count") == _job()["restart_count"] for line in attempts)
+    if len(good) >= nodes or not tried:
+        return f"use {','.join((good if len(good) >= nodes else hosts)[:nodes])}"
+    return f"without {','.join(host for host in hosts if host in bad)}"
+
+
 def failed(run_dir: Path, message: str) -> None:
     """Record that the run failed between two attempts."""
-    status = files.read_json(run_dir / files.STATUS) or {}
-    status |= {"state": "FAILED", "message": message, "updated": time.time()}
-    files.write_json(run_dir / files.STATUS, status)
+    _between(run_dir, {"state": "FAILED", "message": message})
     _say(message)
 
 
+def waiting(run_dir: Path, message: str) -> None:
+    """Record what the job waits for between two attempts."""
+    _between(run_dir, {"message": message})
+    _say(message)
+
+
+def _between(run_dir: Path, change: dict[str, Any]) -> None:
+    status = _object(run_dir / files.STATUS)
+    if _owned(status):
+        files.write_json(run_dir / files.STATUS, {**status, **change, "updated": time.time()})
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object, {} if it is missing or broken: the end must be recorded."""
+    value = files.read_json_or_none(path)
+    return value if isinstance(value, dict) else {}
+
+
+def _owned(status: dict[str, Any], attempt: int | None = None) -> bool:
+    """Whether the record is of this very start of this job, or of no job at all.
+
+    A job whose node was lost may still run beside the one that took its place.
+    """
+    if "job_id" not in status:
+        return True
+    mine = _job()
+    newer = attempt is not None and int(status.get("attempt", -1)) > attempt
+    return not newer and all(
+        str(status.get(key, mine[key])) == str(mine[key]) for key in ("job_id", "restart_count")
+    )
+
+
+def _owner(status: dict[str, Any]) -> str:
+    return f"attempt {status.get('attempt')} of job {status.get('job_id')}"
+
+
+def _next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
+    """Return a number that no attempt has had, whatever the records say."""
+    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
+    had = [line.get("attempt") for line in lines if isinstance(line, dict)]
+    had += [int(path.name) for path in (run_dir / files.LOGS).glob("[0-9]*") if path.name.isdigit()]
+    return 1 + max([-1, int(status.get("attempt", -1)), *(n for n in had if isinstance(n, int))])
+
+
+def _attempts_of(run_dir: Path, job_id: str) -> list[dict[str, Any]]:
+    """Return the lines of the attempts of one job: a resumed run begins to count anew."""
+    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
+    return [line for line in lines if isinstance(line, dict) and str(line.get("job_id")) == job_id]
+
+
+def _fruitless(run_dir: Path, job_id: str) -> int:
+    """Return how many attempts since the last gain brought no newer checkpoint."""
+    attempts = _attempts_of(run_dir, job_id)
+    gains = [number for number, line in enumerate(attempts) if line.get("gained")]
+    since = attempts[gains[-1] + 1 if gains else 0 :]
+    return sum(line.get("cause") not in NOT_COUNTED for line in since)
+
+
+def _ranks_per_node() -> int:
+    return max(1, int(os.environ.get("RANKS_PER_NODE", "1")))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _keep_room(run_dir: Path) -> None:
+    """Keep space for the last word of a run that fills the disk."""
+    with suppress(OSError):
+        (run_dir / files.RESERVE).write_bytes(b"0" * _RESERVE_BYTES)
+
+
+def _is_full(run_dir: Path) -> bool:
+    """Whether the disk takes nothing more."""
+    probe = run_dir / f".probe.{os.getpid()}"
+    try:
+        probe.write_bytes(b"0" * _RESERVE_BYTES)
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return False
+
+
 def _say(message: str) -> None:
-    print(f"cookbook: {message}", file=sys.stderr)
+    # The log may be on a disk that is full.
+    with suppress(OSError):
+        print(f"cookbook: {message}", file=sys.stderr)
 
 
 def _append_attempt(
-    run_dir: Path, status: dict[str, Any], exit_code: int | None, cause: str, message: str
+    run_dir: Path, status: dict[str, Any], exit_code: int | None, verdict: Verdict
 ) -> None:
     known = ("attempt", "job_id", "restart_count", "nodes", "started")
     line = {
         **{key: status.get(key) for key in known},
         "ended": time.time(),
         "exit_code": exit_code,
-        "cause": cause,
-        "message": message,
+        "cause": verdict.cause,
+        "message": verdict.message,
+        "node": verdict.node,
         "checkpoint_step": _latest_checkpoint(run_dir),
         "gained": _gained(run_dir, status),
     }
@@ -180,11 +335,28 @@ def _process_ended(status: dict[str, Any]) -> bool:
 
 def _cancelled(run_dir: Path, job_id: str) -> bool:
     """Whether `cookbook cancel` meant this very job: a later one continues from its checkpoint."""
-    return (files.read_json(run_dir / files.CANCELLED) or {}).get("job_id") == job_id
+    return _object(run_dir / files.CANCELLED).get("job_id") == job_id
 
 
 def _job_id() -> str:
     return os.environ.get("SLURM_JOB_ID") or f"{LOCAL_PREFIX}{os.environ['JOB_PID']}"
+
+
+def _job() -> dict[str, Any]:
+    """Return what identifies this start of this job: two clusters may give the same id."""
+    named = {
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "slurm_conf": os.environ.get("SLURM_CONF"),
+    }
+    return {
+        "job_id": _job_id(),
+        "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        **({key: value for key, value in named.items() if value} if _in_slurm() else {}),
+    }
+
+
+def _in_slurm() -> bool:
+    return "SLURM_JOB_ID" in os.environ
 
 
 def _process(job_id: str) -> dict[str, str | None]:
@@ -220,16 +392,27 @@ def main() -> None:
     begins.add_argument("--hosts", required=True, type=lambda text: text.split(","))
     begins.add_argument("--head", required=True)
     begins.add_argument("--ended")
+    begins.add_argument("--max-retries", type=int, default=0)
     for name in ("attempt", "exit-code", "max-retries"):
         ends.add_argument(f"--{name}", type=int, default=0)
     ends.add_argument("--timeout-s", type=float, default=0)
     ends.add_argument("--job-state")
     ends.add_argument("--message")
-    calls.add_parser("failed").add_argument("--message", required=True)
+    ends.add_argument("--stop-asked", action="store_true")
+    chooses = calls.add_parser("choose")
+    chooses.add_argument("--hosts", required=True, type=lambda text: text.split(","))
+    chooses.add_argument("--nodes", required=True, type=int)
+    chooses.add_argument("--silent", type=lambda text: [name for name in text.split(",") if name])
+    for name in ("failed", "waiting"):
+        calls.add_parser(name).add_argument("--message", required=True)
     given = vars(parser.parse_args())
-    answer = {"begin": begin, "end": end, "failed": failed}[given.pop("call")](
-        Path(os.environ["RUN_DIR"]), **given
-    )
+    answers = {"begin": begin, "end": end, "choose": choose, "failed": failed, "waiting": waiting}
+    run_dir = Path(os.environ["RUN_DIR"])
+    try:
+        answer = answers[given.pop("call")](run_dir, **given)
+    except OSError as error:
+        _say(f"the records of {run_dir} cannot be written: {error}")
+        sys.exit(1)
     if answer:
         print(answer)
 

@@ -13,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from slurm import words
+
+# What slurm/watchdog.py records: it has ended the ranks itself.
+WATCHDOG = ("Hang", "NotStopped")
+OUT_OF_MEMORY = "OutOfMemory"
+# What ends the other ranks, in the order in which it explains the rest.
+_FIRST = (*WATCHDOG, "NodeFailure", OUT_OF_MEMORY, "Killed")
 
 # The end of a log that is searched.
 _TAIL_BYTES = 65536
@@ -42,24 +49,24 @@ def read_errors(logs: Path) -> list[dict[str, Any]]:
 def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the error that caused the others, None if there is none.
 
-    A permanent one comes first, then a killed rank (the others report a broken connection, often
-    sooner), then the earliest.
+    A permanent one comes first, then what the watchdog ended, what the memory limit ended, a killed
+    rank (the others report a broken connection, often sooner), then the earliest.
     """
 
-    def order(error: dict[str, Any]) -> tuple[bool, bool, float]:
-        return (
-            not error.get("permanent"),
-            error.get("type") != "Killed",
-            float(error.get("time", 0)),
-        )
+    def order(error: dict[str, Any]) -> tuple[bool, int, float]:
+        kind = str(error.get("type"))
+        place = _FIRST.index(kind) if kind in _FIRST else len(_FIRST)
+        return not error.get("permanent"), place, float(error.get("time", 0))
 
     return min(errors, key=order, default=None)
 
 
 def describe(error: dict[str, Any]) -> str:
     """Return one line that names the rank, the node and the fault."""
+    if error.get("type") in WATCHDOG:
+        return str(error.get("message"))
     rank, host = error.get("rank"), error.get("host", "?")
-    who = f"node {host}" if rank is None else f"rank {rank} on {host}"
+    who = f"node {host or '?'}" if rank is None else f"rank {rank} on {host}"
     lines = str(error.get("message", "")).splitlines() or ["no message"]
     return f"{who}: {error.get('type', 'error')}: {lines[0]}"
 
@@ -68,6 +75,46 @@ def fault(message: str) -> dict[str, Any]:
     """Return the record of a fault of this node that a retry cannot fix."""
     host, now = socket.gethostname(), time.time()
     return {"host": host, "time": now, "type": "fault", "message": message, "permanent": True}
+
+
+def no_space(folder: Path) -> dict[str, Any]:
+    """Return the record of a disk that takes nothing more."""
+    said = f"no space left on the filesystem of {folder}: free some, or raise the quota"
+    return {**fault(said), "type": "NoSpace"}
+
+
+def slurm_errors(job_log: str, logs: Path) -> list[dict[str, Any]]:
+    """Return what Slurm says in the logs of job and nodes: a lost node, memory, a killed task."""
+    lost = words.lost_node(job_log)
+    if lost:
+        return [{"host": lost, "time": 0, "type": "NodeFailure", "message": "Slurm lost this node"}]
+    said = words.out_of_memory(job_log)
+    for path in logs.glob("node_*.log"):
+        said = said or words.out_of_memory(_tail(path))
+    first = words.first_task(job_log)
+    node = first[0] if first else None
+    if said:
+        message = f"{said}: raise resources.mem, or lower what the ranks keep in CPU memory"
+        return [{"host": node, "time": 0, "type": OUT_OF_MEMORY, "message": message}]
+    if first and first[2].startswith("Killed"):
+        message = f"torchrun (task {first[1]}) was killed"
+        return [{"host": node, "time": 0, "type": "Killed", "message": message}]
+    return []
+
+
+def on_nodes(
+    errors: list[dict[str, Any]], hosts: list[str], ranks_per_node: int
+) -> list[dict[str, Any]]:
+    """Return the errors with Slurm's name of the node, which a rank's number gives.
+
+    Several nodes may be on one host, and a host may have other names.
+    """
+    found = []
+    for error in errors:
+        rank = error.get("rank")
+        index = rank // ranks_per_node if isinstance(rank, int) else len(hosts)
+        found.append({**error, "host": hosts[index]} if index < len(hosts) else error)
+    return found
 
 
 def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:

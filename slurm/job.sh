@@ -2,6 +2,9 @@
 # Functions of the job script, which runs on the first node of the allocation or, if it is started
 # with bash instead of sbatch, on this host. They need RUN_DIR, COOKBOOK, VENV and NODES.
 
+# Of --no-kill, which spare nodes need: for srun it would mean that ranks outlive each other.
+unset SLURM_NO_KILL
+
 # $$ is the job script's own process in every subshell.
 export JOB_PID=$$
 
@@ -25,7 +28,7 @@ setup_failed() {
   finish
 }
 
-# Sets ATTEMPT, LOGS, HEAD_ADDR, HEAD_PORT and ONE_HOST; false if there is nothing left to do.
+# Sets ATTEMPT, LOGS, HOSTS, HEAD_ADDR, HEAD_PORT and ONE_HOST; false if there is nothing left to do.
 begin_attempt() {
   [ "${NEXT:-run}" = run ] || return 1
   if [ ! -x "$VENV/bin/python" ]; then
@@ -33,21 +36,19 @@ begin_attempt() {
     NEXT=failed
     return 1
   fi
-  local hosts head
+  local answer
   if under_slurm; then
-    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    head=${hosts%%$'\n'*}
+    choose_nodes || return 1
     # Slurm's address of a node is the one that its daemons use between the nodes. On the node itself
     # its name may mean 127.0.1.1, and the others may not know its host name.
-    HEAD_ADDR=$(node_addresses "$head")
+    HEAD_ADDR=$(node_addresses "${HOSTS%%,*}")
+    HEAD_ADDR=${HEAD_ADDR:-${HOSTS%%,*}}
     ONE_HOST=no
-    if [ "$NODES" = 1 ] || [ "$(node_addresses "$SLURM_JOB_NODELIST" | sort -u | wc -l)" = 1 ]; then ONE_HOST=yes; fi
+    if [ "$NODES" = 1 ] || [ "$(node_addresses "$HOSTS" | sort -u | wc -l)" = 1 ]; then ONE_HOST=yes; fi
   else
-    hosts=$(hostname -s)
-    HEAD_ADDR=127.0.0.1 ONE_HOST=yes
+    HOSTS=$(hostname -s) HEAD_ADDR=127.0.0.1 ONE_HOST=yes
   fi
-  HEAD_ADDR=${HEAD_ADDR:-$head}
-  local answer begin=(record begin --hosts "${hosts//$'\n'/,}" --head "$HEAD_ADDR")
+  local begin=(record begin --hosts "$HOSTS" --head "$HEAD_ADDR" --max-retries "$MAX_RETRIES")
   # Prints the attempt's number and a free port, or why there is nothing to do.
   answer=$("${begin[@]}") || { NEXT=failed; return 1; }
   if [ "${answer% *}" = busy ]; then
@@ -62,31 +63,83 @@ begin_attempt() {
   if [ "$answer" = finished ]; then NEXT=finished; return 1; fi
   read -r ATTEMPT HEAD_PORT <<<"$answer"
   LOGS=$RUN_DIR/logs/$ATTEMPT
+  STOP_ASKED=
   export ATTEMPT LOGS HEAD_ADDR HEAD_PORT ONE_HOST COOKBOOK_ATTEMPT=$ATTEMPT
-  say "attempt $ATTEMPT on ${hosts//$'\n'/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
+  say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
 }
 
 # Whether another job is there; if Slurm does not say, it is taken to be.
 job_runs() {
   local words
-  case $1 in local-*) return 0 ;; esac # the record has looked for its process
   if words=$(squeue --noheader --jobs="$1" --format=%T 2>&1); then [ -n "$words" ]; else [[ $words != *"Invalid job id"* ]]; fi
+}
+
+# Sets HOSTS, the nodes of the allocation that the next attempt uses. False if the job goes back into
+# the queue instead, without the nodes in LEFT_OUT.
+choose_nodes() {
+  local answer
+  await_controller || return 1
+  HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  answer=$(record choose --hosts "$HOSTS" --nodes "$NODES" --silent "${SILENT:-}") || { NEXT=failed; return 1; }
+  case $answer in
+  use*)
+    [ "$HOSTS" = "${answer#use }" ] || say "of the nodes $HOSTS these are used: ${answer#use }"
+    HOSTS=${answer#use }
+    return 0
+    ;;
+  esac
+  LEFT_OUT=${answer#without }
+  if enough_nodes_without "$LEFT_OUT"; then
+    say "left out from now on, because attempts on it failed or it does not answer: $LEFT_OUT"
+  elif [ -n "${SILENT:-}" ]; then
+    LEFT_OUT=
+  else
+    say "attempts failed on $LEFT_OUT, and the partition has too few other nodes"
+    HOSTS=$(cut -d, -f"1-$NODES" <<<"$HOSTS")
+    return 0
+  fi
+  NEXT=requeue
+  return 1
+}
+
+# Whether the job's partition has enough nodes beside these that are not down or drained.
+enough_nodes_without() {
+  local others
+  others=$(timeout 30 sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format='%N %t' |
+    awk -v left_out="$1" 'BEGIN { split(left_out, names, ","); for (k in names) bad[names[k]] }
+      !($1 in bad) && $2 !~ /down|drain|drng|fail|maint|unk|\*/ { print $1 }' | sort -u | wc -l)
+  [ "$others" -ge "$SLURM_JOB_NUM_NODES" ]
+}
+
+# A controller that is away for minutes, for a restart or a move to another host, costs no run.
+await_controller() {
+  local since=$SECONDS said=''
+  until timeout 20 scontrol --oneliner show job "$SLURM_JOB_ID" >/dev/null 2>&1; do
+    if ((SECONDS - since > ${CONTROLLER_WAIT_S:-600})); then
+      record failed --message "Slurm's controller has not answered for $((SECONDS - since)) s: once it does, continue with: cookbook resume ${RUN_DIR##*/}"
+      NEXT=failed
+      return 1
+    fi
+    [ -n "$said" ] || record waiting --message "waiting for Slurm's controller, which does not answer, up to ${CONTROLLER_WAIT_S:-600} s"
+    said=yes
+    sleep 2
+  done
 }
 
 node_addresses() { scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'; }
 
+# Runs in a process of its own, which becomes srun.
 launch_nodes() {
   # The recipe's timeout of one attempt; srun passes the signal on to the ranks.
   local limit=()
   if [ -n "${TIMEOUT_S:-}" ]; then limit=(timeout --kill-after=60 "$TIMEOUT_S"); fi
   if under_slurm; then
     # Since 22.05 srun does not take --cpus-per-task from the job.
-    "${limit[@]}" srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 \
+    exec "${limit[@]}" srun --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
       --kill-on-bad-exit=1 --wait=60 --export=ALL \
       --output="$LOGS/node_%t.log" --open-mode=append \
       bash -c "$1" </dev/null
-    return
   fi
   # Without Slurm the nodes are processes of this host; the first to fail ends the others.
   local node pid pids=() rc=0
@@ -103,9 +156,14 @@ launch_nodes() {
 }
 
 # Waits for a process to end, however many signals are handled meanwhile; returns its status.
+# Meanwhile the watchdog ends it if the ranks hang, or do not stop when they are asked to; an entry
+# that tells nothing of its steps has none.
 wait_for() {
   LAUNCHED=$1
   local rc
+  if [ -n "${HANG_TIMEOUT_S:-}" ]; then
+    PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.watchdog "$LAUNCHED" &
+  fi
   while :; do
     wait "$LAUNCHED"
     rc=$?
@@ -117,24 +175,26 @@ wait_for() {
 # a checkpoint and end.
 ask_to_stop() {
   say "the time limit is near: the ranks save a checkpoint and stop"
+  STOP_ASKED=yes
   touch "$RUN_DIR/.stop"
 }
 
-job_state() { scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p'; }
+# A field of what Slurm says about this job.
+job_field() { timeout 20 scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
 
-# A TERM may be scancel, the time limit or preemption: Slurm's state of the job says which.
+# A TERM may be scancel, the time limit, preemption or a lost node: the job's log says which.
 terminated() {
   trap - ERR EXIT
   local state=CANCELLED
   if under_slurm; then
-    state=$(job_state)
+    state=COMPLETING
   elif [ -n "${LAUNCHED:-}" ]; then
     kill -TERM "$LAUNCHED" 2>/dev/null
     wait "$LAUNCHED"
   fi
-  say "terminated (${state:-Slurm does not say why})"
+  say "terminated"
   if [ -n "${ATTEMPT:-}" ]; then
-    record end --attempt "$ATTEMPT" --exit-code 143 --job-state "${state:-UNKNOWN}" >/dev/null
+    record end --attempt "$ATTEMPT" --exit-code 143 --job-state "$state" >/dev/null
   fi
   exit 143
 }
@@ -147,27 +207,74 @@ end_attempt() {
   # Through a file: bash 5.2 loses one in a hundred signals that come while it reads a $(...), and what
   # ends srun often sends this script a TERM, too.
   record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES" \
-    --timeout-s "${TIMEOUT_S:-0}" "${@:2}" >"$LOGS/next" && read -r NEXT <"$LOGS/next" || NEXT=failed
+    --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}" >"$LOGS/next" &&
+    read -r NEXT <"$LOGS/next" || NEXT=failed
   # A node that was lost a moment ago is part of the allocation until Slurm notices.
-  if [ "$NEXT" = run ] && under_slurm && ! nodes_answer; then
-    say "a node of this allocation does not answer"
-    NEXT=requeue
-  fi
+  if [ "$NEXT" = run ] && under_slurm && await_controller; then find_silent_nodes; fi
 }
 
-nodes_answer() {
-  timeout 30 srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
+answers() { # number nodes; beside a step that Slurm is still clearing up
+  timeout 30 srun --overlap --nodes="$1" --nodelist="$2" --ntasks="$1" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
+}
+
+# Adds the nodes of this attempt that do not answer to SILENT. If none answers it is Slurm that does
+# not start steps, as for a moment after its controller has come back: that is waited for.
+find_silent_nodes() {
+  local node silent since=$SECONDS
+  until answers "$NODES" "$HOSTS"; do
+    silent=
+    for node in ${HOSTS//,/ }; do
+      answers 1 "$node" || silent=${silent:+$silent,}$node
+    done
+    if [ -n "$silent" ] && { [ "$silent" != "$HOSTS" ] || ((SECONDS - since > 60)); }; then
+      say "these nodes of the allocation do not answer: $silent"
+      SILENT=${SILENT:+$SILENT,}$silent
+      return
+    fi
+    sleep 2
+  done
+}
+
+# Puts the job back into the queue, which ends this script: all state has been written before. A
+# controller that is away, or a job that Slurm is still clearing up, is waited for.
+requeue() {
+  local since=$SECONDS answer='' said=''
+  while ((SECONDS - since <= ${CONTROLLER_WAIT_S:-600})); do
+    # Slurm may have put it there itself a moment ago, for lack of a node.
+    if [ "$(job_field JobState)" = PENDING ] || (($(job_field Restarts) + 0 > ${SLURM_RESTART_COUNT:-0})); then exit 0; fi
+    # Slurm takes the list of excluded nodes only once the job is in the queue, and there this
+    # script has KillWait seconds left.
+    trap '' TERM
+    if answer=$(timeout 60 scontrol requeue "$SLURM_JOB_ID" 2>&1); then
+      [ -z "${LEFT_OUT:-}" ] || exclude "$LEFT_OUT"
+      exit 0
+    fi
+    trap terminated TERM
+    case $answer in *"Invalid job id"* | *denied* | *disabled*) break ;; esac
+    [ -n "$said" ] || record waiting --message "waiting to go back into the queue, up to ${CONTROLLER_WAIT_S:-600} s: $answer"
+    said=yes
+    sleep 2
+  done
+  record failed --message "Slurm refused to requeue job $SLURM_JOB_ID ($answer): continue with: cookbook resume ${RUN_DIR##*/}"
+}
+
+# The job in the queue does not get these nodes again.
+exclude() {
+  local before tries
+  before=$(job_field ExcNodeList)
+  [ "$before" != "(null)" ] || before=
+  for tries in 1 2 3; do
+    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${before:+$before,}$1" && return
+    sleep "0.$tries"
+  done
+  say "Slurm did not exclude $1: the next attempt may use it again"
 }
 
 finish() {
   if [ "$NEXT" = requeue ]; then
     if under_slurm; then
       say "back into the queue: the next attempt continues from the last checkpoint"
-      # This ends the script at once, so all state has been written before.
-      scontrol requeue "$SLURM_JOB_ID" && exit 0
-      # Slurm may have put it there itself a moment ago, for lack of a node.
-      [ "$(job_state)" = PENDING ] && exit 0
-      record failed --message "Slurm refused to requeue job $SLURM_JOB_ID: continue with: cookbook resume ${RUN_DIR##*/}"
+      requeue
     fi
     NEXT=failed
   fi

@@ -66,3 +66,17 @@ if [ "$NODES" -gt 1 ]; then
 else
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 fi
+
+# Asks this node's ranks for their stacks once the job script's watchdog wants them. torchrun takes
+# the place of this shell, so its process id says when to end.
+show_stacks_when_asked() {
+  local file node pid
+  while sleep 2 && kill -0 $$; do
+    [ -e "$LOGS/.ask_for_stacks" ] || continue
+    for file in "$LOGS"/stack_rank_*.log; do
+      read -r node pid <"$file" && [ "$node" = "$NODE_NAME" ] && kill -USR2 "$pid"
+    done
+    return
+  done
+}
+show_stacks_when_asked >/dev/null 2>&1 </dev/null &

@@ -6,9 +6,34 @@ slurm/attempt.py collects the facts, slurm/job.sh does what is decided. Standard
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from slurm.faults import describe, first_error
+
+# By the type of the error that ended the attempt.
+_CAUSES = {
+    "Killed": "killed",
+    "Hang": "hang",
+    "NotStopped": "time_limit",
+    "NodeFailure": "node_failure",
+    "NoSpace": "no_space",
+    "OutOfMemory": "out_of_memory",
+    "OutOfMemoryError": "out_of_memory",
+    "MemoryError": "out_of_memory",
+}
+# By Slurm's state of the job.
+_ENDED = {
+    "TIMEOUT": ("time_limit", "Slurm ended the job at its time limit"),
+    "PREEMPTED": ("preempted", "Slurm ended the job for another one of higher priority"),
+    "NODE_FAIL": ("node_failure", "Slurm ended the job because it lost a node"),
+    "REQUEUED": ("requeued", "somebody requeued the job"),
+    "UNKNOWN": ("terminated", "the job script was terminated, and Slurm does not say why"),
+}
+# Attempts that ended so say nothing about the run: they do not count as attempts without progress.
+NOT_COUNTED = frozenset({"preempted", "requeued", "controller"})
+# A node is to blame for these, if two attempts in a row name it.
+_OF_A_NODE = frozenset({"killed", "hang", "error"})
 
 
 @dataclass(frozen=True)
@@ -16,12 +41,27 @@ class Verdict:
     """How an attempt ended, and what the job script does next.
 
     state: a word of runspec.states. next: finished, failed, run (again, on these nodes) or requeue.
+    node: the node of the rank that failed first, None if nobody knows.
     """
 
     state: str
     next: str
     cause: str
     message: str = ""
+    node: str | None = None
+
+
+def bad_nodes(attempts: list[dict[str, Any]]) -> set[str]:
+    """Return the nodes that Slurm lost, and those that two attempts in a row name."""
+    lost = {str(line["node"]) for line in attempts if line.get("cause") == "node_failure"} - {
+        "None"
+    }
+    named = [
+        str(line["node"])
+        for line in attempts
+        if line.get("node") and line.get("cause") in _OF_A_NODE
+    ]
+    return lost | {node for node, after in pairwise(named) if node == after}
 
 
 def decide(
@@ -35,6 +75,8 @@ def decide(
     fruitless: int,
     max_retries: int,
     timed_out_s: float | None = None,
+    not_started: str = "",
+    cause_before: str | None = None,
 ) -> Verdict:
     """Judge one attempt.
 
@@ -46,6 +88,8 @@ def decide(
         job_state: Slurm's word for the job if Slurm is ending it, else None.
         fruitless: how many attempts in a row, this one included, brought no newer checkpoint.
         timed_out_s: the recipe's timeout if the attempt reached it.
+        not_started: srun's words if it did not reach the controller, so that no rank was started.
+        cause_before: the cause of the attempt before this one, in the same job.
     """
     trained = progress.get("state")
     if exit_code == 0 and trained in (None, "finished"):
@@ -57,28 +101,37 @@ def decide(
         return Verdict("CANCELLED", "failed", "cancelled", who)
     if job_state is not None:
         # Slurm itself requeues a job that it ends for lack of nodes.
-        message = f"Slurm ended the job: {job_state}"
-        return Verdict("INTERRUPTED", "failed", job_state.lower(), message)
+        cause, message = _ENDED.get(job_state, (job_state.lower(), f"Slurm ended it: {job_state}"))
+        return Verdict("INTERRUPTED", "failed", cause, message)
+    if not_started and cause_before != "controller":
+        return Verdict("RETRYING", "run", "controller", f"srun started nothing: {not_started}")
     if timed_out_s is not None:
         message = f"ended by the recipe's timeout of {timed_out_s:.0f} s"
         return Verdict("FAILED", "failed", "timeout", message)
 
-    # Why it ended.
-    first, stopped = first_error(errors), stop_asked or trained == "stopped"
+    # Why it ended. Ranks also stop in order when Slurm's TERM reaches them after another's death.
+    first = first_error(errors)
+    node = str(first["host"]) if first and first.get("host") else None
     if first:
-        cause, message = "killed" if first.get("type") == "Killed" else "error", describe(first)
-    elif stopped:
+        cause, message = _CAUSES.get(str(first.get("type")), "error"), describe(first)
+    elif stop_asked:
         cause, message = "time_limit", "stopped before the time limit"
+    elif exit_code == 0 and trained == "stopped":
+        cause, message = "stopped", "the ranks were told to stop, and not by the job script"
     else:
         cause, message = "killed", f"exit status {exit_code}, and no rank recorded an error"
 
     # What a retry cannot fix, or has not fixed often enough.
     if first and first.get("permanent"):
-        return Verdict("FAILED", "failed", cause, message)
+        return Verdict("FAILED", "failed", cause, message, node)
+    if cause == cause_before == "out_of_memory":
+        return Verdict("FAILED", "failed", cause, f"{message}; twice in a row", node)
     if fruitless > max_retries:
         message += f"; {fruitless} attempts brought no new checkpoint" if max_retries else ""
-        return Verdict("FAILED", "failed", cause, message)
+        return Verdict("FAILED", "failed", cause, message, node)
 
-    if stopped and can_requeue:
-        return Verdict("REQUEUED", "requeue", cause, message)
-    return Verdict("RETRYING", "run", cause, message)
+    # A stop that neither the script asked for nor a death explains is Slurm's, which takes the
+    # allocation away a moment later.
+    if (stop_asked or cause == "stopped") and can_requeue:
+        return Verdict("REQUEUED", "requeue", cause, message, node)
+    return Verdict("RETRYING", "run", cause, message, node)

@@ -30,6 +30,7 @@ FLOORS = [
     ["trainer.models", "trainer.data", "trainer.storage", "trainer.optimizers"],
     [
         "trainer.metrics",
+        "trainer.heartbeat",
         "trainer.progress",
         "trainer.profiling",
         "trainer.generate",

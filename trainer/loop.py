@@ -86,9 +86,8 @@ class Trainer:
         """Train to the last step; False if a stop was requested and done before it."""
         config, batches, state = self.config, self.batches, self.state
         last, weight = batches.total_steps, self.world.data_weight
-        clock = self.reporter.clock
         with self.profiler as profile:
-            for micro_batches in clock.waiting(batches.from_step(state.step)):
+            for micro_batches in self.reporter.clock.waiting(batches.from_step(state.step)):
                 targets, tokens, pairs, stop, too_many, failed, due = self.world.sum(
                     [
                         weight * sum(b.target_count for b in micro_batches),
@@ -122,12 +121,12 @@ class Trainer:
                 if logging or saving:
                     figures = self._figures(sums, targets, norm)
                 if validating:
-                    with clock.paused():
+                    with self.reporter.paused("validating"):
                         figures["val_loss"] = self._validate()
                 if logging:
                     self.reporter.log(figures, self.lr)
                 if saving and (step == last or figures["grad_norm"] is not None):
-                    with clock.paused():
+                    with self.reporter.paused("saving"):
                         self._save(wait=step == last)
                 if profile is not None:
                     profile.step()
@@ -136,6 +135,7 @@ class Trainer:
     def finish(self) -> None:
         """Write the export and the samples, then mark the run finished."""
         config = self.config
+        self.reporter.ending("exporting")
         self.optimizer.zero_grad(set_to_none=True)
         self._choose_weights()
         self.world.say("exporting the model ...")
@@ -264,6 +264,7 @@ class Trainer:
     def _honour_stop(self) -> None:
         step = self.state.step
         self.world.say(f"asked to stop: stopping after step {step}")
+        self.reporter.ending("stopping")
         self.checkpoints.wait()
         self.reporter.saved()
         if step and step not in self.world.gather(self.checkpoints.committed.steps())[0]:

@@ -1,10 +1,14 @@
 """What a run reports: its set-up, its logged steps, progress.json and its last line."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from runspec import files
 from trainer import metrics
 from trainer.config import TrainConfig
 from trainer.data.batches import Batches, Data
+from trainer.heartbeat import Heartbeat
 from trainer.models.build import Model
 from trainer.parallel.world import World
 from trainer.progress import Progress
@@ -39,6 +43,8 @@ class Reporter:
         self._peak_tflops = metrics.peak_tflops(world.device) if config.dtype == "bf16" else None
         self._blocked_s, self._noted_no_target = 0.0, False
         self.clock = metrics.Clock(state.step)
+        logs = config.output_dir / files.LOGS / str(attempt)
+        self._heartbeat = Heartbeat(logs if world.is_main else None)
 
     def setup(self, model: Model, seconds: float) -> None:
         """Print what is trained, how and on what."""
@@ -60,6 +66,17 @@ class Reporter:
     def count(self, tokens: float, targets: float, pairs: float) -> None:
         """Count the work of one step, over all ranks."""
         self.clock.add(tokens, self._flops.of(tokens, targets, pairs))
+        self._heartbeat.step(self._state.step)
+
+    @contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """What happens inside is part of no step: saving, validating."""
+        with self.clock.paused(), self._heartbeat.phase(phase):
+            yield
+
+    def ending(self, phase: str) -> None:
+        """The steps are over: stopping, exporting."""
+        self._heartbeat.leave(phase)
 
     def log(self, figures: dict[str, float | None], lr: float) -> None:
         """Log a step; all ranks call this together.

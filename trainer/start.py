@@ -1,7 +1,10 @@
 """One start of a run on one rank: from the config to an exit status that the job can act on."""
 
 import atexit
+import faulthandler
 import os
+import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -28,6 +31,7 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
         return 2
     path, rank, attempt = Path(arguments[0]), int(os.environ.get("RANK", 0)), _attempt()
     run_dir = path.absolute().parent
+    _show_stacks_when_asked(run_dir / files.LOGS / str(attempt), rank)
     try:
         config = configs.load(path)
         run_dir = config.output_dir
@@ -66,6 +70,23 @@ def leave(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _show_stacks_when_asked(logs: Path, rank: int) -> None:
+    """Write the stacks of all threads at SIGUSR2, which slurm/node.sh sends when a run hangs.
+
+    The signal is handled in C, so that it is answered while Python waits for another rank. The
+    file's first line says whom to ask: the node and the process.
+    """
+    if not logs.is_dir():
+        return
+    try:
+        file = open(logs / files.STACKS.format(rank), "w", encoding="utf-8")  # noqa: SIM115
+        file.write(f"{os.environ.get('NODE_NAME') or socket.gethostname()} {os.getpid()}\n")
+        file.flush()
+    except OSError:
+        return
+    faulthandler.register(signal.SIGUSR2, file)
 
 
 def _is_finished(config: TrainConfig) -> bool:

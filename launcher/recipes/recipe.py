@@ -24,6 +24,7 @@ class Resources:
     """What one run asks of Slurm; None leaves the choice to the cluster."""
 
     nodes: int = 1
+    spare_nodes: int = 0
     gpus_per_node: int = 1
     gpu_type: str | None = None
     cpus_per_gpu: int | None = None
@@ -121,6 +122,12 @@ class Recipe:
         """How long one attempt may take, None for as long as Slurm allows."""
         given = self.config.get("timeout")
         return None if given is None else time_limit_s(str(given))
+
+    @property
+    def hang_timeout_s(self) -> int:
+        """How long training may stand still before the attempt is started again; 0 for ever."""
+        given = self.config.get("hang_timeout_s")
+        return int(COMMON["hang_timeout_s"].default if given is None else given)
 
     @property
     def max_retries(self) -> int:

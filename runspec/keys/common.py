@@ -27,6 +27,13 @@ _KEYS = (
     ),
     Key("timeout", "time", None, "Time limit of one attempt. Default: the job's."),
     Key(
+        "hang_timeout_s",
+        "count",
+        600,
+        "Seconds without a training step after which the ranks count as hung: their stacks are "
+        "written and the attempt is started again. Never less than five steps; 0 waits for ever.",
+    ),
+    Key(
         "max_retries",
         "count",
         None,
@@ -49,6 +56,12 @@ _KEYS = (
     ),
     Key("resources", "block", None, "What the job asks of Slurm; the site's file has defaults."),
     Key("resources.nodes", "positive", 1, "Number of nodes. Option: --nodes."),
+    Key(
+        "resources.spare_nodes",
+        "count",
+        0,
+        "Nodes that the job gets in addition: one takes the place of a node that fails.",
+    ),
     Key("resources.gpus_per_node", "positive", 1, "GPUs on each node; one rank runs on each."),
     Key("resources.gpu_type", "name", None, "Type of the GPUs, as in sinfo -o %G."),
     Key(

@@ -22,6 +22,8 @@ CRASH = {
 }
 BROKEN_PEER = {**CRASH, "rank": 0, "time": 4.0, "message": "Connection reset by peer"}
 KILLED = {**CRASH, "rank": 2, "time": 6.0, "type": "Killed", "message": "killed by SIGKILL"}
+NO_MEMORY = {**CRASH, "rank": None, "type": "OutOfMemory", "message": "oom-kill"}
+GPU_MEMORY = {**CRASH, "type": "OutOfMemoryError", "permanent": True}
 CONFIG = {
     **CRASH,
     "rank": 1,
@@ -62,17 +64,34 @@ def judged(**changes):
         ({"errors": [CRASH, CONFIG]}, ("FAILED", "failed", "error")),
         ({"errors": [CRASH], "fruitless": 4}, ("FAILED", "failed", "error")),
         ({"errors": []}, ("RETRYING", "run", "killed")),
-        ({"exit_code": 0, "progress": {"state": "stopped"}}, ("REQUEUED", "requeue", "time_limit")),
         (
-            {"exit_code": 0, "progress": {"state": "stopped"}, "can_requeue": False},
+            {"exit_code": 0, "progress": {"state": "stopped"}, "stop_asked": True},
+            ("REQUEUED", "requeue", "time_limit"),
+        ),
+        (
+            {"progress": {"state": "stopped"}, "stop_asked": True, "can_requeue": False},
             ("RETRYING", "run", "time_limit"),
         ),
+        # Slurm asked them itself, as for a preemption with a time of grace.
+        ({"exit_code": 0, "progress": {"state": "stopped"}}, ("REQUEUED", "requeue", "stopped")),
+        # torchrun was killed, and the other ranks stopped in order.
+        ({"exit_code": 137, "progress": {"state": "stopped"}}, ("RETRYING", "run", "killed")),
+        ({"errors": [NO_MEMORY, KILLED]}, ("RETRYING", "run", "out_of_memory")),
+        (
+            {"errors": [NO_MEMORY], "cause_before": "out_of_memory"},
+            ("FAILED", "failed", "out_of_memory"),
+        ),
+        ({"errors": [GPU_MEMORY]}, ("FAILED", "failed", "out_of_memory")),
+        ({"not_started": "Unable to contact", "fruitless": 9}, ("RETRYING", "run", "controller")),
         ({"stop_asked": True, "errors": [CRASH]}, ("REQUEUED", "requeue", "error")),
         ({"stop_asked": True, "fruitless": 4}, ("FAILED", "failed", "time_limit")),
         ({"cancelled": True, "errors": [KILLED]}, ("CANCELLED", "failed", "cancelled")),
         ({"timed_out_s": 60.0, "errors": [KILLED]}, ("FAILED", "failed", "timeout")),
         ({"job_state": "CANCELLED"}, ("CANCELLED", "failed", "cancelled")),
-        ({"job_state": "TIMEOUT"}, ("INTERRUPTED", "failed", "timeout")),
+        ({"job_state": "TIMEOUT"}, ("INTERRUPTED", "failed", "time_limit")),
+        ({"job_state": "PREEMPTED"}, ("INTERRUPTED", "failed", "preempted")),
+        ({"job_state": "NODE_FAIL"}, ("INTERRUPTED", "failed", "node_failure")),
+        ({"job_state": "REQUEUED"}, ("INTERRUPTED", "failed", "requeued")),
         # Stopped by the first signal of a preemption, judged before the state changed.
         ({"exit_code": 0, "progress": {"state": "none"}}, ("RETRYING", "run", "killed")),
     ],
@@ -92,6 +111,7 @@ def test_the_named_error_is_the_one_that_the_others_follow_from():
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.setenv("JOB_PID", "1")
     (tmp_path / "logs").mkdir()
     return tmp_path
@@ -122,14 +142,22 @@ def test_retries_end_when_nothing_is_gained_and_go_on_while_something_is(run_dir
 
 
 def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypatch):
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")  # as process 1
-    monkeypatch.setenv("JOB_PID", str(os.getpid()))
+    monkeypatch.setenv("SLURM_JOB_ID", "11")
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
     # The job script has to ask whether that job still runs; it does not.
-    assert attempt.begin(run_dir, ["n2"], "127.0.0.1") == "busy local-1"
+    assert attempt.begin(run_dir, ["n2"], "127.0.0.1") == "busy 11"
     assert read_json_lines(run_dir / "attempts.jsonl") == []
-    assert attempt.begin(run_dir, ["n2"], "127.0.0.1", ended="local-1").startswith("1 ")
+    assert attempt.begin(run_dir, ["n2"], "127.0.0.1", ended="11").startswith("1 ")
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert line["attempt"] == 0 and line["cause"] == "lost" and line["nodes"] == ["n1"]
+
+
+def test_a_process_of_this_host_that_runs_keeps_its_run(run_dir, monkeypatch):
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")  # as process 1
+    monkeypatch.setenv("JOB_PID", str(os.getpid()))
+    with pytest.raises(SystemExit, match="job local-1 still works on this run"):
+        attempt.begin(run_dir, ["n1"], "127.0.0.1", ended=None)
 
 
 def test_a_fault_of_the_job_script_itself_is_permanent(run_dir):

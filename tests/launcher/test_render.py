@@ -170,3 +170,9 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
     ):
         assert part in told
     assert len(fault.value.faults) == 10
+
+
+def test_spare_nodes_are_asked_for_and_wait(fixed):
+    text = script("demo", Site(), "resources.spare_nodes=1")
+    assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in text
+    assert "export NODES=$((${SLURM_JOB_NUM_NODES:-3} - 1))\n" in text

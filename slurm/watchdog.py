@@ -1,0 +1,173 @@
+"""Ends an attempt whose ranks hang, or do not stop in time: python -P -m slurm.watchdog PID
+
+Started by slurm/job.sh beside each attempt, with RUN_DIR, LOGS, HANG_TIMEOUT_S and SIGNAL_LEAD_S
+set; PID is srun, or what starts the nodes if there is no Slurm. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+from runspec.states import process_start
+
+POLL_S = 1.0
+# A hang is so many median steps at least.
+SLOW_STEPS = 5
+# So long the ranks may take to write their stacks, and srun to end before it is killed. Without
+# Slurm that is torchrun, which waits for its ranks for 30 s.
+ANSWER_S, END_S = 12.0, 45.0
+# What remains of the warning's lead for ending the ranks and for the queue.
+RESERVE_S = 60.0
+
+
+@dataclass
+class Watch:
+    """Judges what the trainer's heartbeat and the stop file say, look by look.
+
+    timeout_s: the recipe's hang_timeout_s, 0 for none. stop_s: how long after the warning the ranks
+    may take to stop.
+    """
+
+    timeout_s: float
+    stop_s: float
+    _beat: Any = None
+    _changed: float = 0.0
+    _asked: float | None = None
+
+    def look(self, beat: Any, asked: bool, now: float) -> dict[str, Any] | None:
+        """Return the record of a fault, None while all is well.
+
+        Args:
+            beat: what heartbeat.json holds, None if there is none or it is being written.
+            asked: the ranks were asked to stop.
+            now: a monotonic clock, in seconds.
+        """
+        if asked:
+            self._asked = now if self._asked is None else self._asked
+            if now - self._asked >= self.stop_s:
+                message = f"the ranks did not stop within {self.stop_s:.0f} s of the warning"
+                return {"type": "NotStopped", "message": message}
+            return None
+        if beat is not None and beat != self._beat:
+            self._beat, self._changed = beat, now
+        known = self._beat if isinstance(self._beat, dict) else {}
+        step_s = known.get("median_step_s")
+        # The first step compiles; what is no step (a save, a validation, the export) has no limit.
+        if not self.timeout_s or known.get("phase") != "training" or step_s is None:
+            return None
+        still_s = now - self._changed
+        if still_s < max(SLOW_STEPS * step_s, self.timeout_s):
+            return None
+        message = f"no step for {still_s:.0f} s after step {known['step']} (median {step_s:.2f} s)"
+        return {"type": "Hang", "message": message}
+
+
+def stop_limit_s(lead_s: float) -> float:
+    """Return how much of the warning's lead the ranks may use to stop."""
+    return lead_s - min(RESERVE_S, lead_s / 3)
+
+
+def ask_for_stacks(logs: Path) -> None:
+    """Have every rank write its stacks; return once all have, or after ANSWER_S."""
+    (logs / files.ASK_FOR_STACKS).touch()
+    _wait(lambda: not _silent(logs), ANSWER_S)
+
+
+def laggards(logs: Path) -> list[tuple[int, str, str]]:
+    """Return rank, node and what is wrong with it of the ranks that hold up the others.
+
+    A rank that does not answer is one; else those that are not waiting for the others.
+    """
+    silent = _silent(logs)
+    if silent:
+        return [(rank, node, "does not answer") for rank, node in silent]
+    waiting, busy = [], []
+    for rank, node, text in _stacks(logs):
+        (waiting if "torch/distributed/" in text else busy).append((rank, node))
+    return [(rank, node, "is not waiting for the others") for rank, node in busy if waiting]
+
+
+def record(logs: Path, fault: dict[str, Any]) -> None:
+    """Write the fault, with the ranks that lag, where the job script finds it."""
+    found = laggards(logs)
+    named = ", ".join(f"rank {rank} on {node} {what}" for rank, node, what in found[:4])
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    message = f"{fault['message']}: {named}{more}" if found else fault["message"]
+    # Of one rank only: a node is blamed for it.
+    rank, node, _ = found[0] if len(found) == 1 else (None, None, "")
+    where = f"{files.LOGS}/{logs.name}/{files.STACKS.format('*')}"
+    files.write_json(
+        logs / "error_watchdog.json",
+        {
+            **fault,
+            "rank": rank,
+            "host": node,
+            "time": time.time(),
+            "message": f"{message}; stacks: {where}",
+            "permanent": False,
+        },
+    )
+
+
+def _stacks(logs: Path) -> list[tuple[int, str, str]]:
+    """Return rank, node and stacks of every rank that has started."""
+    found = []
+    for path in logs.glob(files.STACKS.format("*")):
+        number = path.stem.removeprefix("stack_rank_")
+        first, _, stacks = path.read_text(encoding="utf-8", errors="replace").partition("\n")
+        if number.isdigit() and first:
+            found.append((int(number), first.split()[0], stacks))
+    return sorted(found)
+
+
+def _silent(logs: Path) -> list[tuple[int, str]]:
+    return [(rank, node) for rank, node, text in _stacks(logs) if "most recent call" not in text]
+
+
+def _wait(done: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _end(pid: int) -> None:
+    """End srun and so the ranks: by TERM, which it passes on, else by KILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+        if _wait(lambda: process_start(pid) is None, END_S):
+            return
+
+
+def main() -> None:
+    pid, script = int(sys.argv[1]), os.getppid()
+    run_dir, logs = Path(os.environ["RUN_DIR"]), Path(os.environ["LOGS"])
+    stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
+    watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
+    while process_start(pid) is not None and os.getppid() == script:
+        beat = files.read_json_or_none(logs / files.HEARTBEAT)
+        fault = watch.look(beat, (run_dir / files.STOP).exists(), time.monotonic())
+        if fault is not None:
+            ask_for_stacks(logs)
+            record(logs, fault)
+            print(f"cookbook: {fault['message']}: the attempt is ended", file=sys.stderr)
+            _end(pid)
+            return
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    main()

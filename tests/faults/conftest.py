@@ -1,0 +1,38 @@
+"""A cluster, its user and an undisturbed run, which the tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SlurmCluster
+from tests.faults.kit import SHORT, Undisturbed
+from tests.launcher.kit import Kit, report
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+def user_of(cluster: SlurmCluster, root: Path) -> Kit:
+    """A user of a cluster whose runs are in root."""
+    env = {key: value for key, value in cluster.env.items() if not key.startswith("COOKBOOK_")}
+    env |= {"COOKBOOK_ROOT": str(root), "XDG_CACHE_HOME": str(root / "cache")}
+    return Kit(env, root)
+
+
+@pytest.fixture(scope="session")
+def user(slurm, root) -> Kit:
+    return user_of(slurm, root)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(user: Kit) -> Iterator[Undisturbed]:
+    """The short run without a fault: what the disturbed ones must end like."""
+    _, run = user.submit(*SHORT)
+    told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", "INTERRUPTED")
+    assert told["state"] == "COMPLETED", report(run)
+    return Undisturbed(run)

@@ -1,0 +1,90 @@
+"""What the tests of faults share: the run, how it is hit, and how it must end."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.launcher.kit import Kit, ranks_of, report, until
+
+SAVE_EVERY = 5
+SHORT = [
+    *("--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1"),
+    *("max_steps=30", f"save_every_n_steps={SAVE_EVERY}", "log_every_n_steps=1", "~generate"),
+    # A checkpoint counts before the next step, so that no more than SAVE_EVERY steps can be lost.
+    "enable_async_checkpointing=false",
+]
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def checkpoints(run: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoints/step_*/COMPLETE"))
+
+
+def attempts(run: Path) -> list[dict[str, Any]]:
+    path = run / "attempts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def trains(run: Path, steps: int = 1) -> None:
+    """Wait until the run has written its first checkpoint."""
+    until(lambda: len(checkpoints(run)) >= steps, 120, lambda: report(run))
+
+
+def rank(run: Path, number: int) -> int:
+    """The process of a rank, once it is there."""
+    return until(lambda: ranks_of(run).get(number), 60, lambda: report(run))
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def processes_of(run: Path) -> list[int]:
+    """Every process that has the run's folder in its environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RUN_DIR={run}".encode() in environ and int(process.name) != os.getpid():
+            found.append(int(process.name))
+    return found
+
+
+def ended(user: Kit, run: Path, state: str, timeout: float = 180) -> list[dict[str, Any]]:
+    """Wait for the run's one end; return its attempts."""
+    words = ("COMPLETED", "FAILED", "CANCELLED")
+    told = user.wait(run, *words, timeout=timeout)
+    assert told["state"] == state, report(run)
+    until(lambda: not processes_of(run), 30, lambda: f"left over: {processes_of(run)}")
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == state, report(run)
+    lines = attempts(run)
+    assert [line["attempt"] for line in lines] == list(range(len(lines))), lines
+    return lines
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nothing happened to."""
+
+    run: Path
+
+    def is_equalled_by(self, run: Path) -> None:
+        """Same losses, same export, and no more steps lost than a checkpoint is apart."""
+        for line in attempts(run):
+            beat = run / "logs" / str(line["attempt"]) / "heartbeat.json"
+            done = json.loads(beat.read_text())["step"] if beat.exists() else 0
+            assert done - max(line["checkpoint_step"], 0) <= SAVE_EVERY, line
+        assert losses(run) == losses(self.run)
+        export = Path("export", "model.safetensors")
+        assert (run / export).read_bytes() == (self.run / export).read_bytes()

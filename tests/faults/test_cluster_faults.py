@@ -1,0 +1,149 @@
+"""Faults of the cluster: the controller is away, a node is bad."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SlurmCluster
+from tests.faults.conftest import user_of
+from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, attempts, ended, rank, trains
+from tests.launcher.kit import ranks_of, report, until
+
+AWAY_S = 40
+
+
+def restart_daemons(cluster: SlurmCluster, *shape: str) -> None:
+    place = ["--name", cluster.name, "--state", str(cluster.root)]
+    argv = ["bash", "slurm/dev-cluster/cluster.sh", "up", *place, *shape]
+    assert cluster.run(argv, timeout=120).returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_controller_that_is_away_while_a_rank_dies_costs_no_run(
+    new_cluster, root, undisturbed: Undisturbed, how
+):
+    shape = ["--requeue-delay", "5"]
+    with new_cluster("away", *shape) as cluster:
+        user = user_of(cluster, root)
+        _, run = user.submit(*SHORT)
+        trains(run)
+        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        os.kill(controller, how)
+        try:
+            os.kill(rank(run, 1), signal.SIGKILL)
+            waits = "waiting for Slurm's controller"
+            until(lambda: waits in (run / "status.json").read_text(), 90, lambda: report(run))
+            time.sleep(AWAY_S)
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(controller, signal.SIGCONT)
+            else:
+                restart_daemons(cluster, *shape)
+        lines = ended(user, run, "COMPLETED", timeout=300)
+        causes = [line["cause"] for line in lines if line["cause"] != "controller"]
+        assert causes == ["killed", "finished"], report(run)
+        assert lines[-1]["restart_count"] == 0, "the allocation was given away"
+        undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_a_requeue_waits_for_the_controller(new_cluster, root, undisturbed: Undisturbed):
+    shape = ["--requeue-delay", "5"]
+    with new_cluster("late", *shape) as cluster:
+        user = user_of(cluster, root)
+        job, run = user.submit(*SHORT)
+        trains(run)
+        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        cluster.run(["scancel", "--batch", "--signal=USR1", job])
+        os.kill(controller, signal.SIGKILL)
+        try:
+            waits = "waiting to go back into the queue"
+            until(lambda: waits in (run / "status.json").read_text(), 120, lambda: report(run))
+        finally:
+            restart_daemons(cluster, *shape)
+        first, second = ended(user, run, "COMPLETED", timeout=300)
+        assert (first["cause"], second["restart_count"]) == ("time_limit", 1), report(run)
+        undisturbed.is_equalled_by(run)
+
+
+@contextlib.contextmanager
+def deadly(node: str, run: Path) -> Iterator[None]:
+    """Every rank on a node dies as soon as it has started."""
+    stopped = threading.Event()
+
+    def kill() -> None:
+        while not stopped.wait(0.5):
+            for pid in ranks_of(run).values():
+                with contextlib.suppress(OSError):
+                    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    if f"SLURMD_NODENAME={node}".encode() in environ:
+                        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_bad_node_is_left_out(new_cluster, root, undisturbed: Undisturbed, spare):
+    with new_cluster("bad", "--nodes", "3", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, root)
+        job, run = user.submit(*SHORT, f"resources.spare_nodes={spare}")
+        with deadly("n2", run):
+            lines = ended(user, run, "COMPLETED", timeout=400)
+        assert [line["node"] for line in lines] == ["n2", "n2", None], report(run)
+        assert [line["cause"] for line in lines] == ["killed", "killed", "finished"]
+        assert lines[-1]["nodes"] == ["n1", "n3"]
+        # With a spare node in the same allocation, else from the queue.
+        assert lines[-1]["restart_count"] == 1 - spare
+        assert {line["job_id"] for line in lines} == {job}
+        undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_a_spare_node_takes_the_place_of_a_lost_one(new_cluster, root, undisturbed: Undisturbed):
+    shape = ["--nodes", "3", "--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
+    with new_cluster("spare", *shape) as cluster:
+        user = user_of(cluster, root)
+        job, run = user.submit(*SHORT, "resources.spare_nodes=1")
+        trains(run)
+        for pid in of_node("n2", job, cluster.state):
+            os.kill(pid, signal.SIGKILL)
+        lines = ended(user, run, "COMPLETED", timeout=400)
+        # In the same allocation, or from the queue if Slurm 22.05 starts no step in it any more.
+        assert lines[-1]["nodes"] == ["n1", "n3"], report(run)
+        assert (lines[0]["cause"], lines[0]["node"]) == ("node_failure", "n2")
+        assert lines[0]["checkpoint_step"] >= SAVE_EVERY
+        undisturbed.is_equalled_by(run)
+
+
+def of_node(node: str, job: str, state: Path) -> list[int]:
+    from tests.launcher.test_runs import processes_of_node
+
+    return processes_of_node(node, job, state)
+
+
+def test_a_requeue_that_slurm_refuses_is_told_at_once(slurm, tmp_path):
+    (tmp_path / "status.json").write_text('{"state": "REQUEUED"}')
+    env = {**slurm.env, "RUN_DIR": str(tmp_path), "COOKBOOK": str(Path.cwd())}
+    env |= {"VENV": os.environ.get("VIRTUAL_ENV", str(Path(".venv").absolute()))}
+    code = "source slurm/job.sh; NEXT=requeue SLURM_JOB_ID=1; finish"
+    done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert '"FAILED"' in (tmp_path / "status.json").read_text()
+    assert attempts(tmp_path) == []

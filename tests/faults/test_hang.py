@@ -1,0 +1,98 @@
+"""A rank that stands still: noticed, named, and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from slurm.watchdog import Watch, laggards, stop_limit_s
+from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
+from tests.launcher.kit import Kit, report
+
+BEAT = {"phase": "training", "step": 7, "steps": 3, "median_step_s": 2.0}
+
+
+def looks(watch: Watch, beat: dict | None, *times: float, asked: bool = False) -> list[str | None]:
+    found = [watch.look(beat, asked, now) for now in times]
+    return [fault and fault["type"] for fault in found]
+
+
+def test_no_step_within_the_time_is_a_hang():
+    watch = Watch(timeout_s=30, stop_s=100)
+    assert looks(watch, BEAT, 0, 29) == [None, None]
+    assert looks(watch, {**BEAT, "step": 8}, 31, 60) == [None, None]
+    assert looks(watch, None, 60.5) == [None]  # being written
+    assert looks(watch, {**BEAT, "step": 8}, 61) == ["Hang"]
+    slow = Watch(timeout_s=5, stop_s=100)
+    assert looks(slow, BEAT, 0, 9.9, 10) == [None, None, "Hang"]  # five steps of 2 s
+
+
+@pytest.mark.parametrize(
+    "beat",
+    [
+        None,
+        {**BEAT, "phase": "saving"},
+        {**BEAT, "phase": "validating"},
+        {**BEAT, "phase": "exporting"},
+        {"phase": "starting", "step": 0, "steps": 0, "median_step_s": None},
+        {**BEAT, "steps": 1, "median_step_s": None},
+    ],
+)
+def test_what_is_no_step_may_take_its_time(beat):
+    assert looks(Watch(timeout_s=5, stop_s=100), beat, 0, 3600) == [None, None]
+
+
+def test_a_timeout_of_none_waits_for_ever():
+    assert looks(Watch(timeout_s=0, stop_s=100), BEAT, 0, 1e6) == [None, None]
+
+
+def test_ranks_that_do_not_stop_are_given_most_of_the_lead():
+    assert stop_limit_s(300) == 240 and stop_limit_s(60) == 40
+    watch = Watch(timeout_s=0, stop_s=40)
+    assert looks(watch, BEAT, 100, 139, asked=True) == [None, None]
+    assert looks(watch, BEAT, 141, asked=True) == ["NotStopped"]
+
+
+def test_the_one_that_lags_is_silent_or_waits_for_nobody(tmp_path: Path):
+    wait = 'Thread 0x1 (most recent call first):\n  File "/torch/distributed/x.py", line 1 in f\n'
+    work = 'Thread 0x1 (most recent call first):\n  File "/data/batches.py", line 1 in next\n'
+    for number, text in enumerate([wait, work, wait]):
+        (tmp_path / f"stack_rank_{number}.log").write_text(f"n{number + 1} 4711\n{text}")
+    assert laggards(tmp_path) == [(1, "n2", "is not waiting for the others")]
+    (tmp_path / "stack_rank_2.log").write_text("n3 4711\n")
+    assert laggards(tmp_path) == [(2, "n3", "does not answer")]
+
+
+def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Undisturbed):
+    _, run = user.submit(*SHORT, "hang_timeout_s=5")
+    trains(run)
+    os.kill(rank(run, 1), signal.SIGSTOP)
+    first, second = ended(user, run, "COMPLETED")
+    assert first["cause"] == "hang", report(run)
+    assert "rank 1 on n2 does not answer" in first["message"], first
+    assert "no step for" in first["message"]
+    stacks = (run / "logs" / "0" / "stack_rank_0.log").read_text()
+    assert "most recent call first" in stacks and "trainer/loop.py" in stacks
+    assert second["cause"] == "finished" and second["job_id"] == first["job_id"]
+    undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_ranks_that_cannot_stop_before_the_limit_are_ended_and_requeued(
+    user: Kit, slurm, undisturbed: Undisturbed
+):
+    # The lead of a limit of 4 minutes is 60 s, of which the ranks have 40.
+    job, run = user.submit(*SHORT, "resources.time=4", "hang_timeout_s=0")
+    trains(run)
+    os.kill(rank(run, 0), signal.SIGSTOP)
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    first, second = ended(user, run, "COMPLETED")
+    assert first["cause"] == "time_limit", report(run)
+    assert "did not stop within 40 s" in first["message"]
+    assert "rank 0 on n1 does not answer" in first["message"]
+    assert (first["restart_count"], second["restart_count"]) == (0, 1)
+    assert first["checkpoint_step"] >= SAVE_EVERY
+    undisturbed.is_equalled_by(run)
