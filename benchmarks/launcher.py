@@ -6,8 +6,6 @@ jinja2 and yaml; `cookbook --help`; `cookbook submit --dry-run`; and, if Slurm a
 and ratios. With --check the exit status is 1 if a value is above its target.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

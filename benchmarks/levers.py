@@ -10,8 +10,6 @@ A variant that cannot run on this machine is skipped with a reason. The exit sta
 is outside its tolerance or a variant fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

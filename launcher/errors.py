@@ -15,8 +15,6 @@ An error carries one or more faults. Each fault is one line that says what is wr
 and what to type next; all faults that can be found are found before the error is raised.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from runspec.hints import nearest as nearest

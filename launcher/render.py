@@ -1,7 +1,5 @@
 """Renders a recipe for a cluster as the text of its job script."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -4,8 +4,6 @@ A file is written under a temporary name, flushed to the disk and renamed: a rea
 sees the old content or the new one, never a part.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -13,8 +13,6 @@ MFU (model FLOP utilisation) is these FLOPs over time and the GPUs' peak. HFU (h
 utilisation) counts what activation checkpointing computes again, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

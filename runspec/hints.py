@@ -1,7 +1,5 @@
 """A hint for a mistyped name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

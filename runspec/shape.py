@@ -1,7 +1,5 @@
 """The shape of a decoder: every matrix with its role, and the sizes that follow from it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -7,8 +7,6 @@ INTERRUPTED   Slurm ended the job (TIMEOUT, PREEMPTED, NODE_FAIL ...); it may re
 COMPLETED, FAILED, CANCELLED   the run's end, until somebody resumes it
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 # What ends a run; every other state may still change.

@@ -1,7 +1,5 @@
 """Environment variables that the job script, Slurm or torchrun sets: no recipe may set them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 # Read-only in bash, or they change how bash reads the script.

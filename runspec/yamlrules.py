@@ -3,8 +3,6 @@
 Standard library only: the caller hands over the yaml module.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

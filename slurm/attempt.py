@@ -3,8 +3,6 @@
 Called by slurm/job.sh at every attempt, with RUN_DIR set; standard library only.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os
@@ -47,7 +45,7 @@ def begin(
     if _cancelled(run_dir, job_id):
         sys.exit(f"cookbook: this job was cancelled; continue with: cookbook resume {run_dir.name}")
     if _object(run_dir / files.PROGRESS).get("state") == "finished":
-        completed = {**status, "state": "COMPLETED", "updated": time.time()}
+        completed = {**_job(), **status, "state": "COMPLETED", "updated": time.time()}
         files.write_json(run_dir / files.STATUS, completed)
         _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
         return "finished"

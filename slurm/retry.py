@@ -3,8 +3,6 @@
 slurm/attempt.py collects the facts, slurm/job.sh does what is decided. Standard library only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any

@@ -4,8 +4,6 @@ Started by slurm/job.sh beside each attempt, with RUN_DIR, LOGS, HANG_TIMEOUT_S 
 set; PID is srun, or what starts the nodes if there is no Slurm. Standard library only.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ Its state is COMPLETING by the time that the job script hears of the end; the li
 and srun have written tell why. Standard library only.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

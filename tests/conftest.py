@@ -1,7 +1,5 @@
 """A real Slurm cluster on this host for every test, and which worker runs what."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

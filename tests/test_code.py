@@ -1,7 +1,5 @@
 """Rules for the code: format, lint, types, shellcheck, imports, pins, and the README's tree."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

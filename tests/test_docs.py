@@ -1,7 +1,5 @@
 """Every command that the pages and the recipes' comments show exists."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -3,8 +3,6 @@
 The tests run in the environment that setup.sh made, so its creation is tested by every fresh clone.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

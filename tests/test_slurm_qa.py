@@ -1,7 +1,5 @@
 """The demo's instruction dataset: one well-formed and distinct question and answer per line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

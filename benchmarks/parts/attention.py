@@ -1,7 +1,5 @@
 """Grouped-query attention over packed documents, forward and backward."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Two transformer blocks on packed rows, with torch.compile, activation checkpointing and fp8."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple

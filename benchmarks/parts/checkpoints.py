@@ -1,7 +1,5 @@
 """How long saving a checkpoint blocks training."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Rows packed with documents of different lengths, as fine-tuning data has them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Linear layers with fp8 matrix products, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Batches from the tokenised dataset with different numbers of workers, and packing."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """LoRA linear layers over a frozen base weight, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

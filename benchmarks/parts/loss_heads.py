@@ -1,7 +1,5 @@
 """Output layer and cross-entropy loss together, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Times variants of the same computation in turns and checks their results against a reference."""
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Linear layers with a frozen NF4 weight, forward and backward, and dequantisation alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

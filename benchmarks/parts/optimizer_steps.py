@@ -1,7 +1,5 @@
 """One optimizer step over realistic parameter lists."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

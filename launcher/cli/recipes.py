@@ -1,7 +1,5 @@
 """cookbook recipes, estimate"""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """cookbook status, watch, cancel and resume"""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What runs a job script: Slurm, or this host. Nothing else knows which of them a run uses."""
 
-from __future__ import annotations
-
 from launcher.executors.job import Executor, Job, JobState, token
 from launcher.executors.local import LocalExecutor
 from launcher.executors.slurm.executor import SlurmExecutor

@@ -1,7 +1,5 @@
 """The job of a run, and what an executor does with it: start it, report its state, cancel it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Job scripts under bash on this host, without Slurm."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

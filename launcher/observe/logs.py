@@ -1,7 +1,5 @@
 """Finding and following a run's log files."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs as rows of a table, and as objects for a program to read."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime

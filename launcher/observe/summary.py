@@ -1,7 +1,5 @@
 """What became of one run: its state, its curve, its answers, and where its results are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Following a run to its end."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 ${a.b} is the value of the key a.b, as in OmegaConf.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping

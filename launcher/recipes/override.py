@@ -1,7 +1,5 @@
 """Overrides of a recipe on the command line: key.path=value, +key.path=value and ~key.path."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """torchtune's own recipes and configs, read from its files: importing it would import torch."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

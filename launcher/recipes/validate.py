@@ -1,7 +1,5 @@
 """What is wrong with a recipe's values: their kinds, variables, secrets and arguments."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A run directory: making one, reading its files, and letting one command at a time change it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

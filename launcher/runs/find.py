@@ -1,7 +1,5 @@
 """Finding runs by what a user types: a name, a unique part of it, a job id, or last."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What made a run: code, packages, model, command; written before the run is queued."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import time

@@ -1,7 +1,5 @@
 """A copy of the user's own script tree, taken at submission: what is queued is what will run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The state of runs: what the job wrote itself, else what squeue, sacct or this host says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -130,7 +128,7 @@ def _how_far(run: Run, own: str) -> str:
     """Say how far the newest job came, which has ended without saying why."""
     if not own:
         return f"before its first attempt{_log_says(run)}"
-    return "its script was ended without a last word (killed?)" if own == "RUNNING" else ""
+    return "it ended without a last word (killed?)" if own == "RUNNING" else ""
 
 
 def _log_says(run: Run) -> str:

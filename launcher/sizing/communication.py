@@ -10,8 +10,6 @@ an all-reduce, from each of its n ranks (Patarasuk and Yuan 2009, "Bandwidth opt
 algorithms for clusters of workstations").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ All of it is computed from the recipe, none of it measured; `launcher.sizing.mem
 formulas.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict

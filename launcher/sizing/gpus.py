@@ -1,7 +1,5 @@
 """The kinds of GPU that configs/gpus.yaml knows: memory, peak, links."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -12,8 +12,6 @@ in torch.optim and torchao.optim. `python -m trainer.trace` runs the same step o
 a test compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

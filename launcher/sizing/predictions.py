@@ -7,8 +7,6 @@ and so what is learned, stay the same. Nothing is measured: what is close in thi
 benchmark to decide.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any

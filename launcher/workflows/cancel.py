@@ -1,7 +1,5 @@
 """Ending a run's jobs for good: they are neither retried nor requeued."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a recipe's `prepare` block makes on this machine before its first run, such as a model."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable

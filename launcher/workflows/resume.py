@@ -1,7 +1,5 @@
 """Starting a run again from its last complete checkpoint, as it was or with changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """From a recipe to a run that is queued: plan it, check it, make its directory, start its job."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import threading

@@ -1,7 +1,5 @@
 """docs/keys.md, the reference of all keys of a recipe: python -m runspec.keys > docs/keys.md"""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 The launcher reads them, the trainer never sees them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from runspec.keys.key import Key

@@ -1,7 +1,5 @@
 """A key of a recipe: what it may hold, its default and its help; and the check of given values."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The keys of `entry: sft`, the kit's trainer; torchtune's name if torchtune has the key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of faults share: the run, how it is hit, and how it must end."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Who or what ended an attempt, on a real Slurm: each is told apart, and has its own answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

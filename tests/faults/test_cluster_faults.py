@@ -1,7 +1,5 @@
 """Faults of the cluster: the controller is away, a node is bad."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -15,7 +13,7 @@ import pytest
 
 from tests.conftest import SlurmCluster
 from tests.faults.conftest import user_of
-from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, attempts, ended, rank, trains
+from tests.faults.kit import SHORT, Undisturbed, attempts, ended, rank, trains
 from tests.launcher.kit import ranks_of, report, until
 
 AWAY_S = 40
@@ -113,29 +111,6 @@ def test_a_bad_node_is_left_out(new_cluster, root, undisturbed: Undisturbed, spa
         assert lines[-1]["restart_count"] == 1 - spare
         assert {line["job_id"] for line in lines} == {job}
         undisturbed.is_equalled_by(run)
-
-
-@pytest.mark.long
-def test_a_spare_node_takes_the_place_of_a_lost_one(new_cluster, root, undisturbed: Undisturbed):
-    shape = ["--nodes", "3", "--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
-    with new_cluster("spare", *shape) as cluster:
-        user = user_of(cluster, root)
-        job, run = user.submit(*SHORT, "resources.spare_nodes=1")
-        trains(run)
-        for pid in of_node("n2", job, cluster.state):
-            os.kill(pid, signal.SIGKILL)
-        lines = ended(user, run, "COMPLETED", timeout=400)
-        # In the same allocation, or from the queue if Slurm 22.05 starts no step in it any more.
-        assert lines[-1]["nodes"] == ["n1", "n3"], report(run)
-        assert (lines[0]["cause"], lines[0]["node"]) == ("node_failure", "n2")
-        assert lines[0]["checkpoint_step"] >= SAVE_EVERY
-        undisturbed.is_equalled_by(run)
-
-
-def of_node(node: str, job: str, state: Path) -> list[int]:
-    from tests.launcher.test_runs import processes_of_node
-
-    return processes_of_node(node, job, state)
 
 
 def test_a_requeue_that_slurm_refuses_is_told_at_once(slurm, tmp_path):

@@ -1,7 +1,5 @@
 """A rank that stands still: noticed, named, and started again."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The job's records: whose they are, what broken ones cost, and their last word on a full disk."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Users of the cookbook command: on the session's one-host Slurm, and without one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small Hugging Face hub on 127.0.0.1: the endpoints that downloading needs, and its faults."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

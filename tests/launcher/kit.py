@@ -1,7 +1,5 @@
 """The cookbook command as a user types it, and looks at what its runs left and started."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

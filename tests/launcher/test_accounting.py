@@ -1,7 +1,5 @@
 """Accounts, QoS and limits of a real slurmdbd: told before the queue, and as Slurm acts on them."""
 
-from __future__ import annotations
-
 import getpass
 import grp
 import json

@@ -1,7 +1,5 @@
 """What the job script does after an attempt: the policy, and the records it leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 

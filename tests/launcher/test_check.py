@@ -1,7 +1,5 @@
 """cookbook check: a line a check, every fault named, nothing queued."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

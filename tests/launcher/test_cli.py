@@ -1,7 +1,5 @@
 """What a user may type wrong: one clear line each, the right exit status, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The job scripts write the records that a real one writes, and wait.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -100,7 +98,7 @@ def test_a_cancel_ends_the_job_that_a_resume_made_after_a_killed_script(
     until(lambda: first not in jobs_of(slurm, run), 30)
     told = user.status(run.path)
     assert told["state"] == "FAILED" and told["detail"].endswith(
-        f"its script was ended without a last word (killed?); continue with: "
+        f"it ended without a last word (killed?); continue with: "
         f"cookbook resume {run.name}"
     )
     closed()

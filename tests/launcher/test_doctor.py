@@ -1,7 +1,5 @@
 """cookbook doctor on the one-host Slurm: what is right, what is wrong, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """cookbook download against a hub of our own: real client, real files, every fault in one line."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """An entry is one row of a table: a toy one is added here, and no file of the kit is touched."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

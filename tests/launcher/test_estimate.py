@@ -1,7 +1,5 @@
 """cookbook estimate: what it prints, how its figures hang together, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

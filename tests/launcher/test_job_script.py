@@ -1,7 +1,5 @@
 """The job script under real bash and real Slurm: a site's own lines, a second submission, umask."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -296,7 +294,8 @@ def test_a_local_process_that_is_gone_is_failed_and_resumes(root, user: Kit):
     assert shown.startswith(f"{folder.name} RUNNING: on this host, without Slurm")
     os.killpg(int(job.removeprefix("local-")), signal.SIGKILL)
     told = user.wait(folder, "FAILED")
-    assert told["detail"] == f"its process is gone; continue with: cookbook resume {folder.name}"
+    gone = "its process is gone, it ended without a last word (killed?)"
+    assert told["detail"] == f"{gone}; continue with: cookbook resume {folder.name}"
     resumed = user.cookbook("resume", folder.name)
     assert f"resumed {folder.name} as process " in resumed.stdout, resumed.stderr
     until(lambda: run.status["job_id"] == run.job_id != job, 30, lambda: report(folder))

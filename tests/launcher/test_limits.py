@@ -1,7 +1,5 @@
 """What a partition and an account refuse, as Slurm reports them; test_accounting.py asks Slurm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from launcher.checks import Context

@@ -1,7 +1,5 @@
 """Recipes: the catalogue loads, overrides do what they say, and every fault is named at once."""
 
-from __future__ import annotations
-
 import collections
 import copy
 from pathlib import Path

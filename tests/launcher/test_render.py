@@ -1,7 +1,5 @@
 """The rendered job script: whole texts, hostile values, shellcheck."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whole runs through the real one-host Slurm: srun, torchrun, training, faults and their ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

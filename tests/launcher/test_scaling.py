@@ -1,7 +1,5 @@
 """cookbook estimate --scaling: times that follow from messages and links, and what is chosen."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """entry: script: a training script of the user's own, from its snapshot to its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

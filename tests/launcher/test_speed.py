@@ -1,7 +1,5 @@
 """The command stays quick: the committed benchmark, held to its targets."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

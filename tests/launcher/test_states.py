@@ -1,7 +1,5 @@
 """What is said of runs that squeue, sacct and this host know nothing of; broken records."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

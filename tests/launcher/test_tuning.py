@@ -1,7 +1,5 @@
 """cookbook estimate --tune: faster settings of the same step, and what the recipes ship."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

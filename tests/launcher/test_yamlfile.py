@@ -1,7 +1,5 @@
 """YAML is read as torchtune's OmegaConf reads it, and what is written is read back alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every patch of a deliberate fault still applies, and names tests that exist."""
 
-from __future__ import annotations
-
 from tests.mutations.__main__ import FOLDER, ROOT, Patch, apply
 
 

@@ -1,7 +1,5 @@
 """Files of a run directory are replaced whole, and damaged ones are told from missing ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

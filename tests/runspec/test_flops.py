@@ -1,7 +1,5 @@
 """Model FLOPs of a shape by hand, MFU and HFU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The one set of layout rules."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Shapes of models from their config.json, with and without experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

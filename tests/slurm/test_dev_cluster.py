@@ -1,7 +1,5 @@
 """slurm/dev-cluster/cluster.sh: real jobs, emulated GPUs, several clusters, nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

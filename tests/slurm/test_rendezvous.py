@@ -1,7 +1,5 @@
 """slurm/rendezvous.py, the check before torchrun: nodes connect, or a message names the node."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """What trainer.check finds in a config without training: components, arguments, misfits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

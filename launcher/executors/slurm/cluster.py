@@ -1,7 +1,5 @@
 """What Slurm says about the cluster: partitions, nodes, controllers, configuration, munge."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

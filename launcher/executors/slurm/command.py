@@ -1,7 +1,5 @@
 """How Slurm's commands are run: a short environment, a time limit, and errors in their words."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

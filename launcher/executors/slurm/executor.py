@@ -1,7 +1,5 @@
 """Slurm as an executor of job scripts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs in Slurm: submit, test, list, account for and cancel them."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
