@@ -98,8 +98,7 @@ def test_a_cancel_ends_the_job_that_a_resume_made_after_a_killed_script(
     until(lambda: first not in jobs_of(slurm, run), 30)
     told = user.status(run.path)
     assert told["state"] == "FAILED" and told["detail"].endswith(
-        f"it ended without a last word (killed?); continue with: "
-        f"cookbook resume {run.name}"
+        f"it ended without a last word (killed?); continue with: cookbook resume {run.name}"
     )
     closed()
     second = resumed(user, run)
