@@ -148,9 +148,14 @@ class DeferringFinder(MetaPathFinder):
         independent = DEFERRED[root]
         if name != root and independent is not None and name not in independent:
             loaded(root)
-            if name in sys.modules:
-                return spec_from_loader(name, ImportedLoader(sys.modules[name]))
-            return None
+            if name not in sys.modules:
+                return None
+            module = sys.modules[name]
+            spec = spec_from_loader(name, ImportedLoader(module))
+            # importlib takes this one, as the module has come while it was looked for; the module's
+            # own spec would run its code a second time.
+            module.__spec__ = spec
+            return spec
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return spec

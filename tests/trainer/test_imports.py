@@ -98,3 +98,14 @@ import torchtune
 assert torchtune.datasets.instruct_dataset and torchtune.__version__
 """
     assert run(code).returncode == 0
+
+
+def test_a_part_of_a_deferred_package_runs_once_if_it_is_asked_for_first() -> None:
+    """A second run would make its classes anew, and lose the names of its own parts."""
+    code = """
+import trainer, torch
+import torchao.float8
+assert torchao.float8.inference.Float8MMConfig is torchao.float8.Float8MMConfig
+from transformers import LlamaForCausalLM
+"""
+    assert run(code).returncode == 0
