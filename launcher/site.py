@@ -14,17 +14,17 @@ from runspec.keys.common import COMMON
 from runspec.keys.key import Fault, Key, faults
 
 _KEYS = (
-    Key("description", "text", None, "One line about the site."),
-    Key("shared_root", "text", None, "The folder that login and compute nodes share."),
-    Key("gpu", "text", None, "Kind of the GPUs, as in configs/gpus.yaml."),
-    Key("gpu_request", "gpus-per-node | gres | none", "gpus-per-node", "How GPUs are asked for."),
-    Key("network_gbits", "number", None, "Gbit/s of the network between nodes, per GPU."),
-    Key("network_interface", "interface", None, "Interface for NCCL and gloo."),
-    Key("signal", "USR1 | USR2 | HUP | INT | CONT", "USR1", "Warning before the time limit."),
-    Key("signal_lead_s", "positive", 300, "Seconds between the warning and the limit."),
-    Key("node_paths", "texts", (), "Paths that only the nodes have."),
-    Key("job_setup", "texts", (), "Shell lines that a job runs first."),
-    Key("environment", "open block", {}, "Environment variables of each job. No secrets."),
+    Key("description", "text", "One line about the site."),
+    Key("shared_root", "text", "The folder that login and compute nodes share."),
+    Key("gpu", "text", "Kind of the GPUs, as in configs/gpus.yaml."),
+    Key("gpu_request", "gpus-per-node | gres | none", "How GPUs are asked for.", "gpus-per-node"),
+    Key("network_gbits", "number", "Gbit/s of the network between nodes, per GPU."),
+    Key("network_interface", "interface", "Interface for NCCL and gloo."),
+    Key("signal", "USR1 | USR2 | HUP | INT | CONT", "Warning before the time limit.", "USR1"),
+    Key("signal_lead_s", "positive", "Seconds between the warning and the limit.", 300),
+    Key("node_paths", "texts", "Paths that only the nodes have.", ()),
+    Key("job_setup", "texts", "Shell lines that a job runs first.", ()),
+    Key("environment", "open block", "Environment variables of each job. No secrets.", {}),
 )
 # What a recipe and a site may both say: the recipe's comes first.
 _SHARED = {name: key for name, key in COMMON.items() if name.startswith(("share", "resources"))}

@@ -8,13 +8,7 @@ from contextlib import contextmanager
 import click
 
 from launcher import site as sites
-from launcher.cli.common import (
-    cluster_option,
-    note,
-    on_nodes_option,
-    resource_options,
-    runs_root,
-)
+from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options, runs_root
 from launcher.executors import title
 from launcher.observe.status import row, table
 from launcher.observe.summary import summary

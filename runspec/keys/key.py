@@ -124,8 +124,8 @@ class Key:
 
     name: str
     kind: str
-    default: Any
     help: str
+    default: Any = None
     unused: str = ""
     refused: str = ""
     may_change: bool = False

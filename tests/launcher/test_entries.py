@@ -19,8 +19,8 @@ from launcher.workflows.submit import plan
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED, Key
 
-STEPS = Key("steps", "positive", REQUIRED, "How many steps the toy makes.")
-WORDS = Key("words", "hello | goodbye", "hello", "What it says.")
+STEPS = Key("steps", "positive", "How many steps the toy makes.", REQUIRED)
+WORDS = Key("words", "hello | goodbye", "What it says.", "hello")
 TOY = entries.Entry(
     keys={**COMMON, "steps": STEPS, "words": WORDS},
     command=entries.trainer_command("toys.train"),
