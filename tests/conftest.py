@@ -26,56 +26,59 @@ NEEDS_ACCOUNTING = pytest.mark.skipif(
 )
 
 
-# Files that take long, longest first: begun early, so that the workers end at about the same time.
-LONG_FILES = (
+# What takes long, longest first: begun early, so that the workers end at about the same time.
+LONGEST = (
     "test_trace.py",
+    "faults/",
+    "test_runs.py",
     "test_memory_layouts.py",
     "test_communication.py",
     "test_reshard.py",
     "test_train.py",
     "test_tensor_parallel.py",
+    "test_accounting.py",
     "test_layouts.py",
     "test_resume.py",
+    "launcher/",
 )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes run the tests: two, or none beside pytest's own for chosen files.
+    """How many processes run the tests: three, or none beside pytest's own for chosen files.
 
     A worker starts with all imports and with its own fork server, which a few tests do not repay.
+    Three keep two cores busy, as the tests of the shared clusters wait most of the time.
     """
     chosen = any(".py" in argument for argument in config.args)
-    return 0 if chosen or len(os.sched_getaffinity(0)) < 2 else 2
+    return 0 if chosen or len(os.sched_getaffinity(0)) < 2 else 3
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of a file share their fixtures on one worker, those of the `slurm` fixture too."""
-    from xdist.scheduler import LoadGroupScheduling
+    """The tests of a file share their fixtures on one worker, those of tests/faults all of them."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadGroupScheduling):
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).partition("::")[0]
+            path = nodeid.partition("::")[0]
+            return "tests/faults" if path.startswith("tests/faults/") else path
 
     return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, tests of the shared cluster go first to one of them: they wait most."""
+    """With several workers, what takes long goes first."""
     if not hasattr(config, "workerinput"):
         return
 
     def turn(item: pytest.Item) -> int:
         # Later they would wait for a long test to end, and let no other begin.
         if item.get_closest_marker("alone"):
-            return -2
-        if "slurm" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("slurm"))
             return -1
-        name = item.path.name
-        return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+        places = (place for place, part in enumerate(LONGEST) if part in str(item.path))
+        return next(places, len(LONGEST))
 
     items.sort(key=turn)
 
