@@ -48,12 +48,13 @@ def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the error that caused the others, None if there is none.
 
     A permanent one comes first, then what the watchdog ended, what the memory limit ended, a killed
-    rank (the others report a broken connection, often sooner), then the earliest.
+    rank (the others report a broken connection, often sooner), then the earliest. A rank that only
+    reports another's fault comes last.
     """
 
     def order(error: dict[str, Any]) -> tuple[bool, int, float]:
         kind = str(error.get("type"))
-        place = _FIRST.index(kind) if kind in _FIRST else len(_FIRST)
+        place = _FIRST.index(kind) if kind in _FIRST else len(_FIRST) + (kind == "PeerError")
         return not error.get("permanent"), place, float(error.get("time", 0))
 
     return min(errors, key=order, default=None)

@@ -102,6 +102,8 @@ def test_the_named_error_is_the_one_that_the_others_follow_from():
     assert faults.first_error([BROKEN_PEER, CRASH]) == BROKEN_PEER
     assert faults.first_error([BROKEN_PEER, KILLED]) == KILLED
     assert faults.first_error([KILLED, BROKEN_PEER, CONFIG]) == CONFIG
+    reported = {**CONFIG, "type": "PeerError", "rank": 0, "time": CONFIG["time"] - 1}
+    assert faults.first_error([reported, CONFIG]) == CONFIG
     assert faults.first_error([]) is None
     assert faults.describe(CONFIG) == "rank 1 on n2: ConfigError: no such file"
 
