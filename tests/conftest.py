@@ -45,13 +45,13 @@ LONGEST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes run the tests: three, or none beside pytest's own for chosen files.
+    """How many processes run the tests: two, or none beside pytest's own for chosen files.
 
     A worker starts with all imports and with its own fork server, which a few tests do not repay.
-    Three keep two cores busy, as the tests of the shared clusters wait most of the time.
+    A third one would slow down the runs on the cluster beyond their time limits.
     """
     chosen = any(".py" in argument for argument in config.args)
-    return 0 if chosen or len(os.sched_getaffinity(0)) < 2 else 3
+    return 0 if chosen or len(os.sched_getaffinity(0)) < 2 else 2
 
 
 @pytest.hookimpl(optionalhook=True)
