@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,46 +57,29 @@ def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> s
     gpus = f"{resources.gpus_per_node}"
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
-    root = cluster.root
-    config = recipe.resolved(root, str(run_dir))
+    config = recipe.resolved(cluster.root, str(run_dir))
     site_file = f"configs/clusters/{cluster.name}.yaml"
     faults = _setup_faults(cluster.job_setup, site_file)
     if faults:
         raise RecipeFault(faults)
     return _template("job.sbatch.j2").render(
-        recipe=recipe.name,
-        umask=recipe.umask,
-        run=run_dir.name,
+        recipe=recipe,
+        site=cluster,
+        resources=resources,
         run_dir=run_dir,
         script=run_dir / files.JOB_SCRIPT,
         job_name=job_name,
         token=token(run_dir.name),
-        nodes=resources.nodes,
-        gpus_per_node=resources.gpus_per_node,
         gpus=gpus,
-        gpu_request=cluster.gpu_request,
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
-        resources={item.name: getattr(resources, item.name) for item in fields(resources)},
         export=slurm.EXPORT,
-        signal=cluster.signal,
         signal_lead_s=lead_s,
         repo_root=paths.REPO_ROOT,
         venv=paths.venv_root(),
-        root=root,
-        hf_home=root / "hf",
-        max_retries=recipe.max_retries,
-        watched=recipe.entry.resumes,
-        hang_timeout_s=recipe.hang_timeout_s,
-        network_interface=cluster.network_interface,
-        environment=cluster.environment,
-        job_setup=cluster.job_setup,
         own_environment=config.get("env") or {},
         own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
         site_file=site_file,
         files=files,
-        secrets=recipe.secrets,
-        timeout_s=recipe.timeout_s,
-        is_script=recipe.entry.own_code,
         command=recipe.entry.command(recipe, config),
     )
 
