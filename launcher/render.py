@@ -59,8 +59,7 @@ def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> s
         gpus = f"{resources.gpu_type}:{gpus}"
     config = recipe.resolved(cluster.root, str(run_dir))
     site_file = f"configs/clusters/{cluster.name}.yaml"
-    faults = _setup_faults(cluster.job_setup, site_file)
-    if faults:
+    if faults := _setup_faults(cluster.job_setup, site_file):
         raise RecipeFault(faults)
     return _template("job.sbatch.j2").render(
         recipe=recipe,

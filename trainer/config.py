@@ -116,8 +116,7 @@ def parse(content: dict[str, Any]) -> TrainConfig:
     found = list(faults(content, KEYS))
     wrong = {fault.key.partition(".")[0] for fault in found}
     values = _complete({name: None if name in wrong else content.get(name) for name in _USED})
-    texts = [fault.text for fault in found] + list(_faults_between_keys(values))
-    if texts:
+    if texts := [fault.text for fault in found] + list(_faults_between_keys(values)):
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
     values["activation_checkpointing"] = recomputed(values)
@@ -223,8 +222,7 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
     Raises:
         ConfigError: the component does not exist, or does not take these arguments.
     """
-    refused = _prefix_faults(key, block)
-    if refused:
+    if refused := _prefix_faults(key, block):
         raise ConfigError(*refused)
     dotted = block["_component_"]
     factory = component(key, dotted)

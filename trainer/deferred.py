@@ -164,16 +164,11 @@ class DeferringFinder(MetaPathFinder):
         return spec
 
 
+_SAME = """expect_true guard_or_false guard_or_true guard_size_oblivious guarding_hint_or_throw
+optimization_hint statically_known_true"""
 # What these functions of symbolic_shapes give for plain flags, numbers and shapes; None: the
 # same value.
-PLAIN_ANSWERS = {
-    "expect_true": None,
-    "guard_or_false": None,
-    "guard_or_true": None,
-    "guard_size_oblivious": None,
-    "guarding_hint_or_throw": None,
-    "optimization_hint": None,
-    "statically_known_true": None,
+PLAIN_ANSWERS = dict.fromkeys(_SAME.split()) | {
     "has_guarding_hint": True,
     "is_nested_int": False,
     "free_unbacked_symbols": frozenset(),

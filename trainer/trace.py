@@ -182,8 +182,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     # Compiled it fuses operations on the logits; their buffers are the same.
     loss = TokenLoss(replace(config, compile=False))
     module = models.empty(config)
-    faults = models.layout_faults(module, config)
-    if faults:
+    if faults := models.layout_faults(module, config):
         raise ConfigError(*faults)
     if layers is not None:
         del module.blocks[layers:]

@@ -110,8 +110,7 @@ def resolve(
             return [walk(inner, key, trail) for inner in value]
         if not isinstance(value, str) or "${" not in value:
             return value
-        whole = _REFERENCE.fullmatch(value)
-        if whole:
+        if whole := _REFERENCE.fullmatch(value):
             return copy.deepcopy(look_up(whole.group(1), key, trail))
         return _REFERENCE.sub(lambda match: str(look_up(match.group(1), key, trail)), value)
 

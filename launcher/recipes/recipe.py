@@ -267,8 +267,7 @@ def _place(
             return f"the override {text!r}"
     while key:
         for file in files:
-            line = yamlfile.line_of(file, key)
-            if line:
+            if line := yamlfile.line_of(file, key):
                 return f"{file}, line {line}"
         key = key.rpartition(".")[0]  # a key that is missing: the block that lacks it
     return str(files[0])

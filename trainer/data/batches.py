@@ -266,8 +266,7 @@ def _check_overlap(
     blocks = [block | alike for block in (config.dataset, config.dataset_val)]
     if blocks[0] == blocks[1]:
         splits = [block.get("split", "train") for block in (config.dataset, config.dataset_val)]
-        shared = _shared_samples(*splits, training.split_sizes)
-        if shared:
+        if shared := _shared_samples(*splits, training.split_sizes):
             raise ConfigError(
                 f"dataset_val: shares {shared:,} samples with dataset "
                 f"(split {splits[1]} and {splits[0]}); {remedy}"

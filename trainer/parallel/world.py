@@ -126,8 +126,7 @@ class World:
         faults = self.gather(None if fault is None else (_one_line(fault), is_permanent(fault)))
         if fault is not None:
             raise fault
-        failed = {rank: found for rank, found in enumerate(faults) if found}
-        if failed:
+        if failed := {rank: found for rank, found in enumerate(faults) if found}:
             texts = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failed.items())
             raise PeerError(f"another rank failed: {texts}", any(p for _, p in failed.values()))
         return result  # type: ignore[return-value]

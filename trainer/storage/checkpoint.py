@@ -172,8 +172,7 @@ class Checkpoints:
         for host, size, available in self._world.gather(own):
             needed[host] += size
             room[host] = min(available, room.get(host, available))
-        short = [host for host in needed if needed[host] * MEMORY_RESERVE > room[host]]
-        if short:
+        if short := [host for host in needed if needed[host] * MEMORY_RESERVE > room[host]]:
             host = short[0]
             self._world.say(
                 f"note: enable_async_checkpointing: {host} has {room[host] >> 20} MiB of memory "

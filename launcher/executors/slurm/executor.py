@@ -43,8 +43,7 @@ class SlurmExecutor:
         if not found and unsure:
             time.sleep(_LATE_S)
             found = _living(job.token)
-        place = "" if found else _elsewhere(job)
-        if place:
+        if not found and (place := _elsewhere(job)):
             raise RunFault(f"job {job.job_id}: {place}, and repeat the command")
         return found
 

@@ -47,8 +47,7 @@ def submit(script: Path, token: str, lease: int) -> str:
         try:
             answer = run(argv, timeout_s=60, lease=lease)
         except SlurmTimeout:
-            found = _wait_for_token(token)
-            if found:
+            if found := _wait_for_token(token):
                 return found
             continue
         job_id = answer.strip().rpartition("\n")[2].split(";")[0]

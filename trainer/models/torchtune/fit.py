@@ -118,8 +118,7 @@ def _refusals(given: dict[str, Any]) -> list[str]:
         )
     if given.get("use_bidirectional_attention"):
         faults.append(f"{place} has bidirectional attention; choose a causal model")
-    kinds = set(given.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
+    if kinds := set(given.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
         faults.append(f"{place} has layer types {sorted(kinds)}; choose another model")
     return faults
 
