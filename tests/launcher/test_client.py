@@ -186,8 +186,10 @@ def with_program(user: Kit, folder: Path, name: str, *lines: str) -> Kit:
 
 
 def start(user: Kit, *arguments: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "launcher", *arguments]
-    pipe = subprocess.PIPE
+    # As in a terminal: a shell has its background processes, such as these tests, ignore Ctrl-C.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from launcher.cli import main; main()"
+    argv, pipe = [sys.executable, "-c", code, *arguments], subprocess.PIPE
     return subprocess.Popen(argv, env=user.env, stdout=pipe, stderr=pipe, text=True)
 
 
