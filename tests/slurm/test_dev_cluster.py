@@ -198,8 +198,8 @@ def test_down_ends_jobs_and_leaves_nothing_behind(
             ["srun", "--nodes=2", "true"], env=cluster.env, stderr=subprocess.DEVNULL
         )
         wait_for((tmp_path / "started").exists)
-        jobs = [pid for pid, program in processes_of(cluster.state).items() if program == "sleep"]
-        assert len(jobs) == 2  # the one without an environment is found by its working directory
+        # The one without an environment is found by its working directory.
+        wait_for(lambda: list(processes_of(cluster.state).values()).count("sleep") == 2)
         down = cluster_sh("down", "--name", "full", "--state", cluster_root)
         assert down.returncode == 0, down.stderr
         assert waiting.wait(timeout=20) != 0
