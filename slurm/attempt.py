@@ -183,7 +183,8 @@ def choose(run_dir: Path, hosts: list[str], nodes: int, silent: list[str] | None
     """Return which nodes of the allocation the next attempt uses: "use n1,n2" or "without n3".
 
     A node is left out if it does not answer, or if two attempts in a row name it. A new allocation
-    is tried at least once: if Slurm did not exclude the node, the job would go round for ever.
+    is tried at least once: if Slurm did not exclude the node, the job would be requeued without
+    end.
 
     Args:
         hosts: the allocation's nodes. nodes: how many of them are needed.

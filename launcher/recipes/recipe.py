@@ -125,7 +125,7 @@ class Recipe:
 
     @property
     def hang_timeout_s(self) -> int:
-        """How long training may stand still before the attempt is started again; 0 for ever."""
+        """How long training may stand still before the attempt is started again; 0: no limit."""
         given = self.config.get("hang_timeout_s")
         return int(COMMON["hang_timeout_s"].default if given is None else given)
 

@@ -27,7 +27,7 @@ _KEYS = (
         "hang_timeout_s",
         "count",
         "Seconds without a training step after which the ranks count as hung: their stacks are "
-        "written and the attempt is started again. Never less than five steps; 0 waits for ever.",
+        "written and the attempt is started again. At least five steps of time; 0 turns it off.",
         600,
     ),
     Key(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.launcher.kit import Kit, ranks_of, report, until
+from tests.launcher.kit import Kit, checkpoints, losses, ranks_of, report, until
 
 SAVE_EVERY = 5
 SHORT = [
@@ -15,15 +15,6 @@ SHORT = [
     # A checkpoint counts before the next step, so that no more than SAVE_EVERY steps can be lost.
     "enable_async_checkpointing=false",
 ]
-
-
-def losses(run: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows}
-
-
-def checkpoints(run: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoints/step_*/COMPLETE"))
 
 
 def attempts(run: Path) -> list[dict[str, Any]]:

@@ -97,6 +97,17 @@ def report(run: Path) -> str:
     return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
 
+def losses(run: Path) -> dict[int, float]:
+    """The logged loss of each step of a run."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def checkpoints(run: Path) -> list[int]:
+    """The steps of a run's complete checkpoints."""
+    return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoints/step_*/COMPLETE"))
+
+
 def ranks_of(run: Path, program: str = "trainer.sft") -> dict[int, int]:
     """The process ids of a run's ranks, by rank."""
     found = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.kit import FAKE_TOKEN, Kit, ranks_of, report, until
+from tests.launcher.kit import FAKE_TOKEN, Kit, checkpoints, losses, ranks_of, report, until
 
 # Small enough to end within seconds, long enough to be hit by a fault on the way.
 SHORT = [
@@ -29,15 +29,6 @@ SHORT = [
     "~generate",
 ]
 QUESTION = "How do I submit the demo recipe on two nodes?"
-
-
-def losses(run: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows}
-
-
-def checkpoints(run: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoints/step_*/COMPLETE"))
 
 
 @pytest.fixture(scope="module")
