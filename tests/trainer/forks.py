@@ -146,7 +146,8 @@ class Ranks:
         while self.poll() is None:
             running = [process.sentinel for process in self.processes if process.exitcode is None]
             left = None if timeout is None else timeout - (time.monotonic() - started)
-            if not wait(running, left):
+            # None is left where the last one ended since the line above; `wait` would then sleep.
+            if running and not wait(running, left):
                 raise subprocess.TimeoutExpired("ranks", timeout)
         self.output.seek(0)
         return self.output.read(), None
