@@ -45,6 +45,9 @@ def _template(name: str) -> jinja2.Template:
     )
     environment.filters["q"] = lambda value: shlex.quote(str(value))
     environment.filters["directive"] = _directive
+    environment.filters["secret_lines"] = lambda secrets: "\n".join(
+        f"{name}={path}" for name, path in secrets.items()
+    )
     return environment.get_template(name)
 
 

@@ -20,6 +20,12 @@ _KEYS = (
     Key("gpu_request", "gpus-per-node | gres | none", "How GPUs are asked for.", "gpus-per-node"),
     Key("network_gbits", "number", "Gbit/s of the network between nodes, per GPU."),
     Key("network_interface", "interface", "Interface for NCCL and gloo."),
+    Key(
+        "requeue",
+        "flag",
+        "Whether a job may go back into the queue. If not, each has a successor in the queue.",
+        True,
+    ),
     Key("signal", "USR1 | USR2 | HUP | INT | CONT", "Warning before the time limit.", "USR1"),
     Key("signal_lead_s", "positive", "Seconds between the warning and the limit.", 300),
     Key("node_paths", "texts", "Paths that only the nodes have.", ()),
@@ -41,6 +47,7 @@ class Site:
     gpu_request: str = "gpus-per-node"
     network_interface: str | None = None
     network_gbits: float | None = None
+    requeue: bool = True
     signal: str = "USR1"
     signal_lead_s: int = 300
     node_paths: Sequence[str] = ()

@@ -11,12 +11,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from runspec import files
+from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX, process_start
+from runspec.usage import gpu_hours
 from slurm import words
-from slurm.faults import fault, no_space, on_nodes, read_errors, slurm_errors
+from slurm.faults import fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.retry import NOT_COUNTED, Verdict, bad_nodes, decide
 
 # Below the range from which the kernel takes ports itself, so that nobody gets one by chance.
@@ -55,16 +57,16 @@ def begin(
         # That attempt could not record its end: its node was lost, or Slurm requeued the job.
         message = "its node was lost, or Slurm requeued the job"
         _append_attempt(run_dir, status, None, Verdict("FAILED", "run", "lost", message))
-        fruitless = _fruitless(run_dir, job_id)
+        fruitless = _fruitless(run_dir)
         if fruitless > (max_retries or _MAX_LOST):
             message = (
                 f"{fruitless} attempts brought no new checkpoint, the last of them ended without "
                 f"a word; continue with: cookbook resume {run_dir.name}"
             )
-            failed = {"state": "FAILED", "cause": "lost", "message": message}
-            files.write_json(run_dir / files.STATUS, {**status, **failed, "updated": time.time()})
-            sys.exit(f"cookbook: {message}")
-    number = _next_attempt(run_dir, status)
+            _refuse(run_dir, {**_job(), **status}, "lost", message)
+    if message := used_up(run_dir):
+        _refuse(run_dir, {**_job(), **status}, "budget", message)
+    number, series = _next_attempt(run_dir, status), _series(run_dir)
     checkpoint = _latest_checkpoint(run_dir)
     if before not in (None, job_id):
         since = f"the checkpoint of step {checkpoint}" if checkpoint >= 0 else "the first step"
@@ -83,7 +85,10 @@ def begin(
         "state": "RUNNING",
         **_job(),
         "attempt": number,
+        "series": series,
+        **{key: status[key] for key in ("successor",) if key in status and before == job_id},
         "nodes": hosts,
+        "gpus": _gpus(),
         "started": time.time(),
         "updated": time.time(),
         "checkpoint_at_start": checkpoint,
@@ -126,7 +131,10 @@ def end(
             run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)), job_id
         )
     hosts = [str(host) for host in status.get("nodes") or []]
-    errors = on_nodes([*read_errors(logs), *slurm_errors(log, logs)], hosts, _ranks_per_node())
+    errors = [*read_errors(logs), *slurm_errors(log, logs)]
+    # A script of the user's own may have put anything into its exception.
+    errors = [{**each, "message": redacted(str(each.get("message", "")))} for each in errors]
+    errors = on_nodes(errors, hosts, _ranks_per_node())
     if message:
         errors.append(fault(message))
     elif full:
@@ -137,7 +145,7 @@ def end(
     spent_s = time.time() - float(status.get("started", time.time()))
     timed_out = exit_code != 0 and 0 < timeout_s <= spent_s
     gained = _gained(run_dir, status)
-    earlier = _attempts_of(run_dir, job_id)
+    earlier, now = _attempts_of(run_dir), time.time()
     verdict = decide(
         exit_code=exit_code,
         progress=progress,
@@ -146,13 +154,14 @@ def end(
         cancelled=_cancelled(run_dir, job_id),
         job_state=job_state,
         can_requeue=_in_slurm(),
-        fruitless=0 if gained else _fruitless(run_dir, job_id) + 1,
+        succeeds="successor" in status,
+        fruitless=0 if gained else _fruitless(run_dir) + 1,
         max_retries=max_retries,
         timed_out_s=timeout_s if timed_out else None,
         not_started=words.not_started(log) if not any(logs.glob("node_*.log")) else "",
         cause_before=str(earlier[-1].get("cause")) if earlier else None,
+        used_up=used_up(run_dir, {**status, "ended": now}),
     )
-    now = time.time()
     ended = {
         "state": verdict.state,
         "updated": now,
@@ -163,10 +172,34 @@ def end(
     }
     # The state first: a disk that is full may take no more.
     files.write_json(run_dir / files.STATUS, {**status, **ended})
-    _append_attempt(run_dir, status, exit_code, verdict)
+    _append_attempt(run_dir, status, exit_code, verdict, unfit(errors))
     if verdict.message:
         _say(f"attempt {attempt}: {verdict.message}")
     return verdict.next
+
+
+def used_up(run_dir: Path, running: dict[str, Any] | None = None) -> str:
+    """Say that the run has used its GPU-hours, "" if it may go on.
+
+    Args:
+        running: the attempt that is not in attempts.jsonl yet.
+    """
+    budget = float(os.environ.get("MAX_GPU_HOURS") or 0)
+    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
+    used = gpu_hours(line for line in [*lines, running or {}] if isinstance(line, dict))
+    if not budget or used < budget:
+        return ""
+    return (
+        f"the run has used {used:.4g} GPU-hours, and max_gpu_hours is {budget:g}: continue with: "
+        f"cookbook resume {run_dir.name} max_gpu_hours={2 * budget:g}"
+    )
+
+
+def _refuse(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> NoReturn:
+    """Record that no attempt follows, and end the program."""
+    failed = {"state": "FAILED", "cause": cause, "message": message, "updated": time.time()}
+    files.write_json(run_dir / files.STATUS, {**status, **failed})
+    sys.exit(f"cookbook: {message}")
 
 
 def _busy(run_dir: Path, job_id: str) -> str:
@@ -190,10 +223,15 @@ def choose(run_dir: Path, hosts: list[str], nodes: int, silent: list[str] | None
         hosts: the allocation's nodes. nodes: how many of them are needed.
         silent: those that do not answer.
     """
-    attempts = _attempts_of(run_dir, _job_id())
+    attempts = _attempts_of(run_dir)
     bad = bad_nodes(attempts) | set(silent or [])
     good = [host for host in hosts if host not in bad]
-    tried = any(line.get("restart_count") == _job()["restart_count"] for line in attempts)
+    mine = _job()
+    tried = any(
+        str(line.get("job_id")) == mine["job_id"]
+        and line.get("restart_count") == mine["restart_count"]
+        for line in attempts
+    )
     if len(good) >= nodes or not tried:
         return f"use {','.join((good if len(good) >= nodes else hosts)[:nodes])}"
     return f"without {','.join(host for host in hosts if host in bad)}"
@@ -209,6 +247,11 @@ def waiting(run_dir: Path, message: str) -> None:
     """Record what the job waits for between two attempts."""
     _between(run_dir, {"message": message})
     _say(message)
+
+
+def succeed(run_dir: Path, job: str) -> None:
+    """Record which job takes this one's place if it does not end well."""
+    _between(run_dir, {"successor": job})
 
 
 def _between(run_dir: Path, change: dict[str, Any]) -> None:
@@ -249,15 +292,30 @@ def _next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
     return 1 + max([-1, int(status.get("attempt", -1)), *(n for n in had if isinstance(n, int))])
 
 
-def _attempts_of(run_dir: Path, job_id: str) -> list[dict[str, Any]]:
-    """Return the lines of the attempts of one job: a resumed run begins to count anew."""
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    return [line for line in lines if isinstance(line, dict) and str(line.get("job_id")) == job_id]
+def _series(run_dir: Path) -> str:
+    """Return the id of the job that began the series of which this one is the latest.
+
+    A job that took another's place by itself belongs to its series; a resumed run begins a new one.
+    """
+    status, job_id = _object(run_dir / files.STATUS), _job_id()
+    if job_id in (str(status.get("job_id")), str(status.get("successor"))):
+        return str(status.get("series") or status.get("job_id"))
+    return job_id
 
 
-def _fruitless(run_dir: Path, job_id: str) -> int:
+def _attempts_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of the attempts of this job's series: a resumed run begins to count anew."""
+    series, lines = _series(run_dir), files.read_json_lines(run_dir / files.ATTEMPTS)
+    return [
+        line
+        for line in lines
+        if isinstance(line, dict) and str(line.get("series") or line.get("job_id")) == series
+    ]
+
+
+def _fruitless(run_dir: Path) -> int:
     """Return how many attempts since the last gain brought no newer checkpoint."""
-    attempts = _attempts_of(run_dir, job_id)
+    attempts = _attempts_of(run_dir)
     gains = [number for number, line in enumerate(attempts) if line.get("gained")]
     since = attempts[gains[-1] + 1 if gains else 0 :]
     return sum(line.get("cause") not in NOT_COUNTED for line in since)
@@ -265,6 +323,12 @@ def _fruitless(run_dir: Path, job_id: str) -> int:
 
 def _ranks_per_node() -> int:
     return max(1, int(os.environ.get("RANKS_PER_NODE", "1")))
+
+
+def _gpus() -> int:
+    """Number of GPUs of the allocation, or of ranks; spare nodes are paid for, too."""
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("NODES") or "1"
+    return int(nodes) * _ranks_per_node()
 
 
 def _size(path: Path) -> int:
@@ -297,20 +361,32 @@ def _say(message: str) -> None:
 
 
 def _append_attempt(
-    run_dir: Path, status: dict[str, Any], exit_code: int | None, verdict: Verdict
+    run_dir: Path,
+    status: dict[str, Any],
+    exit_code: int | None,
+    verdict: Verdict,
+    bad_nodes: list[str] | None = None,
 ) -> None:
-    known = ("attempt", "job_id", "restart_count", "nodes", "started")
+    known = ("attempt", "job_id", "restart_count", "series", "nodes", "gpus", "started")
     line = {
         **{key: status.get(key) for key in known},
-        "ended": time.time(),
+        "ended": time.time() if exit_code is not None else _last_sign(run_dir, status),
         "exit_code": exit_code,
         "cause": verdict.cause,
         "message": verdict.message,
         "node": verdict.node,
+        **({"bad_nodes": bad_nodes} if bad_nodes else {}),
         "checkpoint_step": _latest_checkpoint(run_dir),
         "gained": _gained(run_dir, status),
     }
     files.append_json_line(run_dir / files.ATTEMPTS, line)
+
+
+def _last_sign(run_dir: Path, status: dict[str, Any]) -> float:
+    """Return when an attempt that recorded no end wrote into its logs last."""
+    logs = run_dir / files.LOGS / str(status.get("attempt"))
+    written = [path.stat().st_mtime for path in logs.glob("*")]
+    return max([float(status.get("started") or time.time()), *written])
 
 
 def _latest_checkpoint(run_dir: Path) -> int:
@@ -402,10 +478,11 @@ def main() -> None:
     chooses.add_argument("--hosts", required=True, type=lambda text: text.split(","))
     chooses.add_argument("--nodes", required=True, type=int)
     chooses.add_argument("--silent", type=lambda text: [name for name in text.split(",") if name])
+    calls.add_parser("succeed").add_argument("--job", required=True)
     for name in ("failed", "waiting"):
         calls.add_parser(name).add_argument("--message", required=True)
     given = vars(parser.parse_args())
-    answers = {"begin": begin, "end": end, "choose": choose, "failed": failed, "waiting": waiting}
+    answers = {call.__name__: call for call in (begin, end, choose, succeed, failed, waiting)}
     run_dir = Path(os.environ["RUN_DIR"])
     try:
         answer = answers[given.pop("call")](run_dir, **given)

@@ -15,9 +15,10 @@ from slurm import words
 
 # What slurm/watchdog.py records: it has ended the ranks itself.
 WATCHDOG = ("Hang", "NotStopped")
+BAD_NODE = "BadNodeError"  # slurm/ready.py, and the trainer's own check
 OUT_OF_MEMORY = "OutOfMemory"
 # What ends the other ranks, in the order in which it explains the rest.
-_FIRST = (*WATCHDOG, "NodeFailure", OUT_OF_MEMORY, "Killed")
+_FIRST = (*WATCHDOG, "NodeFailure", BAD_NODE, OUT_OF_MEMORY, "Killed")
 
 # The end of a log that is searched.
 _TAIL_BYTES = 65536
@@ -60,9 +61,14 @@ def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
     return min(errors, key=order, default=None)
 
 
+def unfit(errors: list[dict[str, Any]]) -> list[str]:
+    """Return the nodes that a check found unfit."""
+    return sorted({str(each["host"]) for each in errors if each.get("type") == BAD_NODE})
+
+
 def describe(error: dict[str, Any]) -> str:
     """Return one line that names the rank, the node and the fault."""
-    if error.get("type") in WATCHDOG:
+    if error.get("type") in (*WATCHDOG, BAD_NODE):
         return str(error.get("message"))
     rank, host = error.get("rank"), error.get("host", "?")
     who = f"node {host or '?'}" if rank is None else f"rank {rank} on {host}"

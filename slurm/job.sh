@@ -65,6 +65,10 @@ begin_attempt() {
   LOGS=$RUN_DIR/logs/$ATTEMPT
   STOP_ASKED=
   export ATTEMPT LOGS HEAD_ADDR HEAD_PORT ONE_HOST COOKBOOK_ATTEMPT=$ATTEMPT
+  # Before anything can go wrong: a first node that is lost submits nothing.
+  if [ "${REQUEUE:-yes}" = no ] && under_slurm && [ -z "${SUCCESSOR:-}" ] && ! submit_successor; then
+    say "no successor is in the queue, so the run ends with this job: $ANSWER"
+  fi
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
 }
 
@@ -193,9 +197,11 @@ terminated() {
     wait "$LAUNCHED"
   fi
   say "terminated"
+  local next=failed
   if [ -n "${ATTEMPT:-}" ]; then
-    record end --attempt "$ATTEMPT" --exit-code 143 --job-state "$state" >/dev/null
+    record end --attempt "$ATTEMPT" --exit-code 143 --job-state "$state" >"$LOGS/next" && read -r next <"$LOGS/next"
   fi
+  [ "$next" = requeue ] || drop_successor
   exit 143
 }
 
@@ -235,10 +241,42 @@ find_silent_nodes() {
   done
 }
 
+# Puts a job into the queue that takes this one's place, and runs if this one does not end well. False
+# if Slurm takes none; its words are then in ANSWER.
+submit_successor() {
+  local without options=(--parsable "--dependency=afternotok:$SLURM_JOB_ID" --kill-on-invalid-dep=yes)
+  without=$(excluded_nodes "${LEFT_OUT:-}")
+  [ -z "$without" ] || options+=("--exclude=$without")
+  ANSWER=$(timeout 60 sbatch "${options[@]}" "$RUN_DIR/job.sbatch" 2>&1) || return
+  SUCCESSOR=${ANSWER##*$'\n'} SUCCESSOR=${SUCCESSOR%%;*}
+  record succeed --job "$SUCCESSOR"
+}
+
+# The run has ended: no job takes this one's place.
+drop_successor() {
+  [ -z "${SUCCESSOR:-}" ] || scancel "$SUCCESSOR" 2>/dev/null
+}
+
+# The nodes that this job must not get, and more of them.
+excluded_nodes() {
+  local before
+  before=$(job_field ExcNodeList)
+  [ "$before" != "(null)" ] || before=
+  printf '%s' "$before${1:+${before:+,}$1}"
+}
+
+# The job that takes this one's place runs once this one has ended, and not well.
+succeed() {
+  say "job $SUCCESSOR takes the place of this one: it continues from the last checkpoint"
+  [ -z "${LEFT_OUT:-}" ] || exclude "$SUCCESSOR" "$LEFT_OUT"
+  exit 75
+}
+
 # Puts the job back into the queue, which ends this script: all state has been written before. A
 # controller that is away, or a job that Slurm is still clearing up, is waited for.
 requeue() {
   local since=$SECONDS answer='' said=''
+  [ -z "${SUCCESSOR:-}" ] || succeed
   while ((SECONDS - since <= ${CONTROLLER_WAIT_S:-600})); do
     # Slurm may have put it there itself a moment ago, for lack of a node.
     if [ "$(job_field JobState)" = PENDING ] || (($(job_field Restarts) + 0 > ${SLURM_RESTART_COUNT:-0})); then exit 0; fi
@@ -246,7 +284,7 @@ requeue() {
     # script has KillWait seconds left.
     trap '' TERM
     if answer=$(timeout 60 scontrol requeue "$SLURM_JOB_ID" 2>&1); then
-      [ -z "${LEFT_OUT:-}" ] || exclude "$LEFT_OUT"
+      [ -z "${LEFT_OUT:-}" ] || exclude "$SLURM_JOB_ID" "$LEFT_OUT"
       exit 0
     fi
     trap terminated TERM
@@ -255,19 +293,18 @@ requeue() {
     said=yes
     sleep 2
   done
-  record failed --message "Slurm refused to requeue job $SLURM_JOB_ID ($answer): continue with: cookbook resume ${RUN_DIR##*/}"
+  if submit_successor; then succeed; fi
+  record failed --message "Slurm refused to requeue job $SLURM_JOB_ID ($answer), and to take another ($ANSWER): continue with: cookbook resume ${RUN_DIR##*/}"
 }
 
-# The job in the queue does not get these nodes again.
+# A job in the queue does not get these nodes: the one that takes this one's place, or this one itself.
 exclude() {
-  local before tries
-  before=$(job_field ExcNodeList)
-  [ "$before" != "(null)" ] || before=
+  local tries
   for tries in 1 2 3; do
-    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${before:+$before,}$1" && return
+    scontrol update "JobId=$1" "ExcNodeList=$(excluded_nodes "$2")" && return
     sleep "0.$tries"
   done
-  say "Slurm did not exclude $1: the next attempt may use it again"
+  say "Slurm did not exclude $2: the next attempt may use it again"
 }
 
 finish() {
@@ -278,6 +315,7 @@ finish() {
     fi
     NEXT=failed
   fi
+  drop_successor
   [ "$NEXT" = finished ]
   exit $?   # in an EXIT trap, exit alone would return the status from before it
 }

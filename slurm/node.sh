@@ -47,6 +47,9 @@ if [ ! -O "$local_cache" ] || [ -L "$local_cache" ]; then local_cache=$(mktemp -
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$local_cache/triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$local_cache/inductor}
 
+# Needs a second at most, and names what makes this node unfit.
+if [ "${NODE_CHECK:-yes}" = yes ]; then "$VENV/bin/python" -P -m slurm.ready || exit 1; fi
+
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
   OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$RANKS_PER_NODE} / RANKS_PER_NODE))
   export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 1 ? OMP_NUM_THREADS : 1))

@@ -12,6 +12,7 @@ from slurm.faults import describe, first_error
 # By the type of the error that ended the attempt.
 _CAUSES = {
     "Killed": "killed",
+    "BadNodeError": "bad_node",
     "Hang": "hang",
     "NotStopped": "time_limit",
     "NodeFailure": "node_failure",
@@ -50,7 +51,8 @@ class Verdict:
 
 
 def bad_nodes(attempts: list[dict[str, Any]]) -> set[str]:
-    """Return the nodes that Slurm lost, and those that two attempts in a row name."""
+    """Return the nodes that Slurm lost, unfit ones, and those that two attempts in a row name."""
+    unfit = {str(node) for line in attempts for node in line.get("bad_nodes") or []}
     lost = {str(line["node"]) for line in attempts if line.get("cause") == "node_failure"} - {
         "None"
     }
@@ -59,7 +61,7 @@ def bad_nodes(attempts: list[dict[str, Any]]) -> set[str]:
         for line in attempts
         if line.get("node") and line.get("cause") in _OF_A_NODE
     ]
-    return lost | {node for node, after in pairwise(named) if node == after}
+    return lost | unfit | {node for node, after in pairwise(named) if node == after}
 
 
 def decide(
@@ -75,6 +77,8 @@ def decide(
     timed_out_s: float | None = None,
     not_started: str = "",
     cause_before: str | None = None,
+    used_up: str = "",
+    succeeds: bool = False,
 ) -> Verdict:
     """Judge one attempt.
 
@@ -88,6 +92,8 @@ def decide(
         timed_out_s: the recipe's timeout if the attempt reached it.
         not_started: srun's words if it did not reach the controller, so that no rank was started.
         cause_before: the cause of the attempt before this one, in the same job.
+        succeeds: a job that takes this one's place is in the queue.
+        used_up: says so if the run has used the GPU-hours that it may use.
     """
     trained = progress.get("state")
     if exit_code == 0 and trained in (None, "finished"):
@@ -100,12 +106,16 @@ def decide(
     if job_state is not None:
         # Slurm itself requeues a job that it ends for lack of nodes.
         cause, message = _ENDED.get(job_state, (job_state.lower(), f"Slurm ended it: {job_state}"))
-        return Verdict("INTERRUPTED", "failed", cause, message)
+        # Where it may not, the successor goes on.
+        return Verdict("INTERRUPTED", "requeue" if succeeds else "failed", cause, message)
     if not_started and cause_before != "controller":
         return Verdict("RETRYING", "run", "controller", f"srun started nothing: {not_started}")
     if timed_out_s is not None:
         message = f"ended by the recipe's timeout of {timed_out_s:.0f} s"
         return Verdict("FAILED", "failed", "timeout", message)
+
+    if used_up and exit_code == 0 and trained == "stopped":
+        return Verdict("FAILED", "failed", "budget", used_up)
 
     # Why it ended. Ranks also stop in order when Slurm's TERM reaches them after another's death.
     first = first_error(errors)
@@ -127,6 +137,9 @@ def decide(
     if fruitless > max_retries:
         message += f"; {fruitless} attempts brought no new checkpoint" if max_retries else ""
         return Verdict("FAILED", "failed", cause, message, node)
+
+    if used_up:
+        return Verdict("FAILED", "failed", cause, f"{message}; {used_up}", node)
 
     # A stop that neither the script asked for nor a death explains is Slurm's, which takes the
     # allocation away a moment later.

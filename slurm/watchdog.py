@@ -1,7 +1,8 @@
 """Ends an attempt whose ranks hang, or do not stop in time: python -P -m slurm.watchdog PID
 
-Started by slurm/job.sh beside each attempt, with RUN_DIR, LOGS, HANG_TIMEOUT_S and SIGNAL_LEAD_S
-set; PID is srun, or what starts the nodes if there is no Slurm. Standard library only.
+It also asks the ranks to stop when the run has used its GPU-hours. slurm/job.sh starts it beside
+each attempt, with RUN_DIR, LOGS, HANG_TIMEOUT_S, SIGNAL_LEAD_S and MAX_GPU_HOURS set. PID is srun,
+or what starts the nodes if there is no Slurm. Standard library only.
 """
 
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from runspec import files
 from runspec.states import process_start
+from slurm.attempt import used_up
 
 POLL_S = 1.0
 # A hang is so many median steps at least.
@@ -150,12 +152,24 @@ def _end(pid: int) -> None:
             return
 
 
+def _stop_when_used_up(run_dir: Path) -> None:
+    """Ask the ranks to stop, once, when the run has used its GPU-hours."""
+    stop = run_dir / files.STOP
+    if not os.environ.get("MAX_GPU_HOURS") or stop.exists():
+        return
+    status = files.read_json_or_none(run_dir / files.STATUS)
+    if isinstance(status, dict) and used_up(run_dir, {**status, "ended": time.time()}):
+        print("cookbook: max_gpu_hours is reached: the ranks save and stop", file=sys.stderr)
+        stop.touch()
+
+
 def main() -> None:
     pid, script = int(sys.argv[1]), os.getppid()
     run_dir, logs = Path(os.environ["RUN_DIR"]), Path(os.environ["LOGS"])
     stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
     watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
     while process_start(pid) is not None and os.getppid() == script:
+        _stop_when_used_up(run_dir)
         beat = files.read_json_or_none(logs / files.HEARTBEAT)
         fault = watch.look(beat, (run_dir / files.STOP).exists(), time.monotonic())
         if fault is not None:

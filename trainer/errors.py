@@ -3,6 +3,7 @@
 TrainerError             a fault that the trainer understands
 ├── ConfigError          the user's to fix: config, paths, data, model folder
 ├── NonFiniteLossError   loss or gradient NaN or infinite too often in a row; exit status 65
+├── BadNodeError         a GPU computes wrong numbers or is slow; the node is left out
 ├── CheckpointError      every checkpoint in the run directory is damaged
 └── PeerError            another rank failed; its own record says why
 """
@@ -15,6 +16,7 @@ import traceback
 from pathlib import Path
 
 from runspec import files
+from runspec.redact import redacted
 
 
 class TrainerError(Exception):
@@ -39,6 +41,12 @@ class NonFiniteLossError(TrainerError):
     """The loss or the gradient was NaN or infinite in too many steps in a row."""
 
     exit_status = 65
+
+
+class BadNodeError(TrainerError):
+    """A node is not fit for training; on another one the run may go on."""
+
+    permanent = False
 
 
 class CheckpointError(TrainerError):
@@ -82,9 +90,9 @@ def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
         "host": os.environ.get("NODE_NAME") or socket.gethostname(),
         "time": time.time(),
         "type": type(error).__name__,
-        "message": describe(error),
+        "message": redacted(describe(error)),
         "permanent": is_permanent(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": redacted("".join(traceback.format_exception(error))),
     }
     folder.mkdir(parents=True, exist_ok=True)
     files.write_json(folder / f"error_rank_{rank}.json", record)

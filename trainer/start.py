@@ -10,12 +10,14 @@ import traceback
 from pathlib import Path
 
 from runspec import files
+from runspec.redact import redacted
 from trainer import config as configs
 from trainer import progress
 from trainer.config import TrainConfig
 from trainer.errors import TrainerError, describe, write_error_record
 from trainer.loop import Trainer
 from trainer.objectives.base import Objective
+from trainer.parallel import fitness
 from trainer.parallel import world as distributed
 
 
@@ -49,6 +51,8 @@ def run(config: TrainConfig, attempt: int, objective: type[Objective]) -> None:
     if world.gather(_is_finished(config))[0]:
         world.say(f"already finished: see {config.output_dir / files.EXPORT}")
         return
+    if line := fitness.check(world):
+        world.say(line)
     trainer = Trainer(config, world, attempt, objective)
     try:
         if trainer.train():
@@ -97,10 +101,10 @@ def _is_finished(config: TrainConfig) -> bool:
 def _report(error: Exception, run_dir: Path, rank: int, attempt: int) -> None:
     """Say what went wrong, and leave a record for whoever decides on a retry."""
     # One write per message, so that the lines of several ranks do not mix.
-    sys.stderr.write(f"[rank {rank}] error: {describe(error)}\n")
+    sys.stderr.write(redacted(f"[rank {rank}] error: {describe(error)}\n"))
     sys.stderr.flush()
     if not isinstance(error, TrainerError):
-        traceback.print_exc()
+        sys.stderr.write(redacted("".join(traceback.format_exception(error))))
     try:
         write_error_record(run_dir / files.LOGS / str(attempt), rank, error)
     except OSError as fault:

@@ -130,6 +130,22 @@ class Recipe:
         return int(COMMON["hang_timeout_s"].default if given is None else given)
 
     @property
+    def node_check(self) -> bool:
+        """Whether nodes are checked before ranks start on them."""
+        return self.config.get("node_check") is not False
+
+    @property
+    def redact_output(self) -> bool:
+        """Whether secrets are kept out of the logs of a script."""
+        return self.config.get("redact_output") is True
+
+    @property
+    def max_gpu_hours(self) -> float | None:
+        """What all attempts of a run may use together, None without a limit."""
+        given = self.config.get("max_gpu_hours")
+        return None if given is None else float(given)
+
+    @property
     def max_retries(self) -> int:
         """How many failed attempts in a row, with no new checkpoint between them, are retried."""
         given = self.config.get("max_retries")

@@ -37,6 +37,19 @@ _KEYS = (
         "Default: 3 if the entry resumes from checkpoints, else 0.",
     ),
     Key(
+        "max_gpu_hours",
+        "number",
+        "GPU-hours that all attempts of the run may use together, lost work included. When they "
+        "are used up, the ranks save a checkpoint and the run ends. Default: no limit.",
+    ),
+    Key(
+        "node_check",
+        "flag",
+        "Check every node before training: its GPUs, errors of theirs, the disk, a matrix product "
+        "and an all-reduce. A node that fails is left out. False where GPUs are shared.",
+        True,
+    ),
+    Key(
         "share",
         "private | group",
         "Who may read the run's directory, checkpoints and export: you, or your group too.",
@@ -97,6 +110,12 @@ _SCRIPT = (
         "script's folder.",
     ),
     Key("args", "list", "Arguments of the script, one item each."),
+    Key(
+        "redact_output",
+        "flag",
+        "Keep the values of secrets, and what looks like a token, out of the script's logs.",
+        False,
+    ),
     Key("parameters", "open block", "For the script: the YAML file $COOKBOOK_PARAMETERS."),
 )
 SCRIPT = {key.name: key for key in _SCRIPT}

@@ -95,6 +95,22 @@ def test_a_failing_script_is_told_in_its_own_words_and_not_tried_again(kit: Kit,
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("redact", [True, False])
+def test_a_secret_in_an_exception_reaches_no_record(kit: Kit, tmp_path, redact):
+    secret = tmp_path / "key"
+    secret.write_text(SECRET + "\n")
+    secret.chmod(0o600)
+    words = (
+        "import os\nraise ValueError('no access with', os.environ['MY_KEY'], 'hf_' + 'a' * 30)\n"
+    )
+    path = project(tmp_path, words, secrets={"MY_KEY": str(secret)}, redact_output=redact)
+    _, run = kit.submit("--recipe", str(path), "--nodes", "1", "--local")
+    told = kit.wait(run, "FAILED", "COMPLETED")
+    assert "ValueError: ('no access with', '<MY_KEY>', '<redacted>')" in told["detail"], report(run)
+    found = {file.name for file in run.rglob("*") if file.is_file() and SECRET in file.read_text()}
+    assert found == (set() if redact else {"rank_0.log", "node_0.log"})
+
+
 def test_an_attempt_that_takes_longer_than_the_timeout_is_ended(kit: Kit, tmp_path):
     path = project(tmp_path, "import time; time.sleep(600)\n", timeout="0:06", max_retries=5)
     _, run = kit.submit("--recipe", str(path))

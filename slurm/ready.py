@@ -1,0 +1,151 @@
+"""Checks a node before ranks start on it: python -P -m slurm.ready
+
+Called by slurm/node.sh on every node of an attempt. A node that is not fit leaves a record, which
+the job script reads to leave the node out. It takes less than a second; the ranks themselves then
+try a matrix product and an all-reduce (trainer/parallel/fitness.py). Standard library only.
+"""
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from runspec import files
+from slurm.faults import BAD_NODE
+
+# Errors after which a GPU needs a reset or a repair: memory, NVLink, off the bus, its firmware.
+# https://docs.nvidia.com/deploy/xid-errors
+FATAL_XIDS = frozenset({48, 64, 74, 79, 94, 95, 119, 120})
+_XID = re.compile(r"^\[ *([\d.]+)\] NVRM: Xid \(([^)]*)\): (\d+)", re.MULTILINE)
+_RECENT_S = 3600
+# A GPU with more of its memory in use belongs to somebody else as well.
+_IN_USE = 0.1
+_QUERY = "index,uuid,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"
+_DISK_BYTES = 2**30
+# srun may take so long until a node's script runs.
+_START_S = 120
+_SKEW_S = 5
+
+
+def faults() -> list[str]:
+    """Return what makes this node unfit, one line each."""
+    return [*_disk(), *_gpus(), *_xids(_answer(["dmesg"])[1])]
+
+
+def gpu_faults(table: str, visible: str, wanted: int) -> Iterator[str]:
+    """Yield what is wrong with the GPUs of a job on this node.
+
+    Args:
+        table: what nvidia-smi prints for _QUERY, as CSV.
+        visible: CUDA_VISIBLE_DEVICES; "" means all.
+        wanted: how many GPUs the ranks need.
+    """
+    rows = [row for row in csv.reader(table.splitlines(), skipinitialspace=True) if len(row) == 5]
+    chosen = visible.split(",") if visible else []
+    if any(name.startswith("MIG-") for name in chosen):
+        return  # parts of a GPU: what stands here is of the whole
+    if chosen:
+        rows = [row for row in rows if row[0] in chosen or row[1] in chosen]
+    if len(rows) < wanted:
+        yield f"nvidia-smi shows {len(rows)} of the {wanted} GPUs of this job"
+    for index, _, used, total, errors in rows:
+        if errors.isdigit() and int(errors):
+            yield f"GPU {index} has {errors} uncorrected ECC errors since its last reset"
+        if used.isdigit() and total.isdigit() and int(used) > _IN_USE * int(total):
+            yield f"GPU {index} is in use: {used} of {total} MiB of its memory are taken"
+
+
+def _gpus() -> Iterator[str]:
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    # Other makes have no such program; the ranks then see for themselves.
+    if not given.isdigit() or not int(given) or shutil.which("nvidia-smi") is None:
+        return
+    status, words = _answer(
+        ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    )
+    if status:
+        yield f"nvidia-smi fails: {(words.strip().splitlines() or ['no answer in 20 s'])[-1]}"
+        return
+    visible, wanted = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ["RANKS_PER_NODE"]
+    yield from gpu_faults(words, visible, int(wanted))
+
+
+def _xids(kernel_log: str) -> Iterator[str]:
+    """Yield the fatal errors of GPUs within the last hour; many sites show the log to root only."""
+    try:
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return
+    for since_boot, gpu, number in _XID.findall(kernel_log):
+        if int(number) in FATAL_XIDS and up_s - float(since_boot) < _RECENT_S:
+            ago = (up_s - float(since_boot)) / 60
+            yield f"the driver reported Xid {number} on GPU {gpu} {ago:.0f} minutes ago"
+
+
+def _disk() -> Iterator[str]:
+    folder = os.environ.get("TMPDIR", "/tmp")
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        yield f"{folder} cannot be used: {error.strerror}"
+        return
+    free = found.f_bavail * found.f_frsize
+    if free < _DISK_BYTES:
+        yield f"{folder} has {free / 2**20:.0f} MiB of free space, and compiled kernels need 1 GiB"
+    if found.f_files and not found.f_favail:
+        yield f"{folder} has no free inodes"
+
+
+def _clock() -> str:
+    """Say how far this node's clock is from the first node's, which wrote the status just now."""
+    status = files.read_json_or_none(Path(os.environ["RUN_DIR"]) / files.STATUS)
+    started = status.get("started") if isinstance(status, dict) else None
+    if not isinstance(started, int | float):
+        return ""
+    skew_s = time.time() - started
+    if -_SKEW_S <= skew_s <= _START_S:
+        return ""
+    where = (
+        f"{-skew_s:.0f} s behind" if skew_s < 0 else f"at least {skew_s - _START_S:.0f} s ahead of"
+    )
+    return f"note: this node's clock is {where} the first node's; times in its logs differ"
+
+
+def _answer(command: list[str]) -> tuple[int, str]:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 1, ""
+    return done.returncode, (done.stdout or done.stderr).decode(errors="replace")
+
+
+def main() -> int:
+    node, logs = os.environ["NODE_NAME"], Path(os.environ["LOGS"])
+    if note := _clock():
+        print(f"cookbook: {note}")
+    found = faults()
+    if not found:
+        return 0
+    message = f"node {node} is not fit for training: {'; '.join(found)}"
+    print(f"cookbook: fault on node {node}: {message}")
+    record = {
+        "rank": None,
+        "host": node,
+        "time": time.time(),
+        "type": BAD_NODE,
+        "message": message,
+        "permanent": False,
+    }
+    files.write_json(logs / f"error_node_{os.environ['NODE_RANK']}.json", record)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Jobs that take the place of others where a job may not go back into the queue; and the budget."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import paths
+from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, rank, trains
+from tests.launcher.kit import Kit, report, until
+
+
+@pytest.fixture(scope="module")
+def no_requeue() -> Iterator[str]:
+    """The name of a site where jobs may not go back into the queue."""
+    path = paths.CLUSTERS / f"no-requeue-{os.getpid()}.yaml"
+    path.write_text("requeue: false\n")
+    yield path.stem
+    path.unlink()
+
+
+def queue(slurm, run: Path) -> list[str]:
+    """The jobs of a run that wait or run."""
+    said = slurm.run(["squeue", "--noheader", "--format=%i %k"]).stdout
+    return sorted(line.split()[0] for line in said.splitlines() if line.endswith(f":{run.name}"))
+
+
+def batch_script(run: Path) -> int:
+    """The process of the job script, above srun or what starts the nodes."""
+    pid = rank(run, 0)
+    while b"slurm_script" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid = parent(pid)
+    return pid
+
+
+@pytest.mark.long
+def test_a_refused_requeue_is_answered_by_another_job(user: Kit, slurm, undisturbed: Undisturbed):
+    job, run = user.submit(*SHORT)
+    trains(run)
+    slurm.run(["scontrol", "update", f"JobId={job}", "Requeue=0"])
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    first, second = ended(user, run, "COMPLETED")
+    assert (first["job_id"], first["cause"]) == (job, "time_limit"), report(run)
+    assert int(second["job_id"]) > int(job) and second["series"] == job
+    assert "takes the place of this one" in (run / "logs" / "job.log").read_text()
+    undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_the_successor_goes_on_for_a_batch_script_that_was_killed(
+    user: Kit, slurm, undisturbed: Undisturbed, no_requeue
+):
+    job, run = user.submit(*SHORT, "--cluster", no_requeue)
+    trains(run)
+    assert "#SBATCH --no-requeue" in (run / "job.sbatch").read_text()
+    first, successor = queue(slurm, run)
+    assert first == job
+    assert user.status(run)["job_id"] == job, "the one that runs counts"
+    slurm.run(["scancel", "--batch", "--signal=KILL", job])
+    lines = ended(user, run, "COMPLETED")
+    assert [line["cause"] for line in lines] == ["lost", "finished"], report(run)
+    assert lines[1]["job_id"] == successor and lines[1]["series"] == job
+    until(lambda: not queue(slurm, run), 30, lambda: str(queue(slurm, run)))
+    undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.parametrize("how", ["scancel", "cookbook cancel"])
+@pytest.mark.long
+def test_a_cancelled_job_leaves_no_successor(user: Kit, slurm, no_requeue, how):
+    job, run = user.submit(*SHORT, "--cluster", no_requeue)
+    trains(run)
+    assert len(queue(slurm, run)) == 2
+    if how == "scancel":
+        slurm.run(["scancel", job])
+    else:
+        assert user.cookbook("cancel", run.name).returncode == 0
+    ended(user, run, "CANCELLED", timeout=60)
+    until(lambda: not queue(slurm, run), 30, lambda: report(run))
+
+
+def test_a_series_counts_its_attempts_together_and_a_resumed_run_anew(tmp_path, monkeypatch):
+    from slurm import attempt
+
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    (tmp_path / "logs").mkdir()
+    for number, job in enumerate(["11", "12", "13"]):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        attempt.begin(tmp_path, ["n1"], "127.0.0.1")
+        attempt.succeed(tmp_path, str(int(job) + 1))
+        follows = attempt.end(tmp_path, number, 1, max_retries=2)
+        assert follows == ("failed" if number == 2 else "run")
+    assert [line["series"] for line in attempts(tmp_path)] == ["11"] * 3
+    monkeypatch.setenv("SLURM_JOB_ID", "20")
+    attempt.begin(tmp_path, ["n1"], "127.0.0.1")
+    assert attempt.end(tmp_path, 3, 1, max_retries=2) == "run"
+
+
+@pytest.mark.long
+def test_the_ranks_save_and_stop_when_the_gpu_hours_are_used(user: Kit, undisturbed: Undisturbed):
+    # Two ranks for half a minute, in which they start, and then stand still.
+    budget = 2 * 30 / 3600
+    _, run = user.submit(*SHORT, f"max_gpu_hours={budget:.6f}", "save_every_n_steps=1000")
+    beat = run / "logs" / "0" / "heartbeat.json"
+    until(lambda: beat.exists() and "training" in beat.read_text(), 60, lambda: report(run))
+    os.kill(rank(run, 0), signal.SIGSTOP)
+    until(lambda: (run / ".stop").exists(), 60, lambda: report(run))
+    os.kill(rank(run, 0), signal.SIGCONT)
+    (line,) = ended(user, run, "FAILED")
+    assert line["cause"] == "budget" and "max_gpu_hours is" in line["message"], report(run)
+    assert line["checkpoint_step"] > 0, "the ranks saved"
+    done = user.cookbook("resume", run.name)
+    assert done.returncode == 0
+    until(lambda: json.loads((run / "status.json").read_text())["job_id"] != line["job_id"], 60)
+    assert "has used" in user.status(run)["detail"], "no attempt follows"
+    done = user.cookbook("resume", run.name, "max_gpu_hours=1", "save_every_n_steps=5")
+    assert done.returncode == 0, done.stderr
+    ended(user, run, "COMPLETED")
+    undisturbed.is_equalled_by(run)

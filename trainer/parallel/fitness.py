@@ -1,0 +1,123 @@
+"""A matrix product and an all-reduce on every rank before training: are they right, and how fast?
+
+A GPU that computes wrong numbers, or that is much slower than the others, would spoil or slow down
+the whole run. This takes about a second, most of which NCCL needs anyway to connect the ranks.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import BadNodeError
+from trainer.parallel.world import World
+
+# By kind of device: rows and columns of the matrices, MiB of the all-reduce, rounds of each.
+_SIZES = {"cuda": (8192, 64, 10), "cpu": (128, 1, 1)}
+# A GPU at less than this share of the median speed is at fault; good ones differ by a few per cent.
+SLOW = 0.6
+
+
+@dataclass(frozen=True)
+class Fitness:
+    """What one rank found.
+
+    tflops: speed of its matrix product. gb_per_s: bus bandwidth of the all-reduce as nccl-tests
+    define it, 2 (n - 1) / n x bytes / time.
+    """
+
+    node: str
+    product_is_right: bool
+    tflops: float
+    sum_is_right: bool
+    gb_per_s: float
+
+
+def check(world: World) -> str:
+    """Return one line with the figures of all ranks, "" on CPUs, whose speed says little.
+
+    Raises:
+        BadNodeError: on a rank whose numbers are wrong or whose GPU is slow.
+        PeerError: on the other ranks.
+    """
+    if os.environ.get("NODE_CHECK") == "no":
+        return ""
+    kind = world.device.type
+    size, mib, rounds = _SIZES[kind]
+    node = os.environ.get("NODE_NAME", "this host")
+    mine = Fitness(node, *_product(world, size, rounds), *_sum(world, mib, rounds))
+    found = world.gather(mine)
+    fault = faults(found, compare_speed=kind == "cuda").get(world.rank)
+    world.on_all(lambda: _raise(fault))
+    if kind == "cpu":
+        return ""
+    speeds = [each.tflops for each in found]
+    line = f"node check matrix products at {min(speeds):.0f} to {max(speeds):.0f} TFLOP/s"
+    bandwidth = min(each.gb_per_s for each in found)
+    return line if world.size == 1 else f"{line}, all-reduce of {mib} MiB at {bandwidth:.0f} GB/s"
+
+
+def faults(found: Sequence[Fitness], compare_speed: bool) -> dict[int, str]:
+    """Return what is wrong, by rank.
+
+    Where the sum is wrong on all ranks nothing says whose fault it is, and rank 0 tells it.
+    """
+    usual = median(each.tflops for each in found)
+    wrong = [rank for rank, each in enumerate(found) if not each.sum_is_right]
+    if len(wrong) == len(found):
+        wrong = [0]
+    told = {rank: "the sum of an all-reduce over all ranks is wrong" for rank in wrong}
+    for rank, each in enumerate(found):
+        if compare_speed and each.tflops < SLOW * usual:
+            told[rank] = (
+                f"a matrix product runs at {each.tflops:.0f} TFLOP/s, and at {usual:.0f} on the "
+                "median rank"
+            )
+        if not each.product_is_right:
+            told[rank] = "a matrix product is wrong"
+    return {rank: f"node {found[rank].node}, rank {rank}: {text}" for rank, text in told.items()}
+
+
+def _product(world: World, size: int, rounds: int) -> tuple[bool, float]:
+    """Return whether a product of known numbers is right, and its speed in TFLOP/s."""
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    # Powers of two are exact in every format, and so is their sum.
+    two = torch.full((size, size), 2.0, dtype=dtype, device=world.device)
+    right = bool((two @ two == 4.0 * size).all())
+    seconds = _timed(lambda: two @ two, world, rounds)
+    return right, 2 * size**3 / seconds / 1e12
+
+
+def _sum(world: World, mib: int, rounds: int) -> tuple[bool, float]:
+    """Return whether an all-reduce of known numbers is right, and its bus bandwidth in GB/s."""
+    ranks, count = world.size, mib * 2**20
+    numbers = torch.full((count // 4,), world.rank + 1.0, device=world.device)
+    dist.all_reduce(numbers)
+    right = bool((numbers == ranks * (ranks + 1) / 2).all())
+    numbers.zero_()
+    seconds = _timed(lambda: dist.all_reduce(numbers), world, rounds)
+    return right, 2 * (ranks - 1) / ranks * count / seconds / 1e9
+
+
+def _timed(work: Callable[[], object], world: World, rounds: int) -> float:
+    """Return the seconds of one round."""
+
+    def wait() -> None:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+
+    wait()
+    started = time.perf_counter()
+    for _ in range(rounds):
+        work()
+    wait()
+    return (time.perf_counter() - started) / rounds
+
+
+def _raise(fault: str | None) -> None:
+    if fault:
+        raise BadNodeError(fault)
