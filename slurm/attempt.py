@@ -63,9 +63,9 @@ def begin(
                 f"{fruitless} attempts brought no new checkpoint, the last of them ended without "
                 f"a word; continue with: cookbook resume {run_dir.name}"
             )
-            _refuse(run_dir, {**_job(), **status}, "lost", message)
+            _refuse(run_dir, {**status, **_job()}, "lost", message)
     if message := used_up(run_dir):
-        _refuse(run_dir, {**_job(), **status}, "budget", message)
+        _refuse(run_dir, {**status, **_job()}, "budget", message)
     number, series = _next_attempt(run_dir, status), _series(run_dir)
     checkpoint = _latest_checkpoint(run_dir)
     if before not in (None, job_id):

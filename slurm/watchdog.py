@@ -152,15 +152,12 @@ def _end(pid: int) -> None:
             return
 
 
-def _stop_when_used_up(run_dir: Path) -> None:
-    """Ask the ranks to stop, once, when the run has used its GPU-hours."""
-    stop = run_dir / files.STOP
-    if not os.environ.get("MAX_GPU_HOURS") or stop.exists():
-        return
+def _is_used_up(run_dir: Path) -> bool:
+    """Whether the run has used its GPU-hours."""
+    if not os.environ.get("MAX_GPU_HOURS"):
+        return False
     status = files.read_json_or_none(run_dir / files.STATUS)
-    if isinstance(status, dict) and used_up(run_dir, {**status, "ended": time.time()}):
-        print("cookbook: max_gpu_hours is reached: the ranks save and stop", file=sys.stderr)
-        stop.touch()
+    return isinstance(status, dict) and bool(used_up(run_dir, {**status, "ended": time.time()}))
 
 
 def main() -> None:
@@ -168,8 +165,12 @@ def main() -> None:
     run_dir, logs = Path(os.environ["RUN_DIR"]), Path(os.environ["LOGS"])
     stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
     watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
+    asked = False
     while process_start(pid) is not None and os.getppid() == script:
-        _stop_when_used_up(run_dir)
+        if not asked and _is_used_up(run_dir):
+            asked = True
+            print("cookbook: max_gpu_hours is reached: the ranks save and stop", file=sys.stderr)
+            (run_dir / files.STOP).touch()
         beat = files.read_json_or_none(logs / files.HEARTBEAT)
         fault = watch.look(beat, (run_dir / files.STOP).exists(), time.monotonic())
         if fault is not None:

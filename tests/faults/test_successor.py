@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
+from runspec.files import append_json_line
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, rank, trains
-from tests.launcher.kit import Kit, report, until
+from tests.launcher.kit import Kit, checkpoints, losses, report, until
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +101,26 @@ def test_a_series_counts_its_attempts_together_and_a_resumed_run_anew(tmp_path, 
 
 @pytest.mark.long
 def test_the_ranks_save_and_stop_when_the_gpu_hours_are_used(user: Kit, undisturbed: Undisturbed):
-    # Two ranks for half a minute, in which they start, and then stand still.
-    budget = 2 * 30 / 3600
-    _, run = user.submit(*SHORT, f"max_gpu_hours={budget:.6f}", "save_every_n_steps=1000")
+    _, run = user.submit(*SHORT, "max_gpu_hours=1", "save_every_n_steps=1000")
     beat = run / "logs" / "0" / "heartbeat.json"
-    until(lambda: beat.exists() and "training" in beat.read_text(), 60, lambda: report(run))
-    os.kill(rank(run, 0), signal.SIGSTOP)
+    until(lambda: beat.exists() and "training" in beat.read_text(), 120, lambda: report(run))
+    stopped = rank(run, 0)
+    os.kill(stopped, signal.SIGSTOP)
+    # As if two ranks had trained for half an hour before.
+    append_json_line(run / "attempts.jsonl", {"started": 0, "ended": 1800, "gpus": 2})
     until(lambda: (run / ".stop").exists(), 60, lambda: report(run))
-    os.kill(rank(run, 0), signal.SIGCONT)
-    (line,) = ended(user, run, "FAILED")
-    assert line["cause"] == "budget" and "max_gpu_hours is" in line["message"], report(run)
-    assert line["checkpoint_step"] > 0, "the ranks saved"
-    done = user.cookbook("resume", run.name)
-    assert done.returncode == 0
-    until(lambda: json.loads((run / "status.json").read_text())["job_id"] != line["job_id"], 60)
-    assert "has used" in user.status(run)["detail"], "no attempt follows"
-    done = user.cookbook("resume", run.name, "max_gpu_hours=1", "save_every_n_steps=5")
-    assert done.returncode == 0, done.stderr
-    ended(user, run, "COMPLETED")
-    undisturbed.is_equalled_by(run)
+    os.kill(stopped, signal.SIGCONT)
+    told = user.wait(run, "FAILED", "COMPLETED")
+    assert "and max_gpu_hours is 1: continue with: cookbook resume" in told["detail"], report(run)
+    assert attempts(run)[-1]["cause"] == "budget" and checkpoints(run), "the ranks saved"
+
+    assert user.cookbook("resume", run.name).returncode == 0
+    status = run / "status.json"
+    first = attempts(run)[-1]["job_id"]
+    until(lambda: json.loads(status.read_text())["job_id"] != first, 60, lambda: report(run))
+    assert user.status(run)["state"] == "FAILED" and len(attempts(run)) == 2, "no attempt follows"
+
+    more = user.cookbook("resume", run.name, "max_gpu_hours=2", "save_every_n_steps=5")
+    assert more.returncode == 0, more.stderr
+    assert user.wait(run, "FAILED", "COMPLETED")["state"] == "COMPLETED", report(run)
+    assert losses(run) == losses(undisturbed.run)

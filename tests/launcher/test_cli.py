@@ -58,7 +58,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (
             ["submit", "--recipe", "demo", "--local", "tensor_parallel_dim=3"],
             1,
-            "tensor_parallel_dim 3 does not divide 2 x 2 = 4 ranks",
+            "tensor_parallel_dim 3 does not divide 2 x 1 = 2 ranks",
         ),
         (
             ["submit", "--recipe", "demo", "--local", "dataset.data_files=/no/such.jsonl"],
@@ -144,7 +144,7 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path)
         (["--nodes", "3", "--partition", "debug,gpu"], "partition debug has 2: the job", 3),
         (["--partition", "debug", "--time", "1:00:00"], "debug has 30:00: lower --time", 1),
         (["+resources.gpu_type=h10"], "GPUs of type 'h10' (did you mean h100?): it has h100", 2),
-        (["resources.cpus_per_gpu=200"], "400 CPUs per node are asked for, and the nodes of", 2),
+        (["resources.cpus_per_gpu=400"], "400 CPUs per node are asked for, and the nodes of", 2),
         (["+resources.mem=9T"], "9437184 MiB of memory per node are asked for", 2),
         (["--gpus-per-node", "9"], "9 GPUs per node are asked for, and the nodes of", 2),
     ):

@@ -1,8 +1,7 @@
-"""Whole runs through the real one-host Slurm: srun, torchrun, training, faults and their ends."""
+"""The demo through the real one-host Slurm, what is made of it, and jobs that wait in the queue."""
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,38 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.kit import FAKE_TOKEN, Kit, checkpoints, losses, ranks_of, report, until
+from tests.launcher.kit import FAKE_TOKEN, Kit, losses, until
 
-# Small enough to end within seconds, long enough to be hit by a fault on the way.
-SHORT = [
-    "--recipe",
-    "demo",
-    "--nodes",
-    "2",
-    "--gpus-per-node",
-    "1",
-    "max_steps=60",
-    "save_every_n_steps=5",
-    "log_every_n_steps=1",
-    "~generate",
-]
+SHORT = ["--recipe", "demo", "--nodes", "2", "max_steps=30", "~generate"]
 QUESTION = "How do I submit the demo recipe on two nodes?"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(kit: Kit) -> Path:
-    """A short run that nothing happens to: what the disturbed ones must end like."""
-    _, run = kit.submit(*SHORT)
-    kit.wait(run, "COMPLETED", "FAILED", "CANCELLED")
-    assert kit.status(run)["state"] == "COMPLETED", report(run)
-    return run
-
-
-def ends_like(run: Path, undisturbed: Path) -> None:
-    assert losses(run) == losses(undisturbed)
-    export = run / "export" / "model.safetensors"
-    assert export.read_bytes() == (undisturbed / "export" / "model.safetensors").read_bytes()
-    assert not ranks_of(run), "processes were left over"
 
 
 # The main job -------------------------------------------------------------------------------
@@ -75,7 +46,7 @@ def test_the_demo_learns_and_answers(kit: Kit, demo) -> None:
         assert str(run / part) in printed and (run / part).exists()
     log = (run / "logs" / "job.log").read_text()
     assert "attempt 0 on n1, n2" in log
-    for rank in range(4):
+    for rank in range(2):
         assert (run / "logs" / "0" / f"rank_{rank}.log").exists()
     told = json.loads((run / "attempts.jsonl").read_text())
     assert told["cause"] == "finished" and told["nodes"] == ["n1", "n2"]
@@ -171,117 +142,6 @@ def test_tensorboard_shows_curves_and_traces_on_loopback_only(kit: Kit, demo) ->
         output, _ = server.communicate(timeout=30)
     assert f"ssh -N -L {port}:127.0.0.1:{port} " in output
     assert server.returncode == 0
-
-
-def processes_of_node(node: str, job: str, state: Path) -> list[int]:
-    """What dies with a node: its slurmd, the job's tasks on it and the slurmstepd above them."""
-    victims = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_text().replace("\0", " ")
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if f"{state}/slurm.conf -N {node}" in command:
-            victims.add(int(process.name))
-        if {f"SLURMD_NODENAME={node}".encode(), f"SLURM_JOB_ID={job}".encode()} <= set(environ):
-            victims.add(int(process.name))
-            if "slurmstepd" in Path(f"/proc/{parent}/cmdline").read_text():
-                victims.add(parent)
-    assert len(victims) >= 4, "slurmd, slurmstepd, torchrun and a rank"
-    return sorted(victims)
-
-
-# Faults -------------------------------------------------------------------------------------
-
-
-def test_a_killed_rank_is_named_and_costs_no_result(kit: Kit, undisturbed: Path) -> None:
-    _, run = kit.submit(*SHORT)
-    until(lambda: checkpoints(run), 90, lambda: report(run))
-    os.kill(ranks_of(run)[1], signal.SIGKILL)
-    kit.wait(run, "COMPLETED", "FAILED")
-    first, second = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
-    assert first["cause"] == "killed" and first["message"].startswith("rank 1 on"), first
-    assert second["cause"] == "finished"
-    assert first["job_id"] == second["job_id"], "retried inside the allocation"
-    ends_like(run, undisturbed)
-
-
-def test_the_warning_before_the_time_limit_saves_and_requeues(
-    kit: Kit, slurm, undisturbed: Path
-) -> None:
-    job, run = kit.submit(*SHORT)
-    until(
-        lambda: losses(run) if (run / "metrics.jsonl").exists() else None, 90, lambda: report(run)
-    )
-    slurm.run(["scancel", "--batch", "--signal=USR1", job])
-    kit.wait(run, "COMPLETED", "FAILED")
-    first, second = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
-    assert first["cause"] == "time_limit" and first["checkpoint_step"] > 0, first
-    assert (first["restart_count"], second["restart_count"]) == (0, 1)
-    ends_like(run, undisturbed)
-
-
-def test_a_cancelled_run_ends_and_goes_on_when_asked(kit: Kit, slurm, undisturbed: Path) -> None:
-    job, run = kit.submit(*SHORT)
-    until(lambda: checkpoints(run), 90, lambda: report(run))
-    assert "cancelled" in kit.cookbook("cancel", job).stdout
-    assert kit.wait(run, "CANCELLED")["state"] == "CANCELLED"
-    until(lambda: not ranks_of(run), 30)
-    resumed = kit.cookbook("resume", run.name)
-    assert resumed.returncode == 0, resumed.stderr
-    again = kit.cookbook("resume", run.name)
-    assert again.returncode == 2 and "follow it with" in again.stderr
-    kit.wait(run, "COMPLETED", "FAILED")
-    ends_like(run, undisturbed)
-
-
-@pytest.mark.long
-def test_a_job_submitted_by_hand_does_the_same(kit: Kit, slurm, undisturbed: Path) -> None:
-    job, run = kit.submit(*SHORT, "--name", "by-hand")
-    slurm.run(["scontrol", "hold", job])
-    slurm.run(["scancel", job])
-    until(lambda: not ranks_of(run), 30)
-    shutil.rmtree(run / "checkpoints", ignore_errors=True)
-    by_hand = slurm.run(["sbatch", "--wait", str(run / "job.sbatch")], timeout=180)
-    assert by_hand.returncode == 0, report(run)
-    assert kit.status(run)["state"] == "COMPLETED"
-    ends_like(run, undisturbed)
-
-
-def test_without_slurm_the_same_script_runs_here(user: Kit, kit: Kit, undisturbed: Path) -> None:
-    shutil.copytree(kit.root / "models", user.root / "models")
-    done = user.cookbook("submit", *SHORT, "--local", "--watch")
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = user.runs()[0]
-    ends_like(run, undisturbed)
-    _, second = user.submit(*SHORT, "--local")
-    until(lambda: checkpoints(second), 90, lambda: report(second))
-    assert "cancelled" in user.cookbook("cancel", second.name).stdout
-    assert user.status(second)["state"] == "CANCELLED"
-    until(lambda: not ranks_of(second), 30)
-
-
-def test_a_lost_node_costs_no_result(kit: Kit, new_cluster, undisturbed: Path) -> None:
-    with new_cluster("loss", "--requeue-delay", "5", "--set", "SlurmdTimeout=6") as cluster:
-        user = Kit({**kit.env, **cluster.env}, kit.root)
-        job, run = user.submit(*SHORT)
-        until(lambda: checkpoints(run), 90, lambda: report(run))
-        for pid in processes_of_node("n2", job, cluster.state):
-            os.kill(pid, signal.SIGKILL)
-        # sinfo goes on saying "mixed*" for a while when it is asked often.
-        node = ["scontrol", "show", "node", "n2"]
-        until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
-        # The node comes back: up starts daemons that have died.
-        place = ["--name", cluster.name, "--state", str(cluster.root)]
-        shape = ["--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
-        back = cluster.run(["bash", "slurm/dev-cluster/cluster.sh", "up", *place, *shape])
-        assert back.returncode == 0, back.stderr
-        user.wait(run, "COMPLETED", "FAILED")
-        told = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
-        assert told[-1]["cause"] == "finished" and len(told) > 1, report(run)
-        ends_like(run, undisturbed)
 
 
 # The queue ----------------------------------------------------------------------------------

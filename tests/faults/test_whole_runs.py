@@ -1,0 +1,121 @@
+"""Whole runs that are killed, stopped, cancelled or moved: each ends like the undisturbed one."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import user_of
+from tests.faults.kit import SHORT, Undisturbed, attempts, ended, rank, trains
+from tests.launcher.kit import Kit, checkpoints, ranks_of, report, until
+
+
+def test_a_killed_rank_is_named_and_costs_no_result(user: Kit, undisturbed: Undisturbed):
+    _, run = user.submit(*SHORT)
+    trains(run)
+    os.kill(rank(run, 1), signal.SIGKILL)
+    first, second = ended(user, run, "COMPLETED")
+    assert first["cause"] == "killed" and first["message"].startswith("rank 1 on"), first
+    assert second["cause"] == "finished"
+    assert first["job_id"] == second["job_id"], "retried inside the allocation"
+    undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_the_warning_before_the_time_limit_saves_and_requeues(
+    user: Kit, slurm, undisturbed: Undisturbed
+):
+    job, run = user.submit(*SHORT)
+    trains(run)
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    first, second = ended(user, run, "COMPLETED")
+    assert first["cause"] == "time_limit" and first["checkpoint_step"] > 0, first
+    assert (first["restart_count"], second["restart_count"]) == (0, 1)
+    undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_a_cancelled_run_ends_and_goes_on_when_asked(user: Kit, undisturbed: Undisturbed):
+    job, run = user.submit(*SHORT)
+    trains(run)
+    assert "cancelled" in user.cookbook("cancel", job).stdout
+    ended(user, run, "CANCELLED")
+    resumed = user.cookbook("resume", run.name)
+    assert resumed.returncode == 0, resumed.stderr
+    again = user.cookbook("resume", run.name)
+    assert again.returncode == 2 and "follow it with" in again.stderr
+    ended(user, run, "COMPLETED")
+    undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_a_job_submitted_by_hand_does_the_same(user: Kit, slurm, undisturbed: Undisturbed):
+    job, run = user.submit(*SHORT, "--name", "by-hand")
+    slurm.run(["scontrol", "hold", job])
+    slurm.run(["scancel", job])
+    until(lambda: not ranks_of(run), 30)
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    by_hand = slurm.run(["sbatch", "--wait", str(run / "job.sbatch")], timeout=180)
+    assert by_hand.returncode == 0, report(run)
+    assert user.status(run)["state"] == "COMPLETED"
+    undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_without_slurm_the_same_script_runs_here(
+    user: Kit, undisturbed: Undisturbed, tmp_path: Path
+):
+    other = Kit(user.env | {"COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
+    shutil.copytree(user.root / "models", tmp_path / "models")
+    done = other.cookbook("submit", *SHORT, "--local", "--watch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    undisturbed.is_equalled_by(other.runs()[0])
+    _, second = other.submit(*SHORT, "--local")
+    until(lambda: checkpoints(second), 90, lambda: report(second))
+    assert "cancelled" in other.cookbook("cancel", second.name).stdout
+    assert other.status(second)["state"] == "CANCELLED"
+    until(lambda: not ranks_of(second), 30)
+
+
+def processes_of_node(node: str, job: str, state: Path) -> list[int]:
+    """What dies with a node: its slurmd, the job's tasks on it and the slurmstepd above them."""
+    victims = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_text().replace("\0", " ")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if f"{state}/slurm.conf -N {node}" in command:
+            victims.add(int(process.name))
+        if {f"SLURMD_NODENAME={node}".encode(), f"SLURM_JOB_ID={job}".encode()} <= set(environ):
+            victims.add(int(process.name))
+            if "slurmstepd" in Path(f"/proc/{parent}/cmdline").read_text():
+                victims.add(parent)
+    assert len(victims) >= 4, "slurmd, slurmstepd, torchrun and a rank"
+    return sorted(victims)
+
+
+@pytest.mark.long
+def test_a_lost_node_costs_no_result(root: Path, new_cluster, undisturbed: Undisturbed):
+    shape = ["--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
+    with new_cluster("loss", *shape) as cluster:
+        user = user_of(cluster, root)
+        job, run = user.submit(*SHORT)
+        trains(run)
+        for pid in processes_of_node("n2", job, cluster.state):
+            os.kill(pid, signal.SIGKILL)
+        # sinfo goes on saying "mixed*" for a while when it is asked often.
+        node = ["scontrol", "show", "node", "n2"]
+        until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
+        # The node comes back: up starts daemons that have died.
+        place = ["--name", cluster.name, "--state", str(cluster.root)]
+        back = cluster.run(["bash", "slurm/dev-cluster/cluster.sh", "up", *place, *shape])
+        assert back.returncode == 0, back.stderr
+        user.wait(run, "COMPLETED", "FAILED")
+        told = attempts(run)
+        assert told[-1]["cause"] == "finished" and len(told) > 1, report(run)
+        undisturbed.is_equalled_by(run)
