@@ -19,7 +19,7 @@ from runspec.states import LOCAL_PREFIX, process_start
 from runspec.usage import gpu_hours
 from slurm import words
 from slurm.faults import fault, no_space, on_nodes, read_errors, slurm_errors, unfit
-from slurm.retry import NOT_COUNTED, Verdict, bad_nodes, decide
+from slurm.retry import NOT_COUNTED, Verdict, bad_nodes, decide, ended_by_slurm
 
 # Below the range from which the kernel takes ports itself, so that nobody gets one by chance.
 _PORTS = range(20000, 32000)
@@ -55,8 +55,9 @@ def begin(
         if before not in (job_id, ended) and not _process_ended(status):
             return _busy(run_dir, str(before))
         # That attempt could not record its end: its node was lost, or Slurm requeued the job.
-        message = "its node was lost, or Slurm requeued the job"
-        _append_attempt(run_dir, status, None, Verdict("FAILED", "run", "lost", message))
+        log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+        lost = ended_by_slurm(words.ended(log, str(before)), words.lost_node(log))
+        _append_attempt(run_dir, status, None, lost)
         fruitless = _fruitless(run_dir)
         if fruitless > (max_retries or _MAX_LOST):
             message = (

@@ -50,6 +50,18 @@ class Verdict:
     node: str | None = None
 
 
+def ended_by_slurm(state: str | None, node: str | None = None) -> Verdict:
+    """Return how an attempt ended whose job script wrote nothing, and goes on in a new start.
+
+    Args:
+        state: what Slurm wrote about it, None if it wrote nothing.
+        node: the node that Slurm lost.
+    """
+    lost = ("lost", "its node was lost, or its job script was killed")
+    cause, message = _ENDED.get(str(state), lost)
+    return Verdict("INTERRUPTED", "run", cause, message, node)
+
+
 def bad_nodes(attempts: list[dict[str, Any]]) -> set[str]:
     """Return the nodes that Slurm lost, unfit ones, and those that two attempts in a row name."""
     unfit = {str(node) for line in attempts for node in line.get("bad_nodes") or []}

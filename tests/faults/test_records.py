@@ -86,6 +86,18 @@ def test_attempts_that_end_without_a_word_are_counted(run_dir, capsys):
     assert [line["cause"] for line in lines(run_dir)] == ["lost"] * 3
 
 
+def test_what_slurm_wrote_tells_why_an_attempt_left_no_word(run_dir, monkeypatch):
+    attempt.begin(run_dir, ["n1", "n3"], HEAD)
+    said = f"*** JOB 11 ON n1 {STAMP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***\n"
+    said += "srun: error: Node failure on n3\n"
+    (run_dir / "logs" / "job.log").write_text(said)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    attempt.begin(run_dir, ["n1", "n2"], HEAD)
+    (line,) = lines(run_dir)
+    assert (line["cause"], line["node"]) == ("node_failure", "n3")
+    assert line["message"] == "Slurm ended the job because it lost a node"
+
+
 def test_a_preemption_is_no_fault_of_the_run_and_a_resumed_job_counts_anew(run_dir, monkeypatch):
     for number in range(4):
         attempt.begin(run_dir, ["n1"], HEAD, max_retries=1)
