@@ -57,6 +57,7 @@ class Decoder(nn.Module, ABC):
         final_norm: between the last block and the output.
         output_head: a linear layer with or without an adapter; None if the embedding's weight is
             the output's too (tied).
+        output_multiplier: what the logits are multiplied with, before the soft cap.
         output_softcap: logits x become cap * tanh(x / cap).
         max_seq_len: number of positions that the model knows.
         num_output_chunks: in how many chunks along the sequence `forward` gives its logits, as a
@@ -70,6 +71,7 @@ class Decoder(nn.Module, ABC):
     final_norm: nn.Module
     output_head: nn.Module | None
     max_seq_len: int
+    output_multiplier: float | None = None
     output_softcap: float | None = None
     num_output_chunks: int = 0
     ignored_tensors: ClassVar[tuple[str, ...]] = ()
@@ -121,9 +123,15 @@ class Decoder(nn.Module, ABC):
             logits = DTensor.from_local(own, weight.device_mesh, [Shard(-1)], run_check=False)
         else:
             logits = F.linear(hidden, weight)
+        if self.output_multiplier is not None:
+            logits = logits * self.output_multiplier
         if self.output_softcap is None:
             return logits
         return torch.tanh(logits.float() / self.output_softcap) * self.output_softcap
+
+    def split_faults(self) -> list[str]:
+        """Why tensor parallelism cannot split it into any number of parts, one line each."""
+        return []
 
     def linear_layers(self, *roles: Role) -> list[str]:
         """Names of the linear layers in the blocks, with an adapter or not; only of these roles.

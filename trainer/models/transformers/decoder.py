@@ -1,0 +1,335 @@
+"""A causal language model of transformers as a `Decoder`: its parts, roles, buffers and names."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from trainer.errors import ConfigError
+from trainer.layers.patch import patch_forward
+from trainer.models.decoder import Decoder, Role
+from trainer.models.transformers import rope
+from trainer.models.transformers.attention import Observer
+
+PLACE = "checkpointer.checkpoint_dir"
+# A style of transformers' tensor-parallel plans, and the role that does the same.
+STYLES = {
+    "colwise": Role.COLUMN,
+    "rowwise": Role.ROW,
+    "replicated_with_grad_allreduce": Role.REPLICATED,
+}
+SLIDING = "sliding_attention"
+LAYER_TYPES = {"full_attention", SLIDING}
+# Enough tokens for every operation; nothing is computed on the meta device.
+PROBE_TOKENS = 8
+
+
+class TransformersDecoder(Decoder):
+    """The decoder of a `...ForCausalLM`, whose parts keep their names.
+
+    Its base model runs as it is, all but the final norm, which `unembed` has. What the attention
+    layers ask for, and which norms stand before which linear layers, is seen in one forward pass on
+    the meta device, so that no list of families is needed.
+
+    Args:
+        causal: on the meta device, with the attention function of models/transformers/attention.
+
+    Raises:
+        ConfigError: it computes what the trainer cannot; one line per reason.
+    """
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        super().__init__()
+        self.config = causal.config
+        self._initialise: Callable[[nn.Module], None] = causal._init_weights
+        self._prefix = causal.base_model_prefix
+        base = getattr(causal, self._prefix)
+        self._check_parts(base)
+        self.output_softcap = getattr(self.config, "final_logit_softcapping", None)
+        self.output_multiplier = _multiplier(self.config)
+        self._check_head(causal)
+        self.add_module(self._prefix, base)
+        self.final_norm, base.norm = base.norm, nn.Identity()
+        self.lm_head = None if self.config.tie_word_embeddings else causal.lm_head
+        self.max_seq_len = self.config.max_position_embeddings
+        rope.prepare(self)
+        self._unsplit: list[str] = []
+        self._roles = self._observed_roles()
+
+    @property
+    def base(self) -> nn.Module:
+        """transformers' model without its output layer."""
+        return self.get_submodule(self._prefix)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The transformer blocks."""
+        return self.base.layers
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding."""
+        return self.base.get_input_embeddings()
+
+    @property
+    def output_head(self) -> nn.Module | None:
+        """The output layer; None if it is tied to the embedding."""
+        return self.lm_head
+
+    @property
+    def ignored_tensors(self) -> tuple[str, ...]:
+        """Rotary tables of old folders, and the copy of a tied output."""
+        return ("*rotary_emb.inv_freq", *(("lm_head.weight",) if self.lm_head is None else ()))
+
+    def forward(
+        self, tokens: torch.Tensor, *, mask: Any = None, input_pos: torch.Tensor | None = None
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Return `unembed` of the last block's output; see `Decoder.forward`."""
+        if input_pos is None:
+            input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return self.unembed(self._hidden(tokens, input_pos, mask))
+
+    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, documents: Any) -> Any:
+        return self.base(
+            input_ids=tokens, position_ids=positions, use_cache=False, documents=documents
+        ).last_hidden_state
+
+    def roles(self) -> dict[str, Role]:
+        """The role of each module by its name, from the class's own tensor-parallel plan."""
+        return self._roles
+
+    def sizes(self) -> dict[str, int]:
+        """What tensor parallelism divides."""
+        heads = self.config.num_attention_heads
+        return {
+            "num_heads": heads,
+            "num_kv_heads": getattr(self.config, "num_key_value_heads", None) or heads,
+            "intermediate_dim": self.config.intermediate_size,
+        }
+
+    def split_faults(self) -> list[str]:
+        """Why tensor parallelism cannot split it, one line each."""
+        kind = self.config.model_type
+        return [
+            f"tensor_parallel_dim: a {kind} model cannot be split: {reason}; set "
+            "tensor_parallel_dim=1"
+            for reason in self._unsplit
+        ]
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Compute rotary tables and embedding scales as transformers does when it loads a model."""
+        for parameter in self.parameters():
+            # Weights come from the folder: transformers' functions leave marked ones alone.
+            parameter._is_hf_initialized = True
+        for module in self.modules():
+            own = module._buffers
+            if not own or hasattr(module, "nf4_table"):
+                continue
+            for name, buffer in own.items():
+                own[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+            self._initialise(module)
+        rope.fill(self)
+
+    def hub_name(self, parameter: str) -> str | None:
+        """The hub's tensor that holds a parameter."""
+        if parameter.startswith("final_norm."):
+            return f"{self._prefix}.norm.{parameter.removeprefix('final_norm.')}"
+        return parameter
+
+    def _check_parts(self, base: nn.Module) -> None:
+        lacks = [
+            f"its code has no {name}"
+            for name, kind in (("layers", nn.ModuleList), ("norm", nn.Module))
+            if not isinstance(getattr(base, name, None), kind)
+        ]
+        other = set(getattr(self.config, "layer_types", None) or ()) - LAYER_TYPES
+        deep = [name for name, parameter in base.named_parameters() if parameter.ndim > 2]
+        if other:
+            lacks.append(f"it has layers of {', '.join(sorted(other))}, which is not supported yet")
+        elif deep:
+            what = "experts" if ".experts." in deep[0] else "weights of three dimensions"
+            lacks.append(f"it has {what} ({deep[0]}), which are not supported yet")
+        held = base.state_dict().keys() - dict(base.named_parameters()).keys()
+        if held and not deep:
+            lacks.append(f"its files hold more than weights ({min(held)}), which is not supported")
+        self._refuse(lacks)
+
+    def _check_head(self, causal: PreTrainedModel) -> None:
+        """Compare what the class makes of hidden states with what `unembed` makes of them."""
+        if getattr(causal.lm_head, "bias", None) is not None:
+            self._refuse(["its output layer has a bias, which is not supported yet"])
+        hidden = torch.linspace(-40, 40, 24, device="cpu", dtype=torch.float32).view(1, 6, 4)
+        tokens = torch.zeros(1, 6, dtype=torch.int64, device="cpu")
+        parts = dict(causal._modules)
+        causal._modules |= {self._prefix: _Given(hidden), "lm_head": nn.Identity()}
+        try:
+            with torch.device("cpu"), torch.no_grad():
+                found = causal(input_ids=tokens).logits.float()
+        finally:
+            causal._modules.update(parts)
+        expected = hidden if self.output_multiplier is None else hidden * self.output_multiplier
+        if self.output_softcap is not None:
+            expected = torch.tanh(expected / self.output_softcap) * self.output_softcap
+        if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+            self._refuse(["its class changes the logits in a way that is not known here"])
+
+    def _observed_roles(self) -> dict[str, Role]:
+        """Run a forward pass without data; give attention layers theirs, and modules their roles.
+
+        What stands against tensor parallelism alone goes to `_unsplit`.
+        """
+        norms, inputs, outputs = {}, {}, {}
+        hooks = []
+        for name, module in self.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if isinstance(module, nn.Linear):
+                hooks.append(module.register_forward_pre_hook(_keep_input(inputs, name)))
+            elif [p.ndim for p in own.values()] == [1] and module is not self.final_norm:
+                hooks.append(module.register_forward_hook(_keep_output(norms, name)))
+        for index, block in enumerate(self.blocks):
+            hooks.append(block.register_forward_hook(_keep_output(outputs, index)))
+        observer = Observer()
+        tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
+        positions = torch.arange(PROBE_TOKENS, device="meta").unsqueeze(0)
+        with torch.no_grad():
+            last = self._hidden(tokens, positions, observer)
+        for hook in hooks:
+            hook.remove()
+        self._refuse(observer.faults + self._flow_faults(observer, outputs, last))
+        return self._roles_of(norms, inputs)
+
+    def _flow_faults(self, observer: Observer, outputs: dict, last: Any) -> list[str]:
+        """What the forward pass did otherwise than block after block, each with its attention."""
+        faults = []
+        layers = Counter(id(layer) for layer in observer.seen)
+        for index, block in enumerate(self.blocks):
+            if sum(layers[id(module)] for module in block.modules()) != 1:
+                kinds = getattr(self.config, "layer_types", None) or ["no attention"] * (index + 1)
+                faults.append(
+                    f"its layer {index} ({kinds[index]}) does not call one attention function, so "
+                    "that the documents of packed rows could leak"
+                )
+                break
+        if outputs.get(len(self.blocks) - 1) is not last:
+            faults.append("its last block's output does not go to the final norm as it is")
+        windows = [layer.document_attention.window for layer in observer.seen]
+        kinds = getattr(self.config, "layer_types", None)
+        slides = [kind == SLIDING for kind in kinds or ()]
+        if kinds and not faults and slides != [window is not None for window in windows]:
+            faults.append("its layers do not have the windows that layer_types says")
+        return faults
+
+    def _roles_of(self, norms: dict, inputs: dict) -> dict[str, Role]:
+        plan = getattr(self.config, "base_model_tp_plan", None) or {}
+        if not plan:
+            self._unsplit.append("its class has no tensor-parallel plan")
+        roles = {}
+        for name, style in plan.items():
+            kind = STYLES.get(style, Role.REPLICATED)
+            roles[f"{self._prefix}.{name}"] = kind
+            if style not in STYLES:
+                self._unsplit.append(f"its plan has {name} as {style}")
+        in_front = {id(tensor): name for name, tensor in norms.items()}
+        for name, tensor in inputs.items():
+            kind = _pattern(name)
+            if roles.get(kind) is not Role.COLUMN:
+                continue
+            if id(tensor) in in_front:
+                roles[_pattern(in_front[id(tensor)])] = Role.NORM
+            else:
+                self._unsplit.append(f"{kind} does not stand behind a norm")
+        for name in norms:
+            roles.setdefault(_pattern(name), Role.REPLICATED)
+        for name in {_pattern(name): name for name in norms}.values():
+            self._prepare_norm(name)
+        self._prepare_norm("final_norm")
+        self._prepare_embedding()
+        embedding = next(n for n, m in self.named_modules() if m is self.embedding)
+        roles |= {embedding: Role.EMBEDDING, "final_norm": Role.NORM}
+        if self.lm_head is not None:
+            roles["lm_head"] = Role.OUTPUT
+        for name, _ in self.named_parameters():
+            if _pattern(name.rpartition(".")[0]) not in roles:
+                self._unsplit.append(f"its plan says nothing of {_pattern(name)}")
+        self._unsplit = list(dict.fromkeys(self._unsplit))
+        return roles
+
+    def _prepare_norm(self, name: str) -> None:
+        """Tell tensor parallelism how the norms of this kind compute, if it is an RMSNorm."""
+        norm = self.get_submodule(name)
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        with torch.device("cpu"), torch.no_grad():
+            weight = torch.linspace(0.5, 2.0, len(norm.weight), dtype=torch.float32)
+            x = torch.linspace(-1, 3, 2 * len(weight), dtype=torch.float32).view(2, -1)
+            found = torch.func.functional_call(norm, {"weight": weight}, x)
+            for unit_offset in (False, True):
+                expected = F.rms_norm(x, weight.shape, weight + unit_offset, eps)
+                if torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+                    break
+            else:
+                self._unsplit.append(f"{_pattern(name)} is no RMSNorm")
+                return
+        for other, module in self.named_modules():
+            if _pattern(other) == _pattern(name):
+                module.eps, module.unit_offset = eps, unit_offset
+
+    def _prepare_embedding(self) -> None:
+        embedding = self.embedding
+        scale = getattr(embedding, "scalar_embed_scale", None)
+        if scale is not None:
+            embedding.output_scale = scale
+        elif type(embedding) is not nn.Embedding:
+            self._unsplit.append(f"its embedding is a {type(embedding).__name__}")
+
+    def _refuse(self, reasons: list[str]) -> None:
+        if reasons:
+            kind = self.config.model_type
+            raise ConfigError(
+                *(
+                    f"{PLACE}: the {kind} model cannot be trained: {reason}; choose another model"
+                    for reason in reasons
+                )
+            )
+
+
+class _Given(nn.Module):
+    """Stands for a base model, and returns these hidden states."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
+
+
+def _multiplier(config: Any) -> float | None:
+    """What a class multiplies its logits with, under the names that the classes have for it."""
+    divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
+    found = factor if divisor is None else 1 / divisor
+    return None if found is None or math.isclose(found, 1) else found
+
+
+def _keep_input(kept: dict, name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        kept[name] = args[0]
+
+    return hook
+
+
+def _keep_output(kept: dict, name: Any) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        kept[name] = output
+
+    return hook
+
+
+def _pattern(name: str) -> str:
+    """A module's name with * in place of its block's number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
