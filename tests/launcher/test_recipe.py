@@ -213,7 +213,7 @@ def test_a_wrong_name_is_one_fault(name, told):
         ("+resources.account=$(id)", "letters, digits"),
         ("resources.account=x\n#SBATCH --uid=0", "more than one line"),
         ("resources.constraint=--uid=0", "node features"),
-        ("model=llama", "model must be a block with a _component_"),
+        ("model=llama", "model must be a block of 'key: value' lines"),
         ("optimizer.fused=7", "optimizer.fused must be true or false, as in the recipe (True)"),
         ("justakey", "cannot read the override"),
         ("=5", "cannot read the override"),

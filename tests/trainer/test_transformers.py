@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from runspec.flops import of_shape
+from runspec.shape import of_config_json
 from tests.trainer.runs import (
     assert_same_curve,
     assert_same_tensors,
@@ -27,6 +29,7 @@ from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
 from trainer.layers.batch import Documents, MicroBatch
 from trainer.layers.loss import TokenLoss
+from trainer.metrics import model_flops
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 from trainer.storage import export as exports
@@ -99,6 +102,10 @@ def test_logits_equal_transformers_and_export_is_exact(
     torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
     assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
     assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
+
+    shape = of_config_json(json.loads((source / "config.json").read_text()))
+    assert shape.parameters == sum(p.numel() for p in model.module.parameters())
+    assert model_flops(model.module) == of_shape(shape, True, {})
 
     folder = exports.export(model, config, world)
     before, after = tensors(source), tensors(folder)
