@@ -3,11 +3,15 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 # How tensor and expert parallelism split a matrix: column by its outputs, row by its inputs,
 # replicated not at all, expert by whole experts; embedding and output by the vocabulary.
 Role = Literal["column", "row", "replicated", "expert", "embedding", "output"]
+
+# Configurations of models of the hub as published, by the folder's name.
+PUBLISHED = Path(__file__).parents[1] / "configs" / "shapes"
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -62,7 +66,8 @@ class Shape:
     block, each as wide as dim. head_norms: numbers in a block's norms of queries and keys. softcap:
     logits are capped by a tanh. rotary_tables: RoPE has tables of all positions; else it computes
     those of a batch. whole_rotary: they have a cosine and a sine for each feature, not for each
-    pair of them.
+    pair of them. whole: tensor parallelism cannot split it, whatever its sizes are. fused: q, k and
+    v come out of one product.
     """
 
     dim: int
@@ -80,6 +85,8 @@ class Shape:
     softcap: bool = False
     rotary_tables: bool = True
     whole_rotary: bool = False
+    whole: bool = False
+    fused: bool = False
     experts: Experts | None = None
 
     @property
@@ -170,6 +177,12 @@ _NAMES = {
 }
 
 
+def config_file(folder: Path) -> Path | None:
+    """Return the config.json of a model folder; the published one if it is not downloaded yet."""
+    files = (folder / "config.json", PUBLISHED / f"{folder.name}.json")
+    return next((file for file in files[: 1 + (not folder.is_dir())] if file.is_file()), None)
+
+
 # What transformers' configuration classes assume for a key that a config.json leaves out, where the
 # families' folders on the hub do leave it out.
 _ASSUMED: dict[str, dict[str, Any]] = {
@@ -187,6 +200,9 @@ _ASSUMED: dict[str, dict[str, Any]] = {
     "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     "smollm3": {"num_key_value_heads": 4},
 }
+# Families of transformers' that our tensor parallelism cannot split: fused matrices, norms over all
+# heads, or no norm in front of the matrices that it splits by outputs.
+_WHOLE = ("apertus", "cohere2", "exaone4", "glm", "glm4", "olmo2", "olmo3", "phi3")
 # Their MLP has two matrices, which no shape can say.
 _WITHOUT_GATE = ("apertus", "arcee", "nemotron", "starcoder2")
 
@@ -239,6 +255,8 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
         shape,
         qkv_bias=bool(given.get("attention_bias", shape.qkv_bias)),
         head_norms=head_norms,
+        whole=family in _WHOLE,
+        fused=family == "phi3",
         softcap=bool(given.get("final_logit_softcapping", shape.softcap)),
     )
 

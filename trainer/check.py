@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from runspec.keys.sft import TRANSFORMERS
+from runspec.shape import config_file
 from trainer import config as configs
 from trainer import optimizers
 from trainer.data import tokenizers
@@ -94,7 +95,7 @@ def _misfits(config: configs.TrainConfig) -> list[str]:
         tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
         if tokenizer is not None:
             found += tokenizers.faults(tokenizer, config.model_folder)
-    elif config.model["_component_"] == TRANSFORMERS:
+    elif config.model["_component_"] == TRANSFORMERS and not config_file(config.model_folder):
         model = None  # nothing is known of it before it is downloaded
     else:
         model = _tried(found, lambda: models.empty(config))

@@ -44,7 +44,8 @@ def _to_layout(step: StepConfig, sizes: tuple[int, int], nodes: int = 0) -> Step
     except LayoutError:
         return None
     # The trainer refuses dropout in layers that are split.
-    if model_faults(tensor, step.shape.split_sizes) or (tensor > 1 and step.dropout):
+    whole = step.dropout or step.shape.whole
+    if model_faults(tensor, step.shape.split_sizes) or (tensor > 1 and whole):
         return None
     return replace(step, layout=layout)
 

@@ -166,7 +166,7 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
     """Return the shape of the model that a `model` block builds; RecipeFault if it is not known.
 
     A named builder has its sizes in code, copied to configs/models.yaml; a component builder takes
-    them as arguments; of any other the config.json in the model's folder says them, or its copy in
+    them as arguments; of any other the config.json in the model's folder says them, or the one in
     configs/shapes while the model is not downloaded.
     """
     builder = str(model.get("_component_") or TRANSFORMERS)
@@ -177,11 +177,8 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
         return Shape(**sizes, whole_rotary=shapes.family_traits(family)["whole_rotary"])
     if shape := shapes.of_builder_arguments(model, family):
         return shape
-    from_folder = builder == TRANSFORMERS
-    file = folder / "config.json" if folder else None
-    if from_folder and folder and not (file and file.is_file()):
-        file = paths.REPO_ROOT / "configs" / "shapes" / f"{folder.name}.json"
-    if file is None or not file.is_file():
+    from_folder, file = builder == TRANSFORMERS, shapes.config_file(folder) if folder else None
+    if file is None:
         hint = "" if from_folder else nearest(plain, _known_shapes())
         raise RecipeFault(
             f"model._component_ {builder!r}{hint}: its sizes are not known here: download the "
@@ -191,7 +188,10 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
         shape = shapes.of_config_json(read_json(file) or {})
     except (OSError, ValueError) as error:
         raise RecipeFault(f"{file}: {error}") from error
-    return replace(shape, rotary_tables=False) if from_folder else shape
+    if from_folder:
+        return replace(shape, rotary_tables=False)
+    # What transformers' code does, and not other code for the same config.json.
+    return replace(shape, whole=False, fused=False)
 
 
 def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepConfig:
@@ -204,6 +204,8 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         faults = model_faults(layout.tensor_parallel, shape.split_sizes)
     except LayoutError as error:
         faults = error.faults
+    if shape.whole and int(config.get("tensor_parallel_dim") or 1) > 1:
+        faults.append("tensor_parallel_dim: this model cannot be split: set tensor_parallel_dim=1")
     length = _block(config, "tokenizer").get("max_seq_len") or 0
     if not length:
         faults.append(

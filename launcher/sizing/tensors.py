@@ -153,6 +153,9 @@ def saved_by_layer(step: StepConfig) -> float:
     # Flash attention shares the heads of keys and values; in fp32 there is none: they are copied.
     kv = shape.kv_width if e < FP32 else q
     attention = (e * t * 2 * (q + kv) + FP32 * t * shape.heads) / tp
+    if shape.fused:
+        # The values that are kept are a part of the product, so that all of it stays.
+        attention += e * t * (q + kv)
     mlp = e * t * f * (2 + step.trains("down_proj") + (not step.compiled)) / tp
     return norms + inputs + attention + mlp + _saved_by_adapters(step)
 

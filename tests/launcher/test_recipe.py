@@ -24,6 +24,16 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "demo",
     "qwen0_5b_full",
     "qwen0_5b_lora",
+    # Of transformers' source.
+    "gemma3_1b_full",
+    "mistral_small_24b_lora",
+    "phi4_mini_lora",
+    "qwen3_0_6b_full",
+    "qwen3_32b_lora",
+    "qwen3_8b_full",
+    "qwen3_8b_lora",
+    "qwen3_8b_qlora",
+    "smollm3_3b_full",
 }
 
 

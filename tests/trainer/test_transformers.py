@@ -106,6 +106,7 @@ def test_logits_equal_transformers_and_export_is_exact(
     shape = of_config_json(json.loads((source / "config.json").read_text()))
     assert shape.parameters == sum(p.numel() for p in model.module.parameters())
     assert model_flops(model.module) == of_shape(shape, True, {})
+    assert shape.whole == bool(model.module.split_faults())
 
     folder = exports.export(model, config, world)
     before, after = tensors(source), tensors(folder)

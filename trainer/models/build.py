@@ -237,7 +237,7 @@ def fitting(
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
     source = weights.SafetensorsSource.open(config.checkpointer)
-    hf_config = weights.read_hf_config(config.model_folder)
+    hf_config = weights.read_hf_config(config.model_folder / "config.json")
     module = empty(config)
     faults = module.fit(hf_config, config)
     names = dict(module.named_modules())

@@ -56,12 +56,12 @@ def hub_shape(parts: Parts) -> tuple[int, ...]:
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face model folder; raises ConfigError if it is missing."""
-    content = read_json_or_none(folder / "config.json")
+def read_hf_config(file: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face model folder; raises ConfigError if it is missing."""
+    content = read_json_or_none(file)
     if not isinstance(content, dict):
         raise ConfigError(
-            f"checkpointer.checkpoint_dir: {folder / 'config.json'} is missing or no JSON; "
+            f"checkpointer.checkpoint_dir: {file} is missing or no JSON; "
             "give a Hugging Face model folder"
         )
     return content

@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from runspec.shape import config_file
 from trainer.errors import ConfigError
 from trainer.models.transformers.attention import NAME
 from trainer.models.transformers.decoder import PLACE, TransformersDecoder
@@ -29,10 +30,12 @@ def empty(folder: Path) -> TransformersDecoder:
             f"{PLACE}: {folder} holds an adapter, no model; give its base model's folder, and the "
             "adapter as checkpointer.adapter_checkpoint"
         )
-    content = read_hf_config(folder)
+    # The published file serves a look at a model that is not downloaded yet: a check, a trace.
+    file = config_file(folder) or folder / "config.json"
+    content = read_hf_config(file)
     if faults := _faults(content):
         raise ConfigError(*(f"{PLACE}: {fault}" for fault in faults))
-    config = _config(folder)
+    config = _config(file)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         causal = kind._from_config(
@@ -92,11 +95,11 @@ def _rope_types(content: dict[str, Any]) -> set[str]:
     return {str(block.get("rope_type", block.get("type", "default"))) for block in blocks}
 
 
-def _config(folder: Path) -> PreTrainedConfig:
+def _config(file: Path) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(file, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
         raise ConfigError(
-            f"{PLACE}: {folder / 'config.json'} is refused by transformers: {' '.join(lines[:2])}"
+            f"{PLACE}: {file} is refused by transformers: {' '.join(lines[:2])}"
         ) from None
