@@ -238,6 +238,8 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
     text = content.get("text_config")
     given = dict(text) if isinstance(text, Mapping) else dict(content)
     family = str(given.get("model_type") or content.get("model_type") or "")
+    # Whether a part's output is tied is the whole model's to say.
+    given |= {key: content[key] for key in ("tie_word_embeddings",) if key in content}
     given = _ASSUMED.get(family, {}) | {k: v for k, v in given.items() if v is not None}
     if family in _WITHOUT_GATE:
         raise ShapeError(f"the MLP of a {family} model is not known to the estimate yet")

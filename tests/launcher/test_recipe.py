@@ -25,7 +25,9 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "qwen0_5b_full",
     "qwen0_5b_lora",
     # Of transformers' source.
+    "gemma3_12b_lora",
     "gemma3_1b_full",
+    "gemma3_27b_lora",
     "mistral_small_24b_lora",
     "phi4_mini_lora",
     "qwen3_0_6b_full",

@@ -81,6 +81,9 @@ PUBLISHED = {
     "Qwen3-8B": 8_190_735_360,
     "SmolLM3-3B": 3_075_098_624,
     "gemma-3-1b-it": 999_885_952,
+    # Without the part for images.
+    "gemma-3-12b-it": 11_766_034_176,
+    "gemma-3-27b-it": 27_009_346_304,
 }
 
 

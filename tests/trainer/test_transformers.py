@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
 
 from runspec.flops import of_shape
 from runspec.shape import of_config_json
@@ -23,7 +24,14 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
-from tests.trainer.transformers_cases import FAMILIES, SIZES, reference, write
+from tests.trainer.transformers_cases import (
+    FAMILIES,
+    LARGER,
+    SIZES,
+    reference,
+    write,
+    write_larger,
+)
 from trainer import check
 from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
@@ -186,6 +194,36 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     assert (adapted - plain).abs().max() > 1e-2, "the adapter must do something"
 
 
+@pytest.mark.parametrize("name", LARGER)
+def test_the_text_part_of_a_larger_model(
+    name: str, tmp_path: Path, dataset: Path, world: distributed.World
+) -> None:
+    """Its tensors among the others of the folder, which the export has as they were."""
+    from peft import PeftModel
+
+    source = write_larger(name, tmp_path / "source")
+    whole = AutoModelForImageTextToText.from_pretrained(source, attn_implementation="eager").eval()
+    config = load(config_of(tmp_path, source, dataset, model=LORA))
+    model = models.build(config, world)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.module(TOKENS), whole(TOKENS).logits, rtol=0, atol=1e-5)
+    unchanged = exports.export(model, config, world)
+    before, after = tensors(source), tensors(unchanged)
+    assert any("vision" in key for key in before)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in weights.named_parameters(model.module):
+            if key.endswith("lora_b.weight"):
+                parameter.normal_(std=0.05)
+        trained = model.module(TOKENS)
+    folder = exports.export(model, config, world)
+    with torch.inference_mode():
+        adapted = PeftModel.from_pretrained(whole, folder / "adapter").eval()(TOKENS).logits
+    torch.testing.assert_close(adapted, trained, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "told"),
     [
@@ -195,7 +233,7 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
         ("gemma3_text", {"use_bidirectional_attention": True}, "it has bidirectional attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type dyna"),
         ("llama", {"num_attention_heads": "four"}, "is refused by transformers"),
-        ("gemma3", {"text_config": {}}, "the gemma3 model reads more than text"),
+        ("qwen3_vl", {"text_config": {}}, "for the text part of the qwen3_vl model"),
         ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, "it has experts (layers."),
         ("qwen3_5_text", {}, "it has layers of linear_attention, which is not supported yet"),
         ("stablelm", {}, "do not hand the documents of packed rows to their attention"),

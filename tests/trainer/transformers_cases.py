@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 SIZES = {
     "vocab_size": 1024,
@@ -90,6 +90,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", MIXED),
     "cohere2": ("cohere2", {"logit_scale": 2.0, **MIXED}),
 }
+
+_IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
+_IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+# Models of text and images, whose text part is trained: kind, text part, part for images.
+LARGER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3-12b": (
+        "gemma3",
+        "gemma3",
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **_IMAGES},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "ministral3-8b": (
+        "mistral3",
+        "ministral3",
+        {"vision_config": {"model_type": "pixtral", "head_dim": 16, **_IMAGES}},
+    ),
+}
+
+
+def write_larger(name: str, folder: Path) -> Path:
+    """Write a random model of text and images."""
+    kind, text, settings = LARGER[name]
+    text_kind, text_settings = FAMILIES[text]
+    torch.manual_seed(1)
+    part = {"model_type": text_kind, **SIZES, **text_settings}
+    config = AutoConfig.for_model(kind, text_config=part, **settings)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def write(family: str, folder: Path, tokenizer: Path | None = None) -> Path:

@@ -64,6 +64,8 @@ class Decoder(nn.Module, ABC):
             list; 0 gives one tensor.
         ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
             parameter.
+        carried_tensors: names of tensors that belong to other parts of the folder's model, such as
+            its part for images; the export holds them as they are.
     """
 
     blocks: nn.ModuleList
@@ -75,6 +77,7 @@ class Decoder(nn.Module, ABC):
     output_softcap: float | None = None
     num_output_chunks: int = 0
     ignored_tensors: ClassVar[tuple[str, ...]] = ()
+    carried_tensors: tuple[str, ...] = ()
 
     @abstractmethod
     def forward(
@@ -168,6 +171,10 @@ class Decoder(nn.Module, ABC):
         Parameters with the same tensor lie in its rows one after another, in the model's order.
         """
         return parameter
+
+    def peft_name(self, tensor: str) -> str:
+        """The name that transformers' class, and so PEFT, has for a tensor of the hub."""
+        return tensor
 
     def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a parameter, [out, ...], from the order of the hub to the model's."""

@@ -11,11 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.patch import patch_forward
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import rope
 from trainer.models.transformers.attention import Observer
+from trainer.storage.weights import SafetensorsSource
 
 PLACE = "checkpointer.checkpoint_dir"
 # A style of transformers' tensor-parallel plans, and the role that does the same.
@@ -39,16 +41,20 @@ class TransformersDecoder(Decoder):
 
     Args:
         causal: on the meta device, with the attention function of models/transformers/attention.
+        place: if it is the text part of a larger model, the name of its base model in there.
 
     Raises:
         ConfigError: it computes what the trainer cannot; one line per reason.
     """
 
-    def __init__(self, causal: PreTrainedModel) -> None:
+    def __init__(self, causal: PreTrainedModel, place: str | None = None) -> None:
         super().__init__()
+        self._place = place
         self.config = causal.config
         self._initialise: Callable[[nn.Module], None] = causal._init_weights
         self._prefix = causal.base_model_prefix
+        # The beginning of the hub's names for the base model's tensors.
+        self._hub_prefix, self._hub_head = f"{self._prefix}.", "lm_head.weight"
         base = getattr(causal, self._prefix)
         self._check_parts(base)
         self.output_softcap = getattr(self.config, "final_logit_softcapping", None)
@@ -85,7 +91,7 @@ class TransformersDecoder(Decoder):
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
         """Rotary tables of old folders, and the copy of a tied output."""
-        return ("*rotary_emb.inv_freq", *(("lm_head.weight",) if self.lm_head is None else ()))
+        return ("*rotary_emb.inv_freq", *((self._hub_head,) if self.lm_head is None else ()))
 
     def forward(
         self, tokens: torch.Tensor, *, mask: Any = None, input_pos: torch.Tensor | None = None
@@ -136,11 +142,38 @@ class TransformersDecoder(Decoder):
             self._initialise(module)
         rope.fill(self)
 
+    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+        """Find the names of a text part's tensors among those of the folder's files.
+
+        Larger models have had more than one order of names; a text model has one.
+        """
+        if self._place is None:
+            return []
+        names = SafetensorsSource.open(config.checkpointer).shapes
+        end = f"{self._embedding_name().removeprefix(f'{self._prefix}.')}.weight"
+        found = [name.removesuffix(end) for name in names if name.endswith(f".{end}")]
+        if len(found) != 1:
+            return [f"{config.model_folder}: {len(found)} tensors are called *.{end}, not one"]
+        (self._hub_prefix,) = found
+        heads = [name for name in names if name.endswith(self._hub_head)]
+        self._hub_head = heads[0] if heads else self._hub_head
+        own = (self._hub_prefix, self._hub_head)
+        self.carried_tensors = tuple(name for name in names if not name.startswith(own))
+        return []
+
     def hub_name(self, parameter: str) -> str | None:
         """The hub's tensor that holds a parameter."""
         if parameter.startswith("final_norm."):
-            return f"{self._prefix}.norm.{parameter.removeprefix('final_norm.')}"
-        return parameter
+            return f"{self._hub_prefix}norm.{parameter.removeprefix('final_norm.')}"
+        if parameter == "lm_head.weight":
+            return self._hub_head
+        return self._hub_prefix + parameter.removeprefix(f"{self._prefix}.")
+
+    def peft_name(self, tensor: str) -> str:
+        """The name that transformers' class has for a tensor of the hub."""
+        if self._place is None or not tensor.startswith(self._hub_prefix):
+            return tensor
+        return f"{self._place}.{tensor.removeprefix(self._hub_prefix)}"
 
     def _check_parts(self, base: nn.Module) -> None:
         lacks = [
@@ -250,8 +283,7 @@ class TransformersDecoder(Decoder):
             self._prepare_norm(name)
         self._prepare_norm("final_norm")
         self._prepare_embedding()
-        embedding = next(n for n, m in self.named_modules() if m is self.embedding)
-        roles |= {embedding: Role.EMBEDDING, "final_norm": Role.NORM}
+        roles |= {self._embedding_name(): Role.EMBEDDING, "final_norm": Role.NORM}
         if self.lm_head is not None:
             roles["lm_head"] = Role.OUTPUT
         for name, _ in self.named_parameters():
@@ -278,6 +310,9 @@ class TransformersDecoder(Decoder):
         for other, module in self.named_modules():
             if _pattern(other) == _pattern(name):
                 module.eps, module.unit_offset = eps, unit_offset
+
+    def _embedding_name(self) -> str:
+        return next(name for name, module in self.named_modules() if module is self.embedding)
 
     def _prepare_embedding(self) -> None:
         embedding = self.embedding
