@@ -249,7 +249,7 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
         raise ShapeError(f"it does not say {', '.join(missing)}: give the folder of a text decoder")
     shape = _shape(sizes, given, family)
     head_norms = 0
-    if family in ("qwen3", "gemma3_text", "exaone4"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
         head_norms = 2 * shape.head_dim
     elif family in ("olmo2", "olmo3"):
         head_norms = shape.query_width + shape.kv_width

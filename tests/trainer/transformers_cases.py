@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from runspec.shape import Experts
+
 SIZES = {
     "vocab_size": 1024,
     "num_hidden_layers": 3,
@@ -89,7 +91,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", MIXED),
     "cohere2": ("cohere2", {"logit_scale": 2.0, **MIXED}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 20, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+# Of those with experts, what these are.
+EXPERTS = {"qwen3-moe": Experts(4, 2, 48), "mixtral": Experts(4, 2, 128)}
 
 _IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
 _IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}

@@ -218,6 +218,11 @@ def _quantise(model: Decoder) -> None:
             "model.quantize_base: only adapters can be trained over a quantised base; "
             "set model.lora_rank or use a lora_* builder, or set model.quantize_base=False"
         )
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
+        raise ConfigError(
+            "model.quantize_base: the weights of experts cannot be quantised yet; set "
+            "model.quantize_base=False"
+        )
     names = model.linear_layers()
     if faults := nf4.faults(names, model):
         raise ConfigError(*faults)

@@ -172,6 +172,22 @@ class Decoder(nn.Module, ABC):
         """
         return parameter
 
+    def hub_pieces(self, parameter: str) -> dict[str, tuple[Any, ...]]:
+        """The tensors of the hub that each hold a piece of a parameter, and the piece's index.
+
+        So experts, of which the hub has a tensor each, are one parameter here. {} if `hub_name`
+        tells the tensor.
+        """
+        return {}
+
+    def expert_shares(self) -> dict[str, float]:
+        """The parameters of the blocks that are in no linear layer, and no norm's or bias.
+
+        By name, the share of each that one token is multiplied with: of experts those that are
+        active, of a router all.
+        """
+        return {}
+
     def peft_name(self, tensor: str) -> str:
         """The name that transformers' class, and so PEFT, has for a tensor of the hub."""
         return tensor

@@ -77,6 +77,8 @@ def _commit(temporary: Path, final: Path) -> None:
 def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     parts_of, layers = weights.hub_tensors(model.module), _layers(model)
     shapes = {key: weights.hub_shape(parts) for key, parts in parts_of.items()}
+    pieces, whole = weights.hub_pieces(model.module), ("", torch.empty(0))
+    shapes |= {key: piece.shape for key, piece in pieces.items()}
     carried = model.module.carried_tensors
     if carried:
         source = weights.SafetensorsSource.open(config.checkpointer)
@@ -93,7 +95,13 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
             lambda n=name, s=own: weights.SafetensorsWriter(folder / n, s, model.dtype)
         )
         for key in keys:
-            if key in parts_of:
+            if key in pieces:
+                name, parameter, index = pieces[key]
+                if whole[0] != name:
+                    # All its pieces come one after another.
+                    whole = name, full_tensor(parameter.detach())
+                tensor = whole[1][index].to(model.dtype).cpu()
+            elif key in parts_of:
                 tensor = _merged(model, layers, parts_of[key], keep=world.is_main)
             elif file is not None:
                 tensor = source.tensor(key).to(model.dtype)

@@ -9,15 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers.patch import patch_forward
+from trainer.layers import lora
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import rope
 from trainer.models.transformers.attention import Observer
-from trainer.storage.weights import SafetensorsSource
+from trainer.storage.weights import SafetensorsSource, named_parameters
 
 PLACE = "checkpointer.checkpoint_dir"
 # A style of transformers' tensor-parallel plans, and the role that does the same.
@@ -26,6 +28,9 @@ STYLES = {
     "rowwise": Role.ROW,
     "replicated_with_grad_allreduce": Role.REPLICATED,
 }
+# How transformers' rules make one parameter of the experts' tensors: one upon the other, and then
+# the rows of several kinds one below the other.
+STACKED, JOINED = ("MergeModulelist", 0), ("Concatenate", 1)
 SLIDING = "sliding_attention"
 LAYER_TYPES = {"full_attention", SLIDING}
 # Enough tokens for every operation; nothing is computed on the meta device.
@@ -167,7 +172,54 @@ class TransformersDecoder(Decoder):
             return f"{self._hub_prefix}norm.{parameter.removeprefix('final_norm.')}"
         if parameter == "lm_head.weight":
             return self._hub_head
-        return self._hub_prefix + parameter.removeprefix(f"{self._prefix}.")
+        return self._renamed(self._hub_prefix + parameter.removeprefix(f"{self._prefix}."))
+
+    def hub_pieces(
+        self, parameter: str, weight: torch.Tensor | None = None
+    ) -> dict[str, tuple[Any, ...]]:
+        """The hub's tensors of the experts that a parameter stacks, by transformers' own rules.
+
+        Each expert is a slice [outputs, inputs] of it, whose rows several tensors may share.
+        """
+        for converter in self._converters:
+            if not isinstance(converter, WeightConverter):
+                continue
+            (target,), sources = converter.target_patterns, converter.source_patterns
+            if not parameter.endswith(target):
+                continue
+            weight = self.get_parameter(parameter) if weight is None else weight
+            steps = [(type(step).__name__, step.dim) for step in converter.operations]
+            if steps not in ([STACKED], [STACKED, JOINED]) or weight.ndim != 3:
+                return {}
+            rows = weight.shape[1] // len(sources)
+            start = self._hub_prefix + parameter.removeprefix(f"{self._prefix}.")
+            return {
+                self._renamed(start.removesuffix(target) + source.replace("*", str(expert))): (
+                    expert,
+                    slice(part * rows, (part + 1) * rows),
+                )
+                for part, source in enumerate(sources)
+                for expert in range(weight.shape[0])
+            }
+        return {}
+
+    def _renamed(self, name: str) -> str:
+        """A name of the class's as the hub has it, where the two differ by a word."""
+        for rule in self._converters:
+            if not isinstance(rule, WeightConverter):
+                name = name.replace(rule.target_patterns[0], rule.source_patterns[0])
+        return name
+
+    def expert_shares(self) -> dict[str, float]:
+        """Of experts, stacked in one parameter, the share that a token meets; of a router, all."""
+        linear = {f"{name}.weight" for name in self.linear_layers()}
+        active = getattr(self.config, "num_experts_per_tok", 1)
+        return {
+            name: active / len(parameter) if parameter.ndim > 2 else 1.0
+            for name, parameter in named_parameters(self)
+            if "layers" in name and parameter.ndim > 1 and name not in linear
+            if not lora.is_adapter(name)
+        }
 
     def peft_name(self, tensor: str) -> str:
         """The name that transformers' class has for a tensor of the hub."""
@@ -182,12 +234,17 @@ class TransformersDecoder(Decoder):
             if not isinstance(getattr(base, name, None), kind)
         ]
         other = set(getattr(self.config, "layer_types", None) or ()) - LAYER_TYPES
-        deep = [name for name, parameter in base.named_parameters() if parameter.ndim > 2]
+        self._converters = list(get_checkpoint_conversion_mapping(self.config.model_type) or ())
+        deep = [
+            name
+            for name, parameter in base.named_parameters()
+            if parameter.ndim > 2 and not self.hub_pieces(f"{self._prefix}.{name}", parameter)
+        ]
         if other:
             lacks.append(f"it has layers of {', '.join(sorted(other))}, which is not supported yet")
         elif deep:
-            what = "experts" if ".experts." in deep[0] else "weights of three dimensions"
-            lacks.append(f"it has {what} ({deep[0]}), which are not supported yet")
+            what = "experts that are stored" if ".experts." in deep[0] else "weights"
+            lacks.append(f"it has {what} in a way that is not supported yet ({deep[0]})")
         held = base.state_dict().keys() - dict(base.named_parameters()).keys()
         if held and not deep:
             lacks.append(f"its files hold more than weights ({min(held)}), which is not supported")
@@ -230,8 +287,14 @@ class TransformersDecoder(Decoder):
         observer = Observer()
         tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         positions = torch.arange(PROBE_TOKENS, device="meta").unsqueeze(0)
+        experts = getattr(self.config, "_experts_implementation", None)
+        if experts is not None:
+            # The others look at numbers, which the meta device has not.
+            self.config._experts_implementation = "batched_mm"
         with torch.no_grad():
             last = self._hidden(tokens, positions, observer)
+        if experts is not None:
+            self.config._experts_implementation = experts
         for hook in hooks:
             hook.remove()
         self._refuse(observer.faults + self._flow_faults(observer, outputs, last))
@@ -341,7 +404,14 @@ class _Given(nn.Module):
         self._hidden = hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
+        return _Output(last_hidden_state=self._hidden)
+
+
+class _Output(BaseModelOutputWithPast):
+    """None for whatever else a class may look for, such as a router's logits."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def _multiplier(config: Any) -> float | None:
