@@ -3,11 +3,15 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 # How tensor and expert parallelism split a matrix: column by its outputs, row by its inputs,
 # replicated not at all, expert by whole experts; embedding and output by the vocabulary.
 Role = Literal["column", "row", "replicated", "expert", "embedding", "output"]
+
+# Configurations of models of the hub as published, by the folder's name.
+PUBLISHED = Path(__file__).parents[1] / "configs" / "shapes"
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -59,8 +63,11 @@ class Shape:
     dim: width of the hidden states. layers: blocks. heads, kv_heads: of queries, and of keys and
     values, each head_dim wide. intermediate: width inside the MLP. max_seq_len: longest context.
     tied: the output layer is the embedding. qkv_bias: q, k and v have biases. norms: in each
-    block, each as wide as dim. softcap: scores and logits are capped by a tanh. whole_rotary: its
-    RoPE tables have a cosine and a sine for each feature, not for each pair of them.
+    block, each as wide as dim. head_norms: numbers in a block's norms of queries and keys. softcap:
+    logits are capped by a tanh. rotary_tables: RoPE has tables of all positions; else it computes
+    those of a batch. whole_rotary: they have a cosine and a sine for each feature, not for each
+    pair of them. whole: tensor parallelism cannot split it, whatever its sizes are. fused: q, k and
+    v come out of one product.
     """
 
     dim: int
@@ -74,8 +81,12 @@ class Shape:
     tied: bool = False
     qkv_bias: bool = False
     norms: int = 2
+    head_norms: int = 0
     softcap: bool = False
+    rotary_tables: bool = True
     whole_rotary: bool = False
+    whole: bool = False
+    fused: bool = False
     experts: Experts | None = None
 
     @property
@@ -135,7 +146,7 @@ class Shape:
     def layer_parameters(self) -> int:
         """Parameters of one block."""
         matrices = sum(matrix.parameters for matrix in self.matrices.values())
-        return matrices + self.norms * self.dim + sum(self.bias.values())
+        return matrices + self.norms * self.dim + self.head_norms + sum(self.bias.values())
 
     @property
     def parameters(self) -> int:
@@ -166,15 +177,47 @@ _NAMES = {
 }
 
 
+def config_file(folder: Path) -> Path | None:
+    """Return the config.json of a model folder; the published one if it is not downloaded yet."""
+    files = (folder / "config.json", PUBLISHED / f"{folder.name}.json")
+    return next((file for file in files[: 1 + (not folder.is_dir())] if file.is_file()), None)
+
+
+# What transformers' configuration classes assume for a key that a config.json leaves out, where the
+# families' folders on the hub do leave it out.
+_ASSUMED: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 256},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+    "mistral": {"num_key_value_heads": 8},
+    "ministral3": {"head_dim": 128},
+    "qwen3": {"head_dim": 128},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    "smollm3": {"num_key_value_heads": 4},
+}
+# Families of transformers' that our tensor parallelism cannot split: fused matrices, norms over all
+# heads, or no norm in front of the matrices that it splits by outputs.
+_WHOLE = ("apertus", "cohere2", "exaone4", "glm", "glm4", "olmo2", "olmo3", "phi3")
+# Their MLP has two matrices, which no shape can say.
+_WITHOUT_GATE = ("apertus", "arcee", "nemotron", "starcoder2")
+
+
 def family_traits(family: str) -> dict[str, Any]:
     """What a family's models have that no size shows, by Shape's names.
 
     family: a model_type of Hugging Face's, or a module of torchtune's.
     """
+    tied = ("gemma", "llama3_2", "smollm3", "cohere2")
+    norms = {"cohere2": 1} | dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "glm4"), 4)
     return {
-        "tied": family.startswith(("gemma", "llama3_2")),
+        "tied": family.startswith(tied),
         "qkv_bias": family.startswith("qwen2"),
-        "norms": 4 if family.startswith(("gemma2", "gemma3")) else 2,
+        "norms": norms.get(family, 2),
         "softcap": family == "gemma2",
         # The families whose tables torchtune makes as wide as Hugging Face does.
         "whole_rotary": family.startswith(("qwen2", "phi3", "phi4")),
@@ -182,7 +225,7 @@ def family_traits(family: str) -> dict[str, Any]:
 
 
 def of_config_json(content: Mapping[str, Any]) -> Shape:
-    """Return the shape that a Hugging Face config.json says.
+    """Return the shape that a Hugging Face config.json says; of its text model, if it has others.
 
     Raises:
         ShapeError: the model has experts, or a size is missing.
@@ -192,11 +235,32 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
             f"it has a mixture of experts ({', '.join(found)}), and its experts are not known to "
             "the estimate yet"
         )
-    sizes = {name: content.get(key) for name, (key, _) in _NAMES.items()}
+    text = content.get("text_config")
+    given = dict(text) if isinstance(text, Mapping) else dict(content)
+    family = str(given.get("model_type") or content.get("model_type") or "")
+    # Whether a part's output is tied is the whole model's to say.
+    given |= {key: content[key] for key in ("tie_word_embeddings",) if key in content}
+    given = _ASSUMED.get(family, {}) | {k: v for k, v in given.items() if v is not None}
+    if family in _WITHOUT_GATE:
+        raise ShapeError(f"the MLP of a {family} model is not known to the estimate yet")
+    sizes = {name: given.get(key) for name, (key, _) in _NAMES.items()}
     sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
     if missing := [_NAMES[name][0] for name, size in sizes.items() if not size]:
         raise ShapeError(f"it does not say {', '.join(missing)}: give the folder of a text decoder")
-    return _shape(sizes, content, str(content.get("model_type", "")))
+    shape = _shape(sizes, given, family)
+    head_norms = 0
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
+        head_norms = 2 * shape.head_dim
+    elif family in ("olmo2", "olmo3"):
+        head_norms = shape.query_width + shape.kv_width
+    return replace(
+        shape,
+        qkv_bias=bool(given.get("attention_bias", shape.qkv_bias)),
+        head_norms=head_norms,
+        whole=family in _WHOLE,
+        fused=family == "phi3",
+        softcap=bool(given.get("final_logit_softcapping", shape.softcap)),
+    )
 
 
 def _expert_counts(content: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

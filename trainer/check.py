@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from runspec.keys.sft import TRANSFORMERS
+from runspec.shape import config_file
 from trainer import config as configs
 from trainer import optimizers
 from trainer.data import tokenizers
@@ -49,6 +51,8 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         # Loggers are ignored, and losses by torchtune's later names are ours.
         if key == "metric_logger" or block["_component_"] in LATER_NAMES:
             continue
+        if key == "model" and block["_component_"] == TRANSFORMERS:
+            continue  # the folder names the class
         factory = _tried(found, lambda k=key, b=block: configs.component(k, b["_component_"]))
         if factory is None:
             continue
@@ -91,6 +95,8 @@ def _misfits(config: configs.TrainConfig) -> list[str]:
         tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
         if tokenizer is not None:
             found += tokenizers.faults(tokenizer, config.model_folder)
+    elif config.model["_component_"] == TRANSFORMERS and not config_file(config.model_folder):
+        model = None  # nothing is known of it before it is downloaded
     else:
         model = _tried(found, lambda: models.empty(config))
         if model is not None:

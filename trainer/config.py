@@ -17,7 +17,7 @@ from runspec import yamlrules
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED, children, faults, unused
-from runspec.keys.sft import SFT, recomputed
+from runspec.keys.sft import SFT, TRANSFORMERS, recomputed
 from trainer.errors import ConfigError
 
 # What the products of fp8 take as rows: see trainer/layers/fp8.py.
@@ -126,6 +126,7 @@ def parse(content: dict[str, Any]) -> TrainConfig:
 def _complete(given: dict[str, Any]) -> dict[str, Any]:
     """A value for each key: the given one, else its default; None for a required one."""
     values = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    values["model"] = {"_component_": TRANSFORMERS, **(values["model"] or {})}
     if (values["fsdp"] or {}).get("cpu_offload"):
         values["fsdp_cpu_offload"] = True
     # Without it each GPU keeps a whole replica's gradients, which is what offloading is to save.
@@ -207,6 +208,8 @@ def _prefix_faults(key: str, block: dict[str, Any]) -> list[str]:
     """A fault if the dotted path of a block's `_component_` may not be imported."""
     dotted = block["_component_"]
     own = os.environ.get(OWN_PACKAGES, "").replace(",", " ").split()
+    if key == "model" and dotted == TRANSFORMERS:
+        return []
     if dotted.startswith(tuple(f"{name}." for name in (*COMPONENT_PACKAGES, *own))):
         return []
     return [

@@ -24,6 +24,7 @@ from runspec import files, flops
 from trainer.layers import nf4
 from trainer.layers.attention import DocumentAttention
 from trainer.models.decoder import Decoder, Role
+from trainer.storage.weights import named_parameters
 
 GIB = 2**30
 GPUS = Path(__file__).parents[1] / "configs/gpus.yaml"
@@ -108,6 +109,7 @@ def _stages(model: Decoder) -> Iterator[flops.Stage]:
     """The linear layers of the blocks and their attention, in the order of the forward pass."""
     rows = set(model.linear_layers(Role.ROW))
     heads = model.sizes()["num_heads"]
+    shares, parameters = model.expert_shares(), dict(named_parameters(model))
     for parent, names in groupby(model.linear_layers(), lambda name: name.rpartition(".")[0]):
         layers = {name: model.get_submodule(name) for name in names}
         yield [_linear(layer) for name, layer in layers.items() if name not in rows]
@@ -115,6 +117,10 @@ def _stages(model: Decoder) -> Iterator[flops.Stage]:
             if isinstance(attention, DocumentAttention):
                 yield flops.Attention(heads * attention.head_dim)
         yield [_linear(layer) for name, layer in layers.items() if name in rows]
+        block = parent.rpartition(".")[0]
+        if experts := [name for name in shares if name.startswith(f"{block}.")]:
+            weights = {name: parameters[name] for name in experts}
+            yield [flops.Linear(w.numel() * shares[n], w.requires_grad) for n, w in weights.items()]
 
 
 def _linear(module: nn.Module) -> flops.Linear:

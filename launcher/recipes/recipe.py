@@ -196,8 +196,11 @@ class Recipe:
 
 def method_of(model: Mapping[str, Any]) -> str:
     """Return full, lora, dora, qlora or qdora, as a `model` block says."""
-    builder = str(model.get("_component_") or "").rpartition(".")[2]
-    if not builder.startswith(("lora_", "qlora_")):
+    module, _, builder = str(model.get("_component_") or "").rpartition(".")
+    adapted = builder.startswith(("lora_", "qlora_"))
+    if not module.startswith("torchtune."):
+        adapted = model.get("lora_rank") is not None
+    if not adapted:
         return "full"
     quantised = model.get("quantize_base", builder.startswith("qlora_"))
     return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"

@@ -60,6 +60,9 @@ class _Phases:
         self.on_gpu = 0 if step.cpu_offload else 1
         stored = depth * self.units.layer.stored(step.weight_bytes) + ends.stored(step.weight_bytes)
         tables = FP32 * shape.max_seq_len * shape.head_dim * (2 if shape.whole_rotary else 1)
+        if not shape.rotary_tables:
+            # Cosines and sines of a row's positions, in the dtype of the computation.
+            tables = 2 * e * t * shape.head_dim
         self.state: Terms = {
             "weights": self.on_gpu * stored / step.layout.shard,
             "optimizer": self.on_gpu * self.trained * state_bytes(step) / step.layout.shard,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, StepConfig
+from runspec.keys.sft import TRANSFORMERS
 from runspec.layout import Layout, LayoutError, model_faults
 from runspec.shape import ATTENTION, MLP
 
@@ -43,7 +44,8 @@ def _to_layout(step: StepConfig, sizes: tuple[int, int], nodes: int = 0) -> Step
     except LayoutError:
         return None
     # The trainer refuses dropout in layers that are split.
-    if model_faults(tensor, step.shape.split_sizes) or (tensor > 1 and step.dropout):
+    whole = step.dropout or step.shape.whole
+    if model_faults(tensor, step.shape.split_sizes) or (tensor > 1 and whole):
         return None
     return replace(step, layout=layout)
 
@@ -118,6 +120,11 @@ def _keys(step: StepConfig) -> Iterator[str]:
 
 
 def _method_keys(step: StepConfig) -> str:
+    if step.builder == TRANSFORMERS:
+        if step.method == "full":
+            return "model.lora_rank=null"
+        quantised = f" model.quantize_base={str(step.is_quantised).lower()}"
+        return f"model.lora_rank={step.lora_rank}{quantised}"
     module, _, name = step.builder.rpartition(".")
     prefix = {"full": "", "lora": "lora_", "dora": "lora_"}.get(step.method, "qlora_")
     text = f"model._component_={module}.{prefix}{re.sub('^q?lora_', '', name)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from launcher.recipes.recipe import method_of
 from runspec import shape as shapes
 from runspec.files import read_json
 from runspec.flops import of_shape
-from runspec.keys.sft import recomputed
+from runspec.keys.sft import TRANSFORMERS, recomputed
 from runspec.layout import Layout, LayoutError, model_faults
 from runspec.shape import ATTENTION, MLP, Matrix, Shape
 
@@ -149,6 +149,11 @@ class TokenFlops:
         self.hardware = self.model + layers * self.recomputed
 
 
+# By transformers' names of linear layers, and ours of an embedding and an output layer, those here.
+_FUSED = {"qkv_proj": ATTENTION[:3], "gate_up_proj": MLP[:2], "o_proj": ATTENTION[3:]}
+_APART = {"embedding": "tok_embeddings", "output_head": "output"}
+
+
 # Of a recipe -------------------------------------------------------------------------------------
 
 
@@ -161,9 +166,10 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
     """Return the shape of the model that a `model` block builds; RecipeFault if it is not known.
 
     A named builder has its sizes in code, copied to configs/models.yaml; a component builder takes
-    them as arguments; of any other the config.json in the model's folder says them.
+    them as arguments; of any other the config.json in the model's folder says them, or the one in
+    configs/shapes while the model is not downloaded.
     """
-    builder = str(model.get("_component_") or "")
+    builder = str(model.get("_component_") or TRANSFORMERS)
     module, _, name = builder.rpartition(".")
     plain = f"{module}.{re.sub('^q?lora_', '', name)}"
     family = module.rpartition(".")[2]
@@ -171,17 +177,21 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
         return Shape(**sizes, whole_rotary=shapes.family_traits(family)["whole_rotary"])
     if shape := shapes.of_builder_arguments(model, family):
         return shape
-    file = folder / "config.json" if folder else None
-    if file is None or not file.is_file():
+    from_folder, file = builder == TRANSFORMERS, shapes.config_file(folder) if folder else None
+    if file is None:
+        hint = "" if from_folder else nearest(plain, _known_shapes())
         raise RecipeFault(
-            f"model._component_ {builder!r}{nearest(plain, _known_shapes())}: its sizes are not "
-            "known here: download the model to checkpointer.checkpoint_dir, whose config.json says "
-            "them"
+            f"model._component_ {builder!r}{hint}: its sizes are not known here: download the "
+            "model to checkpointer.checkpoint_dir, whose config.json says them"
         )
     try:
-        return shapes.of_config_json(read_json(file) or {})
+        shape = shapes.of_config_json(read_json(file) or {})
     except (OSError, ValueError) as error:
         raise RecipeFault(f"{file}: {error}") from error
+    if from_folder:
+        return replace(shape, rotary_tables=False)
+    # What transformers' code does, and not other code for the same config.json.
+    return replace(shape, whole=False, fused=False)
 
 
 def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepConfig:
@@ -194,6 +204,8 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         faults = model_faults(layout.tensor_parallel, shape.split_sizes)
     except LayoutError as error:
         faults = error.faults
+    if shape.whole and int(config.get("tensor_parallel_dim") or 1) > 1:
+        faults.append("tensor_parallel_dim: this model cannot be split: set tensor_parallel_dim=1")
     length = _block(config, "tokenizer").get("max_seq_len") or 0
     if not length:
         faults.append(
@@ -209,7 +221,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         method=method_of(model),
         layout=layout,
         gpus_per_node=gpus_per_node,
-        builder=str(model.get("_component_") or ""),
+        builder=str(model.get("_component_") or TRANSFORMERS),
         batch=int(config.get("batch_size") or 1),
         length=int(length),
         accumulation=int(config.get("gradient_accumulation_steps") or 1),
@@ -223,7 +235,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         activation_offload=bool(config.get("enable_activation_offloading")),
         compiled=config.get("compile") is True,
         reshard=config.get("fsdp_reshard_after_forward") is not False,
-        apart=tuple(config.get("custom_sharded_layers") or ()),
+        apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_lora(model),
         **_optimizer(_block(config, "optimizer")),
         **_loss(_block(config, "loss")),
@@ -239,9 +251,14 @@ def _lora(model: Mapping[str, Any]) -> dict[str, Any]:
     if method_of(model) == "full":
         return {}
     attention = [name for name in model.get("lora_attn_modules") or [] if name in ATTENTION]
+    targets = (*attention, *(MLP if model.get("apply_lora_to_mlp") else ()))
+    if not str(model.get("_component_") or "").startswith("torchtune."):
+        named = model.get("lora_modules") or (*ATTENTION, *MLP)
+        meant = {each for name in named for each in _FUSED.get(name, (name,))}
+        targets = tuple(name for name in (*ATTENTION, *MLP) if name in meant)
     return {
         "lora_rank": int(model.get("lora_rank") or 8),
-        "lora_targets": (*attention, *(MLP if model.get("apply_lora_to_mlp") else ())),
+        "lora_targets": targets,
         "lora_output": bool(model.get("apply_lora_to_output")),
         "dropout": bool(model.get("lora_dropout")),
     }

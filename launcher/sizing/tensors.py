@@ -92,6 +92,8 @@ def _layer(step: StepConfig) -> Iterator[Parameter]:
             yield from _adapter(step, matrix)
     for _ in range(shape.norms):
         yield _norm(step)
+    if shape.head_norms:
+        yield Parameter(shape.head_norms, 1, e, full, shared=True)
 
 
 def _split(step: StepConfig, matrix: Matrix) -> tuple[float, float]:
@@ -146,10 +148,14 @@ def saved_by_layer(step: StepConfig) -> float:
     t, d, f, q = step.tokens, shape.dim, shape.intermediate, shape.query_width
     norm = e if step.compiled else FP32 * 2 if step.is_full else FP32
     norms = shape.norms * norm * t * d / tp
+    norms += norm * t * (q + shape.kv_width) / tp if shape.head_norms else 0
     inputs = sum(e * t * d for group in (ATTENTION[:3], MLP[:2]) if step.trains(*group))
     # Flash attention shares the heads of keys and values; in fp32 there is none: they are copied.
     kv = shape.kv_width if e < FP32 else q
     attention = (e * t * 2 * (q + kv) + FP32 * t * shape.heads) / tp
+    if shape.fused:
+        # The values that are kept are a part of the product, so that all of it stays.
+        attention += e * t * (q + kv)
     mlp = e * t * f * (2 + step.trains("down_proj") + (not step.compiled)) / tp
     return norms + inputs + attention + mlp + _saved_by_adapters(step)
 

@@ -6,19 +6,50 @@ from typing import Any
 
 from runspec.keys.key import REQUIRED, Key
 
+# model._component_ of a model that its folder's config.json names: transformers has the code.
+TRANSFORMERS = "transformers"
+
 GROUPS: dict[str, tuple[Key, ...]] = {}
 GROUPS["Model"] = (
     Key(
         "model",
-        "component",
-        "Builder of the model and its arguments: a plain one trains all weights, lora_* trains "
-        "adapters, qlora_* trains adapters over a 4-bit base.",
-        REQUIRED,
+        "open block",
+        "The model and its adapters. Without _component_ (or with transformers) the config.json in "
+        "checkpointer.checkpoint_dir names the model, and model.lora_rank trains adapters. A "
+        "builder of torchtune's: a plain one trains all weights, lora_* trains adapters, qlora_* "
+        "trains adapters over a 4-bit base.",
+        {"_component_": TRANSFORMERS},
     ),
-    Key("model.lora_attn_modules", "texts", "LoRA on q_proj, k_proj, v_proj, output_proj."),
-    Key("model.apply_lora_to_mlp", "flag", "LoRA on the MLP's layers too.", False),
-    Key("model.lora_rank", "positive", "LoRA's rank: higher learns more, needs more memory.", 8),
-    Key("model.lora_alpha", "number", "LoRA's updates are scaled by lora_alpha / lora_rank.", 16),
+    Key("model._component_", "text", "transformers, or a builder's dotted path.", TRANSFORMERS),
+    Key(
+        "model.lora_modules",
+        "texts",
+        "Linear layers that get LoRA, by the last part of their names, such as q_proj; not for "
+        "torchtune's builders. Default: all of the blocks.",
+    ),
+    Key(
+        "model.lora_attn_modules",
+        "texts",
+        "LoRA on q_proj, k_proj, v_proj, output_proj; for torchtune's builders.",
+    ),
+    Key(
+        "model.apply_lora_to_mlp",
+        "flag",
+        "LoRA on the MLP's layers too; for torchtune's builders.",
+        False,
+    ),
+    Key(
+        "model.lora_rank",
+        "positive",
+        "LoRA's rank: higher learns more, needs more memory. Default: 8 for torchtune's lora_*, "
+        "else no LoRA.",
+    ),
+    Key(
+        "model.lora_alpha",
+        "number",
+        "LoRA's updates are scaled by lora_alpha / lora_rank. Default: 16 for torchtune's lora_*, "
+        "else twice the rank.",
+    ),
     Key("model.lora_dropout", "rate", "Dropout on the input of LoRA's layers.", 0.0),
     Key("model.use_dora", "flag", "DoRA: also train a magnitude for each row.", False),
     Key(

@@ -24,6 +24,18 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "demo",
     "qwen0_5b_full",
     "qwen0_5b_lora",
+    # Of transformers' source.
+    "gemma3_12b_lora",
+    "gemma3_1b_full",
+    "gemma3_27b_lora",
+    "mistral_small_24b_lora",
+    "phi4_mini_lora",
+    "qwen3_0_6b_full",
+    "qwen3_32b_lora",
+    "qwen3_8b_full",
+    "qwen3_8b_lora",
+    "qwen3_8b_qlora",
+    "smollm3_3b_full",
 }
 
 
@@ -213,7 +225,7 @@ def test_a_wrong_name_is_one_fault(name, told):
         ("+resources.account=$(id)", "letters, digits"),
         ("resources.account=x\n#SBATCH --uid=0", "more than one line"),
         ("resources.constraint=--uid=0", "node features"),
-        ("model=llama", "model must be a block with a _component_"),
+        ("model=llama", "model must be a block of 'key: value' lines"),
         ("optimizer.fused=7", "optimizer.fused must be true or false, as in the recipe (True)"),
         ("justakey", "cannot read the override"),
         ("=5", "cannot read the override"),

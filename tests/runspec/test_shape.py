@@ -1,10 +1,19 @@
 """Shapes of models from their config.json, with and without experts."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from runspec.shape import Experts, Shape, ShapeError, of_builder_arguments, of_config_json
+from runspec import shape as shapes
+from runspec.shape import (
+    Experts,
+    Shape,
+    ShapeError,
+    config_file,
+    of_builder_arguments,
+    of_config_json,
+)
 from tests.model_sizes import DEMO, MIXTRAL
 
 # As on the hub, without what no size comes from.
@@ -61,6 +70,31 @@ def test_a_dense_models_sizes_and_parameters():
     assert of_config_json(old).kv_heads == 14
     with pytest.raises(ShapeError, match="does not say num_hidden_layers, vocab_size: give the"):
         of_config_json(QWEN | {"num_hidden_layers": None, "vocab_size": None})
+
+
+# The hub's own counts of the published models.
+PUBLISHED = {
+    "Mistral-Small-24B-Instruct-2501": 23_572_403_200,
+    "Phi-4-mini-instruct": 3_836_021_760,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-8B": 8_190_735_360,
+    "SmolLM3-3B": 3_075_098_624,
+    "gemma-3-1b-it": 999_885_952,
+    # Without the part for images.
+    "gemma-3-12b-it": 11_766_034_176,
+    "gemma-3-27b-it": 27_009_346_304,
+}
+
+
+def test_the_published_shapes_have_the_published_parameters(tmp_path):
+    for name, parameters in PUBLISHED.items():
+        file = config_file(tmp_path / name)
+        assert of_config_json(json.loads(file.read_text())).parameters == parameters, name
+    assert {file.stem for file in shapes.PUBLISHED.glob("*.json")} == PUBLISHED.keys()
+    # A folder that is there counts, even if it lacks the file.
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert config_file(tmp_path / "Qwen3-8B") is None
 
 
 @pytest.mark.parametrize(

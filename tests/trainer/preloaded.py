@@ -7,6 +7,7 @@ from importlib import import_module
 for name in (
     "tests.trainer.forks",
     "trainer.models.torchtune.compat",
+    "trainer.models.transformers.source",
     "trainer.check",
     "trainer.demo",
     "trainer.generate",

@@ -58,7 +58,7 @@ def test_the_stock_configs_are_all_there() -> None:
             {"optimizer": {"_component_": "os.system"}},
             "optimizer._component_: 'os.system' is not allowed; it must begin with one of",
         ),
-        ({"model": {"vocab_size": 3}}, "model must be a block with a _component_, got"),
+        ({"optimizer": {"lr": 3}}, "optimizer must be a block with a _component_, got"),
         (
             {"tensor_parallel_dim": 0},
             "tensor_parallel_dim must be a whole number, 1 or more, got 0",

@@ -75,6 +75,8 @@ class LinearCrossEntropy:
         self, model: nn.Module, targets: torch.Tensor, trained: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
         rows = model.final_norm(hidden).flatten(0, 1).index_select(0, trained)
+        if model.output_multiplier is not None:
+            rows = rows * model.output_multiplier
         pairs, group = _factors(model, rows)
         return linear_cross_entropy(
             pairs,

@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from runspec.keys.sft import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, lora, nf4
@@ -26,8 +28,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # By the prefix of model._component_: the module whose `adopt` makes a Decoder from what such a
 # component returns. Any other component must return a Decoder itself.
 SOURCES = {"torchtune.": "trainer.models.torchtune.decoder"}
-# Keys of a `model` block for a component that returns a Decoder; torchtune's builders add adapters
-# themselves.
+# Makes the model that its folder's config.json names, if no component is given.
+FROM_FOLDER = "trainer.models.transformers.source"
+# Keys of a `model` block for a Decoder; torchtune's builders add adapters themselves.
 ADAPTER_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora")
 
 
@@ -121,7 +124,7 @@ def empty(config: TrainConfig) -> Decoder:
     torch.set_default_dtype(DTYPES[config.dtype])
     try:
         with torch.device("meta"):
-            module = empty_module(config.model)
+            module = empty_module(config.model, config.model_folder)
     finally:
         torch.set_default_dtype(before)
     if config.fp8_recipe is not None:
@@ -139,36 +142,54 @@ def _source(block: dict[str, Any]) -> str | None:
     return next((SOURCES[prefix] for prefix in SOURCES if name.startswith(prefix)), None)
 
 
-def empty_module(block: dict[str, Any]) -> Decoder:
+def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
     """Return the model that a `model` block names, without weights; call it on the meta device.
 
     With `quantize_base` the weights of its blocks are NF4. torchtune's own quantised weights cannot
     be sharded over two mesh dimensions; ours are put into what a builder makes without them, which
     also serves the builders that have no `quantize_base`.
 
+    Args:
+        folder: whose config.json names the model if the block does not.
+
     Raises:
-        ConfigError: the component returns no decoder, or one that cannot be quantised.
+        ConfigError: the component returns no decoder, or one that cannot be quantised; or nothing
+            can be made of the folder.
     """
-    builder = component("model", block["_component_"])
-    # A qlora_* builder is the lora_* one with this keyword set.
-    preset = getattr(builder, "keywords", {}).get("quantize_base", False)
-    quantised = block.get("quantize_base", preset)
+    quantised = block.get("quantize_base", False)
     ours = own_keys(block)
     plain = {key: value for key, value in block.items() if key not in ours}
-    if "quantize_base" in inspect.signature(builder).parameters:
-        plain["quantize_base"] = False
-    model = instantiate("model", plain)
+    if block["_component_"] == TRANSFORMERS:
+        if unknown := sorted(plain.keys() - {"_component_"}):
+            raise ConfigError(
+                f"model.{unknown[0]}: is an argument of no model that a folder names; known: "
+                f"{', '.join(sorted(ours))}"
+            )
+        model = importlib.import_module(FROM_FOLDER).empty(folder)
+        _add_adapters(model, block)
+    else:
+        builder = component("model", block["_component_"])
+        # A qlora_* builder is the lora_* one with this keyword set.
+        preset = getattr(builder, "keywords", {}).get("quantize_base", False)
+        quantised = block.get("quantize_base", preset)
+        if "quantize_base" in inspect.signature(builder).parameters:
+            plain["quantize_base"] = False
+        model = _adopted(instantiate("model", plain), block)
+    if quantised:
+        _quantise(model)
+    return model
+
+
+def _adopted(model: Any, block: dict[str, Any]) -> Decoder:
+    """What a component returned as a decoder, with its adapters."""
     if source := _source(block):
-        model = importlib.import_module(source).adopt(model)
+        return importlib.import_module(source).adopt(model)
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"model: {block['_component_']} returns a {type(model).__name__}, not a "
             "trainer.models.decoder.Decoder"
         )
-    if not source:
-        _add_adapters(model, block)
-    if quantised:
-        _quantise(model)
+    _add_adapters(model, block)
     return model
 
 
@@ -195,7 +216,12 @@ def _quantise(model: Decoder) -> None:
     if lora.method(model) == "full":
         raise ConfigError(
             "model.quantize_base: only adapters can be trained over a quantised base; "
-            "use a lora_* builder, or set model.quantize_base=False"
+            "set model.lora_rank or use a lora_* builder, or set model.quantize_base=False"
+        )
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
+        raise ConfigError(
+            "model.quantize_base: the weights of experts cannot be quantised yet; set "
+            "model.quantize_base=False"
         )
     names = model.linear_layers()
     if faults := nf4.faults(names, model):
@@ -216,7 +242,7 @@ def fitting(
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
     source = weights.SafetensorsSource.open(config.checkpointer)
-    hf_config = weights.read_hf_config(config.model_folder)
+    hf_config = weights.read_hf_config(config.model_folder / "config.json")
     module = empty(config)
     faults = module.fit(hf_config, config)
     names = dict(module.named_modules())

@@ -57,12 +57,15 @@ class Decoder(nn.Module, ABC):
         final_norm: between the last block and the output.
         output_head: a linear layer with or without an adapter; None if the embedding's weight is
             the output's too (tied).
+        output_multiplier: what the logits are multiplied with, before the soft cap.
         output_softcap: logits x become cap * tanh(x / cap).
         max_seq_len: number of positions that the model knows.
         num_output_chunks: in how many chunks along the sequence `forward` gives its logits, as a
             list; 0 gives one tensor.
         ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
             parameter.
+        carried_tensors: names of tensors that belong to other parts of the folder's model, such as
+            its part for images; the export holds them as they are.
     """
 
     blocks: nn.ModuleList
@@ -70,9 +73,11 @@ class Decoder(nn.Module, ABC):
     final_norm: nn.Module
     output_head: nn.Module | None
     max_seq_len: int
+    output_multiplier: float | None = None
     output_softcap: float | None = None
     num_output_chunks: int = 0
     ignored_tensors: ClassVar[tuple[str, ...]] = ()
+    carried_tensors: tuple[str, ...] = ()
 
     @abstractmethod
     def forward(
@@ -121,9 +126,15 @@ class Decoder(nn.Module, ABC):
             logits = DTensor.from_local(own, weight.device_mesh, [Shard(-1)], run_check=False)
         else:
             logits = F.linear(hidden, weight)
+        if self.output_multiplier is not None:
+            logits = logits * self.output_multiplier
         if self.output_softcap is None:
             return logits
         return torch.tanh(logits.float() / self.output_softcap) * self.output_softcap
+
+    def split_faults(self) -> list[str]:
+        """Why tensor parallelism cannot split it into any number of parts, one line each."""
+        return []
 
     def linear_layers(self, *roles: Role) -> list[str]:
         """Names of the linear layers in the blocks, with an adapter or not; only of these roles.
@@ -160,6 +171,26 @@ class Decoder(nn.Module, ABC):
         Parameters with the same tensor lie in its rows one after another, in the model's order.
         """
         return parameter
+
+    def hub_pieces(self, parameter: str) -> dict[str, tuple[Any, ...]]:
+        """The tensors of the hub that each hold a piece of a parameter, and the piece's index.
+
+        So experts, of which the hub has a tensor each, are one parameter here. {} if `hub_name`
+        tells the tensor.
+        """
+        return {}
+
+    def expert_shares(self) -> dict[str, float]:
+        """The parameters of the blocks that are in no linear layer, and no norm's or bias.
+
+        By name, the share of each that one token is multiplied with: of experts those that are
+        active, of a router all.
+        """
+        return {}
+
+    def peft_name(self, tensor: str) -> str:
+        """The name that transformers' class, and so PEFT, has for a tensor of the hub."""
+        return tensor
 
     def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a parameter, [out, ...], from the order of the hub to the model's."""

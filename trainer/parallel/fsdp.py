@@ -44,7 +44,7 @@ def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, config: TrainCon
     if config.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for name in config.custom_sharded_layers or []:
-        layer = getattr(model, name, None) or model.get_submodule(name)
+        layer = getattr(model, name) if hasattr(model, name) else model.get_submodule(name)
         if not _stays_with_root(model, layer):
             fully_shard(layer, **options)
     for block in model.blocks:

@@ -165,6 +165,8 @@ def faults(model: Decoder, ranks: int) -> list[str]:
     """Return why `model` cannot be split over `ranks`, one line per fault."""
     if ranks == 1:
         return []
+    if found := model.split_faults():
+        return found
     sizes = model.sizes() | {"vocab_size": model.vocab_size, "max_seq_len": model.max_seq_len}
     found = model_faults(ranks, sizes)
     widths = {

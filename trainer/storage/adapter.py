@@ -100,7 +100,7 @@ def _from_peft(
     """
     found, used, shapes = {}, set(), _adapter_parameters(model)
     for key, parts in weights.hub_tensors(model).items():
-        place = PEFT_PREFIX + key.removesuffix(".weight")
+        place = PEFT_PREFIX + model.peft_name(key).removesuffix(".weight")
         a, b = tensors.get(f"{place}.lora_A.weight"), tensors.get(f"{place}.lora_B.weight")
         if a is None or b is None:
             continue

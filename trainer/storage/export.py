@@ -24,6 +24,8 @@ COPIED = (
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "added_tokens.json",
     "chat_template*",
     "vocab.json",
@@ -46,7 +48,7 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     temporary = config.output_dir / f".tmp_{files.EXPORT}"
     world.on_main(lambda: _prepare(temporary, config.model_folder, model.dtype))
     if not config.save_adapter_weights_only:
-        _write_model(model, temporary, world)
+        _write_model(model, config, temporary, world)
     if model.method != "full":
         _write_adapter(model, config, temporary / files.ADAPTER, world)
     world.on_main(lambda: _commit(temporary, final))
@@ -72,9 +74,15 @@ def _commit(temporary: Path, final: Path) -> None:
     files.fsync_path(final.parent)
 
 
-def _write_model(model: Model, folder: Path, world: World) -> None:
+def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     parts_of, layers = weights.hub_tensors(model.module), _layers(model)
     shapes = {key: weights.hub_shape(parts) for key, parts in parts_of.items()}
+    pieces, whole = weights.hub_pieces(model.module), ("", torch.empty(0))
+    shapes |= {key: piece.shape for key, piece in pieces.items()}
+    carried = model.module.carried_tensors
+    if carried:
+        source = weights.SafetensorsSource.open(config.checkpointer)
+        shapes |= {key: source.shapes[key] for key in carried}
     split = split_state_dict_into_shards_factory(
         shapes,
         get_storage_size=lambda shape: math.prod(shape) * model.dtype.itemsize,
@@ -87,7 +95,16 @@ def _write_model(model: Model, folder: Path, world: World) -> None:
             lambda n=name, s=own: weights.SafetensorsWriter(folder / n, s, model.dtype)
         )
         for key in keys:
-            tensor = _merged(model, layers, parts_of[key], keep=world.is_main)
+            if key in pieces:
+                name, parameter, index = pieces[key]
+                if whole[0] != name:
+                    # All its pieces come one after another.
+                    whole = name, full_tensor(parameter.detach())
+                tensor = whole[1][index].to(model.dtype).cpu()
+            elif key in parts_of:
+                tensor = _merged(model, layers, parts_of[key], keep=world.is_main)
+            elif file is not None:
+                tensor = source.tensor(key).to(model.dtype)
             if file is not None:
                 file.add(tensor)
         world.on_main(lambda f=file: f.close())
@@ -121,6 +138,11 @@ def _layers(model: Model) -> dict[str, torch.nn.Module]:
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     tensors, ranks = _peft_tensors(model)
     settings = _peft_config(model, ranks, config)
+    if model.module.carried_tensors:
+        # Other parts of the model have layers with the same last names.
+        ends = (".lora_A.weight", "base_model.model.")
+        named = (name for name in tensors if name.endswith(ends[0]))
+        settings["target_modules"] = [n.removesuffix(ends[0]).removeprefix(ends[1]) for n in named]
 
     def write() -> None:
         folder.mkdir()
@@ -144,7 +166,7 @@ def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]
         adapted = [layer for layer in own.values() if isinstance(layer, lora.AdaptedLinear)]
         if not adapted:
             continue
-        place = "base_model.model." + key.removesuffix(".weight")
+        place = "base_model.model." + decoder.peft_name(key).removesuffix(".weight")
         a = torch.cat([full_tensor(layer.lora_a.weight).cpu() for layer in adapted])
         b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
         row = column = 0

@@ -3,11 +3,12 @@
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,21 @@ from trainer.parallel.sharded import local_part
 
 # The parameters, by plain name, whose rows a tensor of the hub holds.
 Parts = list[tuple[str, nn.Parameter]]
+
+
+class Piece(NamedTuple):
+    """What a tensor of the hub is: parameter[index], and the parameter's plain name."""
+
+    name: str
+    parameter: nn.Parameter
+    index: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's."""
+        return tuple(torch.empty(self.parameter.shape, device="meta")[self.index].shape)
+
+
 # The folder of another model differs in every layer, and a few lines show that.
 SHOWN_TENSORS = 8
 # As safetensors calls them.
@@ -41,13 +57,23 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def hub_tensors(module: Decoder) -> dict[str | None, Parts]:
     """By tensor of the hub, the base parameters (plain name, parameter) in its rows, in order.
 
-    None has those that are in no tensor of the hub.
+    None has those that are in no tensor of the hub. Parameters that the hub has in pieces are left
+    out.
     """
     found: dict[str | None, Parts] = {}
     for name, parameter in named_parameters(module):
-        if not lora.is_adapter(name):
+        if not lora.is_adapter(name) and not module.hub_pieces(name):
             found.setdefault(module.hub_name(name), []).append((name, parameter))
     return found
+
+
+def hub_pieces(module: Decoder) -> dict[str, Piece]:
+    """By tensor of the hub, the parameter that it is a piece of; a parameter's are neighbours."""
+    return {
+        key: Piece(name, parameter, index)
+        for name, parameter in named_parameters(module)
+        for key, index in module.hub_pieces(name).items()
+    }
 
 
 def hub_shape(parts: Parts) -> tuple[int, ...]:
@@ -56,12 +82,12 @@ def hub_shape(parts: Parts) -> tuple[int, ...]:
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face model folder; raises ConfigError if it is missing."""
-    content = read_json_or_none(folder / "config.json")
+def read_hf_config(file: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face model folder; raises ConfigError if it is missing."""
+    content = read_json_or_none(file)
     if not isinstance(content, dict):
         raise ConfigError(
-            f"checkpointer.checkpoint_dir: {folder / 'config.json'} is missing or no JSON; "
+            f"checkpointer.checkpoint_dir: {file} is missing or no JSON; "
             "give a Hugging Face model folder"
         )
     return content
@@ -118,6 +144,11 @@ class SafetensorsSource:
                 file.seek(size // 2)
                 digest.update(file.read(1 << 20))
         return digest.hexdigest()[:16]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor by its Hugging Face name, on the CPU."""
+        with safe_open(self.files[name], framework="pt") as file:
+            return file.get_tensor(name)
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, (Hugging Face name, tensor), file by file."""
@@ -196,9 +227,10 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
             faults += [f"{folder}: holds nothing for the model's {name}" for name, _ in parts]
         else:
             wanted[key] = hub_shape(parts)
+    wanted |= {key: piece.shape for key, piece in hub_pieces(module).items()}
     missing = sorted(wanted.keys() - source.shapes.keys())
     faults += [f"{folder}: tensor {key} is missing" for key in missing]
-    for key in sorted(source.shapes.keys() - wanted.keys()):
+    for key in sorted(source.shapes.keys() - wanted.keys() - set(module.carried_tensors)):
         if not any(fnmatchcase(key, pattern) for pattern in module.ignored_tensors):
             faults.append(f"{folder}: tensor {key} belongs to no part of the model")
     for key in sorted(wanted.keys() & source.shapes.keys()):
@@ -215,16 +247,27 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
 def load(module: Decoder, source: SafetensorsSource) -> None:
     """Fill the base weights of `module`; each rank copies its own part of each tensor.
 
-    At most one whole tensor is in memory at a time. What is NF4 in the model is quantised here,
+    At most one whole tensor is in memory at a time, or one parameter that the hub has in pieces, if
+    these lie together. What is NF4 in the model is quantised here,
     and DoRA's magnitudes, which are the norms of the base weights' rows at first, are filled too.
     """
-    parts_of = hub_tensors(module)
+    parts_of, pieces = hub_tensors(module), hub_pieces(module)
+    missing = Counter(piece.name for piece in pieces.values())
+    wholes: dict[str, torch.Tensor] = {}
     magnitudes = {
         f"{plain_name(name)}.weight": layer.magnitude
         for name, layer in module.named_modules()
         if isinstance(layer, lora.AdaptedLinear) and layer.magnitude is not None
     }
     for key, tensor in source.read():
+        if piece := pieces.get(key):
+            shape = piece.parameter.shape
+            whole = wholes.setdefault(piece.name, torch.empty(shape, dtype=tensor.dtype))
+            whole[piece.index] = tensor
+            missing[piece.name] -= 1
+            if not missing[piece.name]:
+                fill(piece.parameter, wholes.pop(piece.name))
+            continue
         # A tied model's folder may hold the output too, which is no parameter of its own.
         parts = parts_of.get(key, [])
         sizes = [parameter.shape[0] for _, parameter in parts]

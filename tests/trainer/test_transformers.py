@@ -1,0 +1,380 @@
+"""Models of transformers' code against transformers, PEFT and a plain loop, in every layout."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
+
+from runspec.flops import of_shape
+from runspec.shape import of_config_json
+from tests.trainer.runs import (
+    assert_same_curve,
+    assert_same_tensors,
+    curve,
+    finish,
+    kill_rank,
+    metrics,
+    start,
+    train,
+    wait_for_step,
+    write_config,
+)
+from tests.trainer.transformers_cases import (
+    EXPERTS,
+    FAMILIES,
+    LARGER,
+    SIZES,
+    reference,
+    write,
+    write_larger,
+)
+from trainer import check
+from trainer.config import load, read_yaml
+from trainer.errors import ConfigError
+from trainer.layers.batch import Documents, MicroBatch
+from trainer.layers.loss import TokenLoss
+from trainer.metrics import model_flops
+from trainer.models import build as models
+from trainer.parallel import world as distributed
+from trainer.storage import export as exports
+from trainer.storage import weights
+
+LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
+# Two rows of two documents each, of which one is longer than LongRoPE's first length.
+FIRST, LENGTH = 37, 90
+TOKENS = torch.randint(5, 1024, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+DOCUMENTS = Documents(
+    torch.cat([torch.zeros(2, FIRST), torch.ones(2, LENGTH - FIRST)], 1).int(),
+    torch.tensor([0, FIRST, LENGTH, LENGTH + FIRST, 2 * LENGTH], dtype=torch.int32),
+)
+POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)]).expand(2, -1)
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: write(name, root / name, model_folder) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[distributed.World]:
+    yield distributed.start("cpu")
+    distributed.stop()
+
+
+def config_of(folder: Path, source: Path, dataset: Path, **changes: Any) -> Path:
+    """A train.yaml that names a model folder and no component."""
+    checkpointer = {"checkpoint_dir": str(source)}
+    return write_config(
+        folder, source, dataset, **{"model": None, "checkpointer": checkpointer} | changes
+    )
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def logits(folder: Path, *parts: torch.Tensor) -> torch.Tensor:
+    """Those of transformers, of each part by itself."""
+    model = reference(folder).eval()
+    with torch.inference_mode():
+        return torch.cat([model(part).logits for part in parts], 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers_and_export_is_exact(
+    family: str, tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
+) -> None:
+    source = sources[family]
+    config = load(config_of(tmp_path, source, dataset))
+    model = models.build(config, world)
+    changed = TOKENS.clone()
+    changed[:, :FIRST] = TOKENS[:, :FIRST].flip(1)
+    with torch.inference_mode():
+        found = model.module(TOKENS)
+        packed = model.module(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
+        other = model.module(changed, mask=DOCUMENTS, input_pos=POSITIONS)
+    expected = logits(source, TOKENS)
+    assert expected.std() > 0.1, "logits so small would hide a difference"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    apart = logits(source, TOKENS[:, :FIRST], TOKENS[:, FIRST:])
+    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
+    assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
+    assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
+
+    content = json.loads((source / "config.json").read_text())
+    dense = {key: value for key, value in content.items() if "experts" not in key}
+    shape = replace(of_config_json(dense), experts=EXPERTS.get(family))
+    assert shape.parameters == sum(p.numel() for p in model.module.parameters())
+    assert model_flops(model.module) == of_shape(shape, True, {})
+    assert (shape.whole or family in EXPERTS) == bool(model.module.split_faults())
+
+    folder = exports.export(model, config, world)
+    before, after = tensors(source), tensors(folder)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    assert torch.equal(logits(folder, TOKENS), expected)
+
+
+# The others take long.
+QUICK = ("gemma3", "phi4-mini")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[pytest.mark.long] * (f not in QUICK)) for f in FAMILIES]
+)
+def test_adamw_equals_a_plain_loop(
+    family: str, tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
+) -> None:
+    """20 steps on two rows, without full logits here and with transformers' own loss there."""
+    config = load(config_of(tmp_path, sources[family], dataset, loss=LINEAR))
+    loss = TokenLoss(config)
+    ours = models.build(config, world, loss.output_chunks).module
+    theirs = reference(sources[family]).train()
+    labels = TOKENS.roll(-1, 1)
+    labels[:, -1] = -100
+    labels[0, :20] = -100
+    trained = (labels.flatten() != -100).nonzero().flatten()
+    count = len(trained)
+    batch = MicroBatch(TOKENS, labels, trained, TOKENS.numel(), count, 1)
+    steps = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
+    curves: list[list[float]] = [[], []]
+    for _ in range(20):
+        own = loss(ours, batch, world.device) / count
+        wanted = theirs(TOKENS, labels=labels, shift_labels=labels).loss
+        for value, step, losses in zip((own, wanted), steps, curves, strict=True):
+            value.backward()
+            step.step()
+            step.zero_grad()
+            losses.append(value.item())
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+    assert curves[0][-1] < curves[0][0] - 1
+
+
+@pytest.mark.parametrize(
+    ("family", "use_dora"),
+    [(name, False) for name in ("qwen3", "gemma3", "phi4-mini", "granite", "mixtral")]
+    + [("qwen2.5", True)],
+)
+def test_the_adapter_in_peft_gives_the_merged_models_logits(
+    family: str,
+    use_dora: bool,
+    tmp_path: Path,
+    sources: dict[str, Path],
+    dataset: Path,
+    world: distributed.World,
+) -> None:
+    from peft import PeftModel
+
+    source = sources[family]
+    block = LORA | {"_component_": "transformers", "use_dora": use_dora}
+    config = load(config_of(tmp_path, source, dataset, model=block))
+    model = models.build(config, world)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in weights.named_parameters(model.module):
+            if key.endswith("lora_b.weight"):
+                parameter.normal_(std=0.05)
+            if key.endswith("magnitude"):
+                parameter *= 1 + 0.1 * torch.randn_like(parameter)
+        trained = model.module(TOKENS)
+    folder = exports.export(model, config, world)
+    with torch.inference_mode():
+        base = reference(source).eval()
+        plain = base(TOKENS).logits
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()(TOKENS).logits
+    torch.testing.assert_close(adapted, trained, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits(folder, TOKENS), trained, rtol=0, atol=2e-5)
+    assert (adapted - plain).abs().max() > 1e-2, "the adapter must do something"
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_the_text_part_of_a_larger_model(
+    name: str, tmp_path: Path, dataset: Path, world: distributed.World
+) -> None:
+    """Its tensors among the others of the folder, which the export has as they were."""
+    from peft import PeftModel
+
+    source = write_larger(name, tmp_path / "source")
+    whole = AutoModelForImageTextToText.from_pretrained(source, attn_implementation="eager").eval()
+    config = load(config_of(tmp_path, source, dataset, model=LORA))
+    model = models.build(config, world)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.module(TOKENS), whole(TOKENS).logits, rtol=0, atol=1e-5)
+    unchanged = exports.export(model, config, world)
+    before, after = tensors(source), tensors(unchanged)
+    assert any("vision" in key for key in before)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in weights.named_parameters(model.module):
+            if key.endswith("lora_b.weight"):
+                parameter.normal_(std=0.05)
+        trained = model.module(TOKENS)
+    folder = exports.export(model, config, world)
+    with torch.inference_mode():
+        adapted = PeftModel.from_pretrained(whole, folder / "adapter").eval()(TOKENS).logits
+    torch.testing.assert_close(adapted, trained, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        ("no_such_model", {}, "has no causal language model for config.json's model_type 'no_such"),
+        ("own", {"auto_map": {"AutoConfig": "own.Own"}}, "code of a folder is never run"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised (fp8); download"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "it has bidirectional attention"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type dyna"),
+        ("llama", {"num_attention_heads": "four"}, "is refused by transformers"),
+        ("qwen3_vl", {"text_config": {}}, "for the text part of the qwen3_vl model"),
+        ("gpt_oss", {}, "it has experts that are stored in a way that is not supported yet"),
+        ("qwen3_5_text", {}, "it has layers of linear_attention, which is not supported yet"),
+        ("stablelm", {}, "do not hand the documents of packed rows to their attention"),
+        ("gpt2", {}, "its code has no layers"),
+        ("llama4_text", {}, "the llama4_text model cannot be trained"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_config_json(
+    kind: str,
+    settings: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    dataset: Path,
+    model_folder: Path,
+) -> None:
+    """By `cookbook check`, which asks trainer.check; weights are not looked at."""
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": kind, **SIZES, **settings}))
+    (source / "model.safetensors").symlink_to(model_folder / "model.safetensors")
+    faults = check.faults(read_yaml(config_of(tmp_path, source, dataset)))
+    assert any(told in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("phi4-mini", {"tensor_parallel_dim": 2}, "its plan has layers.*.self_attn.qkv_proj as c"),
+        ("olmo3", {"tensor_parallel_dim": 2}, "set tensor_parallel_dim=1"),
+        ("qwen3", {"tensor_parallel_dim": 4}, "does not divide the model's num_kv_heads 2"),
+        (
+            "qwen3",
+            {"model": {"lora_modules": ["q_proj"]}},
+            "model.lora_modules: needs model.lora_r",
+        ),
+        ("qwen3", {"model": {"head_dim": 16}}, "model.head_dim: is an argument of no model that"),
+        ("qwen3-moe", {"model": LORA | {"quantize_base": True}}, "experts cannot be quantised"),
+        ("mixtral", {"tensor_parallel_dim": 2}, "set tensor_parallel_dim=1"),
+        ("qwen3", {"model": {"quantize_base": True}}, "set model.lora_rank or use a lora_* builde"),
+        ("qwen3", {"model": LORA | {"lora_modules": ["w1"]}}, "no layer w1; has down_proj, gate_p"),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused(
+    family: str, changes: dict[str, Any], told: str, tmp_path: Path, sources: dict, dataset: Path
+) -> None:
+    faults = check.faults(read_yaml(config_of(tmp_path, sources[family], dataset, **changes)))
+    assert any(told in fault for fault in faults), faults
+
+
+def test_an_adapter_is_no_base(tmp_path: Path, dataset: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    config = load(config_of(tmp_path, tmp_path, dataset))
+    with pytest.raises(ConfigError, match="holds an adapter, no model; give its base"):
+        models.empty(config)
+
+
+PACKED = {"row_length": 96, "batch_size": 4}
+TP, CHECKPOINTED = {"tensor_parallel_dim": 2}, {"enable_activation_checkpointing": True}
+SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}}
+FULL, ADAPTED, HALF = PACKED | SGD, PACKED | SGD | {"model": LORA}, {"batch_size": 2}
+# Runs by name: ranks, family, the run that it must equal, changes to the config. The families
+# differ in what the layouts must get right: norms of heads; scaled embeddings and norms with an
+# offset; multipliers of embedding and logits; fused rows.
+RUNS: dict[str, tuple[int, str, str | None, dict[str, Any]]] = {
+    "qwen3": (1, "qwen3", None, ADAPTED),
+    "qwen3-fsdp2": (2, "qwen3", "qwen3", ADAPTED | HALF | CHECKPOINTED | {"loss": LINEAR}),
+    "qwen3-tp2": (2, "qwen3", "qwen3", ADAPTED | TP | {"loss": LINEAR}),
+    "gemma3": (1, "gemma3", None, FULL),
+    "gemma3-fsdp2": (2, "gemma3", "gemma3", FULL | HALF | {"compile": True, "loss": LINEAR}),
+    "gemma3-tp2": (2, "gemma3", "gemma3", FULL | TP | CHECKPOINTED),
+    "granite": (1, "granite", None, FULL),
+    "granite-tp2": (2, "granite", "granite", FULL | TP | {"loss": LINEAR}),
+    "phi4-mini": (1, "phi4-mini", None, FULL),
+    "phi4-mini-fsdp2": (
+        2,
+        "phi4-mini",
+        "phi4-mini",
+        FULL | HALF | {"custom_sharded_layers": ["embedding", "output_head"]},
+    ),
+    "moe": (1, "qwen3-moe", None, FULL),
+    "moe-fsdp2": (2, "qwen3-moe", "moe", FULL | HALF | CHECKPOINTED | {"loss": LINEAR}),
+    "moe-lora": (1, "qwen3-moe", None, ADAPTED),
+    "moe-lora-fsdp2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF),
+    "qlora": (1, "llama3", None, {"model": LORA | {"quantize_base": True}}),
+}
+PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path], dataset: Path) -> Path:
+    """The folder in which every run lies by its name."""
+    folder = tmp_path_factory.mktemp("runs")
+    starts: dict[int, list[Path]] = {}
+    for name, (ranks, family, _, changes) in RUNS.items():
+        path = config_of(folder / name, sources[family], dataset, **{"max_steps": 4} | changes)
+        starts.setdefault(ranks, []).append(path)
+    with pytest.MonkeyPatch.context() as patch:
+        # Not the usual compiler, whose code for CPUs takes long.
+        patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+        for ranks, paths in starts.items():
+            train(*paths, ranks=ranks)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
+def test_every_layout_equals_the_single_process(name: str, reference: str, root: Path) -> None:
+    own, wanted = root / name, root / reference
+    assert len(metrics(own)) == 4
+    assert_same_curve(own, wanted, 2e-5, 1e-4)
+    assert_same_tensors(own, wanted, 5e-5)
+    assert metrics(own)[-1]["loss"] < metrics(own)[0]["loss"]
+
+
+@pytest.mark.long
+def test_qlora_trains_over_a_base_in_four_bits(root: Path) -> None:
+    assert metrics(root / "qlora")[-1]["loss"] < metrics(root / "qlora")[0]["loss"]
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_the_same(
+    tmp_path: Path, sources: dict[str, Path], dataset: Path
+) -> None:
+    """Bit for bit."""
+    changes = PACKED | {"model": LORA, "save_every_n_steps": 2, "max_steps": 12}
+    whole, path = (
+        config_of(tmp_path / name, sources["gemma3"], dataset, **changes)
+        for name in ("whole", "killed")
+    )
+    train(whole)
+    process = start(path)
+    wait_for_step(path, 3, process)
+    kill_rank(process, 0)
+    finish(process, status=None)
+    assert "resuming from checkpoints/step_" in train(path, attempt=1)
+    assert curve(path.parent) == curve(whole.parent)
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        own, wanted = (folder.parent / "export" / file for folder in (path, whole))
+        assert own.read_bytes() == wanted.read_bytes()

@@ -1,0 +1,1 @@
+"""transformers' own modelling code as a source of models."""

@@ -1,0 +1,440 @@
+"""A causal language model of transformers as a `Decoder`: its parts, roles, buffers and names."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.layers import lora
+from trainer.models.decoder import Decoder, Role
+from trainer.models.transformers import rope
+from trainer.models.transformers.attention import Observer
+from trainer.storage.weights import SafetensorsSource, named_parameters
+
+PLACE = "checkpointer.checkpoint_dir"
+# A style of transformers' tensor-parallel plans, and the role that does the same.
+STYLES = {
+    "colwise": Role.COLUMN,
+    "rowwise": Role.ROW,
+    "replicated_with_grad_allreduce": Role.REPLICATED,
+}
+# How transformers' rules make one parameter of the experts' tensors: one upon the other, and then
+# the rows of several kinds one below the other.
+STACKED, JOINED = ("MergeModulelist", 0), ("Concatenate", 1)
+SLIDING = "sliding_attention"
+LAYER_TYPES = {"full_attention", SLIDING}
+# Enough tokens for every operation; nothing is computed on the meta device.
+PROBE_TOKENS = 8
+
+
+class TransformersDecoder(Decoder):
+    """The decoder of a `...ForCausalLM`, whose parts keep their names.
+
+    Its base model runs as it is, all but the final norm, which `unembed` has. What the attention
+    layers ask for, and which norms stand before which linear layers, is seen in one forward pass on
+    the meta device, so that no list of families is needed.
+
+    Args:
+        causal: on the meta device, with the attention function of models/transformers/attention.
+        place: if it is the text part of a larger model, the name of its base model in there.
+
+    Raises:
+        ConfigError: it computes what the trainer cannot; one line per reason.
+    """
+
+    def __init__(self, causal: PreTrainedModel, place: str | None = None) -> None:
+        super().__init__()
+        self._place = place
+        self.config = causal.config
+        self._initialise: Callable[[nn.Module], None] = causal._init_weights
+        self._prefix = causal.base_model_prefix
+        # The beginning of the hub's names for the base model's tensors.
+        self._hub_prefix, self._hub_head = f"{self._prefix}.", "lm_head.weight"
+        base = getattr(causal, self._prefix)
+        self._check_parts(base)
+        self.output_softcap = getattr(self.config, "final_logit_softcapping", None)
+        self.output_multiplier = _multiplier(self.config)
+        self._check_head(causal)
+        self.add_module(self._prefix, base)
+        self.final_norm, base.norm = base.norm, nn.Identity()
+        self.lm_head = None if self.config.tie_word_embeddings else causal.lm_head
+        self.max_seq_len = self.config.max_position_embeddings
+        rope.prepare(self)
+        self._unsplit: list[str] = []
+        self._roles = self._observed_roles()
+
+    @property
+    def base(self) -> nn.Module:
+        """transformers' model without its output layer."""
+        return self.get_submodule(self._prefix)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The transformer blocks."""
+        return self.base.layers
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding."""
+        return self.base.get_input_embeddings()
+
+    @property
+    def output_head(self) -> nn.Module | None:
+        """The output layer; None if it is tied to the embedding."""
+        return self.lm_head
+
+    @property
+    def ignored_tensors(self) -> tuple[str, ...]:
+        """Rotary tables of old folders, and the copy of a tied output."""
+        return ("*rotary_emb.inv_freq", *((self._hub_head,) if self.lm_head is None else ()))
+
+    def forward(
+        self, tokens: torch.Tensor, *, mask: Any = None, input_pos: torch.Tensor | None = None
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Return `unembed` of the last block's output; see `Decoder.forward`."""
+        if input_pos is None:
+            input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return self.unembed(self._hidden(tokens, input_pos, mask))
+
+    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, documents: Any) -> Any:
+        return self.base(
+            input_ids=tokens, position_ids=positions, use_cache=False, documents=documents
+        ).last_hidden_state
+
+    def roles(self) -> dict[str, Role]:
+        """The role of each module by its name, from the class's own tensor-parallel plan."""
+        return self._roles
+
+    def sizes(self) -> dict[str, int]:
+        """What tensor parallelism divides."""
+        heads = self.config.num_attention_heads
+        return {
+            "num_heads": heads,
+            "num_kv_heads": getattr(self.config, "num_key_value_heads", None) or heads,
+            "intermediate_dim": self.config.intermediate_size,
+        }
+
+    def split_faults(self) -> list[str]:
+        """Why tensor parallelism cannot split it, one line each."""
+        kind = self.config.model_type
+        return [
+            f"tensor_parallel_dim: a {kind} model cannot be split: {reason}; set "
+            "tensor_parallel_dim=1"
+            for reason in self._unsplit
+        ]
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Compute rotary tables and embedding scales as transformers does when it loads a model."""
+        for parameter in self.parameters():
+            # Weights come from the folder: transformers' functions leave marked ones alone.
+            parameter._is_hf_initialized = True
+        for module in self.modules():
+            own = module._buffers
+            if not own or hasattr(module, "nf4_table"):
+                continue
+            for name, buffer in own.items():
+                own[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+            self._initialise(module)
+        rope.fill(self)
+
+    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+        """Find the names of a text part's tensors among those of the folder's files.
+
+        Larger models have had more than one order of names; a text model has one.
+        """
+        if self._place is None:
+            return []
+        names = SafetensorsSource.open(config.checkpointer).shapes
+        end = f"{self._embedding_name().removeprefix(f'{self._prefix}.')}.weight"
+        found = [name.removesuffix(end) for name in names if name.endswith(f".{end}")]
+        if len(found) != 1:
+            return [f"{config.model_folder}: {len(found)} tensors are called *.{end}, not one"]
+        (self._hub_prefix,) = found
+        heads = [name for name in names if name.endswith(self._hub_head)]
+        self._hub_head = heads[0] if heads else self._hub_head
+        own = (self._hub_prefix, self._hub_head)
+        self.carried_tensors = tuple(name for name in names if not name.startswith(own))
+        return []
+
+    def hub_name(self, parameter: str) -> str | None:
+        """The hub's tensor that holds a parameter."""
+        if parameter.startswith("final_norm."):
+            return f"{self._hub_prefix}norm.{parameter.removeprefix('final_norm.')}"
+        if parameter == "lm_head.weight":
+            return self._hub_head
+        return self._renamed(self._hub_prefix + parameter.removeprefix(f"{self._prefix}."))
+
+    def hub_pieces(
+        self, parameter: str, weight: torch.Tensor | None = None
+    ) -> dict[str, tuple[Any, ...]]:
+        """The hub's tensors of the experts that a parameter stacks, by transformers' own rules.
+
+        Each expert is a slice [outputs, inputs] of it, whose rows several tensors may share.
+        """
+        for converter in self._converters:
+            if not isinstance(converter, WeightConverter):
+                continue
+            (target,), sources = converter.target_patterns, converter.source_patterns
+            if not parameter.endswith(target):
+                continue
+            weight = self.get_parameter(parameter) if weight is None else weight
+            steps = [(type(step).__name__, step.dim) for step in converter.operations]
+            if steps not in ([STACKED], [STACKED, JOINED]) or weight.ndim != 3:
+                return {}
+            rows = weight.shape[1] // len(sources)
+            start = self._hub_prefix + parameter.removeprefix(f"{self._prefix}.")
+            return {
+                self._renamed(start.removesuffix(target) + source.replace("*", str(expert))): (
+                    expert,
+                    slice(part * rows, (part + 1) * rows),
+                )
+                for part, source in enumerate(sources)
+                for expert in range(weight.shape[0])
+            }
+        return {}
+
+    def _renamed(self, name: str) -> str:
+        """A name of the class's as the hub has it, where the two differ by a word."""
+        for rule in self._converters:
+            if not isinstance(rule, WeightConverter):
+                name = name.replace(rule.target_patterns[0], rule.source_patterns[0])
+        return name
+
+    def expert_shares(self) -> dict[str, float]:
+        """Of experts, stacked in one parameter, the share that a token meets; of a router, all."""
+        linear = {f"{name}.weight" for name in self.linear_layers()}
+        active = getattr(self.config, "num_experts_per_tok", 1)
+        return {
+            name: active / len(parameter) if parameter.ndim > 2 else 1.0
+            for name, parameter in named_parameters(self)
+            if "layers" in name and parameter.ndim > 1 and name not in linear
+            if not lora.is_adapter(name)
+        }
+
+    def peft_name(self, tensor: str) -> str:
+        """The name that transformers' class has for a tensor of the hub."""
+        if self._place is None or not tensor.startswith(self._hub_prefix):
+            return tensor
+        return f"{self._place}.{tensor.removeprefix(self._hub_prefix)}"
+
+    def _check_parts(self, base: nn.Module) -> None:
+        lacks = [
+            f"its code has no {name}"
+            for name, kind in (("layers", nn.ModuleList), ("norm", nn.Module))
+            if not isinstance(getattr(base, name, None), kind)
+        ]
+        other = set(getattr(self.config, "layer_types", None) or ()) - LAYER_TYPES
+        self._converters = list(get_checkpoint_conversion_mapping(self.config.model_type) or ())
+        deep = [
+            name
+            for name, parameter in base.named_parameters()
+            if parameter.ndim > 2 and not self.hub_pieces(f"{self._prefix}.{name}", parameter)
+        ]
+        if other:
+            lacks.append(f"it has layers of {', '.join(sorted(other))}, which is not supported yet")
+        elif deep:
+            what = "experts that are stored" if ".experts." in deep[0] else "weights"
+            lacks.append(f"it has {what} in a way that is not supported yet ({deep[0]})")
+        held = base.state_dict().keys() - dict(base.named_parameters()).keys()
+        if held and not deep:
+            lacks.append(f"its files hold more than weights ({min(held)}), which is not supported")
+        self._refuse(lacks)
+
+    def _check_head(self, causal: PreTrainedModel) -> None:
+        """Compare what the class makes of hidden states with what `unembed` makes of them."""
+        if getattr(causal.lm_head, "bias", None) is not None:
+            self._refuse(["its output layer has a bias, which is not supported yet"])
+        hidden = torch.linspace(-40, 40, 24, device="cpu", dtype=torch.float32).view(1, 6, 4)
+        tokens = torch.zeros(1, 6, dtype=torch.int64, device="cpu")
+        parts = dict(causal._modules)
+        causal._modules |= {self._prefix: _Given(hidden), "lm_head": nn.Identity()}
+        try:
+            with torch.device("cpu"), torch.no_grad():
+                found = causal(input_ids=tokens).logits.float()
+        finally:
+            causal._modules.update(parts)
+        expected = hidden if self.output_multiplier is None else hidden * self.output_multiplier
+        if self.output_softcap is not None:
+            expected = torch.tanh(expected / self.output_softcap) * self.output_softcap
+        if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+            self._refuse(["its class changes the logits in a way that is not known here"])
+
+    def _observed_roles(self) -> dict[str, Role]:
+        """Run a forward pass without data; give attention layers theirs, and modules their roles.
+
+        What stands against tensor parallelism alone goes to `_unsplit`.
+        """
+        norms, inputs, outputs = {}, {}, {}
+        hooks = []
+        for name, module in self.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if isinstance(module, nn.Linear):
+                hooks.append(module.register_forward_pre_hook(_keep_input(inputs, name)))
+            elif [p.ndim for p in own.values()] == [1] and module is not self.final_norm:
+                hooks.append(module.register_forward_hook(_keep_output(norms, name)))
+        for index, block in enumerate(self.blocks):
+            hooks.append(block.register_forward_hook(_keep_output(outputs, index)))
+        observer = Observer()
+        tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
+        positions = torch.arange(PROBE_TOKENS, device="meta").unsqueeze(0)
+        experts = getattr(self.config, "_experts_implementation", None)
+        if experts is not None:
+            # The others look at numbers, which the meta device has not.
+            self.config._experts_implementation = "batched_mm"
+        with torch.no_grad():
+            last = self._hidden(tokens, positions, observer)
+        if experts is not None:
+            self.config._experts_implementation = experts
+        for hook in hooks:
+            hook.remove()
+        self._refuse(observer.faults + self._flow_faults(observer, outputs, last))
+        return self._roles_of(norms, inputs)
+
+    def _flow_faults(self, observer: Observer, outputs: dict, last: Any) -> list[str]:
+        """What the forward pass did otherwise than block after block, each with its attention."""
+        faults = []
+        layers = Counter(id(layer) for layer in observer.seen)
+        for index, block in enumerate(self.blocks):
+            if sum(layers[id(module)] for module in block.modules()) != 1:
+                kinds = getattr(self.config, "layer_types", None) or ["no attention"] * (index + 1)
+                faults.append(
+                    f"its layer {index} ({kinds[index]}) does not call one attention function, so "
+                    "that the documents of packed rows could leak"
+                )
+                break
+        if outputs.get(len(self.blocks) - 1) is not last:
+            faults.append("its last block's output does not go to the final norm as it is")
+        windows = [layer.document_attention.window for layer in observer.seen]
+        kinds = getattr(self.config, "layer_types", None)
+        slides = [kind == SLIDING for kind in kinds or ()]
+        if kinds and not faults and slides != [window is not None for window in windows]:
+            faults.append("its layers do not have the windows that layer_types says")
+        return faults
+
+    def _roles_of(self, norms: dict, inputs: dict) -> dict[str, Role]:
+        plan = getattr(self.config, "base_model_tp_plan", None) or {}
+        if not plan:
+            self._unsplit.append("its class has no tensor-parallel plan")
+        roles = {}
+        for name, style in plan.items():
+            kind = STYLES.get(style, Role.REPLICATED)
+            roles[f"{self._prefix}.{name}"] = kind
+            if style not in STYLES:
+                self._unsplit.append(f"its plan has {name} as {style}")
+        in_front = {id(tensor): name for name, tensor in norms.items()}
+        for name, tensor in inputs.items():
+            kind = _pattern(name)
+            if roles.get(kind) is not Role.COLUMN:
+                continue
+            if id(tensor) in in_front:
+                roles[_pattern(in_front[id(tensor)])] = Role.NORM
+            else:
+                self._unsplit.append(f"{kind} does not stand behind a norm")
+        for name in norms:
+            roles.setdefault(_pattern(name), Role.REPLICATED)
+        for name in {_pattern(name): name for name in norms}.values():
+            self._prepare_norm(name)
+        self._prepare_norm("final_norm")
+        self._prepare_embedding()
+        roles |= {self._embedding_name(): Role.EMBEDDING, "final_norm": Role.NORM}
+        if self.lm_head is not None:
+            roles["lm_head"] = Role.OUTPUT
+        for name, _ in self.named_parameters():
+            if _pattern(name.rpartition(".")[0]) not in roles:
+                self._unsplit.append(f"its plan says nothing of {_pattern(name)}")
+        self._unsplit = list(dict.fromkeys(self._unsplit))
+        return roles
+
+    def _prepare_norm(self, name: str) -> None:
+        """Tell tensor parallelism how the norms of this kind compute, if it is an RMSNorm."""
+        norm = self.get_submodule(name)
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        with torch.device("cpu"), torch.no_grad():
+            weight = torch.linspace(0.5, 2.0, len(norm.weight), dtype=torch.float32)
+            x = torch.linspace(-1, 3, 2 * len(weight), dtype=torch.float32).view(2, -1)
+            found = torch.func.functional_call(norm, {"weight": weight}, x)
+            for unit_offset in (False, True):
+                expected = F.rms_norm(x, weight.shape, weight + unit_offset, eps)
+                if torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+                    break
+            else:
+                self._unsplit.append(f"{_pattern(name)} is no RMSNorm")
+                return
+        for other, module in self.named_modules():
+            if _pattern(other) == _pattern(name):
+                module.eps, module.unit_offset = eps, unit_offset
+
+    def _embedding_name(self) -> str:
+        return next(name for name, module in self.named_modules() if module is self.embedding)
+
+    def _prepare_embedding(self) -> None:
+        embedding = self.embedding
+        scale = getattr(embedding, "scalar_embed_scale", None)
+        if scale is not None:
+            embedding.output_scale = scale
+        elif type(embedding) is not nn.Embedding:
+            self._unsplit.append(f"its embedding is a {type(embedding).__name__}")
+
+    def _refuse(self, reasons: list[str]) -> None:
+        if reasons:
+            kind = self.config.model_type
+            raise ConfigError(
+                *(
+                    f"{PLACE}: the {kind} model cannot be trained: {reason}; choose another model"
+                    for reason in reasons
+                )
+            )
+
+
+class _Given(nn.Module):
+    """Stands for a base model, and returns these hidden states."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return _Output(last_hidden_state=self._hidden)
+
+
+class _Output(BaseModelOutputWithPast):
+    """None for whatever else a class may look for, such as a router's logits."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _multiplier(config: Any) -> float | None:
+    """What a class multiplies its logits with, under the names that the classes have for it."""
+    divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
+    found = factor if divisor is None else 1 / divisor
+    return None if found is None or math.isclose(found, 1) else found
+
+
+def _keep_input(kept: dict, name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        kept[name] = args[0]
+
+    return hook
+
+
+def _keep_output(kept: dict, name: Any) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        kept[name] = output
+
+    return hook
+
+
+def _pattern(name: str) -> str:
+    """A module's name with * in place of its block's number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

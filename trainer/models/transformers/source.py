@@ -1,0 +1,119 @@
+"""From a model folder's config.json to an empty `Decoder`, or to the reasons against it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from runspec.shape import config_file
+from trainer.errors import ConfigError
+from trainer.models.transformers.attention import NAME
+from trainer.models.transformers.decoder import PLACE, TransformersDecoder
+from trainer.storage.weights import read_hf_config
+
+
+def empty(folder: Path) -> TransformersDecoder:
+    """Return the model of `folder` in torch's default dtype; call it on the meta device.
+
+    The class is the one that AutoModelForCausalLM takes for its config.json. No code of the folder
+    runs.
+
+    Raises:
+        ConfigError: no class of transformers' fits, or the trainer cannot train it.
+    """
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{PLACE}: {folder} holds an adapter, no model; give its base model's folder, and the "
+            "adapter as checkpointer.adapter_checkpoint"
+        )
+    # The published file serves a look at a model that is not downloaded yet: a check, a trace.
+    file = config_file(folder) or folder / "config.json"
+    content = read_hf_config(file)
+    if faults := _faults(content):
+        raise ConfigError(*(f"{PLACE}: {fault}" for fault in faults))
+    config = _config(file)
+    text = config.get_text_config()
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{PLACE}: transformers {transformers.__version__} has no causal language model for "
+            f"the text part of the {config.model_type} model; choose another model"
+        )
+    # Whether a part's output is tied is the whole model's to say.
+    text.tie_word_embeddings = config.tie_word_embeddings
+    try:
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]._from_config(
+            text, attn_implementation=NAME, dtype=torch.get_default_dtype()
+        )
+        return TransformersDecoder(causal, None if text is config else _place(config, causal))
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Any class of any library version: what it raises tells more than a list of ours could.
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        raise ConfigError(
+            f"{PLACE}: the {config.model_type} model cannot be trained: its code does not run in "
+            f"the way that the trainer needs ({reason}); choose another model"
+        ) from error
+
+
+def _place(config: PreTrainedConfig, causal: PreTrainedModel) -> str:
+    """The name of the text model within the class for text and images."""
+    whole = AutoModelForImageTextToText.from_config(config)
+    base = type(getattr(causal, causal.base_model_prefix))
+    return next(name for name, module in whole.named_modules() if type(module) is base)
+
+
+def _faults(content: dict[str, Any]) -> list[str]:
+    """Why the model of a config.json cannot be trained, as far as its content tells."""
+    kind, version = content.get("model_type"), transformers.__version__
+    names = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
+    if kind not in names and "text_config" not in content:
+        if "auto_map" in content:
+            return [
+                f"the {kind} model needs the code in its folder (auto_map), and code of a folder is "
+                f"never run; choose a model whose class transformers {version} has"
+            ]
+        return [
+            f"transformers {version} has no causal language model for config.json's model_type "
+            f"{kind!r}; choose another model"
+        ]
+    faults, text = [], content.get("text_config") or content
+    if quantised := content.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        faults.append(
+            f"its weights are quantised ({method}); download the bf16 weights of the model, and "
+            "set model.quantize_base=True to train over a base in 4 bits"
+        )
+    if text.get("use_bidirectional_attention"):
+        faults.append("it has bidirectional attention; choose a causal model")
+    if "dynamic" in (types := _rope_types(text)):
+        faults.append(
+            f"its rope type {' and '.join(sorted(types))} changes with the longest row of a batch; "
+            "choose a model with another one"
+        )
+    return faults
+
+
+def _rope_types(content: dict[str, Any]) -> set[str]:
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    blocks = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {str(block.get("rope_type", block.get("type", "default"))) for block in blocks}
+
+
+def _config(file: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        raise ConfigError(
+            f"{PLACE}: {file} is refused by transformers: {' '.join(lines[:2])}"
+        ) from None
