@@ -1,6 +1,8 @@
 """cookbook status, watch, cancel and resume"""
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,41 +10,87 @@ from contextlib import contextmanager
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options, runs_root
+from launcher.cli.common import (
+    cluster_option,
+    flag,
+    json_option,
+    note,
+    on_nodes_option,
+    resource_options,
+    runs_root,
+)
+from launcher.errors import UsageFault
 from launcher.executors import title
-from launcher.observe.status import row, table
-from launcher.observe.summary import summary
+from launcher.observe.status import chosen, row, table
+from launcher.observe.status import since as since_time
+from launcher.observe.summary import story, summary
+from launcher.observe.text import plain
 from launcher.observe.watch import watch as watch_run
 from launcher.runs.directory import Run
-from launcher.runs.find import every, find, none_yet
-from launcher.runs.states import states
+from launcher.runs.find import every, find, foreign, none_yet
+from launcher.runs.states import judged
 from launcher.workflows.cancel import cancel as cancel_run
 from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
 
+_NEWEST = 20
+
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--all", "show_all", is_flag=True, help="All runs, not only the newest 20.")
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
+@click.option("--state", "wanted", multiple=True, metavar="STATE", help="Runs in this state.")
+@click.option("--recipe", multiple=True, metavar="NAME", help="Runs of this recipe; * is any text.")
+@click.option("--since", metavar="TIME", help="Runs made since then: 90m, 12h, 3d, 2026-01-31.")
+@json_option
 @cluster_option
-def status(run: str | None, show_all: bool, as_json: bool, cluster: str | None) -> None:
-    """Show the newest runs, or one RUN: a name, a unique part of it, a job id, or last."""
+def status(
+    run: str | None,
+    show_all: bool,
+    wanted: tuple[str, ...],
+    recipe: tuple[str, ...],
+    since: str | None,
+    as_json: bool,
+    cluster: str | None,
+) -> None:
+    """Show the newest runs, or the whole story of one RUN.
+
+    RUN is a name, a unique part of it, a job id, or last. --state and --recipe may be given more
+    than once.
+    """
     root = runs_root(cluster)
     if run is not None:
-        chosen = [find(root, run)]
-    else:
-        chosen = every(root) if show_all else every(root)[-20:]
-    known = states(chosen)
+        if wanted or recipe or since or show_all:
+            raise UsageFault("RUN is one run: leave out --all, --state, --recipe and --since")
+        ((one, state),) = judged([find(root, run)])
+        if as_json:
+            click.echo(json.dumps(row(one, state), indent=1))
+        else:
+            click.echo("\n".join(story(one, state)))
+        return
+    runs, newer_than = every(root), since_time(since) if since else ""
+    limit = None if show_all else _NEWEST
+    rows, torn = chosen(runs, limit, wanted, recipe, newer_than)
     if as_json:
-        rows = [row(each, known[each.name]) for each in chosen]
-        click.echo(json.dumps(rows if run is None else rows[0], indent=1))
-    elif not chosen:
-        note(none_yet(root))
+        click.echo(json.dumps(rows, indent=1))
+    elif rows:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        click.echo("\n".join(table(rows, width, _paint if _colours() else None)))
     else:
-        lines = table(chosen, known) if run is None else summary(chosen[0], known[chosen[0].name])
-        for line in lines:
-            click.echo(line)
+        note("no run is as you ask" if runs else none_yet(root))
+    if limit is not None and len(rows) == limit < len(runs):
+        note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
+    if names := [plain(name) for name in (*foreign(root), *torn)]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        note(f"passed over in {root}, because it is no run: {', '.join(names[:3])}{more}")
+
+
+def _colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _paint(text: str, colour: str) -> str:
+    return click.style(text, fg=colour or None)
 
 
 @click.command()
