@@ -104,6 +104,11 @@ def test_logs_show_what_is_asked_for(kit: Kit, demo) -> None:
         in kit.cookbook("logs", "last" if kit.runs()[-1] == run else run.name, "--rank", "0").stdout
     )
     assert kit.cookbook("logs", run.name, "-f").returncode == 0  # an ended run: it ends too
+    merged = kit.cookbook("logs", run.name, "--rank", "0,3", "--job", "--grep", "step|attempt 0")
+    lines = merged.stdout.splitlines()
+    assert lines[0].startswith("job       | ") and "cookbook: attempt 0 on n1, n2" in lines[0]
+    assert lines[1].startswith("n1 rank 0 | ") and len(lines) > 37
+    assert "has failed" in kit.cookbook("logs", run.name, "--first-error").stderr
     missing = kit.cookbook("logs", run.name, "--rank", "9")
     assert missing.returncode == 2 and "has no rank_9.log; it has: node_0.log" in missing.stderr
 
@@ -205,6 +210,9 @@ def test_a_killed_rank_is_named_and_costs_no_result(kit: Kit, undisturbed: Path)
     assert first["cause"] == "killed" and first["message"].startswith("rank 1 on"), first
     assert second["cause"] == "finished"
     assert first["job_id"] == second["job_id"], "retried inside the allocation"
+    told = kit.cookbook("logs", run.name, "--first-error").stdout
+    assert told.startswith(f"attempt 0 of {run.name} failed: killed: rank 1 on n1: Killed"), told
+    assert f"==> {run / 'logs/0/rank_1.log'}, the last 30 lines <==" in told
     ends_like(run, undisturbed)
 
 
