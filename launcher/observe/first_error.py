@@ -53,14 +53,12 @@ def _found(
         rank = error.get("rank")
         message = str(error.get("message") or error.get("type") or "error").partition("\n")[0]
         words = f"rank {rank} on {error.get('host', '?')}: {message}"
-    log = folder / f"rank_{rank}.log"
-    if not log.is_file():
-        nodes = record.get("nodes")
-        names = nodes if isinstance(nodes, list) else []
-        at = names.index(record["node"]) if record.get("node") in names else 0
-        log = folder / f"node_{at}.log"
-    if not log.is_file():
-        log = run.path / files.JOB_LOG
+    nodes = record.get("nodes")
+    names = nodes if isinstance(nodes, list) else []
+    at = names.index(record["node"]) if record.get("node") in names else 0
+    # A rank that was killed at once wrote nothing; its node's log holds what all its ranks wrote.
+    logs = (folder / f"rank_{rank}.log", folder / f"node_{at}.log")
+    log = next((path for path in logs if _has_text(path)), run.path / files.JOB_LOG)
     cause = record.get("cause")
     return FirstError(
         number,
@@ -68,6 +66,10 @@ def _found(
         str((error or {}).get("traceback") or ""),
         log,
     )
+
+
+def _has_text(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _errors(folder: Path) -> list[dict[str, Any]]:

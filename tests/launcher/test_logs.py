@@ -224,11 +224,15 @@ def test_the_first_error_is_the_rank_that_failed_by_itself(tmp_path):
         "rank 3 on n2: ValueError: bad",
         "trace of 3",
     )
-    assert found.log == run.logs / "1/rank_3.log"
+    # It wrote nothing.
+    assert found.log == run.logs / "1/node_0.log"
+    (run.logs / "1/rank_3.log").write_text("its words\n")
+    assert first_error(run).log == run.logs / "1/rank_3.log"
     # The job's own verdict counts once it is there.
-    verdict = {"attempt": 1, "cause": "killed", "message": "rank 1 on n1: Killed: by SIGKILL"}
+    verdict = {"attempt": 1, "cause": "killed", "message": "rank 1 on n2: Killed: by SIGKILL"}
+    verdict |= {"nodes": ["n1", "n2"], "node": "n2"}
     (run.path / "attempts.jsonl").write_text(json.dumps({**verdict, "ended": 5.0}) + "\n")
     found = first_error(run)
-    assert found.words == "killed: rank 1 on n1: Killed: by SIGKILL"
-    assert found.log == run.logs / "1/rank_1.log"
+    assert found.words == "killed: rank 1 on n2: Killed: by SIGKILL"
+    assert found.log == run.logs / "1/node_1.log"
     assert first_error(run, 0) is None

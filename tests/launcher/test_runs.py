@@ -212,7 +212,7 @@ def test_a_killed_rank_is_named_and_costs_no_result(kit: Kit, undisturbed: Path)
     assert first["job_id"] == second["job_id"], "retried inside the allocation"
     told = kit.cookbook("logs", run.name, "--first-error").stdout
     assert told.startswith(f"attempt 0 of {run.name} failed: killed: rank 1 on n1: Killed"), told
-    assert f"==> {run / 'logs/0/rank_1.log'}, the last 30 lines <==" in told
+    assert f"==> {run / 'logs/0/node_0.log'}, the last 30 lines <==" in told
     ends_like(run, undisturbed)
 
 
