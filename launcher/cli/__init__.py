@@ -22,6 +22,9 @@ _COMMANDS = {
     "logs": ("observe", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Start a run again from its last checkpoint."),
+    "results": ("results", "Compare runs: settings, loss, speed, memory, GPU-hours, cost."),
+    "diff": ("results", "Say what differs between two runs."),
+    "replay": ("results", "Submit a run again from its provenance."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
 }
 
