@@ -25,6 +25,7 @@ _COMMANDS = {
     "results": ("results", "Compare runs: settings, loss, speed, memory, GPU-hours, cost."),
     "diff": ("results", "Say what differs between two runs."),
     "replay": ("results", "Submit a run again from its provenance."),
+    "profile": ("profile", "Say where the time of a run's profiled steps goes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
 }
 

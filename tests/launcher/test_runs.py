@@ -113,6 +113,23 @@ def test_logs_show_what_is_asked_for(kit: Kit, demo) -> None:
     assert missing.returncode == 2 and "has no rank_9.log; it has: node_0.log" in missing.stderr
 
 
+def test_the_profile_says_where_the_time_goes(kit: Kit, demo) -> None:
+    run, _ = demo
+    told = json.loads(kit.cookbook("profile", run.name, "--json", "--top", "99").stdout)
+    # The first rank of each node is traced.
+    assert [row["rank"] for row in told["ranks"]] == [0, 2]
+    for row in told["ranks"]:
+        parts = ("compute", "exposed_communication", "copies", "data_loading", "idle")
+        assert sum(row[part] for part in parts) == pytest.approx(row["total"])
+        assert row["compute"] > 0 and row["communication"] > 0 and row["steps"] == 2
+    assert "aten::mm" in [used["name"] for used in told["ranks"][0]["operators"]]
+    # torch's own summary of the same steps.
+    summary = (run / "profile" / "summary_rank_0.txt").read_text()
+    counted = next(line for line in summary.splitlines() if "aten::mm " in line).split()[-1]
+    (used,) = [u for u in told["ranks"][0]["operators"] if u["name"] == "aten::mm"]
+    assert used["count"] == int(counted)
+
+
 def test_a_finished_run_is_neither_resumed_nor_cancelled_nor_trained_again(
     kit: Kit, slurm, demo
 ) -> None:
