@@ -18,7 +18,7 @@ _COMMANDS = {
     "estimate": ("recipes", "Compute the memory, time and disk that a recipe needs."),
     "submit": ("submit", "Render a recipe's job script, check it and submit it."),
     "status": ("status", "Show the state of runs."),
-    "watch": ("status", "Follow a run to its end."),
+    "watch": ("status", "Follow runs to their end."),
     "logs": ("observe", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Start a run again from its last checkpoint."),

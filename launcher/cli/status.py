@@ -12,8 +12,8 @@ from launcher.errors import UsageFault
 from launcher.observe.status import chosen, row, table
 from launcher.observe.status import since as since_time
 from launcher.observe.summary import story, summary
-from launcher.observe.text import plain
-from launcher.observe.watch import watch as watch_run
+from launcher.observe.text import plain as harmless
+from launcher.observe.watch import watch_all
 from launcher.runs.directory import Run
 from launcher.runs.find import every, find, foreign, none_yet
 from launcher.runs.states import judged
@@ -65,7 +65,7 @@ def status(
         note("no run is as you ask" if runs else none_yet(root))
     if limit is not None and len(rows) == limit < len(runs):
         note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
-    if names := [plain(name) for name in (*foreign(root), *torn)]:
+    if names := [harmless(name) for name in (*foreign(root), *torn)]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         note(f"passed over in {root}, because it is no run: {', '.join(names[:3])}{more}")
 
@@ -79,20 +79,32 @@ def _paint(text: str, colour: str) -> str:
 
 
 @click.command()
-@click.argument("run", default="last")
+@click.argument("wanted", nargs=-1, metavar="[RUN]...")
+@flag("--plain", help="Lines instead of the live view, as where there is no terminal.")
 @cluster_option
-def watch(run: str, cluster: str | None) -> None:
-    """Follow RUN to its end; Ctrl-C stops watching, not the run."""
-    sys.exit(watch_to_the_end(find(runs_root(cluster), run)))
+def watch(wanted: tuple[str, ...], plain: bool, cluster: str | None) -> None:
+    """Follow each RUN to its end; Ctrl-C stops watching, not the run."""
+    root = runs_root(cluster)
+    runs = list(dict.fromkeys(find(root, each) for each in wanted or ("last",)))
+    sys.exit(watch_to_the_end(*runs, live=sys.stdout.isatty() and not plain))
 
 
-def watch_to_the_end(run: Run) -> int:
-    """Follow a run and print its results; return the exit status, 0 for a completed run."""
+def watch_to_the_end(*runs: Run, live: bool = False) -> int:
+    """Follow runs and print their results; return the exit status, 0 if all are completed."""
     try:
-        state = watch_run(run, note)
+        if live and os.environ.get("TERM") != "dumb":
+            # Imported late: rich takes longer than the rest of the command.
+            from launcher.observe.live import watch_live
+
+            states = watch_live(runs)
+        else:
+            states = watch_all(runs, note)
     except KeyboardInterrupt:
-        note(f"\nstopped watching; the run continues; follow it with: cookbook watch {run.name}")
+        names = " ".join(run.name for run in runs)
+        which = "the run continues" if len(runs) == 1 else "the runs continue"
+        note(f"\nstopped watching; {which}; follow it with: cookbook watch {names}")
         return 130
-    for line in summary(run, state):
-        click.echo(line)
-    return 0 if state.word == "COMPLETED" else 1
+    for run, state in zip(runs, states, strict=True):
+        for line in summary(run, state):
+            click.echo(line)
+    return 0 if all(state.word == "COMPLETED" for state in states) else 1
