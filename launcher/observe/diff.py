@@ -11,7 +11,7 @@ from launcher.runs.directory import Run
 from launcher.runs.states import states
 
 # Lines of a change of code that are shown.
-_SHOWN_LINES = 40
+_SHOWN_LINES = 12
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ def _facts(run: Run, state: State) -> Iterator[tuple[str, str]]:
         cluster = f" of cluster {each['cluster']}" if each.get("cluster") else ""
         changes = each.get("changes")
         changed = f", with {' '.join(map(str, changes))}" if isinstance(changes, list) else ""
-        submitted = f", submitted {_clock(each['submitted'])}" if "submitted" in each else ""
-        yield "job", f"{title(str(each.get('job_id')))}{cluster}{submitted}{changed}"
+        submitted = f", {_clock(each['submitted'])}" if "submitted" in each else ""
+        yield "submitted", f"{title(str(each.get('job_id')))}{cluster}{submitted}{changed}"
     names = ", ".join(map(str, values["nodes"])) if isinstance(values["nodes"], list) else ""
     size = f"{values['node_count'] or '?'} nodes x {values['gpus_per_node'] or '?'} GPUs"
     yield "nodes", f"{size}{f' ({names})' if names else ''}{_limit(run, state, asked['time'])}"
