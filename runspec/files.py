@@ -80,7 +80,7 @@ def write_json(path: Path, value: Any, mode: int | None = None) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n", mode)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path | str) -> Any:
     """Return the JSON value in a file, None if there is no file.
 
     Raises:
@@ -88,7 +88,8 @@ def read_json(path: Path) -> Any:
         ValueError: the file does not hold JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb", buffering=0) as file:
+            return json.loads(file.read())
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -116,6 +117,23 @@ def read_json_lines(path: Path) -> list[Any]:
         except ValueError:
             continue
     return values
+
+
+def last_json_line(path: Path, tail_bytes: int = 8192) -> Any:
+    """Return the last whole value of a JSON lines file, None if there is none in its last bytes."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - tail_bytes))
+            lines = file.read(tail_bytes).splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            return json.loads(line)
+        except ValueError:
+            continue
+    return None
 
 
 def append_json_line(path: Path, value: Any) -> None:

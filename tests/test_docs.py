@@ -52,6 +52,10 @@ def test_the_pages_show_every_command():
         "cancel",
         "resume",
         "tensorboard",
+        "results",
+        "diff",
+        "replay",
+        "profile",
         "doctor",
         "download",
     }

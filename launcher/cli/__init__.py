@@ -17,11 +17,15 @@ _COMMANDS = {
     "check": ("check", "Find everything that would stop a run, without queueing it."),
     "estimate": ("recipes", "Compute the memory, time and disk that a recipe needs."),
     "submit": ("submit", "Render a recipe's job script, check it and submit it."),
-    "status": ("runs", "Show the state of runs."),
-    "watch": ("runs", "Follow a run to its end."),
+    "status": ("status", "Show the state of runs."),
+    "watch": ("status", "Follow runs to their end."),
     "logs": ("observe", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Start a run again from its last checkpoint."),
+    "results": ("results", "Compare runs: settings, loss, speed, memory, GPU-hours, cost."),
+    "diff": ("results", "Say what differs between two runs."),
+    "replay": ("results", "Submit a run again from its provenance."),
+    "profile": ("profile", "Say where the time of a run's profiled steps goes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
 }
 

@@ -1,13 +1,18 @@
 """cookbook logs and tensorboard: what runs wrote."""
 
+import re
 import sys
 
 import click
 
 from launcher.cli.common import cluster_option, flag, note, runs_root
-from launcher.errors import UnknownRun
+from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import logs as log_files
 from launcher.observe import tensorboard as server
+from launcher.observe.first_error import first_error as first_failure
+from launcher.observe.lines import read, tail_start
+from launcher.observe.text import plain
+from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
 
 _COUNT = click.IntRange(min=0)
@@ -15,25 +20,95 @@ _COUNT = click.IntRange(min=0)
 
 @click.command()
 @click.argument("run", default="last")
-@click.option("--node", type=_COUNT, help="All ranks of this node; the first node is 0.")
-@click.option("--rank", type=_COUNT, help="Only this rank.")
+@click.option("--node", "nodes", multiple=True, metavar="N", help="A node's ranks: 1, n2, all.")
+@click.option("--rank", "ranks", multiple=True, metavar="N", help="A rank: 3, 0-3,8, all.")
+@flag("--job", help="The job script's own log, too.")
 @click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
+@click.option(
+    "--tail",
+    metavar="N",
+    help=f"The last N lines, or all. [default: all; {log_files.TAIL_LINES:,} of more than 1 MiB]",
+)
+@click.option("--grep", metavar="PATTERN", help="Lines that hold this regular expression.")
+@flag("--first-error", help="What failed first: its rank, and the last lines of its log.")
 @flag("-f", "--follow", help="Show new lines as they come, until the run has ended.")
 @cluster_option
-def logs(run: str, follow: bool, cluster: str | None, **chosen: int | None) -> None:
-    """Show the logs of RUN: by default the first node's, in the newest attempt."""
-    found = find(runs_root(cluster), run)
+def logs(
+    run: str,
+    nodes: tuple[str, ...],
+    ranks: tuple[str, ...],
+    job: bool,
+    attempt: int | None,
+    tail: str | None,
+    grep: str | None,
+    first_error: bool,
+    follow: bool,
+    cluster: str | None,
+) -> None:
+    """Show the logs of RUN: by default the first node's, in the newest attempt.
+
+    Several logs are merged by time, and each line is marked with its origin. The first node is 0.
+    """
+    found, count, pattern = find(runs_root(cluster), run), _tail(tail), _pattern(grep)
+    if first_error:
+        _show_first_error(found, attempt, 30 if count is None else count)
+        return
+    wanted = log_files.Wanted(ranks, nodes, job, attempt)
     if follow:
         try:
-            for line in log_files.follow(found, **chosen):
-                click.echo(line)
+            for line in log_files.follow(found, wanted, count, pattern):
+                _print(line)
         except KeyboardInterrupt:
             note("")
         return
-    path = log_files.choose(found, **chosen)
-    note(f"==> {path} <==")
-    for line in log_files.lines(path):
-        click.echo(line)
+    sources = log_files.choose(found, wanted)
+    for source in sources:
+        note(f"==> {source.path} <==")
+    if tail is None and pattern is None and log_files.is_long(sources):
+        count = log_files.TAIL_LINES
+        size = sum(source.size() for source in sources) / 2**20
+        note(f"the last {count:,} lines of {size:,.0f} MiB; the rest: --tail all, or --grep")
+    try:
+        for line in log_files.show(found, sources, count, pattern):
+            _print(line)
+    except KeyboardInterrupt:
+        note("")
+
+
+def _tail(text: str | None) -> int | None:
+    if text is None or text == "all":
+        return None
+    if not text.isdigit():
+        raise UsageFault(f"--tail {text}: write a number of lines, or all")
+    return int(text)
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        words = f"--grep {text}: {error}"
+        raise UsageFault(f"{words}: put \\ before . * + ? ( [ to search for them") from error
+
+
+def _print(line: str) -> None:
+    """Print a log's line; a terminal gets nothing that it would obey."""
+    # A progress bar writes over itself: only what it wrote last would be seen.
+    click.echo(plain(line.rpartition("\r")[2]) if sys.stdout.isatty() else line)
+
+
+def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
+    found = first_failure(run, attempt)
+    if found is None:
+        note(f"no attempt of {run.name} has failed; its state: cookbook status {run.name}")
+        return
+    click.echo(plain(f"attempt {found.attempt} of {run.name} failed: {found.words}"))
+    if found.traceback:
+        for line in found.traceback.rstrip().splitlines():
+            _print(line)
+    click.echo(f"==> {found.log}, the last {count} lines <==")
+    for line in read(found.log, tail_start(found.log, count)):
+        _print(line)
 
 
 @click.command()

@@ -1,6 +1,5 @@
-"""cookbook status, watch, cancel and resume"""
+"""cookbook cancel and resume"""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,60 +8,13 @@ import click
 
 from launcher import site as sites
 from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options, runs_root
+from launcher.cli.status import watch_to_the_end
 from launcher.executors import title
-from launcher.observe.status import row, table
-from launcher.observe.summary import summary
-from launcher.observe.watch import watch as watch_run
 from launcher.runs.directory import Run
-from launcher.runs.find import every, find, none_yet
-from launcher.runs.states import states
+from launcher.runs.find import find
 from launcher.workflows.cancel import cancel as cancel_run
 from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
-
-
-@click.command()
-@click.argument("run", required=False)
-@click.option("--all", "show_all", is_flag=True, help="All runs, not only the newest 20.")
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
-@cluster_option
-def status(run: str | None, show_all: bool, as_json: bool, cluster: str | None) -> None:
-    """Show the newest runs, or one RUN: a name, a unique part of it, a job id, or last."""
-    root = runs_root(cluster)
-    if run is not None:
-        chosen = [find(root, run)]
-    else:
-        chosen = every(root) if show_all else every(root)[-20:]
-    known = states(chosen)
-    if as_json:
-        rows = [row(each, known[each.name]) for each in chosen]
-        click.echo(json.dumps(rows if run is None else rows[0], indent=1))
-    elif not chosen:
-        note(none_yet(root))
-    else:
-        lines = table(chosen, known) if run is None else summary(chosen[0], known[chosen[0].name])
-        for line in lines:
-            click.echo(line)
-
-
-@click.command()
-@click.argument("run", default="last")
-@cluster_option
-def watch(run: str, cluster: str | None) -> None:
-    """Follow RUN to its end; Ctrl-C stops watching, not the run."""
-    sys.exit(watch_to_the_end(find(runs_root(cluster), run)))
-
-
-def watch_to_the_end(run: Run) -> int:
-    """Follow a run and print its results; return the exit status, 0 for a completed run."""
-    try:
-        state = watch_run(run, note)
-    except KeyboardInterrupt:
-        note(f"\nstopped watching; the run continues; follow it with: cookbook watch {run.name}")
-        return 130
-    for line in summary(run, state):
-        click.echo(line)
-    return 0 if state.word == "COMPLETED" else 1
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from launcher import site as sites
 from launcher.checks import preflight
 from launcher.cli import common
 from launcher.cli.common import note
-from launcher.cli.runs import interruption_told, watch_to_the_end
+from launcher.cli.runs import interruption_told
+from launcher.cli.status import watch_to_the_end
 from launcher.executors import title
 from launcher.recipes import recipe as recipe_file
 from launcher.runs.directory import Run

@@ -1,49 +1,230 @@
-"""Runs as rows of a table, and as objects for a program to read."""
+"""Runs as rows of a table that fits the terminal, and as objects for a program to read."""
 
+import re
+import textwrap
 import time
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from typing import Any
 
-from launcher.observe.summary import duration
+from launcher.errors import UsageFault, nearest
+from launcher.observe.text import duration, number, percent, plain
 from launcher.runs.directory import Run
-from launcher.runs.states import State
+from launcher.runs.states import State, judged
+
+# The states of runs, and those that only Slurm reports.
+_STATES = (
+    "PENDING RUNNING RETRYING REQUEUED INTERRUPTED COMPLETED FAILED CANCELLED UNKNOWN CONFIGURING "
+    "COMPLETING SUSPENDED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE"
+)
+STATES = tuple(_STATES.split(" "))
+_COLOURS = {
+    "COMPLETED": "green",
+    "RUNNING": "cyan",
+    "PENDING": "yellow",
+    "RETRYING": "yellow",
+    "REQUEUED": "yellow",
+    "FAILED": "red",
+    "INTERRUPTED": "magenta",
+    "CANCELLED": "magenta",
+    "UNKNOWN": "magenta",
+}
+# From the one that is missed least, if the terminal is too narrow for all.
+_LEFT_OUT_FIRST = ("JOB", "RECIPE", "MFU", "USED", "TOK/S/GPU", "SIZE", "LEFT", "LOSS", "STEP")
+# A reason that has less room than this on its run's line stands below it.
+_REASON_ROOM = 24
+_AGO = re.compile(r"(\d+) ?(m|min|h|d|w)\Z")
+_HOURS = {"m": 1 / 60, "min": 1 / 60, "h": 1, "d": 24, "w": 168}
+
+Row = dict[str, Any]
 
 
-def row(run: Run, state: State) -> dict[str, Any]:
+def row(run: Run, state: State) -> Row:
     """Return what `cookbook status --json` prints for one run."""
-    progress, status, metrics = run.progress, run.status, run.metrics
-    newest = metrics[-1] if metrics else {}
+    progress, status, asked = run.progress, run.status, run.asked
+    # progress.json of a finished run says all; before, the metrics are newer.
+    newest = {} if progress.get("state") == "finished" else run.newest_metrics
+    step, total = newest.get("step", progress.get("step")), progress.get("total_steps")
+    nodes = status.get("nodes")
+    count = len(nodes) if isinstance(nodes, list) and nodes else asked["nodes"]
     return {
         "run": run.name,
+        "recipe": run.submission.get("recipe"),
         "state": state.word,
         "source": state.source,
         "detail": state.detail,
         "job_id": state.job_id,
         "attempt": status.get("attempt"),
-        "nodes": status.get("nodes"),
-        "step": newest.get("step", progress.get("step")),
-        "total_steps": progress.get("total_steps"),
-        "loss": newest.get("loss"),
+        "nodes": nodes,
+        "node_count": count,
+        "gpus_per_node": asked["gpus_per_node"],
+        "step": step,
+        "total_steps": total,
+        "loss": newest.get("loss", progress.get("loss_last")),
+        "tokens_per_second_per_gpu": _newest("tokens_per_second_per_gpu", newest, progress),
+        "mfu": _newest("mfu", newest, progress),
+        "used_s": used_s(run, state),
+        "left_s": left_s(newest, total) if state.word == "RUNNING" else None,
         "checkpoint_step": progress.get("checkpoint_step"),
         "path": str(run.path),
     }
 
 
-def table(runs: list[Run], states: dict[str, State]) -> Iterator[str]:
-    """Yield a heading and one line per run."""
-    width = max(len(run.name) for run in runs)
-    layout = "{:<" + str(width) + "}  {:<11} {:<14} {:<12} {:<8} {:<12} {}"
-    yield layout.format("RUN", "STATE", "JOB", "STEP", "LOSS", "AGE", "NOTE")
-    for run in runs:
-        values = row(run, states[run.name])
-        loss = f"{values['loss']:.4f}" if isinstance(values["loss"], int | float) else "-"
-        step = "-" if values["step"] is None else f"{values['step']}/{values['total_steps'] or '?'}"
-        cells = (values["state"], values["job_id"] or "-", step, loss, _age(run), values["detail"])
-        yield layout.format(run.name, *cells).rstrip()
+def _newest(key: str, newest: dict[str, Any], progress: dict[str, Any]) -> Any:
+    return newest.get(key, progress.get(key))
 
 
-def _age(run: Run) -> str:
-    """Return how long ago a run was made, which its name says."""
-    made = datetime.strptime(run.name[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
-    return duration(time.time() - made)
+def used_s(run: Run, state: State) -> float | None:
+    """Return the seconds that all attempts of a run have taken, None before the first."""
+    status = run.status
+    begin = status.get("started")
+    if not isinstance(begin, int | float):
+        return None
+    end = status.get("ended")
+    if not isinstance(end, int | float):
+        # An attempt that left no last word has a last sign of life.
+        seen = run.newest_metrics.get("time")
+        known = [value for value in (status.get("updated"), seen) if isinstance(value, int | float)]
+        end = time.time() if not state.ended else max(known, default=begin)
+    # Most runs have one attempt: there the record of all is not read.
+    earlier = run.attempts if status.get("attempt") else []
+    return end - begin + sum(_spent(each) for each in earlier if each.get("started") != begin)
+
+
+def _spent(attempt: dict[str, Any]) -> float:
+    begin, end = attempt.get("started"), attempt.get("ended")
+    if isinstance(begin, int | float) and isinstance(end, int | float):
+        return max(0.0, end - begin)
+    return 0.0
+
+
+def left_s(newest: dict[str, Any], total: Any) -> float | None:
+    """Return the seconds to the last step at the newest pace, None if it is not known."""
+    step, pace = newest.get("step"), newest.get("step_time_s")
+    if isinstance(step, int) and isinstance(pace, int | float) and isinstance(total, int):
+        return max(0, total - step) * pace
+    return None
+
+
+def chosen(
+    runs: Sequence[Run],
+    limit: int | None,
+    states: Iterable[str] = (),
+    recipes: Iterable[str] = (),
+    newer_than: str = "",
+) -> tuple[list[Row], list[str]]:
+    """Return the rows of the newest runs that the filters let through, oldest first.
+
+    Args:
+        limit: so many rows at most; None for all.
+        states: their states, in any case. recipes: their recipes, with * and ? as in a shell.
+        newer_than: the time of the oldest, as since() returns it.
+
+    Returns:
+        The rows, and the names of the directories that were passed over because they hold nothing.
+    """
+    words = {_state(word) for text in states for word in text.split(",")}
+    patterns = list(recipes)
+    torn: list[str] = []
+    picked: list[Run] = []
+    for run in reversed(runs):
+        if run.name[:15] < newer_than or (len(picked) == limit and not words):
+            break
+        if patterns:
+            recipe = str(run.submission.get("recipe"))
+            if not any(fnmatchcase(recipe, pattern) for pattern in patterns):
+                continue
+        if run.torn:
+            torn.append(run.name)
+        else:
+            picked.append(run)
+    rows = [row(run, state) for run, state in judged(picked) if not words or state.word in words]
+    rows.sort(key=lambda each: each["run"])
+    return rows[-limit:] if limit else rows, sorted(torn)
+
+
+def _state(word: str) -> str:
+    if word.strip().upper() in STATES:
+        return word.strip().upper()
+    hint = nearest(word.strip().upper(), STATES)
+    raise UsageFault(f"--state {word}: there is no such state{hint}: choose of {', '.join(STATES)}")
+
+
+def since(text: str) -> str:
+    """Return a time, or how long ago it was, as the names of runs begin: 20260131-235900 (UTC).
+
+    Args:
+        text: 90m, 12h, 3d, 2w, 2026-01-31 or 2026-01-31T23:59 (UTC if no zone is given).
+    """
+    if ago := _AGO.match(text):
+        when = datetime.now(UTC) - timedelta(hours=int(ago[1]) * _HOURS[ago[2]])
+    else:
+        try:
+            when = datetime.fromisoformat(text)
+        except ValueError as error:
+            words = f"--since {text}: write how long ago (90m, 12h, 3d, 2w) or a date"
+            raise UsageFault(f"{words} (2026-01-31, 2026-01-31T23:59)") from error
+        when = when.astimezone(UTC) if when.tzinfo else when
+    return f"{when:%Y%m%d-%H%M%S}"
+
+
+def table(
+    rows: Sequence[Row], width: int | None = None, paint: Callable[[str, str], str] | None = None
+) -> Iterator[str]:
+    """Yield a heading and a line or more for each run.
+
+    Args:
+        width: the terminal's; None shows everything, one line per run.
+        paint: gives a text its colour; None without colours.
+    """
+    cells = [_cells(each) for each in rows]
+    names = list(cells[0])
+    if width is not None:
+        names = [name for name in names if any(each[name] != "-" for each in cells)]
+    sizes = {name: max(len(name), *(len(each[name]) for each in cells)) for name in names}
+    for name in _LEFT_OUT_FIRST:
+        if width is None or sum(sizes.values()) + 2 * len(sizes) <= width:
+            break
+        sizes.pop(name, None)
+    used = sum(sizes.values()) + 2 * len(sizes)
+    room = None if width is None else max(0, width - used)
+    heading = "  ".join(f"{name:<{size}}" for name, size in sizes.items())
+    yield f"{heading}  REASON" if room is None or room >= 6 else heading.rstrip()
+    for each, values in zip(rows, cells, strict=True):
+        parts = [f"{values[name]:<{size}}" for name, size in sizes.items()]
+        if paint is not None:
+            place = list(sizes).index("STATE")
+            parts[place] = paint(parts[place], _COLOURS.get(each["state"], ""))
+        line, reason = "  ".join(parts), plain(each["detail"])
+        if room is None or len(reason) <= room:
+            yield f"{line}  {reason}".rstrip()
+            continue
+        if room >= _REASON_ROOM and len(lines := textwrap.wrap(reason, room)) <= 2:
+            yield f"{line}  {lines[0]}"
+            yield from (" " * used + more for more in lines[1:])
+            continue
+        yield line.rstrip()
+        indent = "    "
+        yield from textwrap.wrap(
+            reason, max(20, width or 0), initial_indent=indent, subsequent_indent=indent
+        )
+
+
+def _cells(values: Row) -> dict[str, str]:
+    """Return the texts of a row's columns; "-" for what is not known."""
+    step, size = values["step"], f"{values['node_count'] or '?'}x{values['gpus_per_node'] or '?'}"
+    texts = {
+        "RUN": values["run"],
+        "RECIPE": values["recipe"] or "-",
+        "STATE": values["state"],
+        "JOB": values["job_id"] or "-",
+        "SIZE": "-" if size == "?x?" else size,
+        "STEP": "-" if step is None else f"{step}/{values['total_steps'] or '?'}",
+        "LOSS": number(values["loss"], ".4f"),
+        "TOK/S/GPU": number(values["tokens_per_second_per_gpu"], ",.0f"),
+        "MFU": percent(values["mfu"]),
+        "USED": "-" if values["used_s"] is None else duration(values["used_s"]),
+        "LEFT": "-" if values["left_s"] is None else duration(values["left_s"]),
+    }
+    return {name: plain(str(text)) for name, text in texts.items()}

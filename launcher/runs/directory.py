@@ -2,12 +2,13 @@
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from runspec import files
 
 # The fields of a Job that are kept in submission.json and, those that it knows, in status.json.
 _JOB_KEYS = ("job_id", "host", "process_start", "cluster", "controller", "slurm_conf")
+
+# What a job script asks for: its second line, and its #SBATCH lines. Later lines are not read.
+_SCRIPT_BYTES = 4096
+_RANKS = re.compile(rb"^# .*: (\d+) x (\d+) ranks", re.MULTILINE)
+_TIME = re.compile(rb"^#SBATCH --time=(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ class Run:
         return self._read(files.PROGRESS)
 
     @property
+    def provenance(self) -> dict[str, Any]:
+        """What made the run: command, code, packages, model."""
+        return self._read(files.PROVENANCE)
+
+    @property
     def attempts(self) -> list[dict[str, Any]]:
         """The attempts that have ended, oldest first."""
         return self._lines(files.ATTEMPTS)
@@ -56,6 +67,32 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """The logged steps in order."""
         return self._lines(files.METRICS)
+
+    @property
+    def newest_metrics(self) -> dict[str, Any]:
+        """The last logged step, {} before the first; of a long file only the end is read."""
+        try:
+            value = files.last_json_line(self.path / files.METRICS)
+        except OSError:
+            value = None
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What its job script asks Slurm for: nodes, gpus_per_node (= ranks) and time."""
+        text = self._head(files.JOB_SCRIPT)
+        ranks, limit = _RANKS.search(text), _TIME.search(text)
+        return {
+            "nodes": int(ranks[1]) if ranks else None,
+            "gpus_per_node": int(ranks[2]) if ranks else None,
+            "time": limit[1].decode(errors="replace") if limit else None,
+        }
+
+    @property
+    def torn(self) -> bool:
+        """Whether it holds nothing of a run but its name: a copy or a removal was cut short."""
+        names = (files.SUBMISSION, files.STATUS, files.JOB_SCRIPT)
+        return not any(os.path.exists(f"{self.path}/{name}") for name in names)
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -83,7 +120,8 @@ class Run:
     @property
     def job_id(self) -> str | None:
         """The newest job's id, None if nobody wrote one down."""
-        return self.job.job_id
+        found = (self.all_jobs or [{}])[-1].get("job_id")
+        return None if found is None else str(found)
 
     @property
     def job(self) -> Job:
@@ -129,7 +167,7 @@ class Run:
         return self._read_or_fault(name)[0]
 
     def _read_or_fault(self, name: str) -> tuple[dict[str, Any], str]:
-        path = self.path / name
+        path = f"{self.path}/{name}"
         try:
             value = files.read_json(path)
         except OSError as error:
@@ -146,6 +184,30 @@ class Run:
         except OSError:
             return []
         return [value for value in values if isinstance(value, dict)]
+
+    def _head(self, name: str) -> bytes:
+        try:
+            with open(self.path / name, "rb", buffering=0) as file:
+                return file.read(_SCRIPT_BYTES)
+        except OSError:
+            return b""
+
+
+@dataclass(frozen=True)
+class Snapshot(Run):
+    """A run at one moment: each of its files is read once, when it is first asked for.
+
+    One answer is made of many properties, and each of a Run's reads its file again.
+    """
+
+    _seen: dict[str, tuple[dict[str, Any], str]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def _read_or_fault(self, name: str) -> tuple[dict[str, Any], str]:
+        if name not in self._seen:
+            self._seen[name] = super()._read_or_fault(name)
+        return self._seen[name]
 
 
 def _same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

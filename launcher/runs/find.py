@@ -1,21 +1,49 @@
 """Finding runs by what a user types: a name, a unique part of it, a job id, or last."""
 
+import os
 import re
+import time
 from pathlib import Path
 
 from launcher.errors import UnknownRun, nearest
 from launcher.runs.directory import Run
 
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]{0,63}-[0-9a-f]{4}\Z")
+# A command that makes a run needs so long at most, a copy of its code included.
+_MAKING_S = 600
 
 
 def every(root: Path) -> list[Run]:
     """Return all runs, oldest first."""
-    if not root.is_dir():
+    try:
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if _is_run(entry)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return [
-        Run(path) for path in sorted(root.iterdir()) if _RUN_NAME.match(path.name) and path.is_dir()
-    ]
+    return [Run(root / name) for name in sorted(names)]
+
+
+def foreign(root: Path) -> list[str]:
+    """Return the names of what lies among the runs and is none, half-made runs included.
+
+    Not hidden files, such as the trainer's cache, and no run that a command may be making now.
+    """
+    found, now = [], time.time()
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                half_made = entry.name.startswith(".tmp-")
+                if half_made and now - entry.stat().st_mtime < _MAKING_S:
+                    continue
+                if half_made or not (entry.name.startswith(".") or _is_run(entry)):
+                    found.append(entry.name)
+    except OSError:
+        return []
+    return sorted(found)
+
+
+def _is_run(entry: os.DirEntry[str]) -> bool:
+    return bool(_RUN_NAME.match(entry.name)) and entry.is_dir()
 
 
 def none_yet(root: Path) -> str:

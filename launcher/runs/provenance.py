@@ -15,6 +15,9 @@ from launcher.site import Site
 from launcher.venv import packages
 from runspec import files
 
+# Reading a larger file would hold up submit.
+_HASHED_BYTES = 256 * 2**20
+
 
 def of(recipe: Recipe, cluster: Site, contents: Mapping[str, str]) -> dict[str, Any]:
     """Return what is needed to make the same run again; contents: its files by name."""
@@ -25,8 +28,9 @@ def of(recipe: Recipe, cluster: Site, contents: Mapping[str, str]) -> dict[str, 
         # Without the run's own directory, so that equal configurations have equal hashes.
         "config_sha256": _sha256(yamlfile.dump(recipe.resolved(cluster.root, "run"))),
         "script_sha256": _sha256(contents[files.JOB_SCRIPT]),
-        "kit": _git_state(paths.REPO_ROOT),
+        "kit": git_state(paths.REPO_ROOT),
         "model": _model_revision(recipe, cluster),
+        "data": data_files(recipe.resolved(cluster.root, "run")),
         "python": sys.version.split()[0],
         "packages": [f"{name}=={version}" for name, version in packages().items()],
         "slurm": slurm.version(),
@@ -37,7 +41,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _git_state(folder: Path) -> dict[str, Any]:
+def git_state(folder: Path) -> dict[str, Any]:
     """Return the checkout's commit and what has been changed since, as a diff."""
     commit, diff = git(folder, "rev-parse", "HEAD"), git(folder, "diff", "HEAD")
     untracked = git(folder, "ls-files", "--others", "--exclude-standard")
@@ -46,6 +50,25 @@ def _git_state(folder: Path) -> dict[str, Any]:
         "diff": (diff or b"").decode(errors="replace"),
         "untracked": (untracked or b"").decode(errors="replace").splitlines(),
     }
+
+
+def data_files(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the local data files of a recipe with their size, and the hash of those not too large.
+
+    A folder, and a dataset of the hub, has no entry: its name stands in the recipe.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for block in ("dataset", "dataset_val"):
+        given = config.get(block)
+        named = given.get("data_files") if isinstance(given, Mapping) else None
+        for name in named if isinstance(named, list) else [named]:
+            path = Path(str(name))
+            if not isinstance(name, str) or not path.is_file():
+                continue
+            size = path.stat().st_size
+            sha256 = files.sha256(path) if size <= _HASHED_BYTES else None
+            found[name] = {"file": name, "bytes": size, "sha256": sha256}
+    return list(found.values())
 
 
 def _model_revision(recipe: Recipe, cluster: Site) -> dict[str, Any]:

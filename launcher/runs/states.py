@@ -1,11 +1,11 @@
 """The state of runs: what the job wrote itself, else what squeue, sacct or this host says."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.errors import SlurmFault
 from launcher.executors import Executor, Job, JobState, executor_of
-from launcher.runs.directory import Run
+from launcher.runs.directory import Run, Snapshot
 from runspec import files
 from runspec.states import FINAL
 
@@ -55,30 +55,44 @@ def living(run: Run) -> dict[str, str]:
     return executor_of(job.job_id).living(job, unsure=run.starting)
 
 
-def states(wanted: Sequence[Run]) -> dict[str, State]:
+def states(wanted: Iterable[Run]) -> dict[str, State]:
     """Return each run's state by name, with at most one question to squeue and one to sacct.
 
     The order is: the job's own final state, squeue, sacct, else UNKNOWN.
     """
-    known: dict[str, State] = {}
-    asked: dict[Executor, list[Run]] = {}
-    for run in wanted:
+    return {run.name: state for run, state in judged(wanted)}
+
+
+def judged(wanted: Iterable[Run]) -> Iterator[tuple[Run, State]]:
+    """Yield each run as a snapshot, with its state; those that have ended by their own word first.
+
+    Only one snapshot is held at a time, so that many runs take little memory.
+    """
+    asked: dict[Executor, dict[str, Job]] = {}
+    again: dict[str, Run] = {}
+    for each in wanted:
+        run = Snapshot(each.path)
         if own_state(run) in FINAL and not run.starting:
-            known[run.name] = _from_status(run)
+            yield run, _with_faults(_from_status(run), run.broken())
         else:
-            asked.setdefault(executor_of(run.job_id), []).append(run)
-    for executor, group in asked.items():
+            asked.setdefault(executor_of(run.job_id), {})[run.name] = run.job
+            again[run.name] = each
+    for executor, jobs in asked.items():
         try:
-            found = executor.states([run.job for run in group])
+            found = executor.states(list(jobs.values()))
         except SlurmFault as fault:
             nothing = JobState(None, "nobody", detail=fault.faults[0])
-            found = {run.job.token: nothing for run in group}
-        known |= {run.name: _judge(run, found[run.job.token]) for run in group}
-    return {run.name: _with_faults(known[run.name], run.broken()) for run in wanted}
+            found = {job.token: nothing for job in jobs.values()}
+        for name, job in jobs.items():
+            # Read anew: its last word may have come while Slurm was asked.
+            run = Snapshot(again[name].path)
+            yield run, _with_faults(_judge(run, found[job.token]), run.broken())
 
 
 def _with_faults(state: State, faults: Sequence[str]) -> State:
     """Return a state whose detail names the run's broken files first."""
+    if not faults:
+        return state
     return replace(state, detail="; ".join(filter(None, [*faults, state.detail])))
 
 

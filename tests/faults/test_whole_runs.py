@@ -20,6 +20,9 @@ def test_a_killed_rank_is_named_and_costs_no_result(user: Kit, undisturbed: Undi
     assert first["cause"] == "killed" and first["message"].startswith("rank 1 on"), first
     assert second["cause"] == "finished"
     assert first["job_id"] == second["job_id"], "retried inside the allocation"
+    told = user.cookbook("logs", run.name, "--first-error").stdout
+    assert told.startswith(f"attempt 0 of {run.name} failed: killed: rank 1 on n2: Killed"), told
+    assert f"==> {run / 'logs/0/node_1.log'}, the last 30 lines <==" in told
     undisturbed.is_equalled_by(run)
 
 

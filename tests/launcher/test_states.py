@@ -12,7 +12,7 @@ from launcher.errors import RunFault, UsageFault
 from launcher.executors import title
 from launcher.observe import watch as watching
 from launcher.observe.logs import Tail
-from launcher.observe.status import table
+from launcher.observe.status import row, table
 from launcher.observe.summary import summary
 from launcher.runs.directory import Run
 from launcher.runs.find import find
@@ -146,7 +146,7 @@ def test_a_broken_record_is_named_and_hides_no_other_run(tmp_path, name, text):
     (run.path / name).write_bytes(text)
     known = states([run, whole])
     assert known[whole.name].word == "COMPLETED"
-    shown = list(table([run, whole], known))
+    shown = list(table([row(each, known[each.name]) for each in (run, whole)]))
     path = run.path / name
     assert f"{path} is broken (no JSON object): move it away with: mv {path} " in shown[1]
     assert "COMPLETED" in shown[2] and list(summary(run, known[run.name]))

@@ -1,0 +1,91 @@
+"""Times `cookbook status` over many runs: python benchmarks/status.py [--runs N] [--open K]
+
+It makes N run directories (10,000) with the small files of a real one, K of which (20) have not
+ended, in a temporary folder, and prints the seconds and the peak memory of the command for the
+newest runs and for all of them: first, and as the best of five.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SCRIPT = """#!/bin/bash
+# demo: 2 x 2 ranks, one torchrun per node, run {name}.
+#SBATCH --nodes=2
+#SBATCH --time=00:30:00
+"""
+
+
+def make(root: Path, number: int, open_runs: int) -> None:
+    """Make the run directories; the newest open_runs of them have no final state."""
+    for k in range(number):
+        day, second = divmod(k, 86400 // 10)
+        clock = f"{second * 10 // 3600:02}{second * 10 // 60 % 60:02}{second * 10 % 60:02}"
+        name = f"202601{day + 1:02}-{clock}-demo-{k % 65536:04x}"
+        path = root / "runs" / name
+        (path / "logs").mkdir(parents=True)
+        job = {"job_id": str(1000 + k), "cluster": "demo", "controller": "head"}
+        ended = k < number - open_runs
+        times = {"started": 1767225600.0 + k, "updated": 1767229200.0 + k}
+        status = {**job, "attempt": 0, "nodes": ["n1", "n2"], **times}
+        if ended:
+            status |= {"state": "COMPLETED", "ended": times["updated"], "message": ""}
+        else:
+            status["state"] = "RUNNING"
+        step = {"step": 364, "loss": 0.00655, "step_time_s": 0.25, "mfu": None}
+        rates = {"tokens_per_second_per_gpu": 1353.6, "mfu": None}
+        progress = {"total_steps": 364, "state": "finished" if ended else "running", "step": 364}
+        submission = {"run": name, "recipe": "demo", "jobs": [{**job, "submitted": 1767225500.0}]}
+        for file, value in (
+            ("submission.json", submission),
+            ("status.json", status),
+            ("progress.json", {**progress, "loss_last": 0.00655, "checkpoint_step": 364, **rates}),
+        ):
+            (path / file).write_text(json.dumps(value, indent=1))
+        (path / "metrics.jsonl").write_text(f"{json.dumps(step | rates)}\n" * 40)
+        (path / "job.sbatch").write_text(SCRIPT.format(name=name))
+
+
+def timed(root: Path, *options: str) -> tuple[float, float]:
+    """Return the seconds of a command and its peak memory in MiB."""
+    argv = [str(Path(sys.prefix) / "bin" / "cookbook"), "status", *options]
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        argv,
+        env={**os.environ, "COOKBOOK_ROOT": str(root)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"{' '.join(argv)} failed: run it with COOKBOOK_ROOT={root}")
+    return time.perf_counter() - began, used.ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--open", type=int, default=20)
+    given = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="cookbook-status-"))
+    try:
+        make(root, given.runs, given.open)
+        print(f"{'':<22}{'first':>8}{'best':>8}{'MiB':>7}")
+        for options in ((), ("--all",), ("--all", "--json"), ("--state", "RUNNING")):
+            first, _ = timed(root, *options)
+            measured = [timed(root, *options) for _ in range(5)]
+            words = " ".join(("status", *options))
+            memory = max(used for _, used in measured)
+            print(f"{words:<22}{first:>7.2f}s{min(t for t, _ in measured):>7.2f}s{memory:>7.0f}")
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""cookbook profile"""
+
+import json
+
+import click
+
+from launcher import yamlfile
+from launcher.cli.common import cluster_option, json_option, note, runs_root
+from launcher.errors import CookbookError
+from launcher.observe import profile as profiles
+from launcher.runs.find import find
+from runspec import files
+
+
+@click.command()
+@click.argument("run", default="last")
+@click.option("--top", type=click.IntRange(min=1), default=8, show_default=True, help="Operators.")
+@json_option
+@cluster_option
+def profile(run: str, top: int, as_json: bool, cluster: str | None) -> None:
+    """Say where the time of RUN's profiled steps goes, and what to try.
+
+    The traces come from: cookbook submit RECIPE --profile
+    """
+    chosen = find(runs_root(cluster), run)
+    found, faults = profiles.ranks(chosen)
+    for fault in faults:
+        note(f"passed over: {fault}")
+    try:
+        config = yamlfile.load(chosen.path / files.RECIPE)
+    except CookbookError:
+        config = {}
+    if as_json:
+        click.echo(json.dumps(profiles.as_json(chosen, found, config, top), indent=1))
+    else:
+        click.echo("\n".join(profiles.lines(chosen, found, config, top)))

@@ -1,0 +1,76 @@
+"""cookbook results, diff and replay"""
+
+import json
+import subprocess
+import sys
+
+import click
+
+from launcher import site as sites
+from launcher.cli.common import cluster_option, flag, json_option, note, runs_root
+from launcher.errors import UnknownRun
+from launcher.observe import diff as comparison
+from launcher.observe.results import FORMATS, compare, ordered, shown
+from launcher.runs.find import every, find, none_yet
+from launcher.workflows import replay as replaying
+
+_NEWEST = 20
+
+
+@click.command()
+@click.argument("wanted", nargs=-1, metavar="[RUN]...")
+@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
+@click.option("--sort", metavar="COLUMN", help="As --format json names it; -COLUMN: highest first.")
+@click.option("--price", type=click.FloatRange(min=0), help="Of a GPU-hour. [default: the site's]")
+@cluster_option
+def results(
+    wanted: tuple[str, ...], form: str, sort: str | None, price: float | None, cluster: str | None
+) -> None:
+    """Compare runs: the settings that differ, and loss, speed, memory, GPU-hours and cost.
+
+    Without RUN it is the newest 20. The best loss comes first. LOST is the part of the GPU-hours
+    whose steps no checkpoint kept.
+    """
+    site = sites.load(cluster)
+    root = runs_root(cluster)
+    chosen = [find(root, each) for each in wanted] if wanted else every(root)[-_NEWEST:]
+    chosen = [run for run in dict.fromkeys(chosen) if not run.torn]
+    if not chosen:
+        raise UnknownRun(none_yet(root))
+    rate = site.gpu_hour_price if price is None else price
+    rows, keys = compare(chosen, rate)
+    click.echo(shown(ordered(rows, sort), keys, form))
+    if rate is not None and form == "table":
+        unit = f" {site.currency}" if site.currency and price is None else ""
+        note(f"COST is at {rate:g}{unit} per GPU-hour")
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@json_option
+@cluster_option
+def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
+    """Say what differs between runs A and B, and whether it is only one thing."""
+    root = runs_root(cluster)
+    one, other = find(root, a), find(root, b)
+    if as_json:
+        click.echo(json.dumps(comparison.as_json(one, other), indent=1))
+    else:
+        click.echo("\n".join(comparison.lines(one, other)))
+
+
+@click.command()
+@click.argument("run")
+@flag("--dry-run", help="Say what cannot be the same, print the job script and submit nothing.")
+@flag("--local", help="Run on this host, without Slurm.")
+@cluster_option
+def replay(run: str, dry_run: bool, local: bool, cluster: str | None) -> None:
+    """Submit RUN again as a new run: its recipe, its code with uncommitted changes.
+
+    It says what cannot be the same.
+    """
+    site = sites.load(cluster)
+    again = replaying.prepare(find(runs_root(cluster), run), site, note)
+    argv = again.command(dry_run, local)
+    sys.exit(subprocess.run(argv, cwd=again.checkout, env=again.environment()).returncode)

@@ -1,0 +1,110 @@
+"""cookbook status and watch"""
+
+import json
+import os
+import shutil
+import sys
+
+import click
+
+from launcher.cli.common import cluster_option, flag, json_option, note, runs_root
+from launcher.errors import UsageFault
+from launcher.observe.status import chosen, row, table
+from launcher.observe.status import since as since_time
+from launcher.observe.summary import story, summary
+from launcher.observe.text import plain as harmless
+from launcher.observe.watch import watch_all
+from launcher.runs.directory import Run
+from launcher.runs.find import every, find, foreign, none_yet
+from launcher.runs.states import judged
+
+_NEWEST = 20
+
+
+@click.command()
+@click.argument("run", required=False)
+@flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
+@click.option("--state", "wanted", multiple=True, metavar="STATE", help="Runs in this state.")
+@click.option("--recipe", multiple=True, metavar="NAME", help="Runs of this recipe; * is any text.")
+@click.option("--since", metavar="TIME", help="Runs made since then: 90m, 12h, 3d, 2026-01-31.")
+@json_option
+@cluster_option
+def status(
+    run: str | None,
+    show_all: bool,
+    wanted: tuple[str, ...],
+    recipe: tuple[str, ...],
+    since: str | None,
+    as_json: bool,
+    cluster: str | None,
+) -> None:
+    """Show the newest runs, or the whole story of one RUN.
+
+    RUN is a name, a unique part of it, a job id, or last. --state and --recipe may be given more
+    than once.
+    """
+    root = runs_root(cluster)
+    if run is not None:
+        if wanted or recipe or since or show_all:
+            raise UsageFault("RUN is one run: leave out --all, --state, --recipe and --since")
+        ((one, state),) = judged([find(root, run)])
+        if as_json:
+            click.echo(json.dumps(row(one, state), indent=1))
+        else:
+            click.echo("\n".join(story(one, state)))
+        return
+    runs, newer_than = every(root), since_time(since) if since else ""
+    limit = None if show_all else _NEWEST
+    rows, torn = chosen(runs, limit, wanted, recipe, newer_than)
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    elif rows:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        click.echo("\n".join(table(rows, width, _paint if _colours() else None)))
+    else:
+        note("no run is as you ask" if runs else none_yet(root))
+    if limit is not None and len(rows) == limit < len(runs):
+        note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
+    if names := [harmless(name) for name in (*foreign(root), *torn)]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        note(f"passed over in {root}, because it is no run: {', '.join(names[:3])}{more}")
+
+
+def _colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _paint(text: str, colour: str) -> str:
+    return click.style(text, fg=colour or None)
+
+
+@click.command()
+@click.argument("wanted", nargs=-1, metavar="[RUN]...")
+@flag("--plain", help="Lines instead of the live view, as where there is no terminal.")
+@cluster_option
+def watch(wanted: tuple[str, ...], plain: bool, cluster: str | None) -> None:
+    """Follow each RUN to its end; Ctrl-C stops watching, not the run."""
+    root = runs_root(cluster)
+    runs = list(dict.fromkeys(find(root, each) for each in wanted or ("last",)))
+    sys.exit(watch_to_the_end(*runs, live=sys.stdout.isatty() and not plain))
+
+
+def watch_to_the_end(*runs: Run, live: bool = False) -> int:
+    """Follow runs and print their results; return the exit status, 0 if all are completed."""
+    try:
+        if live and os.environ.get("TERM") != "dumb":
+            # Imported late: rich takes longer than the rest of the command.
+            from launcher.observe.live import watch_live
+
+            states = watch_live(runs)
+        else:
+            states = watch_all(runs, note)
+    except KeyboardInterrupt:
+        names = " ".join(run.name for run in runs)
+        which = "the run continues" if len(runs) == 1 else "the runs continue"
+        note(f"\nstopped watching; {which}; follow it with: cookbook watch {names}")
+        return 130
+    for run, state in zip(runs, states, strict=True):
+        for line in summary(run, state):
+            click.echo(line)
+    return 0 if all(state.word == "COMPLETED" for state in states) else 1

@@ -1,0 +1,120 @@
+"""What a run was set to, what came of it, and what it cost."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher import yamlfile
+from launcher.errors import CookbookError
+from launcher.observe.status import row
+from launcher.runs.directory import Run
+from launcher.runs.states import State
+from runspec import files
+
+GIB = 2**30
+# Keys of a recipe that say nothing about what is trained, or differ in every run.
+_NOT_SETTINGS = ("output_dir", "description", "prepare", "share", "hub")
+
+
+def configuration(run: Run) -> dict[str, Any]:
+    """Return a run's resolved recipe by dotted keys, {} if it cannot be read."""
+    try:
+        found = yamlfile.load(run.path / files.RECIPE)
+    except CookbookError:
+        return {}
+    kept = {key: value for key, value in found.items() if key not in _NOT_SETTINGS}
+    return dict(leaves(kept))
+
+
+def leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested blocks with its dotted key."""
+    for key, value in block.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def differing(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose value is not the same in all runs, in the order of the recipe."""
+    keys = {key: None for each in settings.values() for key in each}
+    absent = object()
+    return [
+        key for key in keys if len({repr(each.get(key, absent)) for each in settings.values()}) > 1
+    ]
+
+
+def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any]:
+    """Return what came of a run; None for what is not known.
+
+    GPU-hours count every attempt. lost_gpu_hours is the part of them whose steps were done again
+    or never saved.
+
+    Args:
+        price: of a GPU-hour.
+    """
+    values, progress = row(run, state), run.progress
+    metrics = run.metrics
+    losses = [each["val_loss"] for each in metrics if _is_number(each.get("val_loss"))]
+    measured = [each.get("peak_memory_reserved_gb") for each in metrics]
+    peaks = [value for value in measured if isinstance(value, int | float)]
+    gpus = (values["node_count"] or 0) * (values["gpus_per_node"] or 0)
+    used, lost = values["used_s"], lost_s(run, metrics)
+    hours = used * gpus / 3600 if used is not None and gpus else None
+    return {
+        "run": run.name,
+        "recipe": values["recipe"],
+        "state": state.word,
+        "step": values["step"],
+        "loss": values["loss"],
+        "val_loss": losses[-1] if losses else None,
+        "best_val_loss": progress.get("best_val_loss"),
+        "tokens_per_second_per_gpu": values["tokens_per_second_per_gpu"],
+        "mfu": values["mfu"],
+        "peak_predicted_gib": predicted_gib(run, values["node_count"], values["gpus_per_node"]),
+        "peak_measured_gib": max(peaks, default=progress.get("peak_memory_reserved_gb")),
+        "gpu_hours": None if hours is None else round(hours, 4),
+        "lost_gpu_hours": None if hours is None else round(lost * gpus / 3600, 4),
+        "cost": None if hours is None or price is None else round(hours * price, 2),
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def lost_s(run: Run, metrics: list[dict[str, Any]]) -> float:
+    """Return the seconds of attempts after the last step that a checkpoint kept.
+
+    It is exact to one logged step: a kept step is one that metrics.jsonl still has.
+    """
+    lost = 0.0
+    for attempt in run.attempts:
+        began, ended = attempt.get("started"), attempt.get("ended")
+        saved = attempt.get("checkpoint_step")
+        if attempt.get("cause") == "finished":
+            continue
+        if not isinstance(began, int | float) or not isinstance(ended, int | float):
+            continue
+        kept = [began]
+        for each in metrics:
+            step, when = each.get("step"), each.get("time")
+            if isinstance(step, int) and isinstance(saved, int) and isinstance(when, int | float):
+                kept += [when] if step <= saved and began <= when <= ended else []
+        lost += max(0.0, ended - max(kept))
+    return lost
+
+
+def predicted_gib(run: Run, nodes: int | None, gpus_per_node: int | None) -> float | None:
+    """Return the peak memory per GPU that `cookbook estimate` computes, None if it cannot."""
+    # Imported late: most commands compute no memory.
+    from launcher.sizing.memory import StepMemory
+    from launcher.sizing.step_config import step_of
+
+    if not nodes or not gpus_per_node:
+        return None
+    try:
+        config = yamlfile.load(run.path / files.RECIPE)
+        return round(StepMemory(step_of(config, nodes, gpus_per_node)).peak / GIB, 3)
+    except (CookbookError, KeyError, TypeError, ValueError):
+        # The user's own script, a recipe of another version, or one that was edited by hand.
+        return None

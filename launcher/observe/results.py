@@ -1,0 +1,117 @@
+"""Runs side by side: the settings that differ against what came of them."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from launcher.errors import UsageFault, nearest
+from launcher.observe.outcome import configuration, differing, outcome
+from launcher.observe.text import number, percent, plain
+from launcher.runs.directory import Run
+from launcher.runs.states import judged
+
+Result = dict[str, Any]
+
+# Key of an outcome -> heading and how a person reads it.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "run": ("RUN", str),
+    "state": ("STATE", str),
+    "step": ("STEP", lambda value: number(value, ",")),
+    "loss": ("LOSS", lambda value: number(value, ".4f")),
+    "val_loss": ("VAL LOSS", lambda value: number(value, ".4f")),
+    "tokens_per_second_per_gpu": ("TOK/S/GPU", lambda value: number(value, ",.0f")),
+    "mfu": ("MFU", percent),
+    "peak_predicted_gib": ("PREDICTED GiB", lambda value: number(value, ".2f")),
+    "peak_measured_gib": ("MEASURED GiB", lambda value: number(value, ".2f")),
+    "gpu_hours": ("GPU-HOURS", lambda value: number(value, ",.3g")),
+    "lost_gpu_hours": ("LOST", lambda value: number(value, ",.3g")),
+    "cost": ("COST", lambda value: number(value, ",.2f")),
+}
+# A setting is cut to this many characters where a person reads it.
+_WIDEST = 32
+FORMATS = ("table", "csv", "json", "markdown")
+
+
+def compare(runs: Iterable[Run], price: float | None = None) -> tuple[list[Result], list[str]]:
+    """Return the outcome of each run with its settings that differ, and the keys of those."""
+    found, settings = {}, {}
+    for run, state in judged(runs):
+        found[run.name] = outcome(run, state, price)
+        settings[run.name] = configuration(run)
+    keys = differing(settings) if len(settings) > 1 else []
+    rows = []
+    for name in sorted(found):
+        chosen = {key: settings[name].get(key) for key in keys}
+        rows.append({**found[name], "settings": chosen})
+    return rows, keys
+
+
+def ordered(rows: list[Result], by: str | None) -> list[Result]:
+    """Return rows sorted by a key, -key for the highest first; those that lack it come last.
+
+    By default it is val_loss if a run has one, else loss.
+    """
+    if by is None:
+        by = "val_loss" if any(row["val_loss"] is not None for row in rows) else "loss"
+    key, falling = by.removeprefix("-"), by.startswith("-")
+    known = [*(rows[0] if rows else ()), *(rows[0]["settings"] if rows else ())]
+    if rows and key not in known:
+        given = ", ".join(name for name in known if name != "settings")
+        raise UsageFault(f"--sort {by}: there is no such column{nearest(key, known)}: {given}")
+
+    def value(row: Result) -> Any:
+        return row[key] if key in row else row["settings"].get(key)
+
+    have = [row for row in rows if value(row) is not None]
+    mixed = len({isinstance(value(row), int | float) for row in have}) > 1
+    have.sort(key=lambda row: str(value(row)) if mixed else value(row), reverse=falling)
+    return [*have, *(row for row in rows if value(row) is None)]
+
+
+def shown(rows: Sequence[Result], keys: Sequence[str], form: str) -> str:
+    """Return rows as table, csv, json or markdown."""
+    if form == "json":
+        return json.dumps(list(rows), indent=1)
+    if form == "csv":
+        text = io.StringIO()
+        names = [name for name in rows[0] if name != "settings"]
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*names, *keys])
+        for row in rows:
+            settings = (_value(row["settings"][key]) for key in keys)
+            writer.writerow([*(_harmless(row[name]) for name in names), *map(_harmless, settings)])
+        return text.getvalue().rstrip("\n")
+    columns = [name for name in _COLUMNS if any(row[name] is not None for row in rows)]
+    heads = [*(_COLUMNS[name][0] for name in columns), *keys]
+    lines = [
+        [
+            *(_COLUMNS[name][1](row[name]) if row[name] is not None else "-" for name in columns),
+            *(_cut(_value(row["settings"][key])) for key in keys),
+        ]
+        for row in rows
+    ]
+    cells = [[plain(cell) for cell in line] for line in (heads, *lines)]
+    if form == "markdown":
+        cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
+        cells.insert(1, ["---"] * len(heads))
+        return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else json.dumps(value) if isinstance(value, list) else str(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+
+
+def _harmless(value: Any) -> Any:
+    """A spreadsheet would compute text that begins like a formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in "=+@\t\r" else value

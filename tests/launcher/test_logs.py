@@ -1,0 +1,238 @@
+"""cookbook logs: several logs merged by time, followed to the end, and far too long ones."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import UsageFault
+from launcher.observe import logs as log_files
+from launcher.observe.first_error import first_error
+from launcher.observe.lines import Growing, stamp, tail_start
+from launcher.observe.logs import Wanted, choose, show
+from launcher.runs.directory import Run
+from tests.launcher.kit import Kit
+
+BEGAN = 1795360650.0  # 2026-11-22 15:17:30 UTC
+
+
+def made(root: Path, state: str = "RUNNING", attempts: int = 1) -> Run:
+    """A run of 2 x 2 ranks, with the logs of one attempt or more."""
+    run = Run(root / "runs" / "20261122-151728-demo-0a1b")
+    run.path.mkdir(parents=True)
+    run.write("submission.json", {"recipe": "demo", "jobs": [{"job_id": "7"}]})
+    record = {"attempt": attempts - 1, "nodes": ["n1", "n2"], "started": BEGAN}
+    run.write("status.json", {"job_id": "7", "state": state, **record})
+    (run.path / "job.sbatch").write_text("#!/bin/bash\n# demo: 2 x 2 ranks, one torchrun\n")
+    for attempt in range(attempts):
+        add_attempt(run, attempt)
+    (run.logs / "job.log").write_text("15:17:30 cookbook: attempt 0 on n1, n2\nsrun: an error\n")
+    return run
+
+
+def add_attempt(run: Run, attempt: int) -> Path:
+    folder = run.logs / str(attempt)
+    folder.mkdir(parents=True)
+    for node in range(2):
+        (folder / f"node_{node}.log").write_text(f"[{node}] of node {node}\n")
+    for rank in range(4):
+        (folder / f"rank_{rank}.log").write_text("")
+    latest = run.logs / "latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(str(attempt))
+    return folder
+
+
+def test_several_logs_are_merged_by_time_with_their_origin(tmp_path):
+    run = made(tmp_path)
+    steps = [{"step": k, "loss": 1.0, "time": BEGAN + 10 * k} for k in (1, 2, 3)]
+    (run.path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    (run.logs / "0/rank_0.log").write_text(
+        "model x\nstep 1/9 loss\nsaved\nstep   2/9 loss\nstep 3/9 loss\n"
+    )
+    (run.logs / "0/rank_3.log").write_text(
+        "2026-11-22T15:17:45Z between 1 and 2\n  its second line\n"
+        "[rank3]: 2026-11-22 15:17:55.5+00:00 between 2 and 3\nTraceback\n"
+    )
+    sources = choose(run, Wanted(ranks=("0", "3"), job=True))
+    assert list(show(run, sources, None, None)) == [
+        "job       | 15:17:30 cookbook: attempt 0 on n1, n2",
+        "job       | srun: an error",
+        "n1 rank 0 | model x",
+        "n1 rank 0 | step 1/9 loss",
+        "n1 rank 0 | saved",
+        "n2 rank 3 | 2026-11-22T15:17:45Z between 1 and 2",
+        "n2 rank 3 |   its second line",
+        "n1 rank 0 | step   2/9 loss",
+        "n2 rank 3 | [rank3]: 2026-11-22 15:17:55.5+00:00 between 2 and 3",
+        "n2 rank 3 | Traceback",
+        "n1 rank 0 | step 3/9 loss",
+    ]
+    assert list(show(run, sources, 2, None))[-1] == "n1 rank 0 | step 3/9 loss"
+    assert len(list(show(run, sources, 2, None))) == 2
+    assert list(show(run, sources, 1, re.compile("^step"))) == ["n1 rank 0 | step 3/9 loss"]
+
+
+def test_times_of_lines():
+    assert stamp("23:59:59 cookbook: before", BEGAN) == BEGAN + 8 * 3600 + 42 * 60 + 29
+    assert stamp("00:00:01 cookbook: after midnight", BEGAN) == BEGAN + 8 * 3600 + 42 * 60 + 31
+    local = time.mktime(time.strptime("2026-11-22 16:00:00", "%Y-%m-%d %H:%M:%S"))
+    assert stamp("[rank0]:W1122 16:00:00.250000 12 torch/x.py:1]", BEGAN) == local + 0.25
+    assert stamp("2026-11-22 16:00:00,250 INFO x", BEGAN) == local + 0.25
+    assert stamp("2026-13-22 16:00:00 no month", BEGAN) is None
+    assert stamp("step 3/9", BEGAN) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (Wanted(), ["node_0"]),
+        (Wanted(ranks=("1-2",)), ["rank_1", "rank_2"]),
+        (Wanted(ranks=("all",)), ["rank_0", "rank_1", "rank_2", "rank_3"]),
+        (Wanted(ranks=("3,0",)), ["rank_3", "rank_0"]),
+        (Wanted(nodes=("n2", "0")), ["node_1", "node_0"]),
+        (Wanted(nodes=("1",), ranks=("0",), job=True), ["job", "node_1", "rank_0"]),
+    ],
+)
+def test_any_rank_on_any_node(tmp_path, wanted, names):
+    assert [source.path.stem for source in choose(made(tmp_path), wanted)] == names
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (Wanted(ranks=("4",)), "has no rank_4.log; it has: rank_0.log, rank_1.log"),
+        (Wanted(nodes=("n9",)), "--node n9: write a number, a range such as 0-3, all, a name"),
+        (Wanted(attempt=3), "has no attempt 3; it has: 0"),
+    ],
+)
+def test_what_is_not_there(tmp_path, wanted, words):
+    with pytest.raises(UsageFault, match=words):
+        choose(made(tmp_path), wanted)
+
+
+def test_the_last_lines_of_a_file(tmp_path):
+    path = tmp_path / "log"
+    for text in ("", "a", "a\n", "a\nb", "a\nb\n", "\n\n", "a\n" * 700_000):
+        path.write_text(text)
+        for count in (1, 2, 3):
+            assert (
+                path.read_text()[tail_start(path, count) :].splitlines()
+                == (text.splitlines()[-count:])
+            )
+        assert text[tail_start(path, 0) :] == text.rpartition("\n")[2]
+
+
+def test_a_line_that_never_ends_is_shown_when_nobody_writes_any_more(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("one\ntwo")
+    log = Growing(path)
+    assert log.new_lines() == ["one"] and log.new_lines() == []
+    assert log.new_lines(ended=True) == ["two"]
+    path.write_text("new\n")  # emptied and written anew
+    assert log.new_lines() == ["new"]
+
+
+def test_follow_goes_through_attempts_to_the_end_and_shows_lines_within_a_second(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
+    run, written = made(tmp_path), {}
+
+    def write(rank: int, text: str, attempt: int = 0) -> None:
+        with (run.logs / str(attempt) / f"rank_{rank}.log").open("a") as log:
+            log.write(f"{text}\n")
+        written[text] = time.monotonic()
+        time.sleep(0.7)
+
+    def job() -> None:
+        time.sleep(0.5)
+        write(0, "first")
+        write(3, "second")
+        run.write("status.json", {**run.status, "state": "REQUEUED"})
+        add_attempt(run, 1)
+        run.write("status.json", {**run.status, "state": "RUNNING", "attempt": 1})
+        write(3, "third", attempt=1)
+        write(0, "last", attempt=1)
+        run.write("status.json", {**run.status, "state": "COMPLETED"})
+
+    writer = threading.Thread(target=job)
+    writer.start()
+    lines, late = [], []
+    for line in log_files.follow(run, Wanted(ranks=("0", "3"))):
+        text = line.partition(" | ")[2]
+        if text in written:
+            late.append(time.monotonic() - written[text])
+        lines.append(line)
+    writer.join()
+    assert lines == [
+        f"==> {run.logs / '0'} <==",
+        "n1 rank 0 | first",
+        "n2 rank 3 | second",
+        f"==> {run.logs / '1'} <==",
+        "n2 rank 3 | third",
+        "n1 rank 0 | last",
+    ]
+    assert len(late) == 4 and max(late) < 1.5
+
+
+def test_half_a_gigabyte_is_never_read_whole(tmp_path, user: Kit):
+    """With 300 MB of address space, which the command alone fills to two thirds."""
+    run = made(tmp_path, "COMPLETED")
+    log = run.logs / "0/rank_1.log"
+    with log.open("r+b") as file:
+        file.truncate(500 * 2**20)  # a line of zeros that takes no disk
+        file.seek(0, 2)
+        file.write(b"\n" + b"".join(b"line %d\n" % k for k in range(5000)))
+
+    def shown(*options: str) -> list[str]:
+        argv = [sys.executable, "-m", "launcher", "logs", run.name, "--rank", "1", *options]
+        done = subprocess.run(
+            ["bash", "-c", 'ulimit -v 300000; exec "$@"', "-", *argv],
+            env={**user.env, "COOKBOOK_ROOT": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.splitlines()
+
+    began = time.monotonic()
+    assert shown("--tail", "2") == ["line 4998", "line 4999"]
+    assert shown()[0] == "line 4000" and len(shown("--rank", "0", "--tail", "3000")) == 3000
+    assert shown("-f", "--tail", "1")[1:] == ["line 4999"]
+    assert time.monotonic() - began < 20
+    assert shown("--grep", "line 49.*9$", "--tail", "2") == ["line 4989", "line 4999"]
+
+
+def test_the_first_error_is_the_rank_that_failed_by_itself(tmp_path):
+    run = made(tmp_path, attempts=2)
+    assert first_error(run) is None
+    for rank, kind, when in ((0, "PeerError", 1.0), (3, "ValueError", 2.0), (1, "KeyError", 3.0)):
+        error = {"rank": rank, "host": "n2", "type": kind, "time": when, "message": f"{kind}: bad"}
+        record = run.logs / f"1/error_rank_{rank}.json"
+        record.write_text(json.dumps({**error, "traceback": f"trace of {rank}"}))
+    (run.logs / "1/error_node_0.json").write_text("{")
+    found = first_error(run)
+    assert (found.attempt, found.words, found.traceback) == (
+        1,
+        "rank 3 on n2: ValueError: bad",
+        "trace of 3",
+    )
+    # It wrote nothing.
+    assert found.log == run.logs / "1/node_0.log"
+    (run.logs / "1/rank_3.log").write_text("its words\n")
+    assert first_error(run).log == run.logs / "1/rank_3.log"
+    # The job's own verdict counts once it is there.
+    verdict = {"attempt": 1, "cause": "killed", "message": "rank 1 on n2: Killed: by SIGKILL"}
+    verdict |= {"nodes": ["n1", "n2"], "node": "n2"}
+    (run.path / "attempts.jsonl").write_text(json.dumps({**verdict, "ended": 5.0}) + "\n")
+    found = first_error(run)
+    assert found.words == "killed: rank 1 on n2: Killed: by SIGKILL"
+    assert found.log == run.logs / "1/node_1.log"
+    assert first_error(run, 0) is None

@@ -1,0 +1,179 @@
+"""cookbook results, diff and replay: what runs were set to, what came of them, once more."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import paths, yamlfile
+from launcher.errors import RunFault, UsageFault
+from launcher.observe import diff
+from launcher.observe.results import compare, ordered, shown
+from launcher.runs.directory import Run
+from launcher.runs.provenance import data_files, git_state
+from launcher.site import Site
+from launcher.workflows import replay
+from tests.launcher.kit import Kit, losses
+
+RECIPE = {
+    "entry": "sft",
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.003},
+    "batch_size": 8,
+    "output_dir": "there",
+}
+MADE = {"kit": {"commit": "a" * 40, "diff": "", "untracked": []}, "packages": ["torch==2.13.0"]}
+
+
+def made(root: Path, name: str, change: dict | None = None, loss: float = 0.5, **made_by) -> Run:
+    """A finished run of 2 x 4 GPUs: an attempt that was lost, and one that was not."""
+    run = Run(root / "runs" / f"20260102-030405-{name}-0a1b")
+    run.path.mkdir(parents=True)
+    run.write("submission.json", {"recipe": "demo", "jobs": [{"job_id": "7"}]})
+    config = json.loads(json.dumps({**RECIPE, "output_dir": str(run.path)})) | (change or {})
+    (run.path / "recipe.yaml").write_text(yamlfile.dump(config))
+    (run.path / "job.sbatch").write_text("#!/bin/bash\n# demo: 2 x 4 ranks, one torchrun\n")
+    run.write("provenance.json", {**MADE, **made_by})
+    lines = [
+        {"attempt": 0, "started": 1000.0, "ended": 1900.0, "cause": "killed", "checkpoint_step": 5},
+        {"attempt": 1, "started": 2000.0, "ended": 2900.0, "cause": "finished"},
+    ]
+    (run.path / "attempts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    status = {"job_id": "7", "attempt": 1, "started": 2000.0, "ended": 2900.0, "nodes": ["a", "b"]}
+    run.write("status.json", {**status, "state": "COMPLETED"})
+    steps = [(4, 1300.0), (5, 1450.0), (6, 2100.0)]
+    rows = [
+        {"step": step, "time": when, "loss": loss, "peak_memory_reserved_gb": 10.0 + step}
+        for step, when in steps
+    ]
+    (run.path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    done = {"state": "finished", "step": 6, "total_steps": 6, "loss_last": loss}
+    run.write("progress.json", {**done, "tokens_per_second_per_gpu": 99.5, "mfu": 0.4})
+    return run
+
+
+def test_results_count_lost_work_and_cost(tmp_path):
+    one, other = made(tmp_path, "one"), made(tmp_path, "other", {"batch_size": 16}, loss=0.25)
+    rows, keys = compare([one, other], price=2.0)
+    assert keys == ["batch_size"] and [row["settings"]["batch_size"] for row in rows] == [8, 16]
+    # 900 s twice on 8 GPUs; of the first 450 s came after the checkpoint's step.
+    assert (rows[0]["gpu_hours"], rows[0]["lost_gpu_hours"], rows[0]["cost"]) == (4.0, 1.0, 8.0)
+    assert rows[0]["peak_measured_gib"] == 16.0 and rows[0]["peak_predicted_gib"] is None
+    assert [row["run"] for row in ordered(rows, None)] == [other.name, one.name]
+    assert [row["run"] for row in ordered(rows, "-batch_size")] == [other.name, one.name]
+    with pytest.raises(UsageFault, match="no such column"):
+        ordered(rows, "los")
+
+
+def test_results_in_every_format(tmp_path):
+    runs = [made(tmp_path, "one"), made(tmp_path, "other", {"note|": "=1+1", "batch_size": 16})]
+    rows, keys = compare(runs)
+    heading, *lines = shown(rows, keys, "table").splitlines()
+    assert heading.split()[:2] == ["RUN", "STATE"] and len(lines) == 2
+    assert json.loads(shown(rows, keys, "json"))[1]["settings"]["batch_size"] == 16
+    read = list(csv.DictReader(io.StringIO(shown(rows, keys, "csv"))))
+    assert [row["batch_size"] for row in read] == ["8", "16"] and read[1]["note|"] == "'=1+1"
+    assert read[0]["loss"] == "0.5" and read[0]["cost"] == ""
+    table = shown(rows, keys, "markdown").splitlines()
+    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
+
+
+def test_diff_says_whether_only_one_thing_changed(tmp_path):
+    one = made(tmp_path, "one")
+    same = made(tmp_path, "same", loss=0.25)
+    assert diff.differences(one, same) == []
+    assert list(diff.lines(one, same))[-1].startswith("nothing that is recorded differs")
+    rate = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.001}}
+    told = list(diff.lines(one, made(tmp_path, "rate", rate, loss=0.25)))
+    assert told[-1] == "one thing changed: configuration, optimizer.lr  0.003 -> 0.001"
+    assert any("0.5000" in line and "(-50.0 %)" in line for line in told)
+    kit = {"commit": "a" * 40, "diff": "-old\n+new\x1b[2J\n", "untracked": ["x.py"]}
+    other = made(tmp_path, "code", rate, kit=kit, packages=["torch==2.12.0"])
+    told = list(diff.lines(one, other))
+    assert {each.part for each in diff.differences(one, other)} == {
+        "configuration",
+        "code",
+        "packages",
+    }
+    assert "    ++new\\x1b[2J" in told and all(line.isprintable() for line in told)
+    assert told[-1].startswith("4 things changed (1 in configuration, 2 in code, 1 in packages)")
+
+
+def test_the_data_is_part_of_the_provenance(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text("{}\n")
+    (found,) = data_files({"dataset": {"data_files": str(file)}, "dataset_val": None})
+    assert (found["bytes"], len(found["sha256"])) == (3, 64)
+    one = made(tmp_path, "one", data=[found])
+    file.write_text("{ }\n")
+    other = made(tmp_path, "other", data=data_files({"dataset": {"data_files": [str(file)]}}))
+    assert [each.part for each in diff.differences(one, other)] == ["data"]
+
+
+def test_replay_makes_the_code_again_with_dirty_changes(tmp_path):
+    here = git_state(paths.REPO_ROOT)
+    first = "".join(f" {line}\n" for line in Path("LICENSE").read_text().split("\n")[:3])
+    head = "diff --git a/LICENSE b/LICENSE\n--- a/LICENSE\n+++ b/LICENSE\n@@ -1,3 +1,4 @@\n"
+    change = f"{head}+changed\n{first}"
+    kit = {"commit": here["commit"], "diff": change, "untracked": ["mine.py"]}
+    run = made(tmp_path, "one", kit=kit, packages=["torch==1.0"], python="3.0")
+    said: list[str] = []
+    found = replay.prepare(run, Site(shared_root=str(tmp_path)), said.append)
+    assert (found.checkout / "LICENSE").read_text().startswith("changed\n")
+    again = git_state(found.checkout)
+    assert again["commit"] == here["commit"] and "+changed" in again["diff"]
+    assert found.recipe.stem == "demo" and "output_dir" not in yamlfile.load(found.recipe)
+    for words in ("mine.py", "torch 1.0 -> 2.", "python 3.0 -> 3.1", "recorded no hash of it"):
+        assert any(words in line for line in said), said
+    # What is there already is used again.
+    assert replay.prepare(run, Site(shared_root=str(tmp_path)), said.append) == found
+    broken = made(tmp_path, "broken", kit={**kit, "diff": change.replace("\n ", "\n x")})
+    with pytest.raises(RunFault, match="uncommitted changes cannot be applied"):
+        replay.prepare(broken, Site(shared_root=str(tmp_path)), said.append)
+    gone = made(tmp_path, "gone", kit={**kit, "commit": "0" * 40})
+    with pytest.raises(RunFault, match=r"get it with: git -C .* fetch --all"):
+        replay.prepare(gone, Site(shared_root=str(tmp_path)), said.append)
+
+
+def test_what_cannot_be_replayed_says_so(tmp_path):
+    script = made(tmp_path, "own", {"entry": "script:train.py"})
+    with pytest.raises(UsageFault, match="ran a script of its own"):
+        replay.prepare(script, Site(shared_root=str(tmp_path)), print)
+    (script.path / "provenance.json").unlink()
+    with pytest.raises(UsageFault, match="nobody knows what made it"):
+        replay.prepare(script, Site(shared_root=str(tmp_path)), print)
+
+
+@pytest.mark.long
+def test_a_replayed_run_has_the_same_losses(user: Kit, kit: Kit, tmp_path):
+    """Made by a checkout with an uncommitted change that the present code does not have."""
+    if (kit.root / "models").is_dir():
+        shutil.copytree(kit.root / "models", user.root / "models")
+    checkout = tmp_path / "checkout"
+    subprocess.run(["git", "clone", "--quiet", "--shared", paths.REPO_ROOT, checkout], check=True)
+    loop = checkout / "trainer" / "schedule.py"
+    loop.write_text(loop.read_text() + "\n# a change\n")
+    small = ["max_steps=4", "log_every_n_steps=1", "~generate"]
+    argv = [sys.executable, "-m", "launcher", "submit", "demo", "--gpus-per-node", "1"]
+    done = subprocess.run(
+        [*argv, "--local", "--watch", "--nodes", "1", *small],
+        cwd=checkout,
+        env={**user.env, "PYTHONPATH": str(checkout), "COOKBOOK_VENV": sys.prefix},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = user.cookbook("replay", "last", "--local")
+    assert again.returncode == 0, again.stderr
+    first, second = user.runs()
+    watched = user.cookbook("watch", second.name)
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    assert losses(first) == losses(second)
+    told = user.cookbook("diff", first.name, second.name).stdout
+    assert told.splitlines()[-1].startswith("nothing that is recorded differs"), told
+    assert os.fspath(user.root / "replays") in (second / "job.sbatch").read_text()
