@@ -75,8 +75,30 @@ def test_logs_show_what_is_asked_for(kit: Kit, demo) -> None:
         in kit.cookbook("logs", "last" if kit.runs()[-1] == run else run.name, "--rank", "0").stdout
     )
     assert kit.cookbook("logs", run.name, "-f").returncode == 0  # an ended run: it ends too
+    merged = kit.cookbook("logs", run.name, "--rank", "0,1", "--job", "--grep", "step|attempt 0")
+    lines = merged.stdout.splitlines()
+    assert lines[0].startswith("job       | ") and "cookbook: attempt 0 on n1, n2" in lines[0]
+    assert lines[1].startswith("n1 rank 0 | ") and len(lines) > 30
+    assert "has failed" in kit.cookbook("logs", run.name, "--first-error").stderr
     missing = kit.cookbook("logs", run.name, "--rank", "9")
-    assert missing.returncode == 2 and "has no rank_9.log; it has: node_0.log" in missing.stderr
+    assert missing.returncode == 2 and "has no rank_9.log; it has: rank_0.log" in missing.stderr
+
+
+def test_the_profile_says_where_the_time_goes(kit: Kit, demo) -> None:
+    run, _ = demo
+    told = json.loads(kit.cookbook("profile", run.name, "--json", "--top", "99").stdout)
+    # The first rank of each node is traced.
+    assert [row["rank"] for row in told["ranks"]] == [0, 1]
+    for row in told["ranks"]:
+        parts = ("compute", "exposed_communication", "copies", "data_loading", "idle")
+        assert sum(row[part] for part in parts) == pytest.approx(row["total"])
+        assert row["compute"] > 0 and row["communication"] > 0 and row["steps"] == 2
+    assert "aten::mm" in [used["name"] for used in told["ranks"][0]["operators"]]
+    # torch's own summary of the same steps.
+    summary = (run / "profile" / "summary_rank_0.txt").read_text()
+    counted = next(line for line in summary.splitlines() if "aten::mm " in line).split()[-1]
+    (used,) = [u for u in told["ranks"][0]["operators"] if u["name"] == "aten::mm"]
+    assert used["count"] == int(counted)
 
 
 def test_a_finished_run_is_neither_resumed_nor_cancelled_nor_trained_again(
