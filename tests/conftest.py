@@ -162,13 +162,18 @@ def _cluster(root: Path, name: str, *options: str) -> Iterator[SlurmCluster]:
 
 def _start(root: Path, name: str, place: list[str], options: Sequence[str]) -> SlurmCluster:
     env = _plain_env()
+    release = os.environ.get("COOKBOOK_TEST_SLURM")
+    if release and "--release" not in options:
+        options = [*options, "--release", release]
     up = subprocess.run(
-        [CLUSTER_SH, "up", *place, *options], env=env, capture_output=True, text=True, timeout=90
+        [CLUSTER_SH, "up", *place, *options], env=env, capture_output=True, text=True, timeout=180
     )
     if up.returncode:
         pytest.fail(f"no Slurm cluster: {up.stderr}`bash setup.sh --test` installs Slurm", False)
-    line = subprocess.check_output([CLUSTER_SH, "env", *place], env=env, text=True)
-    env["SLURM_CONF"] = line.strip().removeprefix("export SLURM_CONF=")
+    use = 'eval "$("$@")" && printf "%s\\n" "$SLURM_CONF" "$PATH"'
+    argv = ["bash", "-c", use, "use", CLUSTER_SH, "env", *place]
+    used = subprocess.check_output(argv, env=env, text=True)
+    env["SLURM_CONF"], env["PATH"] = used.splitlines()
     return SlurmCluster(name=name, root=root, env=env)
 
 

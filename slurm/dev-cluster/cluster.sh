@@ -16,6 +16,8 @@ source "${SCRIPT%/*}/processes.sh"
 source "${SCRIPT%/*}/configuration.sh"
 # shellcheck source=slurm/dev-cluster/daemons.sh
 source "${SCRIPT%/*}/daemons.sh"
+# shellcheck source=slurm/dev-cluster/releases.sh
+source "${SCRIPT%/*}/releases.sh"
 readonly PACKAGES_HINT="apt-get install slurm-wlm munge"
 readonly ACCOUNTING_PACKAGES="slurmdbd mariadb-server-core"
 readonly READY_TIMEOUT_S=30
@@ -79,6 +81,9 @@ up also takes:
   --accounting             keep accounts, QoS and ended jobs in a database, for sacctmgr and sacct;
                            you are in its account 'users'. Limits of sacctmgr are enforced with
                            --set AccountingStorageEnforce=associations,limits,qos
+  --release RELEASE        this Slurm, not the installed one: one of $(releases).
+                           Made from Debian's packages at its first use (about 30 MB to download,
+                           50 MB to keep) in \${XDG_CACHE_HOME:-~/.cache}/slurm-cookbook
   --set KEY=VALUE          another slurm.conf setting, such as KillWait=2; may be repeated
 
 Exit status: 0 done, 1 failed, 2 wrong usage.
@@ -100,7 +105,7 @@ wrong_usage() {
 # --- Options and places ---------------------------------------------------------------------------
 
 parse_options() {
-    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay_s=10 accounting=0
+    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay_s=10 accounting=0 release='' release_bin=''
     root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
     while (($#)); do
         case $1 in
@@ -109,7 +114,7 @@ parse_options() {
             exit 0
             ;;
         --name | --state) ;;
-        --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting)
+        --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting | --release)
             [[ $COMMAND == up ]] || wrong_usage "$1 belongs to 'up', not to '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
@@ -126,6 +131,7 @@ parse_options() {
         --requeue-delay) requeue_delay_s=$2 ;;
         --set) set_option "$2" ;;
         --accounting) accounting=$2 ;;
+        --release) release=$2 ;;
         esac
         shift 2
     done
@@ -149,6 +155,8 @@ check_options() {
     check_number --nodes "$nodes" 1 64
     check_number --gpus "$gpus" 0 64
     check_number --requeue-delay "$requeue_delay_s" 1 3600
+    [[ ! $release || -v DEBIAN_OF[$release] ]] ||
+        wrong_usage "--release takes one of $(releases), got '$release'"
     [[ $gpu_type =~ ^[a-z][a-z0-9_]{0,31}$ ]] ||
         wrong_usage "--gpu-type takes lower-case letters, digits and '_', got '$gpu_type'"
     [[ $name =~ ^[a-z0-9][a-z0-9-]{0,31}$ ]] ||
@@ -164,7 +172,8 @@ check_number() { # option value least most
 
 require_programs() {
     # Ordinary users have no sbin in PATH.
-    PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
+    PATH=$(installed_path):/usr/local/sbin:/usr/sbin:/sbin
+    if [[ $release ]]; then use_release; elif [[ $COMMAND != up ]]; then use_release_of_state; fi
     local program missing=() hint=$PACKAGES_HINT
     local programs=(munged slurmctld slurmd sbatch scancel scontrol sinfo squeue srun)
     if ((accounting)); then
@@ -261,6 +270,7 @@ description() {
     ((nodes > 1)) || text="1 node"
     ((!gpus)) || text+=", $gpus $gpu_type GPUs each"
     ((!accounting)) || text+=", with accounting"
+    [[ ! $release ]] || text+=", Slurm $release"
     echo "$text"
 }
 
@@ -314,6 +324,9 @@ cluster_env() {
     [[ -f $conf && $(daemon_pids slurmctld) ]] ||
         fail "cluster '$name' is not up; to start it: $SCRIPT up --name $name --state $root"
     echo "export SLURM_CONF=$conf"
+    use_release_of_state
+    # shellcheck disable=SC2016 # the shell that reads this line knows its PATH
+    [[ ! $release_bin ]] || printf 'export PATH=%s:"$PATH"\n' "$release_bin"
 }
 
 main() {

@@ -7,6 +7,7 @@ shape() {
     printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
         "$nodes" "$gpus" "$gpu_type" "$requeue_delay_s"
     ((!accounting)) || printf ' accounting=1'
+    [[ ! $release ]] || printf ' release=%s' "$release"
     for key in $(sorted "${!CHANGED[@]}"); do printf ' %s=%s' "$key" "${CHANGED[$key]}"; done
 }
 
@@ -30,6 +31,7 @@ write_state() {
     local i port
     mkdir -m 0711 -- "$state" "$state"/{dev,spool}
     shape >"$state/shape"
+    [[ ! $release_bin ]] || echo "$release_bin" >"$state/programs"
     mkdir -m 0700 -- "$state"/{controller,log}
     for ((i = 1; i <= nodes; i++)); do mkdir -m 0755 -- "$state/spool/n$i"; done
     # slurmd needs character devices, and anybody can make links to /dev/null.
@@ -65,6 +67,7 @@ StorageType=accounting_storage/mysql
 StorageHost=localhost
 StorageUser=$(id -un)
 StorageLoc=slurm
+${release_bin:+PluginDir=${release_bin%/*}/plugins}
 EOT
     chmod 0600 "$state/slurmdbd.conf"
 }
@@ -86,6 +89,7 @@ SlurmctldPidFile=$state/slurmctld.pid
 SlurmdPidFile=$state/slurmd-%n.pid
 SlurmctldLogFile=$state/log/slurmctld.log
 SlurmdLogFile=$state/log/slurmd-%n.log
+${release_bin:+PluginDir=${release_bin%/*}/plugins}
 
 # Ids start from the clock, so that two clusters give no job the same id.
 FirstJobId=$((EPOCHSECONDS % 10000000 + 1))
