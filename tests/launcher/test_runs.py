@@ -110,7 +110,7 @@ def test_logs_show_what_is_asked_for(kit: Kit, demo) -> None:
     assert lines[1].startswith("n1 rank 0 | ") and len(lines) > 37
     assert "has failed" in kit.cookbook("logs", run.name, "--first-error").stderr
     missing = kit.cookbook("logs", run.name, "--rank", "9")
-    assert missing.returncode == 2 and "has no rank_9.log; it has: node_0.log" in missing.stderr
+    assert missing.returncode == 2 and "has no rank_9.log; it has: rank_0.log" in missing.stderr
 
 
 def test_the_profile_says_where_the_time_goes(kit: Kit, demo) -> None:
@@ -228,8 +228,8 @@ def test_a_killed_rank_is_named_and_costs_no_result(kit: Kit, undisturbed: Path)
     assert second["cause"] == "finished"
     assert first["job_id"] == second["job_id"], "retried inside the allocation"
     told = kit.cookbook("logs", run.name, "--first-error").stdout
-    assert told.startswith(f"attempt 0 of {run.name} failed: killed: rank 1 on n1: Killed"), told
-    assert f"==> {run / 'logs/0/node_0.log'}, the last 30 lines <==" in told
+    assert told.startswith(f"attempt 0 of {run.name} failed: killed: rank 1 on n2: Killed"), told
+    assert f"==> {run / 'logs/0/node_1.log'}, the last 30 lines <==" in told
     ends_like(run, undisturbed)
 
 
