@@ -53,6 +53,7 @@ def test_the_pages_show_every_command():
         "resume",
         "tensorboard",
         "results",
+        "report",
         "diff",
         "replay",
         "profile",

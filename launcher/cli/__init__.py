@@ -23,6 +23,7 @@ _COMMANDS = {
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Start a run again from its last checkpoint."),
     "results": ("results", "Compare runs: settings, loss, speed, memory, GPU-hours, cost."),
+    "report": ("results", "Write an HTML file about runs."),
     "diff": ("results", "Say what differs between two runs."),
     "replay": ("results", "Submit a run again from its provenance."),
     "profile": ("profile", "Say where the time of a run's profiled steps goes."),

@@ -1,8 +1,9 @@
-"""cookbook results, diff and replay"""
+"""cookbook results, report, diff and replay"""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 
@@ -43,6 +44,34 @@ def results(
     if rate is not None and form == "table":
         unit = f" {site.currency}" if site.currency and price is None else ""
         note(f"COST is at {rate:g}{unit} per GPU-hour")
+
+
+@click.command()
+@click.argument("wanted", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file. [default: report.html in the run's directory, or here for several runs]",
+)
+@click.option("--price", type=click.FloatRange(min=0), help="Of a GPU-hour. [default: the site's]")
+@cluster_option
+def report(
+    wanted: tuple[str, ...], output: Path | None, price: float | None, cluster: str | None
+) -> None:
+    """Write an HTML file about each RUN: curves, outcome, attempts, profile, what made it.
+
+    It is one file that needs nothing else: mail it, or open it at home.
+    """
+    # Imported late: only this command needs the templates.
+    from launcher.observe import report as reports
+
+    site, root = sites.load(cluster), runs_root(cluster)
+    runs = list(dict.fromkeys(find(root, each) for each in wanted))
+    target = output or (runs[0].path if len(runs) == 1 else Path.cwd()) / "report.html"
+    for fault in reports.write(runs, target, site.gpu_hour_price if price is None else price):
+        note(f"passed over: {fault}")
+    click.echo(target)
 
 
 @click.command()

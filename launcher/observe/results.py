@@ -83,6 +83,20 @@ def shown(rows: Sequence[Result], keys: Sequence[str], form: str) -> str:
             settings = (_value(row["settings"][key]) for key in keys)
             writer.writerow([*(_harmless(row[name]) for name in names), *map(_harmless, settings)])
         return text.getvalue().rstrip("\n")
+    lines = cells(rows, keys)
+    if form == "markdown":
+        lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+        lines.insert(1, ["---"] * len(lines[0]))
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def cells(rows: Sequence[Result], keys: Sequence[str]) -> list[list[str]]:
+    """Return the texts of a table with its headings; a figure that no run has is no column."""
     columns = [name for name in _COLUMNS if any(row[name] is not None for row in rows)]
     heads = [*(_COLUMNS[name][0] for name in columns), *keys]
     lines = [
@@ -92,16 +106,7 @@ def shown(rows: Sequence[Result], keys: Sequence[str], form: str) -> str:
         ]
         for row in rows
     ]
-    cells = [[plain(cell) for cell in line] for line in (heads, *lines)]
-    if form == "markdown":
-        cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
-        cells.insert(1, ["---"] * len(heads))
-        return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+    return [[plain(cell) for cell in line] for line in (heads, *lines)]
 
 
 def _value(value: Any) -> str:

@@ -1,0 +1,99 @@
+"""Curves of a run's logged steps, thinned so that every peak and dip is kept."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+from launcher.runs.directory import Run
+from runspec import files
+
+Point = tuple[float, float]
+# A curve has this many points at most: as many as a wide screen has columns.
+MOST_POINTS = 2000
+
+
+@dataclass
+class Curves:
+    """A run's metrics by name, and the steps at which its attempts began."""
+
+    run: str
+    points: dict[str, list[Point]] = field(default_factory=dict)
+    attempts: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> float:
+        return max((line[-1][0] for line in self.points.values() if line), default=0.0)
+
+
+def read(run: Run, names: Sequence[str]) -> Curves:
+    """Return the curves of a run; a line of its metrics that is cut short is left out."""
+    found = Curves(run.name, {name: [] for name in names})
+    times: list[Point] = []
+    for row in _rows(run):
+        step, when = row.get("step"), row.get("time")
+        if not _is_number(step):
+            continue
+        if _is_number(when):
+            times.append((when, step))
+        for name in names:
+            value = row.get(name)
+            if _is_number(value):
+                found.points[name].append((step, value))
+    found.points = {name: thinned(line) for name, line in found.points.items() if line}
+    for attempt in [*run.attempts[1:], *([run.status] if run.attempts else [])]:
+        began = attempt.get("started")
+        if _is_number(began):
+            step = next((step for when, step in times if when >= began), None)
+            mark = f"attempt {attempt.get('attempt')}"
+            if step is not None and mark not in [label for _, label in found.attempts]:
+                found.attempts.append((step, mark))
+    return found
+
+
+def _rows(run: Run) -> Iterator[dict[str, Any]]:
+    try:
+        with open(run.path / files.METRICS, "rb") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+    except OSError:
+        return
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """Return at most so many points: of each part of the curve its lowest and its highest one."""
+    if len(points) <= most:
+        return list(points)
+    parts = most // 2 - 1  # and the ends
+    bounds = [len(points) * k // parts for k in range(parts + 1)]
+    found: list[Point] = []
+    for begin, end in pairwise(bounds):
+        part = range(begin, end)
+        low = min(part, key=lambda k: points[k][1])
+        high = max(part, key=lambda k: points[k][1])
+        found += [points[k] for k in sorted({low, high})]
+    first = [points[0]] if found[0] != points[0] else []
+    last = [points[-1]] if found[-1] != points[-1] else []
+    return [*first, *found, *last]
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Return round numbers between two, about as many as wanted."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(1, wanted - 1)
+    unit = 10 ** math.floor(math.log10(rough))
+    step = next(unit * k for k in (1, 2, 5, 10) if unit * k >= rough)
+    first = math.ceil(low / step)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]

@@ -1,0 +1,167 @@
+"""Runs as one self-contained HTML file: curves, outcome, attempts, profile, what made them."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from launcher import paths, yamlfile
+from launcher.errors import CookbookError, RunFault
+from launcher.observe import curves, profile, results
+from launcher.observe.curves import Curves
+from launcher.observe.text import plain
+from launcher.runs.directory import Run
+from runspec import files
+
+TEMPLATE = "report.html.j2"
+# Metric -> title of its chart; the first ones are looked at first.
+_CHARTS = {
+    "loss": "Loss",
+    "val_loss": "Validation loss",
+    "tokens_per_second_per_gpu": "Tokens per second per GPU",
+    "mfu": "MFU",
+    "peak_memory_reserved_gb": "Peak memory per GPU (GiB)",
+    "step_time_s": "Step time (s)",
+    "grad_norm": "Gradient norm",
+    "lr": "Learning rate",
+}
+# A chart's size in its own units, and its margins: left, right, top, bottom.
+_WIDTH, _HEIGHT = 720, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 28
+
+
+def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list[str]:
+    """Write a report of runs, the whole file or nothing; return what was passed over.
+
+    Raises:
+        RunFault: the file cannot be written.
+    """
+    rows, keys = results.compare(runs, price)
+    known = {run.name: run for run in runs}
+    ordered = [known[row["run"]] for row in rows]
+    read = [curves.read(run, list(_CHARTS)) for run in ordered]
+    profiles, faults = [], []
+    for run in ordered:
+        if not (run.path / files.PROFILE).is_dir():
+            continue
+        try:
+            found, wrong = profile.ranks(run)
+            faults += wrong
+            profiles.append([*profile.lines(run, found, _config(run), top=8)])
+        except CookbookError as error:
+            faults += error.faults
+    text = _template().render(
+        title=" and ".join(run.name for run in ordered[:2])
+        + (f" and {len(ordered) - 2} more" if len(ordered) > 2 else ""),
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        table=results.cells(rows, keys),
+        charts=[_chart(title, name, read) for name, title in _CHARTS.items() if _has(read, name)],
+        names=[each.run for each in read],
+        attempts=[(run.name, _attempts(run)) for run in ordered],
+        profiles=profiles,
+        provenance=[(run.name, _provenance(run)) for run in ordered],
+    )
+    try:
+        files.write_text(target, text)
+    except OSError as error:
+        words = f"cannot write {target}: {error.strerror}"
+        raise RunFault(f"{words}: choose another file with --output") from error
+    return faults
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(paths.TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Messages, names and settings are other people's text.
+        autoescape=True,
+        finalize=lambda value: plain(value) if isinstance(value, str) else value,
+    )
+    return environment.get_template(TEMPLATE)
+
+
+def _config(run: Run) -> dict[str, Any]:
+    try:
+        return yamlfile.load(run.path / files.RECIPE)
+    except CookbookError:
+        return {}
+
+
+def _has(read: Sequence[Curves], name: str) -> bool:
+    return any(each.points.get(name) for each in read)
+
+
+def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
+    """Return a chart's lines, marks and axes in its own units."""
+    values = [value for each in read for _, value in each.points.get(name, [])]
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = low - abs(low) / 2 - 0.5, high + abs(high) / 2 + 0.5
+    last = max(each.last_step for each in read) or 1.0
+
+    def x(step: float) -> str:
+        return f"{_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last:.1f}"
+
+    def y(value: float) -> str:
+        share = (value - low) / (high - low)
+        return f"{_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - share):.1f}"
+
+    return {
+        "title": title,
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "left": _LEFT,
+        "right": _WIDTH - _RIGHT,
+        "top": _TOP,
+        "bottom": _HEIGHT - _BOTTOM,
+        "lines": [
+            (
+                number,
+                each.run,
+                " ".join(f"{x(step)},{y(value)}" for step, value in each.points.get(name, [])),
+            )
+            for number, each in enumerate(read)
+        ],
+        "marks": [
+            (number, x(step), f"{label} of {each.run} begins after step {step - 1:,.0f}")
+            for number, each in enumerate(read)
+            for step, label in each.attempts
+        ],
+        "x_ticks": [(x(step), f"{step:,.0f}") for step in curves.ticks(0, last, 7)],
+        "y_ticks": [(y(value), f"{value:,.4g}") for value in curves.ticks(low, high)],
+    }
+
+
+def _attempts(run: Run) -> list[list[str]]:
+    rows = []
+    for each in run.attempts:
+        nodes = each.get("nodes")
+        where = ", ".join(map(str, nodes)) if isinstance(nodes, list) else ""
+        words = [each.get(key) for key in ("attempt", "job_id", "cause", "message")]
+        number, job, cause, message = ("" if word is None else str(word) for word in words)
+        rows.append([number, job, where, cause, message])
+    return rows
+
+
+def _provenance(run: Run) -> list[tuple[str, str]]:
+    record = run.provenance
+    kit, model = record.get("kit"), record.get("model")
+    kit = kit if isinstance(kit, dict) else {}
+    changed = ", with uncommitted changes" if kit.get("diff") else ""
+    command = record.get("command")
+    given = record.get("packages")
+    listed = [str(each) for each in given] if isinstance(given, list) else []
+    main = [each for each in listed if each.startswith(("torch==", "torchtune==", "torchao=="))]
+    rows = [
+        ("command", " ".join(map(str, command)) if isinstance(command, list) else ""),
+        ("code", f"{kit.get('commit') or 'unknown'}{changed}"),
+        ("configuration", str(record.get("config_sha256") or "")),
+        ("model", str(model.get("folder") or "") if isinstance(model, dict) else ""),
+        ("packages", f"{', '.join(main)}, {len(listed)} in all" if listed else ""),
+        ("Slurm", str(record.get("slurm") or "")),
+    ]
+    return [row for row in rows if row[1]]

@@ -1,0 +1,130 @@
+"""cookbook report: one self-contained HTML file."""
+
+import json
+import math
+import re
+import xml.dom.minidom
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import RunFault
+from launcher.observe import curves, report
+from launcher.runs.directory import Run
+
+NAME = "20260102-030405-demo-0a1b"
+EVIL = "<script>alert(1)</script>\"'&\x1b[2J"
+
+
+def made(root: Path, name: str = NAME, steps: int = 60, **more) -> Run:
+    run = Run(root / "runs" / name)
+    (run.path / "logs").mkdir(parents=True)
+    run.write("submission.json", {"recipe": "demo", "jobs": [{"job_id": "7"}]})
+    ended = {"attempt": 1, "started": 50.0, "ended": 90.0, "cause": "finished"}
+    run.write("status.json", {"job_id": "7", "state": "FAILED", "message": EVIL, **ended})
+    first = {"attempt": 0, "started": 0.0, "ended": 40.0, "cause": "killed", "message": EVIL}
+    lines = [json.dumps(line) for line in (first, ended)]
+    (run.path / "attempts.jsonl").write_text("\n".join(lines) + "\n")
+    run.write("provenance.json", {"command": ["cookbook", EVIL], "packages": ["torch==2"]})
+    with (run.path / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, steps + 1):
+            row = {"step": step, "time": float(step), "loss": 5 + math.sin(step), "lr": 1e-3}
+            metrics.write(json.dumps({**row, "tokens_per_second_per_gpu": step, **more}) + "\n")
+        metrics.write('{"step": 9999, "los')
+    return run
+
+
+class Reader(HTMLParser):
+    """The tags of a page that are open at its end, and what it would load or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        names = {name for name, _ in attrs}
+        if tag in ("script", "iframe", "object", "img", "link") or names & {"src", "href"}:
+            self.wrong.append(tag)
+        if tag not in ("meta", "line", "polyline") and not tag.startswith("!"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("line", "polyline"):
+            return
+        assert self.open.pop() == tag
+
+
+def page(path: Path) -> tuple[str, Reader]:
+    text, reader = path.read_text(), Reader()
+    reader.feed(text)
+    assert reader.open == [] and reader.wrong == []
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        xml.dom.minidom.parseString(drawing)
+    return text, reader
+
+
+def test_a_report_needs_nothing_else_and_runs_nothing(tmp_path):
+    runs = [made(tmp_path), made(tmp_path, "20260102-030405-other-0a1b", mfu=0.5)]
+    assert report.write(runs, tmp_path / "r.html") == []
+    text, reader = page(tmp_path / "r.html")
+    assert "<script" not in text and "&lt;script&gt;" in text and "\x1b" not in text
+    # Loss, tokens/s, learning rate, and the MFU that one of them has; two runs in most of them.
+    assert reader.tags.count("svg") == 4 and reader.tags.count("polyline") == 7
+    assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
+    assert f"attempt 1 of {NAME} begins after step 49" in text
+    for run in runs:
+        assert run.name in text
+
+
+def test_a_hundred_thousand_steps_stay_below_3_mb_and_keep_every_peak(tmp_path):
+    run = made(tmp_path, steps=20_000)
+    rows = run.path / "metrics.jsonl"
+    lines = rows.read_text().splitlines()[:-1]
+    more = [line.replace('"step": ', f'"step": {k}') for k in range(1, 5) for line in lines]
+    lines[12_345] = lines[12_345].replace('"loss": ', '"loss": 77')
+    rows.write_text("\n".join([*lines, *more]) + "\n")
+    report.write([run], tmp_path / "r.html")
+    assert (tmp_path / "r.html").stat().st_size < 3e6
+    loss = re.search(r'polyline class="curve s0" points="([^"]*)"', page(tmp_path / "r.html")[0])
+    heights = [float(point.partition(",")[2]) for point in loss[1].split()]
+    # The one peak is at the top of the chart, and everything else far below it.
+    assert len(heights) <= curves.MOST_POINTS and min(heights) == 16.0
+    assert sorted(heights)[1] > 150
+
+
+def test_thinning_keeps_ends_and_extremes():
+    points = [(float(k), float(k % 97)) for k in range(10_000)]
+    points[5_001] = (5_001.0, -3.0)
+    found = curves.thinned(points, 100)
+    assert len(found) <= 100 and found == sorted(found)
+    assert found[0] == points[0] and found[-1] == points[-1]
+    assert (5_001.0, -3.0) in found and max(value for _, value in found) == 96
+    assert curves.thinned(points[:50], 100) == points[:50]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "found"),
+    [(0, 100, [0, 50, 100]), (0.1, 0.5, [0.1, 0.2, 0.3, 0.4, 0.5]), (3, 3, [3])],
+)
+def test_ticks_are_round(low, high, found):
+    assert curves.ticks(low, high) == pytest.approx(found)
+
+
+def test_what_cannot_be_shown_is_named(tmp_path):
+    run = made(tmp_path)
+    (run.path / "profile").mkdir()
+    (run.path / "profile/rank_0.1.pt.trace.json").write_text("{")
+    (fault,) = report.write([run], tmp_path / "r.html")
+    assert "rank_0.1.pt.trace.json is no whole trace" in fault
+    (run.path / "metrics.jsonl").unlink()
+    report.write([run], tmp_path / "r.html")
+    assert "No step is logged yet" in page(tmp_path / "r.html")[0]
+    with pytest.raises(RunFault, match="choose another file with --output"):
+        report.write([run], tmp_path / "nowhere" / "r.html")
