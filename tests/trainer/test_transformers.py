@@ -199,6 +199,36 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     assert (adapted - plain).abs().max() > 1e-2, "the adapter must do something"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "kinds"), [("gemma3", 2), ("phi4-mini", 1), ("qwen3-moe", 1)])
+def test_blocks_compile_without_graph_breaks(
+    family: str,
+    kinds: int,
+    tmp_path: Path,
+    sources: dict[str, Path],
+    dataset: Path,
+    world: distributed.World,
+) -> None:
+    """One graph for the first length, one for all lengths, one for documents, of each kind."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = models.build(load(config_of(tmp_path, sources[family], dataset)), world).module
+    with torch.no_grad():
+        expected = model(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
+    for length in (LENGTH, 80, 70):
+        model(TOKENS[:, :length]).sum().backward()
+    found = model(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
+    assert torch.equal(found, expected)
+    assert len(graphs) == 3 * kinds
+
+
 @pytest.mark.parametrize("name", LARGER)
 def test_the_text_part_of_a_larger_model(
     name: str, tmp_path: Path, dataset: Path, world: distributed.World
