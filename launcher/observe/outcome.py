@@ -1,5 +1,6 @@
 """What a run was set to, what came of it, and what it cost."""
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from launcher.observe.status import row
 from launcher.runs.directory import Run
 from launcher.runs.states import State
 from runspec import files
+from runspec.usage import gpu_hours
 
 GIB = 2**30
 # Keys of a recipe that say nothing about what is trained, or differ in every run.
@@ -58,8 +60,12 @@ def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any
     measured = [each.get("peak_memory_reserved_gb") for each in metrics]
     peaks = [value for value in measured if isinstance(value, int | float)]
     gpus = (values["node_count"] or 0) * (values["gpus_per_node"] or 0)
-    used, lost = values["used_s"], lost_s(run, metrics)
-    hours = used * gpus / 3600 if used is not None and gpus else None
+    # An attempt knows the GPUs of its own allocation, which spare nodes are part of.
+    attempts = [{"gpus": gpus, **line} for line in run.attempts]
+    running = {"gpus": gpus, **run.own_status, "ended": time.time()}
+    now = [running] if running.get("state") == "RUNNING" and not state.ended else []
+    hours = gpu_hours([*attempts, *now]) if attempts or now else None
+    lost = gpu_hours(lost_times(attempts, metrics))
     return {
         "run": run.name,
         "recipe": values["recipe"],
@@ -73,7 +79,7 @@ def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any
         "peak_predicted_gib": predicted_gib(run, values["node_count"], values["gpus_per_node"]),
         "peak_measured_gib": max(peaks, default=progress.get("peak_memory_reserved_gb")),
         "gpu_hours": None if hours is None else round(hours, 4),
-        "lost_gpu_hours": None if hours is None else round(lost * gpus / 3600, 4),
+        "lost_gpu_hours": None if hours is None else round(lost, 4),
         "cost": None if hours is None or price is None else round(hours * price, 2),
     }
 
@@ -82,13 +88,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def lost_s(run: Run, metrics: list[dict[str, Any]]) -> float:
-    """Return the seconds of attempts after the last step that a checkpoint kept.
+def lost_times(
+    attempts: list[dict[str, Any]], metrics: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the part of each attempt after the last step that a checkpoint kept.
 
     It is exact to one logged step: a kept step is one that metrics.jsonl still has.
     """
-    lost = 0.0
-    for attempt in run.attempts:
+    lost = []
+    for attempt in attempts:
         began, ended = attempt.get("started"), attempt.get("ended")
         saved = attempt.get("checkpoint_step")
         if attempt.get("cause") == "finished":
@@ -100,7 +108,7 @@ def lost_s(run: Run, metrics: list[dict[str, Any]]) -> float:
             step, when = each.get("step"), each.get("time")
             if isinstance(step, int) and isinstance(saved, int) and isinstance(when, int | float):
                 kept += [when] if step <= saved and began <= when <= ended else []
-        lost += max(0.0, ended - max(kept))
+        lost.append({**attempt, "started": max(kept)})
     return lost
 
 
