@@ -52,7 +52,7 @@ class Reporter:
         trainable, total = model.parameter_counts()
         validation = self._data.validation
         lines = [
-            f"model      {config.model['_component_']}, {total:,} parameters",
+            f"model      {model.module.title or config.model['_component_']}, {total:,} parameters",
             f"method     {model.method}, {trainable:,} trainable ({100 * trainable / total:.2f} %)",
             f"ranks      {world.size} on {world.device.type}, {world.described(config)}",
             f"data       {_described(batches)}, {batches.samples_per_step} per step, "

@@ -53,6 +53,7 @@ class Decoder(nn.Module, ABC):
     Attributes:
         blocks: the transformer blocks, in order. Each is compiled, checkpointed and sharded by
             itself, and takes its input [batch, sequence, dim] as its first argument.
+        title: what the log calls it; None for the component that made it.
         embedding: has a weight [vocabulary, dim].
         final_norm: between the last block and the output.
         output_head: a linear layer with or without an adapter; None if the embedding's weight is
@@ -69,6 +70,7 @@ class Decoder(nn.Module, ABC):
     """
 
     blocks: nn.ModuleList
+    title: str | None = None
     embedding: nn.Module
     final_norm: nn.Module
     output_head: nn.Module | None

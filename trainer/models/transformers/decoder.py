@@ -54,6 +54,7 @@ class TransformersDecoder(Decoder):
 
     def __init__(self, causal: PreTrainedModel, place: str | None = None) -> None:
         super().__init__()
+        self.title = f"transformers.{type(causal).__name__}"
         self._place = place
         self.config = causal.config
         self._initialise: Callable[[nn.Module], None] = causal._init_weights
