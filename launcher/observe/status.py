@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.errors import UsageFault, nearest
 from launcher.observe.text import duration, number, percent, plain
+from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 
@@ -128,7 +129,7 @@ def chosen(
     patterns = list(recipes)
     torn: list[str] = []
     picked: list[Run] = []
-    for run in reversed(runs):
+    for run in ahead(runs[::-1]):
         if run.name[:15] < newer_than or (len(picked) == limit and not words):
             break
         if patterns:
@@ -139,7 +140,9 @@ def chosen(
             torn.append(run.name)
         else:
             picked.append(run)
-    rows = [row(run, state) for run, state in judged(picked) if not words or state.word in words]
+    rows = [
+        row(run, state) for run, state in judged(ahead(picked)) if not words or state.word in words
+    ]
     rows.sort(key=lambda each: each["run"])
     return rows[-limit:] if limit else rows, sorted(torn)
 

@@ -14,6 +14,7 @@ from launcher.errors import UsageFault
 from launcher.observe.status import chosen, row, since, table
 from launcher.observe.summary import story
 from launcher.observe.text import plain
+from launcher.runs import ahead as reading
 from launcher.runs import states as judging
 from launcher.runs.directory import Run
 from launcher.runs.find import every, foreign
@@ -199,3 +200,19 @@ def test_many_runs_are_one_question_and_each_file_is_read_once(tmp_path, slurm, 
     finally:
         files.read_json = before
     assert len(opened) == len(set(opened)) == 6
+
+
+def test_slow_files_are_read_ahead_and_the_answer_is_the_same(tmp_path, monkeypatch):
+    for k in range(80):
+        made(tmp_path, f"20260102-{k // 60:02}{k % 60:02}00-demo-0a1b")
+    runs = every(tmp_path / "runs")
+    (runs[70].path / "progress.json").unlink()
+    touched: list[str] = []
+    plain_rows = chosen(runs, None)
+    monkeypatch.setattr(reading, "_MANY_WAITS", -1)
+    monkeypatch.setattr(reading, "_touch", touched.append)
+    assert chosen(runs, None) == plain_rows
+    # Those after the first 64 of the newest.
+    assert touched and {Path(path).parent.name for path in touched} <= {
+        run.name for run in (*runs[:16], *runs[64:])
+    }
