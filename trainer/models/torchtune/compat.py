@@ -5,12 +5,9 @@ Tested with torchtune 0.6.1, torchao 0.15.0 and torch 2.11 to 2.13.
 
 # ruff: noqa: E402, F401
 
-import logging
+from trainer.config import quiet_torchao
 
-# torchao warns that its C++ kernels do not fit this torch; none of them is used here.
-logging.getLogger("torchao").addFilter(
-    lambda record: "Skipping import of cpp extensions" not in record.getMessage()
-)
+quiet_torchao()
 
 from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm
