@@ -6,6 +6,7 @@ other keys.
 
 import importlib
 import inspect
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -242,9 +243,22 @@ def arguments_of(key: str, block: dict[str, Any]) -> set[str]:
     return set(inspect.signature(component(key, block["_component_"])).parameters)
 
 
+def quiet_torchao() -> None:
+    """Let torchao, which torchtune imports, keep a note to itself.
+
+    It says that its C++ kernels do not fit this torch; none of them is used here.
+    """
+    logging.getLogger("torchao").addFilter(_is_no_kernel_note)
+
+
+def _is_no_kernel_note(record: logging.LogRecord) -> bool:
+    return "Skipping import of cpp extensions" not in record.getMessage()
+
+
 def component(key: str, dotted: str) -> Any:
     """The class or function at a dotted path; raises ConfigError if there is none."""
     module_name, _, name = dotted.rpartition(".")
+    quiet_torchao()
     try:
         return getattr(importlib.import_module(module_name), name)
     except ImportError as error:
