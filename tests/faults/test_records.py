@@ -150,6 +150,12 @@ STAMP = "CANCELLED AT 2026-11-22T13:00:53"
 @pytest.mark.parametrize(
     ("said", "state"),
     [
+        # Slurm 26.05
+        (
+            f"[{STAMP[13:]}.351] error: *** JOB 11 ON n1 {STAMP} DUE to SIGNAL Terminated ***",
+            "CANCELLED",
+        ),
+        (f"error: *** JOB 11 ON n1 {STAMP} DUE to SIGNAL User defined signal 2 ***", None),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO TIME LIMIT ***", "TIMEOUT"),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO PREEMPTION ***", "PREEMPTED"),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO NODE FAILURE ***", "NODE_FAIL"),
