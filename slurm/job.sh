@@ -196,9 +196,11 @@ terminated() {
     kill -TERM "$LAUNCHED" 2>/dev/null
     wait "$LAUNCHED"
   fi
-  say "terminated"
+  # Not to stdout: while the end of an attempt is recorded, that is the file "$LOGS/next".
+  say "terminated" >&2
   local next=failed
-  if [ -n "${ATTEMPT:-}" ]; then
+  # Unless the attempt's end is recorded already.
+  if [ -n "${ATTEMPT:-}" ] && [ ! -s "$LOGS/next" ]; then
     record end --attempt "$ATTEMPT" --exit-code 143 --job-state "$state" >"$LOGS/next" && read -r next <"$LOGS/next"
   fi
   [ "$next" = requeue ] || drop_successor
@@ -208,13 +210,17 @@ terminated() {
 # Takes the exit status, and more arguments of `record end`. Sets NEXT: finished, failed, run (again,
 # on these nodes) or requeue.
 end_attempt() {
-  local ended=$ATTEMPT
-  ATTEMPT=
+  local rc
+  NEXT=failed
   # Through a file: bash 5.2 loses one in a hundred signals that come while it reads a $(...), and what
   # ends srun often sends this script a TERM, too.
-  record end --attempt "$ended" --exit-code "$1" --max-retries "$MAX_RETRIES" \
-    --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}" >"$LOGS/next" &&
-    read -r NEXT <"$LOGS/next" || NEXT=failed
+  record end --attempt "$ATTEMPT" --exit-code "$1" --max-retries "$MAX_RETRIES" \
+    --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}" >"$LOGS/next"
+  rc=$?
+  # scancel's TERM may end the program that records, and not reach this script, or reach it later.
+  [ $rc != 143 ] || terminated
+  ATTEMPT=
+  [ $rc != 0 ] || read -r NEXT <"$LOGS/next" || NEXT=failed
   # A node that was lost a moment ago is part of the allocation until Slurm notices.
   if [ "$NEXT" = run ] && under_slurm && await_controller; then find_silent_nodes; fi
 }

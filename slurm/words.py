@@ -12,7 +12,11 @@ from pathlib import Path
 UNCLEAR = frozenset({"", "COMPLETING", "RUNNING", "UNKNOWN", "PENDING"})
 
 # slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-22T13:00:53 DUE TO TIME LIMIT ***
-_ENDED = r"\*\*\* JOB {job} ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+)(?:,[^*]*)?)? ?\*\*\*"
+# For a plain scancel nothing follows the time, or since 26.05 "DUE to SIGNAL Terminated".
+_ENDED = (
+    r"\*\*\* JOB {job} ON \S+ CANCELLED AT \S+"
+    r"(?: DUE TO ([A-Z ]+)(?:,[^*]*)?| DUE to SIGNAL (?:Terminated|Killed))? ?\*\*\*"
+)
 _REASONS = {
     None: "CANCELLED",
     "TIME LIMIT": "TIMEOUT",

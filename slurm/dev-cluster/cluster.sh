@@ -324,9 +324,13 @@ cluster_env() {
     [[ -f $conf && $(daemon_pids slurmctld) ]] ||
         fail "cluster '$name' is not up; to start it: $SCRIPT up --name $name --state $root"
     echo "export SLURM_CONF=$conf"
+    # The shell that reads this knows its PATH, which may have another release's commands first.
+    # shellcheck disable=SC2016
+    local rest='"$PATH"'
+    [[ $PATH == "$(installed_path)" ]] || printf -v rest %q "$(installed_path)"
     use_release_of_state
-    # shellcheck disable=SC2016 # the shell that reads this line knows its PATH
-    [[ ! $release_bin ]] || printf 'export PATH=%s:"$PATH"\n' "$release_bin"
+    [[ ! $release_bin && $rest == \"* ]] ||
+        echo "export PATH=${release_bin:+$release_bin:}$rest"
 }
 
 main() {

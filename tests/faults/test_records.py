@@ -162,6 +162,12 @@ STAMP = "CANCELLED AT 2026-11-22T13:00:53"
 @pytest.mark.parametrize(
     ("said", "state"),
     [
+        # Slurm 26.05
+        (
+            f"[{STAMP[13:]}.351] error: *** JOB 11 ON n1 {STAMP} DUE to SIGNAL Terminated ***",
+            "CANCELLED",
+        ),
+        (f"error: *** JOB 11 ON n1 {STAMP} DUE to SIGNAL User defined signal 2 ***", None),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO TIME LIMIT ***", "TIMEOUT"),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO PREEMPTION ***", "PREEMPTED"),
         (f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO NODE FAILURE ***", "NODE_FAIL"),
@@ -272,3 +278,28 @@ def test_a_disk_that_is_full_to_the_last_byte_leaves_room_for_the_last_word(tiny
     assert "no space left on the filesystem of" in told["message"]
     assert len(lines(tiny_disk)) == 1
     assert "Traceback" not in (tiny_disk / "logs" / "job.log").read_text()
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_term_that_ends_the_program_that_records_costs_no_record(run_dir, hears):
+    # scancel signals all processes of the script at once, and bash may lose its own signal.
+    attempt.begin(run_dir, ["n1"], HEAD)
+    log = run_dir / "logs" / "job.log"
+    (run_dir / "logs" / "0").mkdir(exist_ok=True)
+    log.write_text(f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} ***\n")
+    also = "$$" if hears else ""
+    code = f"""source slurm/job.sh; trap terminated TERM; ATTEMPT=0 LOGS=$RUN_DIR/logs/0
+    eval "really_$(declare -f record)"
+    record() {{
+      [ -e "$RUN_DIR/killed" ] || {{ touch "$RUN_DIR/killed"
+        bash -c "kill {also} \\$\\$"; return; }}
+      really_record "$@"
+    }}
+    end_attempt 1; finish"""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "RUN_DIR": str(run_dir), "COOKBOOK": str(root), "MAX_RETRIES": "0"}
+    env["VENV"] = sys.prefix
+    done = subprocess.run(["bash", "-c", code], env=env, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 143, done.stderr
+    assert (status(run_dir)["state"], status(run_dir)["cause"]) == ("CANCELLED", "cancelled")
+    assert len(read_json_lines(run_dir / "attempts.jsonl")) == 1

@@ -529,6 +529,16 @@ def test_another_release_runs_steps_in_the_hosts_environment(
             )
             assert cluster.run(["scancel", job_id]).returncode == 0
             wait_for(lambda: "CANCELLED" in cluster.run(["scontrol", "show", "job", job_id]).stdout)
+            # A shell that goes from one release to another has only one's commands.
+            again = cluster_sh(
+                "env",
+                *options,
+                env=cluster.env | {"PATH": f"/x/slurm-cookbook/slurm-9/bin:{cluster.env['PATH']}"},
+            )
+            path = again.stdout.splitlines()[1].partition("=")[2].split(":")
+            assert sum("slurm-cookbook" in folder for folder in path) == (
+                release not in installed_slurm()
+            )
             # Another `up` in a shell that uses this release does not take it for the installed one.
             other = cluster_sh("up", *options, env=cluster.env)
             assert (other.returncode == 1) is (release not in installed_slurm()), other.stderr
