@@ -295,8 +295,9 @@ requeue() {
     fi
     trap terminated TERM
     case $answer in *"Invalid job id"* | *denied* | *disabled*) break ;; esac
-    [ -n "$said" ] || record waiting --message "waiting to go back into the queue, up to ${CONTROLLER_WAIT_S:-600} s: $answer"
-    said=yes
+    # Without an answer it may have been Slurm's TERM that ended the question.
+    [ -n "$said" ] || [ -z "$answer" ] || record waiting --message "waiting to go back into the queue, up to ${CONTROLLER_WAIT_S:-600} s: $answer"
+    said=$answer
     sleep 2
   done
   if submit_successor; then succeed; fi
