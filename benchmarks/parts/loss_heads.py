@@ -90,7 +90,9 @@ def _trainer(
     # Set as a plain attribute: nn.Parameter would make a new leaf tensor.
     del output.weight
     output.weight = weight
-    model = SimpleNamespace(final_norm=nn.Identity(), output_head=output, output_softcap=None)
+    model = SimpleNamespace(
+        final_norm=nn.Identity(), output_head=output, output_softcap=None, output_multiplier=None
+    )
     component = LinearCrossEntropy()
     if setting is not None:
         if not setting.compiled:

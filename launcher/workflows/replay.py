@@ -13,6 +13,7 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.errors import RunFault, UsageFault
 from launcher.executors import slurm
+from launcher.recipes import entries
 from launcher.runs import provenance
 from launcher.runs.directory import Run
 from launcher.runs.snapshot import git
@@ -58,7 +59,7 @@ def prepare(run: Run, site: Site, say: Callable[[str], None]) -> Replay:
         words = f"{run.name} has no {files.PROVENANCE} and {files.RECIPE}"
         raise UsageFault(f"{words}, so nobody knows what made it: submit a recipe of your own")
     config = yamlfile.load(recipe)
-    if str(config.get("entry", "")).startswith("script:"):
+    if entries.find(str(config.get("entry") or "sft")).own_code:
         code = run.path / files.CODE
         words = f"{run.name} ran a script of its own, which replay does not start"
         raise UsageFault(f"{words}: its code is in {code}; submit it from there")

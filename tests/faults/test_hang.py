@@ -64,6 +64,7 @@ def test_the_one_that_lags_is_silent_or_waits_for_nobody(tmp_path: Path):
     assert laggards(tmp_path) == [(2, "n3", "does not answer")]
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Undisturbed):
     _, run = user.submit(*SHORT, "hang_timeout_s=5")
     trains(run)

@@ -23,25 +23,18 @@ QUESTION = "How do I submit the demo recipe on two nodes?"
 
 @pytest.fixture(scope="module")
 def demo(kit: Kit) -> tuple[Path, str]:
-    """The demo as the README runs it, with traces; its folder and what was printed."""
-    done = kit.cookbook(
-        "submit", "--recipe", "demo", "--nodes", "2", "--watch", "--profile", timeout=600
-    )
+    """The demo as the README runs it, with traces, but for few steps; its folder and its output."""
+    arguments = ["submit", "--recipe", "demo", "--nodes", "2", "max_steps=40", "--watch"]
+    done = kit.cookbook(*arguments, "--profile", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     name = done.stdout.split()[1]
     return kit.root / "runs" / name, done.stdout
 
 
-def test_the_demo_learns_and_answers(kit: Kit, demo) -> None:
+def test_the_demo_trains_on_two_nodes_and_tells_what_it_wrote(demo) -> None:
     run, printed = demo
     curve = losses(run)
-    assert curve[min(curve)] > 5 and curve[max(curve)] < 0.1
-    answer = next(
-        json.loads(line)["answer"]
-        for line in Path("configs/datasets/slurm_qa.jsonl").read_text().splitlines()
-        if json.loads(line)["question"] == QUESTION
-    )
-    assert QUESTION in printed and answer in printed
+    assert curve[min(curve)] > 6 and curve[max(curve)] < 5
     for part in ("logs/latest", "tensorboard", "export", "metrics.jsonl"):
         assert str(run / part) in printed and (run / part).exists()
     log = (run / "logs" / "job.log").read_text()
@@ -52,15 +45,26 @@ def test_the_demo_learns_and_answers(kit: Kit, demo) -> None:
     assert told["cause"] == "finished" and told["nodes"] == ["n1", "n2"]
 
 
-def test_the_demo_model_answers_from_its_export_in_transformers(demo) -> None:
-    run, _ = demo
-    done = subprocess.run(
+@pytest.mark.long
+def test_the_whole_demo_learns_its_answers(kit: Kit) -> None:
+    done = kit.cookbook("submit", "--recipe", "demo", "--nodes", "2", "--watch", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = kit.root / "runs" / done.stdout.split()[1]
+    curve = losses(run)
+    assert curve[min(curve)] > 5 and curve[max(curve)] < 0.1
+    answer = next(
+        json.loads(line)["answer"]
+        for line in Path("configs/datasets/slurm_qa.jsonl").read_text().splitlines()
+        if json.loads(line)["question"] == QUESTION
+    )
+    assert QUESTION in done.stdout and answer in done.stdout
+    asked = subprocess.run(
         [sys.executable, "-m", "trainer.generate", str(run / "export"), QUESTION],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert "cookbook submit --recipe demo --nodes 2" in done.stdout, done.stderr
+    assert "cookbook submit --recipe demo --nodes 2" in asked.stdout, asked.stderr
 
 
 def test_logs_show_what_is_asked_for(kit: Kit, demo) -> None:
@@ -78,7 +82,7 @@ def test_logs_show_what_is_asked_for(kit: Kit, demo) -> None:
     merged = kit.cookbook("logs", run.name, "--rank", "0,1", "--job", "--grep", "step|attempt 0")
     lines = merged.stdout.splitlines()
     assert lines[0].startswith("job       | ") and "cookbook: attempt 0 on n1, n2" in lines[0]
-    assert lines[1].startswith("n1 rank 0 | ") and len(lines) > 30
+    assert lines[1].startswith("n1 rank 0 | ") and len(lines) > 5
     assert "has failed" in kit.cookbook("logs", run.name, "--first-error").stderr
     missing = kit.cookbook("logs", run.name, "--rank", "9")
     assert missing.returncode == 2 and "has no rank_9.log; it has: rank_0.log" in missing.stderr
@@ -119,7 +123,7 @@ def test_provenance_tells_what_made_the_run(demo) -> None:
     run, _ = demo
     made = json.loads((run / "provenance.json").read_text())
     assert len(made["kit"]["commit"]) == 40
-    assert made["overrides"] == [] and made["command"][-1] == "--profile"
+    assert made["overrides"] == ["max_steps=40"] and made["command"][-1] == "--profile"
     assert any(package.startswith("torch==2.") for package in made["packages"])
     assert made["slurm"] and len(made["config_sha256"]) == 64
 

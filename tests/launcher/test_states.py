@@ -104,6 +104,7 @@ def test_a_run_without_any_job_says_so(slurm, tmp_path, kit: Kit):
     assert done.stdout.startswith(f"no job of {NAME} is known") and "None" not in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("own", "message", "told"),
     [

@@ -41,6 +41,14 @@ def made(root: Path, name: str) -> Run:
     return run
 
 
+_LAUNCHER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from launcher.cli import main
+main()
+"""
+
+
 class Terminal:
     """A command on a terminal of 100 columns, and what it has written there."""
 
@@ -48,7 +56,8 @@ class Terminal:
         master, slave = pty.openpty()
         self._master, self.text = master, ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", *arguments],
+            # Where the tests run in the background Ctrl-C is ignored, and a child inherits that.
+            [sys.executable, "-c", _LAUNCHER, *arguments],
             env={**env, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
             stdin=slave,
             stdout=slave,

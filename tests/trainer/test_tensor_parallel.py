@@ -114,6 +114,7 @@ def folders(
     return {name: root / name for name in RUNS}, said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
 def test_curve_norm_and_weights_equal_the_single_process(
     name: str, reference: str, folders: tuple[dict[str, Path], dict[int, str]]
@@ -129,6 +130,7 @@ def test_curve_norm_and_weights_equal_the_single_process(
         )
 
 
+@pytest.mark.long
 def test_tokens_per_second_are_shared_by_all_gpus(
     folders: tuple[dict[str, Path], dict[int, str]],
 ) -> None:
@@ -140,6 +142,7 @@ def test_tokens_per_second_are_shared_by_all_gpus(
         assert line["tokens_per_second_per_gpu"] == pytest.approx(rate, rel=0.05)
 
 
+@pytest.mark.long
 def test_bf16_follows_fp32(folders: tuple[dict[str, Path], dict[int, str]]) -> None:
     plain, short = metrics(folders[0]["lora"]), metrics(folders[0]["bf16-tp2"])
     for key, tolerance in (("loss", {"abs": 0.05}), ("grad_norm", {"rel": 0.05})):
@@ -148,6 +151,7 @@ def test_bf16_follows_fp32(folders: tuple[dict[str, Path], dict[int, str]]) -> N
         )
 
 
+@pytest.mark.long
 def test_the_layout_is_told_and_nothing_warns(
     folders: tuple[dict[str, Path], dict[int, str]],
 ) -> None:
