@@ -30,12 +30,15 @@ _KEYS = (
     Key("signal_lead_s", "positive", "Seconds between the warning and the limit.", 300),
     Key("gpu_hour_price", "number", "Price of a GPU-hour, for the cost of runs."),
     Key("currency", "text", "What that price is in."),
+    Key("jump_host", "host", "Host that ssh goes through to reach the login node."),
     Key("node_paths", "texts", "Paths that only the nodes have.", ()),
     Key("job_setup", "texts", "Shell lines that a job runs first.", ()),
     Key("environment", "open block", "Environment variables of each job. No secrets.", {}),
 )
 # What a recipe and a site may both say: the recipe's comes first.
-_SHARED = {name: key for name, key in COMMON.items() if name.startswith(("share", "resources"))}
+_SHARED = {
+    name: key for name, key in COMMON.items() if name.startswith(("share", "resources", "notify"))
+}
 KEYS = {key.name: key for key in _KEYS} | _SHARED
 
 
@@ -50,6 +53,7 @@ class Site:
     network_interface: str | None = None
     network_gbits: float | None = None
     requeue: bool = True
+    jump_host: str | None = None
     gpu_hour_price: float | None = None
     currency: str | None = None
     signal: str = "USR1"
@@ -58,6 +62,7 @@ class Site:
     job_setup: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
+    notify: dict[str, Any] = field(default_factory=dict)
     share: str = "private"
 
     @property
@@ -117,6 +122,8 @@ def complete(recipe: Recipe, site: Site, local: bool = False) -> Recipe:
     if resources.cpus_per_gpu is None and not local:
         resources = replace(resources, cpus_per_gpu=_cpus_per_gpu(resources))
     config = {**recipe.config, "share": recipe.config.get("share") or site.share}
+    if told := {**site.notify, **(recipe.config.get("notify") or {})}:
+        config["notify"] = told
     return replace(recipe, config=config, resources=resources)
 
 

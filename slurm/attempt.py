@@ -43,7 +43,7 @@ def begin(
     if it does not. Ends the program if attempts that left no word brought nothing too often.
     """
     status = _object(run_dir / files.STATUS)
-    job_id, before = _job_id(), status.get("job_id")
+    job_id, before = own_job_id(), status.get("job_id")
     if _cancelled(run_dir, job_id):
         sys.exit(f"cookbook: this job was cancelled; continue with: cookbook resume {run_dir.name}")
     if _object(run_dir / files.PROGRESS).get("state") == "finished":
@@ -122,7 +122,9 @@ def end(
     (run_dir / files.RESERVE).unlink(missing_ok=True)
     status = _object(run_dir / files.STATUS)
     if not _owned(status, attempt):
-        _say(f"attempt {attempt} of job {_job_id()} writes nothing: {_owner(status)} has the run")
+        _say(
+            f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run"
+        )
         return "failed"
     status = {**_job(), "attempt": attempt, **status}
     job_id, logs = str(status["job_id"]), run_dir / files.LOGS / str(attempt)
@@ -298,7 +300,7 @@ def _series(run_dir: Path) -> str:
 
     A job that took another's place by itself belongs to its series; a resumed run begins a new one.
     """
-    status, job_id = _object(run_dir / files.STATUS), _job_id()
+    status, job_id = _object(run_dir / files.STATUS), own_job_id()
     if job_id in (str(status.get("job_id")), str(status.get("successor"))):
         return str(status.get("series") or status.get("job_id"))
     return job_id
@@ -414,7 +416,8 @@ def _cancelled(run_dir: Path, job_id: str) -> bool:
     return _object(run_dir / files.CANCELLED).get("job_id") == job_id
 
 
-def _job_id() -> str:
+def own_job_id() -> str:
+    """Return the id of this job, or of this process on a host without Slurm."""
     return os.environ.get("SLURM_JOB_ID") or f"{LOCAL_PREFIX}{os.environ['JOB_PID']}"
 
 
@@ -425,7 +428,7 @@ def _job() -> dict[str, Any]:
         "slurm_conf": os.environ.get("SLURM_CONF"),
     }
     return {
-        "job_id": _job_id(),
+        "job_id": own_job_id(),
         "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         **({key: value for key, value in named.items() if value} if _in_slurm() else {}),
     }

@@ -14,6 +14,11 @@ say() { printf '%s cookbook: %s\n' "$(date -u +%H:%M:%S)" "$*"; }
 # it from importing what lies in the folder from which the job was submitted.
 record() { PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.attempt "$@"; }
 
+# Tells the webhook that the recipe or the site names; what cannot be told changes nothing.
+notify() { # start or ended
+  [ -z "${NOTIFY_WEBHOOK:-}" ] || PYTHONPATH=$COOKBOOK timeout 20 "$VENV/bin/python" -P -m slurm.notify "$1" >&2
+}
+
 under_slurm() { [ -n "${SLURM_JOB_ID:-}" ]; }
 
 # A line of the site's job_setup failed, or ended the script: the run fails, because a retry cannot fix
@@ -70,6 +75,8 @@ begin_attempt() {
     say "no successor is in the queue, so the run ends with this job: $ANSWER"
   fi
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
+  # Training does not wait for it.
+  [ "$ATTEMPT" != 0 ] || notify start &
 }
 
 # Whether another job is there; if Slurm does not say, it is taken to be.
@@ -203,7 +210,10 @@ terminated() {
   if [ -n "${ATTEMPT:-}" ] && [ ! -s "$LOGS/next" ]; then
     record end --attempt "$ATTEMPT" --exit-code 143 --job-state "$state" >"$LOGS/next" && read -r next <"$LOGS/next"
   fi
-  [ "$next" = requeue ] || drop_successor
+  if [ "$next" != requeue ]; then
+    drop_successor
+    notify ended
+  fi
   exit 143
 }
 
@@ -323,6 +333,7 @@ finish() {
     NEXT=failed
   fi
   drop_successor
+  notify ended
   [ "$NEXT" = finished ]
   exit $?   # in an EXIT trap, exit alone would return the status from before it
 }

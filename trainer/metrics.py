@@ -29,6 +29,24 @@ from trainer.storage.weights import named_parameters
 GIB = 2**30
 GPUS = Path(__file__).parents[1] / "configs/gpus.yaml"
 T = TypeVar("T")
+# TensorBoard shows groups in the order of the alphabet: the loss comes first. What stands in none
+# is in "more".
+_GROUPS = {
+    "loss": ("loss", "val_loss"),
+    "memory": ("peak_memory_allocated_gb", "peak_memory_reserved_gb", "memory_rss_gb"),
+    "optimizer": ("lr", "grad_norm", "skipped_steps"),
+    "progress": ("epoch", "tokens"),
+    "speed": (
+        "tokens_per_second_per_gpu",
+        "tflops_per_second_per_gpu",
+        "mfu",
+        "hfu",
+        "step_time_s",
+        "data_wait_s",
+        "checkpoint_blocked_s",
+    ),
+}
+_TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -77,7 +95,7 @@ class Metrics:
         self._file.write(json.dumps(record) + "\n")
         for name, value in record.items():
             if name not in ("step", "time") and value is not None:
-                self._board.add_scalar(name, value, record["step"])
+                self._board.add_scalar(_TAGS.get(name, f"more/{name}"), value, record["step"])
 
     def flush(self) -> None:
         """Bring everything written so far to the disk."""

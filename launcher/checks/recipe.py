@@ -49,6 +49,8 @@ def secrets(context: Context) -> Iterable[Finding]:
     """Check if the recipe's secrets are out of its files, and readable by nobody else."""
     files = context.recipe.secrets
     found = [*_tokens(context.config, ""), *_secret_files(files)]
+    if webhook := context.recipe.notify.webhook:
+        found += _secret_files({"webhook": webhook}, "notify")
     read = f"; {', '.join(files)} read from files" if files else ""
     return found or [ok("secrets", f"no token in the recipe{read}")]
 
@@ -65,15 +67,15 @@ def _tokens(value: Any, where: str) -> Iterator[Finding]:
         yield failed("secrets", words, "remove it; use HF_TOKEN_PATH")
 
 
-def _secret_files(files: dict[str, Path]) -> Iterator[Finding]:
+def _secret_files(files: dict[str, Path], block: str = "secrets") -> Iterator[Finding]:
     """Check that a secret's file exists and is private; its value is never read."""
     for name, path in files.items():
         if why := unreadable(path):
             write = f"(umask 077; mkdir -p {path.parent}; cat > {path})"
-            words = f"secrets.{name}: {path} {why}"
+            words = f"{block}.{name}: {path} {why}"
             yield failed("secrets", words, f"write the value there with: {write}")
         elif path.stat().st_mode & 0o077:
-            words = f"secrets.{name}: others may read {path}"
+            words = f"{block}.{name}: others may read {path}"
             yield failed("secrets", words, f"chmod 600 {path}")
 
 

@@ -5,6 +5,7 @@ import sys
 
 import click
 
+from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, note, runs_root
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import logs as log_files
@@ -126,4 +127,5 @@ def tensorboard(wanted: tuple[str, ...], port: int | None, cluster: str | None) 
     if not chosen:
         raise UnknownRun(none_yet(root))
     once = {run.name: run for run in chosen}
-    sys.exit(server.serve(list(once.values()), server.free_port(port), note))
+    jump = sites.load(cluster).jump_host
+    sys.exit(server.serve(list(once.values()), server.free_port(port), note, jump))

@@ -32,14 +32,19 @@ def free_port(wanted: int | None) -> int:
     raise PreflightFault(f"{words}: give one with --port")
 
 
-def tunnel(port: int) -> str:
-    """Return the command that a user types on their own machine."""
+def tunnel(port: int, jump: str | None = None) -> str:
+    """Return the command that a user types on their own machine.
+
+    Args:
+        jump: the host between that machine and this one.
+    """
     name = socket.getfqdn()
     host = socket.gethostname() if name.startswith("localhost") else name
-    return f"ssh -N -L {port}:127.0.0.1:{port} {getpass.getuser()}@{host}"
+    through = f"-J {jump} " if jump else ""
+    return f"ssh -N {through}-L {port}:127.0.0.1:{port} {getpass.getuser()}@{host}"
 
 
-def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
+def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | None = None) -> int:
     """Serve the runs' curves and traces until interrupted; return TensorBoard's exit status."""
     # A shell that starts this in the background makes it ignore Ctrl-C; the signal must end it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,15 +58,14 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
     with tempfile.TemporaryDirectory(prefix="cookbook-tensorboard-") as folder:
         for run in chosen:
             # Curves and traces only: a checkpoint folder is slow to walk and holds nothing to show.
-            view = Path(folder) / run.name
-            view.mkdir()
-            for part in (files.TENSORBOARD, files.PROFILE):
-                (view / part).symlink_to(run.path / part)
+            # The curves go by the run's own name.
+            (Path(folder) / run.name).symlink_to(run.path / files.TENSORBOARD)
+            (Path(folder) / f"{run.name} traces").symlink_to(run.path / files.PROFILE)
         argv = [str(program), f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"]
         argv.append("--load_fast=false")
         # The profiler's tab logs every file that it opens, and warns about float64 tensors.
         environment = {**os.environ, "TORCH_PROFILER_LOG_LEVEL": "ERROR"}
-        say(f"on your own machine:  {tunnel(port)}")
+        say(f"on your own machine:  {tunnel(port, jump)}")
         say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
         process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
         try:

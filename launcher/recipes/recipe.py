@@ -57,6 +57,34 @@ class Resources:
 
 
 @dataclass(frozen=True)
+class Notify:
+    """Who is told of a run's events. webhook: the file that holds its address."""
+
+    events: tuple[str, ...] = ("start", "end", "failure")
+    mail: str | None = None
+    webhook: Path | None = None
+    form: str = "json"
+
+    @classmethod
+    def of(cls, block: Mapping[str, Any]) -> Notify:
+        """Return what a checked block says."""
+        given: dict[str, Any] = {key: value for key, value in block.items() if value is not None}
+        if "webhook" in given:
+            path = Path(str(given["webhook"])).expanduser()
+            named = len(path.parts) == 1 and not path.is_absolute()
+            given["webhook"] = SECRETS.expanduser() / path if named else path
+        if "events" in given:
+            given["events"] = tuple(given["events"])
+        return cls(**given)
+
+    @property
+    def mail_types(self) -> list[str]:
+        """The events by Slurm's names."""
+        names = {"start": "BEGIN", "end": "END", "failure": "FAIL"}
+        return [names[event] for event in self.events]
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A recipe with its overrides applied and checked; its references are not replaced yet."""
 
@@ -111,6 +139,11 @@ class Recipe:
             name: Path(str(path)).expanduser() if path else SECRETS.expanduser() / name
             for name, path in named.items()
         }
+
+    @property
+    def notify(self) -> Notify:
+        """Who is told when the run starts, ends or fails."""
+        return Notify.of(self.config.get("notify") or {})
 
     @property
     def umask(self) -> str:

@@ -49,6 +49,18 @@ _KEYS = (
         "and an all-reduce. A node that fails is left out. False where GPUs are shared.",
         True,
     ),
+    Key("notify", "block", "Who is told of a run's events; the site's file may have the same."),
+    Key(
+        "notify.events", "events", "What is told. Default: all three.", ("start", "end", "failure")
+    ),
+    Key("notify.mail", "address", "Slurm sends mail there."),
+    Key(
+        "notify.webhook",
+        "text",
+        "The file with a webhook's address, which only you may read: its path, or its name in "
+        "~/.config/slurm-cookbook/secrets.",
+    ),
+    Key("notify.form", "json | slack | teams", "What the webhook takes.", "json"),
     Key(
         "share",
         "private | group",

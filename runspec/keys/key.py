@@ -103,6 +103,18 @@ KINDS = {
         "a repository of the hub such as org/name or org/name@revision",
         _text(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?"),
     ),
+    "events": Kind(
+        "a list of start, end and failure",
+        lambda v: v != [] and _list(lambda each: each in ("start", "end", "failure"))(v),
+    ),
+    "address": Kind(
+        "an e-mail address or a user's name",
+        _text(r"[A-Za-z0-9][A-Za-z0-9._+-]*(?:@[A-Za-z0-9.-]+)?"),
+    ),
+    "host": Kind(
+        "a host such as gate.example.org or me@gate.example.org",
+        _text(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:@[A-Za-z0-9][A-Za-z0-9._-]*)?"),
+    ),
     "interface": Kind(
         "a network interface such as ib0", _text(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}")
     ),

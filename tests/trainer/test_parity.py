@@ -93,7 +93,18 @@ def test_tensorboard_shows_what_metrics_jsonl_holds(
     assert [line["step"] for line in lines] == [1, 2, 3]
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    names = ("loss", "lr", "grad_norm", "memory_rss_gb", "data_wait_s")
-    for name in (*names, "tokens_per_second_per_gpu", "tflops_per_second_per_gpu"):
-        shown = [(event.step, event.value) for event in board.Scalars(name)]
+    tags = board.Tags()["scalars"]
+    # Groups come in the order of the alphabet, and every value is in one.
+    assert sorted(tags)[0] == "loss/loss"
+    assert {tag.partition("/")[0] for tag in tags} == {
+        "loss",
+        "memory",
+        "optimizer",
+        "progress",
+        "speed",
+    }
+    for tag in tags:
+        name = tag.partition("/")[2]
+        shown = [(event.step, event.value) for event in board.Scalars(tag)]
         assert shown == [(line["step"], pytest.approx(line[name])) for line in lines]
+    assert {"tokens_per_second_per_gpu", "grad_norm"} <= {tag.partition("/")[2] for tag in tags}
