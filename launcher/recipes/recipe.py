@@ -14,6 +14,7 @@ from runspec.keys.common import COMMON
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
 from runspec.keys.key import Fault, unused
+from runspec.keys.sft import TRANSFORMERS
 
 # The folder of secrets that a recipe names without a path.
 SECRETS = Path("~/.config/slurm-cookbook/secrets")
@@ -274,6 +275,12 @@ def find(name: str) -> Path:
     raise RecipeFault(fault)
 
 
+_FOLDERS_TOKENIZER = {
+    "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+    "path": "${checkpointer.checkpoint_dir}",
+}
+
+
 def load(
     name: str, overrides: Iterable[str] = (), resources: Mapping[str, Any] | None = None
 ) -> Recipe:
@@ -290,10 +297,13 @@ def load(
     asked = config.get("resources")
     if asked is None or isinstance(asked, dict):
         config["resources"] = (asked or {}) | options
+    model = config.get("model")
+    builder = str(model.get("_component_") or "") if isinstance(model, dict) else ""
     if not config.get("entry"):
-        model = config.get("model")
-        builder = str(model.get("_component_")) if isinstance(model, dict) else ""
         config["entry"] = stock.entry_of(path, builder) or COMMON["entry"].default
+    if config["entry"] == COMMON["entry"].default and builder in ("", TRANSFORMERS):
+        # A model folder has its tokenizer.
+        config.setdefault("tokenizer", dict(_FOLDERS_TOKENIZER))
     recipe = Recipe(path.stem, path, config, Resources(), overrides)
     resolved, faults = recipe.resolve(paths.REPO_ROOT, "unset")
     try:

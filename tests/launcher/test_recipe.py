@@ -91,6 +91,18 @@ def test_overrides_set_add_and_remove():
     assert recipe.resources.time == "90" and recipe.resources.time_s == 5400
 
 
+def test_a_model_folder_brings_its_tokenizer(tmp_path):
+    hub = {"model": {"lora_rank": 8}}
+    found = recipes.load(written(tmp_path, hub, without="tokenizer"))
+    block = found.resolved(tmp_path, "unset")["tokenizer"]
+    assert block["path"] == found.resolved(tmp_path, "unset")["checkpointer"]["checkpoint_dir"]
+    assert block["_component_"] == "trainer.data.tokenizers.hugging_face_tokenizer"
+    own = {**hub, "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"}}
+    assert recipes.load(written(tmp_path, own)).config["tokenizer"] == own["tokenizer"]
+    # A builder of torchtune's says nothing of the folder.
+    assert any("tokenizer" in each for each in faults_of(written(tmp_path, without="tokenizer")))
+
+
 def test_options_come_before_overrides_and_the_file():
     recipe = recipes.load("llama8b_lora", ["resources.nodes=4"], {"nodes": 3, "time": None})
     assert (recipe.resources.nodes, recipe.resources.time) == (3, "08:00:00")
