@@ -50,9 +50,7 @@ _KEYS = (
         True,
     ),
     Key("notify", "block", "Who is told of a run's events; the site's file may have the same."),
-    Key(
-        "notify.events", "events", "What is told. Default: all three.", ("start", "end", "failure")
-    ),
+    Key("notify.events", "events", "What is told. Default: all three."),
     Key("notify.mail", "address", "Slurm sends mail there."),
     Key(
         "notify.webhook",
