@@ -12,7 +12,7 @@ Makes the virtual environment that login and compute nodes share, with every pac
 in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
 
   --demo              set up, then fine-tune a small model on two nodes through Slurm
-  --test              set up, then run the quick tests (13 minutes on two cores)
+  --test              set up, then run the quick tests (8 minutes on two cores)
   --test-all          set up, then run every test, also the long ones
   --torch VERSION     another torch, 2.11 to 2.13 (default: the one in constraints.txt)
   --torch-index URL   where to get it: the --index-url that PyTorch's install page shows for your
