@@ -21,6 +21,8 @@ from slurm.attempt import used_up
 POLL_S = 1.0
 # A hang is so many median steps at least.
 SLOW_STEPS = 5
+# Until two steps are done nobody knows how long one takes, and the second may compile, too.
+UNKNOWN_S = 600.0
 # So long the ranks may take to write their stacks, and srun to end before it is killed. Without
 # Slurm that is torchrun, which waits for its ranks for 30 s.
 ANSWER_S, END_S = 12.0, 45.0
@@ -61,12 +63,14 @@ class Watch:
         known = self._beat if isinstance(self._beat, dict) else {}
         step_s = known.get("median_step_s")
         # The first step compiles; what is no step (a save, a validation, the export) has no limit.
-        if not self.timeout_s or known.get("phase") != "training" or step_s is None:
+        if not self.timeout_s or known.get("phase") != "training":
             return None
         still_s = now - self._changed
-        if still_s < max(SLOW_STEPS * step_s, self.timeout_s):
+        least_s = UNKNOWN_S if step_s is None else SLOW_STEPS * step_s
+        if still_s < max(least_s, self.timeout_s):
             return None
-        message = f"no step for {still_s:.0f} s after step {known['step']} (median {step_s:.2f} s)"
+        usual = "" if step_s is None else f" (median {step_s:.2f} s)"
+        message = f"no step for {still_s:.0f} s after step {known['step']}{usual}"
         return {"type": "Hang", "message": message}
 
 

@@ -36,7 +36,8 @@ class Heartbeat:
         # The first one compiles, and fills caches.
         if self._steps:
             self._times.append(now - self._began)
-        changed = self._phase != "training"
+        # The second one is the first whose time says what a step takes.
+        changed = self._phase != "training" or self._steps == 1
         self._phase, self._step, self._steps, self._began = "training", number, self._steps + 1, now
         if changed or now - self._written >= _WRITE_EVERY_S:
             self._write()

@@ -36,11 +36,16 @@ def test_no_step_within_the_time_is_a_hang():
         {**BEAT, "phase": "validating"},
         {**BEAT, "phase": "exporting"},
         {"phase": "starting", "step": 0, "steps": 0, "median_step_s": None},
-        {**BEAT, "steps": 1, "median_step_s": None},
     ],
 )
 def test_what_is_no_step_may_take_its_time(beat):
     assert looks(Watch(timeout_s=5, stop_s=100), beat, 0, 3600) == [None, None]
+
+
+def test_a_hang_after_the_first_step_is_noticed_though_nobody_knows_a_steps_time():
+    first = {**BEAT, "steps": 1, "median_step_s": None}
+    assert looks(Watch(timeout_s=5, stop_s=100), first, 0, 599, 600) == [None, None, "Hang"]
+    assert looks(Watch(timeout_s=900, stop_s=100), first, 0, 899, 900) == [None, None, "Hang"]
 
 
 def test_a_timeout_of_none_waits_for_ever():
