@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -122,18 +121,8 @@ def requeue(scene: Scene) -> None:
     scene.cluster.run(["scontrol", "requeue", scene.job])
 
 
-def lose_a_node(scene: Scene) -> None:
-    """Not the first one, on which the job script runs."""
-    node = scene.nodes[-1]
-    _kill(processes_of_node(node, scene.job, scene.cluster.state))
-    while "DOWN" not in scene.cluster.run(["scontrol", "show", "node", node]).stdout:
-        time.sleep(1)
-    _daemons(scene)
-
-
-def lose_the_first_node(scene: Scene) -> None:
-    """It takes the job script with it."""
-    node = scene.nodes[0]
+def lose(scene: Scene, node: str) -> None:
+    """Kill all that runs on a node; start its daemon again once Slurm has noticed."""
     _kill(processes_of_node(node, scene.job, scene.cluster.state))
     while "DOWN" not in scene.cluster.run(["scontrol", "show", "node", node]).stdout:
         time.sleep(1)
@@ -154,8 +143,9 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
     "srun is killed": kill_srun,
     "the time limit is near": warn_of_the_time_limit,
     "somebody requeues the job": requeue,
-    "a node is lost (SlurmdTimeout is 6)": lose_a_node,
-    "the first node is lost": lose_the_first_node,
+    "a node is lost (SlurmdTimeout is 6)": lambda scene: lose(scene, scene.nodes[-1]),
+    # It takes the job script with it.
+    "the first node is lost": lambda scene: lose(scene, scene.nodes[0]),
     "a rank is killed while the controller is away for 15 s": kill_the_controller_and_a_rank,
 }
 
@@ -247,14 +237,14 @@ def main() -> None:
         same = undisturbed_losses(user, steps) == {
             step: loss for step, loss in losses(run).items() if step <= steps
         }
-        left = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True).stdout
+        left = processes_of(run)
         print(
             f"losses of {steps} steps are {'the same' if same else 'NOT the same'} as undisturbed"
         )
         if given.json:
             told = {"faults": [asdict(c) for c in costs], "goodput": share, "same_losses": same}
             given.json.write_text(json.dumps(told, indent=1) + "\n")
-        sys.exit(0 if same and not left.strip() else 1)
+        sys.exit(0 if same and not left else 1)
 
 
 if __name__ == "__main__":
