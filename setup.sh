@@ -6,7 +6,7 @@ VENV=${COOKBOOK_VENV:-$REPO/.venv}
 
 usage() {
   cat <<'END'
-Usage: bash setup.sh [--demo | --test | --test-all] [--torch VERSION] [--torch-index URL]
+Usage: bash setup.sh [--demo | --test | --test-all] [--with NAME] [--torch VERSION] [--torch-index URL]
 
 Makes the virtual environment that login and compute nodes share, with every package at the version
 in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
@@ -14,6 +14,8 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
   --demo              set up, then fine-tune a small model on two nodes through Slurm
   --test              set up, then run the quick tests (8 minutes on two cores)
   --test-all          set up, then run every test, also the long ones
+  --with NAME         also the packages of an optional part, and those named before: one of
+                      the extras in pyproject.toml (may be given several times)
   --torch VERSION     another torch, 2.11 to 2.13 (default: the one in constraints.txt)
   --torch-index URL   where to get it: the --index-url that PyTorch's install page shows for your
                       CUDA version, or a folder of wheels
@@ -35,12 +37,19 @@ die() {
   exit "${2:-1}"
 }
 
-WANT=env TORCH='' TORCH_INDEX=''
+WANT=env TORCH='' TORCH_INDEX='' EXTRAS=()
 while [ $# -gt 0 ]; do
   case $1 in
     --demo | --test | --test-all)
       [ "$WANT" = env ] || die "give one of --demo, --test and --test-all: bash setup.sh --help" 2
       WANT=${1#--}
+      ;;
+    --with)
+      [ $# -ge 2 ] || die "--with takes a name: bash setup.sh --help" 2
+      known=$(sed -n '/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9-]*\) = .*/\1/p' "$REPO/pyproject.toml" | { grep -vx dev || true; })
+      { [ -n "$2" ] && grep -qxF -e "$2" <<<"$known"; } || die "unknown part '$2': --with takes one of ${known//$'\n'/, }" 2
+      EXTRAS+=("$2")
+      shift
       ;;
     --torch | --torch-index)
       [ $# -ge 2 ] || die "$1 takes a value: bash setup.sh --help" 2
@@ -122,6 +131,19 @@ make_venv() {
   "$python" -m venv --clear "$VENV" || die "$python could not make $VENV: see above"
 }
 
+# The parts asked for now and before, and those given, one a line.
+parts() {
+  { printf '%s\n' "${EXTRAS[@]}" "$@" && if [ -f "$VENV/.cookbook-extras" ]; then cat "$VENV/.cookbook-extras"; fi; } |
+    sed '/^$/d' | sort -u
+}
+
+# The same as pip writes them: [data,spark].
+extras() {
+  local names
+  names=$(parts "$@" | paste -sd, -)
+  printf '%s' "${names:+[$names]}"
+}
+
 # Changes if anything has to be installed.
 fingerprint() {
   { cat "$REPO/constraints.txt" "$REPO/pyproject.toml" && printf '%s|%s|%s|%s' "$1" "$TORCH" "$TORCH_INDEX" "$REPO"; } |
@@ -129,10 +151,11 @@ fingerprint() {
 }
 
 install_packages() {
-  local extra=$1 stamp=$VENV/.cookbook-setup log=$VENV/setup.log constraints now started=$SECONDS
+  local extra stamp=$VENV/.cookbook-setup log=$VENV/setup.log constraints now started=$SECONDS
+  extra=$(extras "$@")
   now=$(fingerprint "$extra")
   # A virtual environment with the test tools is also right without --test.
-  if [ -f "$stamp" ] && grep -qxF -e "$now" -e "$(fingerprint '[dev]')" "$stamp"; then
+  if [ -f "$stamp" ] && grep -qxF -e "$now" -e "$(fingerprint "$(extras dev)")" "$stamp"; then
     say "the virtual environment $VENV is up to date"
     return
   fi
@@ -161,6 +184,9 @@ install_packages() {
 import torch, torchtune, transformers, tensorboard, launcher, trainer
 print("torch", torch.__version__, "cuda", torch.version.cuda)
 PY
+  # A later setup.sh keeps the parts that were asked for.
+  parts >"$VENV/.cookbook-extras.new"
+  mv "$VENV/.cookbook-extras.new" "$VENV/.cookbook-extras"
   printf '%s\n' "$now" >"$stamp"
   say "installed in $((SECONDS - started)) s"
 }
@@ -224,7 +250,7 @@ if ! flock --nonblock 9; then
 fi
 check_disk
 make_venv
-if [[ $WANT = test* ]]; then install_packages '[dev]'; else install_packages ''; fi
+if [[ $WANT = test* ]]; then install_packages dev; else install_packages; fi
 # What is started from here on must not keep the lock.
 exec 9>&-
 check_slurm

@@ -41,6 +41,7 @@ def test_help_names_every_option():
         "--demo",
         "--test",
         "--test-all",
+        "--with",
         "--torch",
         "--torch-index",
         "COOKBOOK_VENV",
@@ -93,6 +94,13 @@ def test_a_second_run_changes_nothing_and_ends_with_the_next_command(installed):
     assert "is up to date" in done.stderr
     assert "cookbook submit --recipe demo --nodes 2 --watch" in done.stderr.splitlines()[-1]
     assert (Path(sys.prefix) / ".cookbook-setup").read_text() == stamp
+
+
+def test_parts_are_named_as_in_pyproject(installed):
+    for name in ("nothing", "dev", ""):
+        done = setup("--with", name, **installed)
+        assert done.returncode == 2 and f"unknown part '{name}': --with takes one of " in done.stderr
+    assert setup("--with", **installed).returncode == 2
 
 
 def test_a_second_setup_waits_for_the_first(installed):
