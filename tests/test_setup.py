@@ -99,7 +99,9 @@ def test_a_second_run_changes_nothing_and_ends_with_the_next_command(installed):
 def test_parts_are_named_as_in_pyproject(installed):
     for name in ("nothing", "dev", ""):
         done = setup("--with", name, **installed)
-        assert done.returncode == 2 and f"unknown part '{name}': --with takes one of " in done.stderr
+        assert (
+            done.returncode == 2 and f"unknown part '{name}': --with takes one of " in done.stderr
+        )
     assert setup("--with", **installed).returncode == 2
 
 
