@@ -29,7 +29,7 @@ from tests.launcher.kit import Kit, losses
 # SlurmdTimeout is Slurm's time until a silent node counts as down; KillWait that until it kills.
 SHAPE = ("--nodes", "3", "--requeue-delay", "5", "--set", "SlurmdTimeout=6")
 LONG = ["max_steps=1000000", "epochs=1000000", "save_every_n_steps=20", "hang_timeout_s=10"]
-RECOVERED_S = 240
+RECOVERED_S = 600
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,16 @@ class Scene:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a fault cost: steps that were taken twice, and seconds until a step was taken again."""
+    """What a fault cost: steps that were taken twice, and seconds until a step was taken again.
+
+    noticed_s: of these, how long Slurm took to notice that a node is lost; None for other faults.
+    """
 
     fault: str
     cause: str
     lost_steps: int
     seconds: float
+    noticed_s: float | None
 
 
 def _daemons(scene: Scene) -> None:
@@ -121,12 +125,15 @@ def requeue(scene: Scene) -> None:
     scene.cluster.run(["scontrol", "requeue", scene.job])
 
 
-def lose(scene: Scene, node: str) -> None:
+def lose(scene: Scene, node: str) -> float:
     """Kill all that runs on a node; start its daemon again once Slurm has noticed."""
+    began = time.time()
     _kill(processes_of_node(node, scene.job, scene.cluster.state))
     while "DOWN" not in scene.cluster.run(["scontrol", "show", "node", node]).stdout:
-        time.sleep(1)
+        time.sleep(0.5)
+    noticed_s = time.time() - began
     _daemons(scene)
+    return noticed_s
 
 
 def kill_the_controller_and_a_rank(scene: Scene) -> None:
@@ -136,7 +143,7 @@ def kill_the_controller_and_a_rank(scene: Scene) -> None:
     _daemons(scene)
 
 
-FAULTS: dict[str, Callable[[Scene], None]] = {
+FAULTS: dict[str, Callable[[Scene], float | None]] = {
     "a rank is killed": kill_a_rank,
     "a rank stops (hang_timeout_s is 10)": stop_a_rank,
     "torchrun is killed": kill_torchrun,
@@ -153,7 +160,7 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
 def inject(scene: Scene, name: str) -> Cost:
     """Let a fault happen, and wait until the run trains again."""
     number, began = scene.attempt, time.time()
-    FAULTS[name](scene)
+    noticed_s = FAULTS[name](scene)
     before = scene.last_step()
     deadline = began + RECOVERED_S
     while not (scene.beat().get("attempt", 0) > number and scene.beat().get("steps", 0) >= 1):
@@ -164,7 +171,7 @@ def inject(scene: Scene, name: str) -> Cost:
     seconds = time.time() - began
     ended = next(line for line in attempts(scene.run) if line["attempt"] == number)
     lost = before - max(int(ended["checkpoint_step"]), 0)
-    return Cost(name, str(ended["cause"]), max(lost, 0), seconds)
+    return Cost(name, str(ended["cause"]), max(lost, 0), seconds, noticed_s)
 
 
 def trains(scene: Scene, steps: int) -> None:
@@ -216,7 +223,10 @@ def main() -> None:
         trains(scene, 25)
         began = time.time()
         end = began if given.each else began + 60 * given.minutes
-        print(f"{'fault':56} {'told as':14} {'lost steps':>10} {'trains again':>13}", flush=True)
+        print(
+            f"{'fault':56} {'told as':14} {'lost steps':>10} {'trains again':>13}  Slurm noticed",
+            flush=True,
+        )
         todo = list(names)
         while todo if given.each else time.time() < end:
             if given.each:
@@ -227,7 +237,8 @@ def main() -> None:
             cost = inject(scene, name)
             costs.append(cost)
             told = f"{cost.fault:56} {cost.cause:14} {cost.lost_steps:10}"
-            print(f"{told} {cost.seconds:11.1f} s", flush=True)
+            noticed = "" if cost.noticed_s is None else f" {cost.noticed_s:12.1f} s"
+            print(f"{told} {cost.seconds:11.1f} s{noticed}", flush=True)
             trains(scene, 5)
         seconds = time.time() - began
         share = goodput(run)
