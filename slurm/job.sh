@@ -145,8 +145,11 @@ launch_nodes() {
   local limit=()
   if [ -n "${TIMEOUT_S:-}" ]; then limit=(timeout --kill-after=60 "$TIMEOUT_S"); fi
   if under_slurm; then
+    # The step that lost a node is never cleared up: on the other nodes it keeps what it had.
+    local beside=()
+    [ -z "${SILENT:-}" ] || beside=(--overlap --mem=0)
     # Since 22.05 srun does not take --cpus-per-task from the job.
-    exec "${limit[@]}" srun --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
+    exec "${limit[@]}" srun "${beside[@]}" --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
       --kill-on-bad-exit=1 --wait=60 --export=ALL \
       --output="$LOGS/node_%t.log" --open-mode=append \
@@ -235,8 +238,8 @@ end_attempt() {
   if [ "$NEXT" = run ] && under_slurm && await_controller; then find_silent_nodes; fi
 }
 
-answers() { # number nodes; beside a step that Slurm is still clearing up
-  timeout 30 srun --overlap --nodes="$1" --nodelist="$2" --ntasks="$1" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
+answers() { # number nodes; beside a step that Slurm is still clearing up, whose memory --overlap does not share
+  timeout 30 srun --overlap --mem=0 --nodes="$1" --nodelist="$2" --ntasks="$1" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
 }
 
 # Adds the nodes of this attempt that do not answer to SILENT. If none answers it is Slurm that does

@@ -49,6 +49,26 @@ def processes_of(run: Path) -> list[int]:
     return found
 
 
+def processes_of_node(node: str, job: str, state: Path) -> list[int]:
+    """What dies with a node: its slurmd, the job's tasks on it and the slurmstepd above them."""
+    victims = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_text().replace("\0", " ")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if f"{state}/slurm.conf -N {node}" in command:
+            victims.add(int(process.name))
+        if {f"SLURMD_NODENAME={node}".encode(), f"SLURM_JOB_ID={job}".encode()} <= set(environ):
+            victims.add(int(process.name))
+            if "slurmstepd" in Path(f"/proc/{parent}/cmdline").read_text():
+                victims.add(parent)
+    assert len(victims) >= 4, "slurmd, slurmstepd, torchrun and a rank"
+    return sorted(victims)
+
+
 def ended(user: Kit, run: Path, state: str, timeout: float = 180) -> list[dict[str, Any]]:
     """Wait for the run's one end; return its attempts."""
     words = ("COMPLETED", "FAILED", "CANCELLED")

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from tests.conftest import SlurmCluster, running_cluster
 from tests.faults.conftest import user_of
-from tests.faults.kit import SHORT, attempts, parent, processes_of, rank
-from tests.faults.test_whole_runs import processes_of_node
+from tests.faults.kit import SHORT, attempts, parent, processes_of, processes_of_node, rank
 from tests.launcher.kit import Kit, losses
 
 # SlurmdTimeout is Slurm's time until a silent node counts as down; KillWait that until it kills.

@@ -13,10 +13,10 @@ import pytest
 
 from tests.conftest import SlurmCluster
 from tests.faults.conftest import user_of
-from tests.faults.kit import SHORT, Undisturbed, attempts, ended, rank, trains
+from tests.faults.kit import SHORT, Undisturbed, attempts, ended, processes_of_node, rank, trains
 from tests.launcher.kit import ranks_of, report, until
 
-AWAY_S = 40
+AWAY_S = 25
 
 
 def restart_daemons(cluster: SlurmCluster, *shape: str) -> None:
@@ -25,8 +25,13 @@ def restart_daemons(cluster: SlurmCluster, *shape: str) -> None:
     assert cluster.run(argv, timeout=120).returncode == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.named),
+    ],
+)
 def test_a_controller_that_is_away_while_a_rank_dies_costs_no_run(
     new_cluster, root, undisturbed: Undisturbed, how
 ):
@@ -110,6 +115,23 @@ def test_a_bad_node_is_left_out(new_cluster, root, undisturbed: Undisturbed, spa
         # With a spare node in the same allocation, else from the queue.
         assert lines[-1]["restart_count"] == 1 - spare
         assert {line["job_id"] for line in lines} == {job}
+        undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_a_spare_node_takes_the_place_of_a_lost_one(new_cluster, root, undisturbed: Undisturbed):
+    shape = ("--nodes", "3", "--requeue-delay", "5", "--set", "SlurmdTimeout=6")
+    with new_cluster("spare", *shape) as cluster:
+        user = user_of(cluster, root)
+        job, run = user.submit(*SHORT, "resources.spare_nodes=1")
+        trains(run)
+        for pid in processes_of_node("n2", job, cluster.state):
+            os.kill(pid, signal.SIGKILL)
+        lost, second = ended(user, run, "COMPLETED", timeout=300)
+        assert (lost["cause"], lost["node"]) == ("node_failure", "n2"), report(run)
+        assert (lost["nodes"], second["nodes"]) == (["n1", "n2"], ["n1", "n3"])
+        # The allocation was kept: nobody else can take its nodes meanwhile.
+        assert (second["job_id"], second["restart_count"]) == (job, 0)
         undisturbed.is_equalled_by(run)
 
 

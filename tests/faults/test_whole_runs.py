@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import user_of
-from tests.faults.kit import SHORT, Undisturbed, attempts, ended, rank, trains
+from tests.faults.kit import SHORT, Undisturbed, attempts, ended, processes_of_node, rank, trains
 from tests.launcher.kit import Kit, checkpoints, ranks_of, report, until
 
 
@@ -80,26 +80,6 @@ def test_without_slurm_the_same_script_runs_here(
     assert "cancelled" in other.cookbook("cancel", second.name).stdout
     assert other.status(second)["state"] == "CANCELLED"
     until(lambda: not ranks_of(second), 30)
-
-
-def processes_of_node(node: str, job: str, state: Path) -> list[int]:
-    """What dies with a node: its slurmd, the job's tasks on it and the slurmstepd above them."""
-    victims = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_text().replace("\0", " ")
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if f"{state}/slurm.conf -N {node}" in command:
-            victims.add(int(process.name))
-        if {f"SLURMD_NODENAME={node}".encode(), f"SLURM_JOB_ID={job}".encode()} <= set(environ):
-            victims.add(int(process.name))
-            if "slurmstepd" in Path(f"/proc/{parent}/cmdline").read_text():
-                victims.add(parent)
-    assert len(victims) >= 4, "slurmd, slurmstepd, torchrun and a rank"
-    return sorted(victims)
 
 
 @pytest.mark.long
