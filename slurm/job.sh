@@ -113,11 +113,13 @@ choose_nodes() {
   return 1
 }
 
-# Whether the job's partition has enough nodes beside these that are not down or drained.
+# Whether the job's partition has enough nodes that are not down or drained, beside these and those
+# that the job was denied before.
 enough_nodes_without() {
-  local others
+  local others left_out
+  left_out=$(scontrol show hostnames "$(excluded_nodes "$1")" | paste -sd,)
   others=$(timeout 30 sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format='%N %t' |
-    awk -v left_out="$1" 'BEGIN { split(left_out, names, ","); for (k in names) bad[names[k]] }
+    awk -v left_out="${left_out:-$1}" 'BEGIN { split(left_out, names, ","); for (k in names) bad[names[k]] }
       !($1 in bad) && $2 !~ /down|drain|drng|fail|maint|unk|\*/ { print $1 }' | sort -u | wc -l)
   [ "$others" -ge "$SLURM_JOB_NUM_NODES" ]
 }

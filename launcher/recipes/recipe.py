@@ -52,6 +52,11 @@ class Resources:
         return self.nodes * self.gpus_per_node
 
     @property
+    def allocated_nodes(self) -> int:
+        """Number of nodes that the job asks Slurm for, those that wait included."""
+        return self.nodes + self.spare_nodes
+
+    @property
     def time_s(self) -> int | None:
         """The time limit in seconds, None if the partition decides."""
         return None if self.time is None else time_limit_s(self.time)

@@ -144,3 +144,20 @@ def test_a_requeue_that_slurm_refuses_is_told_at_once(slurm, tmp_path):
     assert done.returncode == 1, done.stderr
     assert '"FAILED"' in (tmp_path / "status.json").read_text()
     assert attempts(tmp_path) == []
+
+
+def test_nodes_that_a_job_was_denied_before_are_not_counted_as_free(slurm, tmp_path):
+    nodes = slurm.run(["sinfo", "--noheader", "--Node", "--format=%N"]).stdout.split()
+    first, second, *others = sorted(set(nodes))
+    held = ["sbatch", "--parsable", "--hold", f"--exclude={first}", "--output=/dev/null"]
+    job = slurm.run([*held, "--wrap", "true"]).stdout.strip()
+    try:
+        part = slurm.run(["squeue", "--noheader", f"--jobs={job}", "--format=%P"]).stdout.strip()
+        env = slurm.env | {"SLURM_JOB_ID": job, "SLURM_JOB_PARTITION": part}
+        code = f"source slurm/job.sh; enough_nodes_without {second}"
+        for wanted, enough in ((len(others), True), (len(others) + 1, False)):
+            env["SLURM_JOB_NUM_NODES"] = str(wanted)
+            done = subprocess.run(["bash", "-c", code], env=env, timeout=60)
+            assert (done.returncode == 0) is enough, wanted
+    finally:
+        slurm.run(["scancel", job])

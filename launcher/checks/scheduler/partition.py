@@ -42,7 +42,7 @@ class Job:
     @cached_property
     def tres(self) -> dict[str, int]:
         """Slurm's trackable resources (TRES) of the whole job, by Slurm's names."""
-        nodes = self.resources.nodes
+        nodes = self.resources.allocated_nodes
         return {"node": nodes} | {key: nodes * each for key, each in self.per_node.items()}
 
     def longer_than(self, limit: str) -> bool:
@@ -109,14 +109,17 @@ def _closed(job: Job) -> Iterator[tuple[str, str]]:
 
 def _too_large(job: Job) -> Iterator[tuple[str, str]]:
     """Whether the partition has, and gives a job, as many nodes and as much time."""
-    nodes, partition, rules = job.resources.nodes, job.partition, job.rules
+    nodes, spare = job.resources.allocated_nodes, job.resources.spare_nodes
+    partition, rules = job.partition, job.rules
     qos = job.rights.qos.get(job.qos) if job.rights else None
     flags = qos.flags if qos else frozenset()
-    asked = f"{nodes} nodes are asked for, and partition {partition.name}"
+    with_spare = f", {spare} of them as spare_nodes" if spare else ""
+    lower = "lower --nodes or resources.spare_nodes" if spare else "lower --nodes"
+    asked = f"{nodes} nodes are asked for{with_spare}, and partition {partition.name}"
     if nodes > partition.nodes:
-        yield f"{asked} has {partition.nodes}: the job would wait forever", "lower --nodes"
+        yield f"{asked} has {partition.nodes}: the job would wait forever", lower
     elif rules and nodes > (rules.max_nodes or nodes) and "PartitionMaxNodes" not in flags:
-        yield f"{asked} gives a job {rules.max_nodes}", "lower --nodes"
+        yield f"{asked} gives a job {rules.max_nodes}", lower
     if rules and nodes < rules.min_nodes and "PartitionMinNodes" not in flags:
         yield f"{asked} takes jobs on {rules.min_nodes} or more", "raise --nodes"
     limit = partition.time_limit
