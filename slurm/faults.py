@@ -20,6 +20,12 @@ OUT_OF_MEMORY = "OutOfMemory"
 # What ends the other ranks, in the order in which it explains the rest.
 _FIRST = (*WATCHDOG, "NodeFailure", BAD_NODE, OUT_OF_MEMORY, "Killed")
 
+# The connection to another rank broke: often that rank's own fault says why.
+_OF_OTHERS = ("NetworkTimeout", "NetworkError", "PeerError")
+
+# What NCCL's watchdog writes before it ends the rank.
+_NCCL_TIMEOUT = re.compile(r"^.*Watchdog caught collective operation timeout.*$", re.MULTILINE)
+
 # The end of a log that is searched.
 _TAIL_BYTES = 65536
 
@@ -49,13 +55,15 @@ def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the error that caused the others, None if there is none.
 
     A permanent one comes first, then what the watchdog ended, what the memory limit ended, a killed
-    rank (the others report a broken connection, often sooner), then the earliest. A rank that only
-    reports another's fault comes last.
+    rank (the others report a broken connection, often sooner), then the earliest. Broken
+    connections come last, and then a rank that only reports another's fault.
     """
 
     def order(error: dict[str, Any]) -> tuple[bool, int, float]:
         kind = str(error.get("type"))
-        place = _FIRST.index(kind) if kind in _FIRST else len(_FIRST) + (kind == "PeerError")
+        place = _FIRST.index(kind) if kind in _FIRST else len(_FIRST)
+        if kind in _OF_OTHERS:
+            place += 1 + _OF_OTHERS.index(kind)
         return not error.get("permanent"), place, float(error.get("time", 0))
 
     return min(errors, key=order, default=None)
@@ -123,16 +131,17 @@ def on_nodes(
 
 
 def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
-    return [
-        {
-            "rank": int(rank),
-            "host": host,
-            "time": time.mktime(time.strptime(when, "%Y-%m-%d_%H:%M:%S")),
-            "type": "Killed",
-            "message": f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""),
-        }
-        for when, host, rank, name in _KILLED.findall(_tail(node_log))
-    ]
+    found = []
+    for when, host, rank, name in _KILLED.findall(_tail(node_log)):
+        kind = "Killed"
+        message = f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        said = _NCCL_TIMEOUT.search(_tail(node_log.with_name(f"rank_{rank}.log")))
+        if name == "SIGABRT" and said:
+            kind, message = "NetworkTimeout", said.group().strip()
+        began = time.mktime(time.strptime(when, "%Y-%m-%d_%H:%M:%S"))
+        each = {"rank": int(rank), "host": host, "time": began, "type": kind, "message": message}
+        found.append(each)
+    return found
 
 
 def _exception(rank_log: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,9 @@ from pathlib import Path
 from runspec import files
 from runspec.redact import redacted
 
+_OF_A_DISK = {errno.ENOSPC: "NoSpace", errno.EDQUOT: "Quota"}
+_OF_TORCH_DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
 
 class TrainerError(Exception):
     """A fault that the trainer understands; `permanent` if a retry cannot help.
@@ -68,7 +71,7 @@ def is_permanent(error: BaseException) -> bool:
     kinds = (MemoryError, FileNotFoundError, PermissionError, IsADirectoryError)
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, kinds):
         return True
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and error.errno in _OF_A_DISK
 
 
 def describe(error: BaseException) -> str:
@@ -82,6 +85,21 @@ def describe(error: BaseException) -> str:
     return text if isinstance(error, TrainerError) else f"{type(error).__name__}: {text}"
 
 
+def kind(error: BaseException) -> str:
+    """Return the name of a fault, from which its cause follows: slurm/retry.py.
+
+    That is the exception's own name, but for a full disk, a quota, and a connection between ranks:
+    gloo raises RuntimeError, NCCL one error for everything.
+    """
+    if isinstance(error, OSError) and error.errno in _OF_A_DISK:
+        return _OF_A_DISK[error.errno]
+    name, text = type(error).__name__, str(error)
+    if name in _OF_TORCH_DISTRIBUTED or (name == "RuntimeError" and "gloo/" in text):
+        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+        return "NetworkTimeout" if timed_out else "NetworkError"
+    return name
+
+
 def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
     """Write `error_rank_<rank>.json` for whoever decides on a retry."""
     record = {
@@ -89,7 +107,7 @@ def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
         # Slurm's name of the node; the host may call itself something else.
         "host": os.environ.get("NODE_NAME") or socket.gethostname(),
         "time": time.time(),
-        "type": type(error).__name__,
+        "type": kind(error),
         "message": redacted(describe(error)),
         "permanent": is_permanent(error),
         "traceback": redacted("".join(traceback.format_exception(error))),

@@ -1,5 +1,6 @@
 """What the job script does after an attempt: the policy, and the records it leaves."""
 
+import errno
 import json
 import os
 
@@ -8,7 +9,7 @@ import pytest
 from runspec.files import read_json_lines
 from slurm import attempt, faults
 from slurm.retry import decide
-from trainer.errors import NonFiniteLossError, write_error_record
+from trainer.errors import ConfigError, NonFiniteLossError, write_error_record
 
 CRASH = {
     "rank": 3,
@@ -59,7 +60,7 @@ def judged(**changes):
         ({"exit_code": 0, "progress": {}}, ("COMPLETED", "finished", "finished")),
         ({"errors": [CRASH]}, ("RETRYING", "run", "error")),
         ({"errors": [BROKEN_PEER, KILLED]}, ("RETRYING", "run", "killed")),
-        ({"errors": [CRASH, CONFIG]}, ("FAILED", "failed", "error")),
+        ({"errors": [CRASH, CONFIG]}, ("FAILED", "failed", "user_error")),
         ({"errors": [CRASH], "fruitless": 4}, ("FAILED", "failed", "error")),
         ({"errors": []}, ("RETRYING", "run", "killed")),
         (
@@ -106,6 +107,57 @@ def test_the_named_error_is_the_one_that_the_others_follow_from():
     assert faults.first_error([reported, CONFIG]) == CONFIG
     assert faults.first_error([]) is None
     assert faults.describe(CONFIG) == "rank 1 on n2: ConfigError: no such file"
+
+
+class DistBackendError(RuntimeError):
+    """Has the name of torch.distributed's, which is in C++."""
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "no_space"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "quota"),
+        (MemoryError(), "out_of_memory"),
+        (ConfigError("model.path: no such folder"), "user_error"),
+        (NonFiniteLossError("the loss is NaN"), "non_finite_loss"),
+        (RuntimeError(GLOO.format("pair.cc:537", "Connection reset by peer")), "network"),
+        (RuntimeError(GLOO.format("unbound_buffer.cc:78", "Timed out waiting")), "network_timeout"),
+        (DistBackendError("NCCL error ... ncclRemoteError"), "network"),
+        (RuntimeError("a shape is wrong"), "error"),
+    ],
+)
+def test_a_ranks_fault_has_its_cause(run_dir, error, cause):
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    write_error_record(run_dir / "logs" / "0", 0, error)
+    attempt.end(run_dir, 0, 1)
+    assert read_json_lines(run_dir / "attempts.jsonl")[-1]["cause"] == cause
+
+
+def test_another_ranks_fault_explains_a_broken_connection():
+    broken = {**BROKEN_PEER, "type": "NetworkError", "time": BROKEN_PEER["time"] - 5}
+    late = {**broken, "type": "NetworkTimeout", "time": broken["time"] + 1}
+    assert faults.first_error([broken, CRASH]) == CRASH
+    assert faults.first_error([broken, late]) == late
+
+
+def test_nccls_time_out_is_no_crash_of_a_rank(tmp_path):
+    (tmp_path / "node_0.log").write_text(
+        "  time      : 2026-11-22_13:00:53\n  host      : n1\n  rank      : 3 (local_rank: 3)\n"
+        "  exitcode  : -6 (pid: 77) (SIGABRT)\n  error_file: <N/A>"
+    )
+    log = tmp_path / "rank_3.log"
+    log.write_text("terminate called\n")
+    (crash,) = faults.read_errors(tmp_path)
+    assert (crash["type"], crash["rank"]) == ("Killed", 3)
+    log.write_text(
+        "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
+    )
+    (late,) = faults.read_errors(tmp_path)
+    assert late["type"] == "NetworkTimeout" and "OpType=ALLREDUCE" in late["message"]
 
 
 @pytest.fixture
