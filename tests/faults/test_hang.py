@@ -88,14 +88,14 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Und
 def test_ranks_that_cannot_stop_before_the_limit_are_ended_and_requeued(
     user: Kit, slurm, undisturbed: Undisturbed
 ):
-    # The lead of a limit of 4 minutes is 60 s, of which the ranks have 40.
-    job, run = user.submit(*SHORT, "resources.time=4", "hang_timeout_s=0")
+    # The lead of a limit of 3 minutes is 45 s, of which the ranks have 30.
+    job, run = user.submit(*SHORT, "resources.time=3", "hang_timeout_s=0")
     trains(run)
     os.kill(rank(run, 0), signal.SIGSTOP)
     slurm.run(["scancel", "--batch", "--signal=USR1", job])
     first, second = ended(user, run, "COMPLETED")
     assert first["cause"] == "time_limit", report(run)
-    assert "did not stop within 40 s" in first["message"]
+    assert "did not stop within 30 s" in first["message"]
     assert "rank 0 on n1 does not answer" in first["message"]
     assert (first["restart_count"], second["restart_count"]) == (0, 1)
     assert first["checkpoint_step"] >= SAVE_EVERY
