@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import paths
 from tests.conftest import SlurmCluster
 from tests.faults.conftest import user_of
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, processes_of_node, rank, trains
@@ -133,6 +134,39 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(new_cluster, root, undisturb
         # The allocation was kept: nobody else can take its nodes meanwhile.
         assert (second["job_id"], second["restart_count"]) == (job, 0)
         undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.named
+def test_a_job_starts_again_at_once_where_slurm_expedites_it(new_cluster, root, undisturbed):
+    enabled = ("--set", "SlurmctldParameters=enable_expedited_requeue")
+    shape = ("--release", "26.05", "--nodes", "3", "--requeue-delay", "120")
+    site = paths.CLUSTERS / f"expedited-{os.getpid()}.yaml"
+    site.write_text("expedited_requeue: true\n")
+    try:
+        with new_cluster("swift", *shape, "--set", "SlurmdTimeout=6", *enabled) as cluster:
+            user = user_of(cluster, root)
+            job, run = user.submit(*SHORT, "--cluster", site.stem)
+            trains(run)
+            for pid in processes_of_node("n2", job, cluster.state):
+                os.kill(pid, signal.SIGKILL)
+            lost, second = ended(user, run, "COMPLETED", timeout=300)
+            assert (lost["cause"], second["nodes"]) == ("node_failure", ["n1", "n3"]), report(run)
+            assert (second["job_id"], second["restart_count"]) == (job, 1)
+            assert second["started"] - lost["ended"] < 60, "it waited like another job"
+            undisturbed.is_equalled_by(run)
+    finally:
+        site.unlink()
+
+
+def test_expedited_requeue_is_refused_where_slurm_has_none(slurm, root):
+    site = paths.CLUSTERS / f"expedited-{os.getpid()}.yaml"
+    site.write_text("expedited_requeue: true\n")
+    try:
+        done = user_of(slurm, root).cookbook("check", *SHORT, "--cluster", site.stem)
+    finally:
+        site.unlink()
+    told = "expedited_requeue needs Slurm 25.11 with SlurmctldParameters=enable_expedited_requeue"
+    assert done.returncode != 0 and told in done.stdout + done.stderr
 
 
 def test_a_requeue_that_slurm_refuses_is_told_at_once(slurm, tmp_path):

@@ -10,6 +10,7 @@ from launcher.executors import slurm
 from launcher.render import job_script
 from launcher.runs.directory import runs_root
 
+_EXPEDITE = "enable_expedited_requeue"
 _NO_SLURM = "--local: Slurm is not asked"
 
 
@@ -40,6 +41,11 @@ def limits(context: Context) -> Iterable[Finding]:
     if all(refused):  # one that takes the job is enough
         found += dict.fromkeys(fault for faults in refused for fault in faults)
     found += partition.node_faults(context, chosen)
+    configured = slurm.configuration().get("SlurmctldParameters", "")
+    if context.cluster.expedited_requeue and _EXPEDITE not in configured.split(","):
+        words = f"expedited_requeue needs Slurm 25.11 with SlurmctldParameters={_EXPEDITE}"
+        remedy = f"remove it from configs/clusters/{context.cluster.name}.yaml"
+        found.append(failed("requeue", words, remedy))
     names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
     return found or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
 
