@@ -42,6 +42,12 @@ CHECKPOINTS = "checkpoints"
 EXPORT = "export"
 ADAPTER = "adapter"
 EVALS = "evals"
+# The directory of a sweep: what it is, and its runs by the number of their task.
+SWEEP = "sweep.json"
+TASKS = "tasks"
+ARRAY_SCRIPT = "array_{}.sbatch"
+# In a run of a sweep: why it was stopped early.
+EARLY_STOP = "early_stop.json"
 # Inside checkpoints/step_<n>: the folder counts only with the marker.
 CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"

@@ -128,6 +128,10 @@ class Run:
         """The newest job, with what its executor needs to find it."""
         newest = (self.all_jobs or [{}])[-1]
         known = {key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None}
+        submission = self.submission
+        array, task = submission.get("array"), submission.get("task")
+        if isinstance(array, str) and isinstance(task, int):
+            return Job(token(self.name), **known, array=array, task=task)
         return Job(token(self.name), **known)
 
     @property
@@ -135,6 +139,12 @@ class Run:
         """What the newest job wrote as its status, {} if it has written none yet."""
         status, jobs = self.status, self.all_jobs
         return status if jobs and _same_job(jobs[-1], status) else {}
+
+    @property
+    def sweep(self) -> str | None:
+        """The name of the sweep that it is part of."""
+        name = self.submission.get("sweep")
+        return None if name is None else str(name)
 
     @property
     def starting(self) -> bool:

@@ -98,8 +98,10 @@ def _with_faults(state: State, faults: Sequence[str]) -> State:
 
 def _from_status(run: Run) -> State:
     status = run.status
-    detail = str(status.get("message") or "")
-    return State(status["state"], "status.json", detail, ended=True, job_id=run.job_id)
+    detail, word = str(status.get("message") or ""), status["state"]
+    if word == "FAILED" and status.get("cause") == "out_of_memory" and run.sweep:
+        word = "OUT_OF_MEMORY"  # a sweep asks whether it fits
+    return State(word, "status.json", detail, ended=True, job_id=run.job_id)
 
 
 def _judge(run: Run, job: JobState) -> State:
@@ -111,6 +113,9 @@ def _judge(run: Run, job: JobState) -> State:
     if job.state is None and not job.ended:  # cannot be asked now
         word = own or "UNKNOWN"
         return State(word, "status.json", job.detail, job_id=job_id, elsewhere=job.elsewhere)
+    if job.state is None and not own and run.sweep and not (run.all_jobs or run.starting):
+        words = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
+        return State("PENDING", "nobody", words, True)
     if job.state is None and own == "INTERRUPTED":
         return State(own, "status.json", f"{message}; {resume}", ended=True, job_id=job_id)
     if job.state is None:
