@@ -15,6 +15,7 @@ from launcher.observe.lines import read, tail_start
 from launcher.observe.text import plain
 from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
+from launcher.runs.sweeps import runs_of
 
 _COUNT = click.IntRange(min=0)
 
@@ -113,7 +114,7 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN]...")
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
 @click.option(
     "--port",
     type=click.IntRange(1024, 65535),
@@ -123,9 +124,8 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 def tensorboard(wanted: tuple[str, ...], port: int | None, cluster: str | None) -> None:
     """Serve the curves and traces of all runs, or of each RUN, on 127.0.0.1."""
     root = runs_root(cluster)
-    chosen = [find(root, each) for each in wanted] if wanted else every(root)
+    site = sites.load(cluster)
+    chosen = runs_of(site.root, wanted) if wanted else every(root)
     if not chosen:
         raise UnknownRun(none_yet(root))
-    once = {run.name: run for run in chosen}
-    jump = sites.load(cluster).jump_host
-    sys.exit(server.serve(list(once.values()), server.free_port(port), note, jump))
+    sys.exit(server.serve(chosen, server.free_port(port), note, site.jump_host))

@@ -17,8 +17,8 @@ class Job:
 
     job_id is None if nobody wrote it down: the token finds such a job in Slurm's queue. host and
     process_start (ticks since boot) are those of a job that runs without Slurm; cluster, controller
-    and slurm_conf say where Slurm has it, None if nobody wrote that down. A run of a sweep is a task
-    of a job array: array is the array's token, task its number.
+    and slurm_conf say where Slurm has it, None if nobody wrote that down. A run of a sweep is a
+    task of a job array: array is the array's token, task its number.
     """
 
     token: str

@@ -69,6 +69,7 @@ def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any
     return {
         "run": run.name,
         "recipe": values["recipe"],
+        "cell": run.submission.get("cell"),
         "state": state.word,
         "step": values["step"],
         "loss": values["loss"],

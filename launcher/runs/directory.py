@@ -8,7 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,13 @@ class Run:
     def job(self) -> Job:
         """The newest job, with what its executor needs to find it."""
         newest = (self.all_jobs or [{}])[-1]
-        known = {key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None}
+        known: dict[str, Any] = {key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None}
         submission = self.submission
+        job = Job(token(self.name), **known)
         array, task = submission.get("array"), submission.get("task")
         if isinstance(array, str) and isinstance(task, int):
-            return Job(token(self.name), **known, array=array, task=task)
-        return Job(token(self.name), **known)
+            return replace(job, array=array, task=task)
+        return job
 
     @property
     def own_status(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From a sweep to runs in a job array: plan every cell, check all, make their directories, start."""
+"""From a sweep to runs in a job array: plan every cell, check all, make the runs, start them."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +26,7 @@ from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 from launcher.runs.sweeps import SweepDirectory
 from launcher.site import Site
+from launcher.workflows.cancel import cancel
 from launcher.workflows.prepare import missing, prepare
 from launcher.workflows.submit import (
     PlannedRun,
@@ -71,6 +72,11 @@ class PlannedSweep:
         return list(groups.values())
 
     @property
+    def named_arrays(self) -> list[tuple[str, list[int]]]:
+        """The arrays, each with the name of its script."""
+        return [(files.ARRAY_SCRIPT.format(k), tasks) for k, tasks in enumerate(self.arrays)]
+
+    @property
     def scripts(self) -> dict[str, str]:
         """The script of each job array by its file's name."""
         return {
@@ -81,7 +87,7 @@ class PlannedSweep:
                 jobs.task_list(tasks),
                 self.parallel,
             )
-            for name, tasks in zip(map(files.ARRAY_SCRIPT.format, range(999)), self.arrays)
+            for name, tasks in self.named_arrays
         }
 
 
@@ -141,7 +147,7 @@ def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
 def faults(
     planned: PlannedSweep, local: bool = False, elsewhere: tuple[str, ...] = (), skip: bool = False
 ) -> list[str]:
-    """Return what stands in the way of the runs, one line each; that one does not fit is no fault."""
+    """Return what stands in the way of the runs; that one does not fit is no fault."""
     found: dict[str, list[str]] = {}
     for cell in planned.cells:
         run = planned.runs[cell.number]
@@ -169,8 +175,8 @@ def submit_sweep(
 
     local: the runs are recorded and not started; run_here() does that.
     """
-    for run in planned.runs.values():
-        wanted = missing(run.recipe, planned.site)
+    for each in planned.runs.values():
+        wanted = missing(each.recipe, planned.site)
         if wanted is not None:
             prepare(wanted, say)
     if found := faults(planned, local, elsewhere, skip):
@@ -180,7 +186,7 @@ def submit_sweep(
     with interrupted_later():
         try:
             for cell in planned.cells:
-                known = {"sweep": planned.path.name, "cell": cell.name}
+                known: dict[str, Any] = {"sweep": planned.path.name, "cell": cell.name}
                 known |= {} if local else {"array": token, "task": cell.number}
                 made.append(record(planned.runs[cell.number], **known))
             sweep = sweeps.create(planned.path, _record(planned, token), planned.scripts)
@@ -333,10 +339,11 @@ def run_here(sweep: SweepDirectory, say: Say, parallel: int | None = None) -> No
             say(f"{done}/{count} {state.word}: {cell['name']}{detail}")
 
 
-def cancel_sweep(sweep: SweepDirectory, cancel: Callable[[Run], str]) -> list[str]:
-    """End what waits or runs of a sweep, and return a line for each such run."""
-    living = [sweep.run_of(cell) for cell, state in unfinished(sweep) if not state.ended]
+def cancel_all(runs: Sequence[Run]) -> list[str]:
+    """End what waits or runs of these runs, and return a line for each such run."""
+    known = {run.name: state for run, state in judged(runs)}
+    living = [run for run in runs if not known[run.name].ended]
     if not living:
-        raise RunFault(f"nothing of {sweep.name} waits or runs")
-    # From the last one on: a cell that ends lets the next one begin.
+        raise RunFault("nothing of it waits or runs")
+    # From the last one on: a run that ends lets the next one begin.
     return [cancel(run) for run in reversed(living)]
