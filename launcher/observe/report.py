@@ -9,8 +9,9 @@ import jinja2
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError, RunFault
-from launcher.observe import curves, profile, results
+from launcher.observe import bars, curves, profile, results
 from launcher.observe.curves import Curves
+from launcher.observe.results import Result
 from launcher.observe.text import plain
 from launcher.runs.directory import Run
 from runspec import files
@@ -58,6 +59,7 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         table=results.cells(rows, keys),
         charts=[_chart(title, name, read) for name, title in _CHARTS.items() if _has(read, name)],
+        bars=[each for each in _bars(runs, rows) if each],
         names=[each.run for each in read],
         attempts=[(run.name, _attempts(run)) for run in ordered],
         profiles=profiles,
@@ -69,6 +71,15 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         words = f"cannot write {target}: {error.strerror}"
         raise RunFault(f"{words}: choose another file with --output") from error
     return faults
+
+
+def _bars(runs: Sequence[Run], rows: Sequence[Result]) -> list[dict[str, Any] | None]:
+    """Return the bars of several runs, in the order in which they were asked for."""
+    if len(rows) < 2:
+        return []
+    place = {run.name: number for number, run in enumerate(runs)}
+    sorted_rows = sorted(rows, key=lambda row: place[row["run"]])
+    return [bars.memory(sorted_rows), bars.time(sorted_rows)]
 
 
 def _template() -> jinja2.Template:

@@ -7,7 +7,7 @@ the first cell at the given MFU. Nothing is measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,23 +73,32 @@ class PredictedSweep:
         self, cells: Sequence[tuple[int, str, Recipe, Mapping[str, float]]], root: Path, gpu: Gpu
     ) -> None:
         self.gpu = gpu
-        steps: dict[int, tuple[StepConfig, int]] = {}
+        steps: dict[int, tuple[StepConfig, int, str]] = {}
         faults: dict[int, str] = {}
         for number, _, recipe, _ in cells:
             try:
                 steps[number] = _step(recipe, root)
             except CookbookError as error:
                 faults[number] = error.faults[0]
-        own = next((step for step, _ in steps.values() if step.element_bytes != FP32), None)
-        own = own or next((step for step, _ in steps.values()), None)
+        known = [step for step, _, _ in steps.values()]
+        own = next((step for step in known if step.element_bytes != FP32), None)
+        own = own or (known[0] if known else None)
+        self.epochs = sorted({words for _, _, words in steps.values()})
         self.predictor = Predictor(own, gpu, DEFAULT_MFU) if own else None
         self.cells = []
         for number, name, _, published in cells:
-            step, tokens = steps.get(number, (None, 0))
-            found = self.predictor.of(step) if self.predictor and step else None
+            step, tokens, _ = steps.get(number, (None, 0, ""))
+            found = self._of(step) if step else None
             self.cells.append(
                 PredictedCell(number, name, found, tokens, faults.get(number, ""), published)
             )
+
+    def _of(self, step: StepConfig) -> Prediction | None:
+        """Return what is predicted of a step, on nodes of as many GPUs as it takes."""
+        if self.predictor is None:
+            return None
+        own = replace(self.predictor.own, gpus_per_node=step.gpus_per_node)
+        return replace(self.predictor, own=own).of(step)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything; sizes in GiB, times in seconds."""
@@ -124,6 +133,7 @@ class PredictedSweep:
         if self.predictor is not None:
             share = 100 * self.predictor.peak_share
             yield f"times: matrix products run at {share:.0f} % of the bf16 peak in every cell"
+            yield f"EPOCH: the time of {'; or of '.join(self.epochs)}"
         if any(each.prediction and each.epoch_s is None for each in self.cells):
             yield "-: no time is predicted for fp32, because configs/gpus.yaml has bf16 peaks only"
         for each in self.cells:
@@ -131,13 +141,13 @@ class PredictedSweep:
                 yield f"{each.name}: {each.fault}"
 
 
-def _step(recipe: Recipe, root: Path) -> tuple[StepConfig, int]:
-    """Return the step of a recipe and the tokens of an epoch."""
+def _step(recipe: Recipe, root: Path) -> tuple[StepConfig, int, str]:
+    """Return the step of a recipe, the tokens of an epoch, and where their number is from."""
     if not recipe.entry.can_estimate:
         raise CookbookError(f"{recipe.entry_name} cannot be estimated")
     config, resources = recipe.resolved(root, "run"), recipe.resources
     step = step_of(config, resources.nodes, resources.gpus_per_node)
-    return step, epoch_of(config, step.length)[0]
+    return step, *epoch_of(config, step.length)
 
 
 def _row(cell: PredictedCell) -> list[str]:

@@ -1,5 +1,6 @@
 """From a sweep to runs in a job array: plan every cell, check all, make the runs, start them."""
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from launcher import executors, render
 from launcher import site as sites
 from launcher.checks import preflight
 from launcher.errors import (
+    CookbookError,
     PreflightFault,
     RecipeFault,
     RunFault,
@@ -20,6 +22,7 @@ from launcher.errors import (
 from launcher.executors import LocalExecutor, SlurmExecutor
 from launcher.executors.slurm import jobs
 from launcher.recipes import recipe as recipes
+from launcher.recipes.override import key_of
 from launcher.recipes.sweep import Cell, Sweep
 from launcher.runs import directory, sweeps
 from launcher.runs.directory import Run
@@ -42,8 +45,6 @@ from runspec import files
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.
 _LABEL = 58
-# What a sweep is there to find out is no reason to refuse it.
-_RESULTS = ("GPU memory", "disk space")
 # What has come to its end, and is not started again.
 _DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY"})
 
@@ -156,12 +157,33 @@ def faults(
             for finding in preflight.check(context(run, local, elsewhere), skip)
             if finding.state == "failed"
         ]
-        # A run that does not fit comes to no checkpoint, which would need space.
-        fits = all(finding.subject != "GPU memory" for finding in failed)
         for finding in failed:
-            if fits or finding.subject not in _RESULTS:
-                found.setdefault(finding.line, []).append(cell.name)
+            # A run that does not fit comes to no checkpoint, which would need space.
+            told = finding.subject == "GPU memory"
+            if not told and not (finding.subject == "disk space" and not _fits(planned, run)):
+                found.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
     return _with_cells(found, len(planned.cells))
+
+
+def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
+    """Whether a run is predicted to fit, or nobody knows."""
+    # Imported late: few sweeps need it.
+    from launcher.sizing.estimate import peak_gib
+    from launcher.sizing.gpus import by_name
+
+    try:
+        usable = by_name(planned.sweep.gpu or planned.site.gpu).usable_gib
+        return peak_gib(run.recipe, planned.site.root) <= usable
+    except CookbookError:
+        return True
+
+
+def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
+    """Return a fault whose command for the download names the cell's own model and dataset."""
+    command = f"cookbook download {run.recipe.given_name}"
+    wanted = ("hub", "checkpointer", "dataset")
+    own = (text for text in cell.overrides if key_of(text).partition(".")[0] in wanted)
+    return fault.replace(command, " ".join([command, *map(shlex.quote, own)]))
 
 
 def submit_sweep(
