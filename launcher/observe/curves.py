@@ -43,9 +43,10 @@ def read(run: Run, names: Sequence[str]) -> Curves:
             if _is_number(value):
                 found.points[name].append((step, value))
     found.points = {name: thinned(line) for name, line in found.points.items() if line}
-    for attempt in [*run.attempts[1:], *([run.status] if run.attempts else [])]:
+    ended = run.attempts
+    for attempt in [*ended[1:], *([run.status] if ended else [])]:
         began = attempt.get("started")
-        if _is_number(began):
+        if _is_number(began) and attempt.get("attempt") != ended[0].get("attempt"):
             step = next((step for when, step in times if when >= began), None)
             mark = f"attempt {attempt.get('attempt')}"
             if step is not None and mark not in [label for _, label in found.attempts]:

@@ -30,7 +30,7 @@ _CHARTS = {
 }
 # A chart's size in its own units, and its margins: left, right, top, bottom.
 _WIDTH, _HEIGHT = 720, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 28
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 36, 16, 28
 
 
 def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list[str]:
@@ -60,7 +60,7 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         table=results.cells(rows, keys),
         charts=[_chart(title, name, read) for name, title in _CHARTS.items() if _has(read, name)],
         bars=[each for each in _bars(runs, rows) if each],
-        names=[each.run for each in read],
+        names=[_legend(run) for run in ordered],
         attempts=[(run.name, _attempts(run)) for run in ordered],
         profiles=profiles,
         provenance=[(run.name, _provenance(run)) for run in ordered],
@@ -71,6 +71,11 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         words = f"cannot write {target}: {error.strerror}"
         raise RunFault(f"{words}: choose another file with --output") from error
     return faults
+
+
+def _legend(run: Run) -> str:
+    cell = run.submission.get("cell")
+    return f"{cell} ({run.name})" if cell else run.name
 
 
 def _bars(runs: Sequence[Run], rows: Sequence[Result]) -> list[dict[str, Any] | None]:
@@ -111,7 +116,7 @@ def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
     values = [value for each in read for _, value in each.points.get(name, [])]
     low, high = min(values), max(values)
     if low == high:
-        low, high = low - abs(low) / 2 - 0.5, high + abs(high) / 2 + 0.5
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     last = max(each.last_step for each in read) or 1.0
 
     def x(step: float) -> str:
