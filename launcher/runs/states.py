@@ -110,12 +110,12 @@ def _judge(run: Run, job: JobState) -> State:
     message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
     if own in FINAL and (job.ended or job.state is None) and job_id == run.job_id:
         return _from_status(run)
+    if job.state is None and _not_started(run) and (job.ended or not run.job.array):
+        words = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
+        return State("PENDING", "nobody", words, True)
     if job.state is None and not job.ended:  # cannot be asked now
         word = own or "UNKNOWN"
         return State(word, "status.json", job.detail, job_id=job_id, elsewhere=job.elsewhere)
-    if job.state is None and not own and run.sweep and not (run.all_jobs or run.starting):
-        words = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
-        return State("PENDING", "nobody", words, True)
     if job.state is None and own == "INTERRUPTED":
         return State(own, "status.json", f"{message}; {resume}", ended=True, job_id=job_id)
     if job.state is None:
@@ -136,6 +136,11 @@ def _judge(run: Run, job: JobState) -> State:
         details.insert(0, "cancelled, and about to end")
     detail = "; ".join(filter(None, details))
     return State(job.state, job.source, detail, job.ended, job_id)
+
+
+def _not_started(run: Run) -> bool:
+    """Whether it is a run of a sweep that has been given no job yet."""
+    return bool(run.sweep) and not (run.all_jobs or run.starting)
 
 
 def _is_cancelled(run: Run, job_id: str | None) -> bool:
