@@ -48,10 +48,17 @@ def sweep(
     """
     site = sites.load(cluster)
     name, overrides = (words[0], words[1:]) if words else (None, ())
+    given = {key: value for key, value in resources.items() if value is not None}
     if name is None:
+        if (
+            given
+            or parallel
+            or on_nodes
+            or any((fitting, dry_run, resume, local, no_check, as_json))
+        ):
+            raise click.UsageError("NAME is missing. List the sweeps with: cookbook sweep")
         _list(site)
         return
-    given = {key: value for key, value in resources.items() if value is not None}
     if resume:
         if overrides or given or fitting or dry_run or no_check or on_nodes:
             raise click.UsageError("--resume goes with --parallel, --local and --json only")

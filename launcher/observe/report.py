@@ -55,8 +55,7 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         except CookbookError as error:
             faults += error.faults
     text = _template().render(
-        title=" and ".join(run.name for run in ordered[:2])
-        + (f" and {len(ordered) - 2} more" if len(ordered) > 2 else ""),
+        title=_title(ordered),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         table=results.cells(rows, keys),
         charts=[_chart(title, name, read) for name, title in _CHARTS.items() if _has(read, name)],
@@ -72,6 +71,14 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         words = f"cannot write {target}: {error.strerror}"
         raise RunFault(f"{words}: choose another file with --output") from error
     return faults
+
+
+def _title(runs: Sequence[Run]) -> str:
+    sweeps = {run.sweep for run in runs}
+    if len(runs) > 1 and len(sweeps) == 1 and (sweep := sweeps.pop()):
+        return f"{sweep}, {len(runs)} runs"
+    more = f" and {len(runs) - 2} more" if len(runs) > 2 else ""
+    return " and ".join(run.name for run in runs[:2]) + more
 
 
 def _legend(run: Run) -> str:

@@ -125,7 +125,8 @@ def plan_sweep(
             for fault in error.faults:
                 faults.setdefault(fault, []).append(cell.name)
     if faults:
-        raise RecipeFault(_with_cells(faults, len(sweep.cells)))
+        told = _with_cells(faults, len(sweep.cells))
+        raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in told])
     return PlannedSweep(sweep, site, path, parallel or sweep.parallel, found)
 
 

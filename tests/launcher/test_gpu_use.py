@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from launcher.observe import gpu_use, report
@@ -13,7 +14,8 @@ from launcher.observe.live import View
 from launcher.runs.directory import Run
 from launcher.runs.states import State
 from slurm.gpu_use import line_of, samples
-from tests.launcher.kit import until
+from tests.launcher.kit import Kit, until
+from tests.launcher.test_script import project
 
 # As nvidia-smi answers: a GPU of somebody else's comes first, and one without a power sensor.
 TOOL = """#!/bin/bash
@@ -62,6 +64,21 @@ def test_a_node_samples_its_gpus_until_torchrun_ends(tmp_path):
     # One process for the whole attempt, and it is gone.
     assert "--loop=5" in Path(f"{tool}.arguments").read_text()
     assert list(gpu_use.lines(run)) == ["GPU use on n2: 98 96 %, 61.2 GiB"]
+
+
+@pytest.mark.long
+def test_a_job_samples_its_gpus(user: Kit, tmp_path):
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    here = Kit({**user.env, "PATH": f"{tool.parent}:{user.env['PATH']}"}, user.root)
+    one = {"nodes": 1, "gpus_per_node": 1}
+    path = project(tmp_path, "import time; time.sleep(3)\n", node_check=False, resources=one)
+    _, run = here.submit("--recipe", str(path), "--local")
+    here.wait(run, "COMPLETED", "FAILED")
+    (record,) = gpu_use.newest(Run(run))
+    assert [gpu["busy_percent"] for gpu in record["gpus"]] == [3.0, 98.0, 96.0]
 
 
 def test_means_and_the_most_memory_make_a_line():
