@@ -1,8 +1,11 @@
 """cookbook sweep"""
 
+from __future__ import annotations
+
 import json
 import shutil
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,9 +13,12 @@ from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.recipes import sweep as sweeps_of_the_kit
-from launcher.runs.sweeps import find
+from launcher.runs.sweeps import SweepDirectory, find
 from launcher.runs.sweeps import root as sweeps_root
 from launcher.workflows import sweep as workflow
+
+if TYPE_CHECKING:
+    from launcher.sizing.cells import PredictedSweep
 
 
 @click.command()
@@ -91,7 +97,7 @@ def sweep(
     _run_here(made, parallel, as_json)
 
 
-def _predicted(planned: workflow.PlannedSweep):  # type: ignore[no-untyped-def]
+def _predicted(planned: workflow.PlannedSweep) -> PredictedSweep:
     # Imported late: a sweep that is submitted computes nothing.
     from launcher.sizing.cells import PredictedSweep
     from launcher.sizing.gpus import by_name
@@ -104,7 +110,7 @@ def _predicted(planned: workflow.PlannedSweep):  # type: ignore[no-untyped-def]
     return PredictedSweep(cells, planned.site.root, gpu)
 
 
-def _tell(made, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+def _tell(made: SweepDirectory, as_json: bool) -> None:
     jobs = [job["job_id"] for job in made.record["jobs"]]
     if as_json:
         runs = [run.name for run in made.runs]
@@ -119,7 +125,7 @@ def _tell(made, as_json: bool) -> None:  # type: ignore[no-untyped-def]
     click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")
 
 
-def _run_here(made, parallel: int | None, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+def _run_here(made: SweepDirectory, parallel: int | None, as_json: bool) -> None:
     try:
         workflow.run_here(made, note, parallel)
     except KeyboardInterrupt:
@@ -131,7 +137,7 @@ def _run_here(made, parallel: int | None, as_json: bool) -> None:  # type: ignor
     _tell_end(made, as_json)
 
 
-def _tell_end(made, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+def _tell_end(made: SweepDirectory, as_json: bool) -> None:
     left = [cell["name"] for cell, _ in workflow.unfinished(made)]
     if as_json:
         runs = [run.name for run in made.runs]
