@@ -10,6 +10,7 @@ from launcher.errors import UsageFault
 REPO_ROOT = Path(__file__).resolve().parent.parent
 RECIPES = REPO_ROOT / "configs" / "recipes"
 BASES = REPO_ROOT / "configs" / "base"
+SWEEPS = REPO_ROOT / "configs" / "sweeps"
 CLUSTERS = REPO_ROOT / "configs" / "clusters"
 GPUS = REPO_ROOT / "configs" / "gpus.yaml"
 TEMPLATES = REPO_ROOT / "templates"

@@ -51,8 +51,10 @@ def _template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> str:
-    """Return the whole job script of a run whose directory is run_dir."""
+def job_script(
+    recipe: Recipe, cluster: Site, run_dir: Path, job_name: str, sweep_dir: Path | None = None
+) -> str:
+    """Return the whole job script of a run whose directory is run_dir; sweep_dir: of its sweep."""
     resources = with_site_defaults(recipe.resources, cluster)
     lead_s = cluster.signal_lead_s
     if resources.time_s:
@@ -69,6 +71,7 @@ def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> s
         site=cluster,
         resources=resources,
         run_dir=run_dir,
+        sweep_dir=sweep_dir,
         script=run_dir / files.JOB_SCRIPT,
         job_name=job_name,
         token=token(run_dir.name),
@@ -84,6 +87,34 @@ def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> s
         files=files,
         command=recipe.entry.command(recipe, config),
     )
+
+
+def array_script(script: Path, job_script: str, count: int, tasks: str, parallel: int) -> str:
+    """Return the script of a job array; script: its file, in the sweep's directory.
+
+    Args:
+        job_script: that of one of its runs, which all ask Slurm for the same.
+        count, tasks: how many runs it has, and their numbers as Slurm writes them.
+    """
+    sweep = script.parent.name
+    return _template("array.sbatch.j2").render(
+        sweep=sweep,
+        sweep_dir=script.parent,
+        script=script,
+        count=count,
+        tasks=tasks,
+        parallel=parallel,
+        job_name=sweep[16:-5],
+        token=token(sweep),
+        directives=asks_slurm_for(job_script),
+    )
+
+
+def asks_slurm_for(job_script: str) -> tuple[str, ...]:
+    """Return what a job script asks of Slurm, without what names the run."""
+    own = ("job-name", "comment", "output")
+    lines = (line for line in job_script.splitlines() if line.startswith("#SBATCH --"))
+    return tuple(line for line in lines if not line[10:].startswith(own))
 
 
 def _setup_faults(lines: Sequence[str], origin: str) -> list[str]:

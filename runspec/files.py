@@ -32,6 +32,8 @@ JOB_LOG = "logs/job.log"
 HEARTBEAT = "heartbeat.json"
 STACKS = "stack_rank_{}.log"
 ASK_FOR_STACKS = ".ask_for_stacks"
+# Inside logs/<attempt>: how busy each node's GPUs were.
+GPU_USE = "gpus_node_{}.jsonl"
 # What the trainer writes.
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
@@ -42,6 +44,12 @@ CHECKPOINTS = "checkpoints"
 EXPORT = "export"
 ADAPTER = "adapter"
 EVALS = "evals"
+# The directory of a sweep: what it is, and its runs by the number of their task.
+SWEEP = "sweep.json"
+TASKS = "tasks"
+ARRAY_SCRIPT = "array_{}.sbatch"
+# In a run of a sweep: why it was stopped early.
+EARLY_STOP = "early_stop.json"
 # Inside checkpoints/step_<n>: the folder counts only with the marker.
 CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"

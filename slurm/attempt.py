@@ -56,7 +56,8 @@ def begin(
             return _busy(run_dir, str(before))
         # That attempt could not record its end: its node was lost, or Slurm requeued the job.
         log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
-        lost = ended_by_slurm(words.ended(log, str(before)), words.lost_node(log))
+        number = str(status.get("slurm_job_id") or before)
+        lost = ended_by_slurm(words.ended(log, number), words.lost_node(log))
         _append_attempt(run_dir, status, None, lost)
         fruitless = _fruitless(run_dir)
         if fruitless > (max_retries or _MAX_LOST):
@@ -76,6 +77,7 @@ def begin(
         )
     port = _free_port(head, job_id, number)
     (run_dir / files.STOP).unlink(missing_ok=True)
+    (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
     temporary = run_dir / files.LOGS / f".latest.{number}"
     temporary.unlink(missing_ok=True)
@@ -131,7 +133,9 @@ def end(
     log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
     if job_state in words.UNCLEAR:
         job_state = words.wait_for_end(
-            run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)), job_id
+            run_dir / files.JOB_LOG,
+            int(status.get("job_log_bytes", 0)),
+            str(status.get("slurm_job_id") or job_id),
         )
     hosts = [str(host) for host in status.get("nodes") or []]
     errors = [*read_errors(logs), *slurm_errors(log, logs)]
@@ -164,6 +168,8 @@ def end(
         not_started=words.not_started(log) if not any(logs.glob("node_*.log")) else "",
         cause_before=str(earlier[-1].get("cause")) if earlier else None,
         used_up=used_up(run_dir, {**status, "ended": now}),
+        memory_is_result="SWEEP_DIR" in os.environ,
+        worse=str(_object(run_dir / files.EARLY_STOP).get("message") or ""),
     )
     ended = {
         "state": verdict.state,
@@ -418,6 +424,9 @@ def _cancelled(run_dir: Path, job_id: str) -> bool:
 
 def own_job_id() -> str:
     """Return the id of this job, or of this process on a host without Slurm."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    if array and task:
+        return f"{array}_{task}"  # as squeue and sacct name a task of a job array
     return os.environ.get("SLURM_JOB_ID") or f"{LOCAL_PREFIX}{os.environ['JOB_PID']}"
 
 
@@ -427,6 +436,9 @@ def _job() -> dict[str, Any]:
         "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
         "slurm_conf": os.environ.get("SLURM_CONF"),
     }
+    if own_job_id() != os.environ.get("SLURM_JOB_ID"):
+        # slurmstepd's lines name a task of an array by the number of its own.
+        named["slurm_job_id"] = os.environ.get("SLURM_JOB_ID")
     return {
         "job_id": own_job_id(),
         "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),

@@ -180,6 +180,8 @@ wait_for() {
   if [ -n "${HANG_TIMEOUT_S:-}" ]; then
     PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.watchdog "$LAUNCHED" &
   fi
+  # It ends at once if the sweep stops none of its runs.
+  [ -z "${SWEEP_DIR:-}" ] || PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.earlystop "$LAUNCHED" &
   while :; do
     wait "$LAUNCHED"
     rc=$?
@@ -268,7 +270,9 @@ submit_successor() {
   local without options=(--parsable "--dependency=afternotok:$SLURM_JOB_ID" --kill-on-invalid-dep=yes)
   without=$(excluded_nodes "${LEFT_OUT:-}")
   [ -z "$without" ] || options+=("--exclude=$without")
-  ANSWER=$(timeout 60 sbatch "${options[@]}" "$RUN_DIR/job.sbatch" 2>&1) || return
+  # A job that is not of the array: sbatch would hand these on.
+  ANSWER=$(env -u SLURM_ARRAY_JOB_ID -u SLURM_ARRAY_TASK_ID -u SLURM_ARRAY_TASK_COUNT -u SLURM_ARRAY_TASK_MAX \
+    -u SLURM_ARRAY_TASK_MIN -u SLURM_ARRAY_TASK_STEP timeout 60 sbatch "${options[@]}" "$RUN_DIR/job.sbatch" 2>&1) || return
   SUCCESSOR=${ANSWER##*$'\n'} SUCCESSOR=${SUCCESSOR%%;*}
   record succeed --job "$SUCCESSOR"
 }

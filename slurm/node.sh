@@ -70,6 +70,11 @@ else
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 fi
 
+# Samples how busy the GPUs are; a node without them has no nvidia-smi.
+if command -v nvidia-smi >/dev/null; then
+  "$VENV/bin/python" -P -m slurm.gpu_use $$ >/dev/null 2>&1 </dev/null &
+fi
+
 # Asks this node's ranks for their stacks once the job script's watchdog wants them. torchrun takes
 # the place of this shell, so its process id says when to end.
 show_stacks_when_asked() {

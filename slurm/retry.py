@@ -26,6 +26,12 @@ _CAUSES = {
     "OutOfMemoryError": "out_of_memory",
     "MemoryError": "out_of_memory",
 }
+# What torch says of memory in a plain RuntimeError: its CPU allocator, CUDA itself, cuBLAS.
+_NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 # By Slurm's state of the job.
 _ENDED = {
     "TIMEOUT": ("time_limit", "Slurm ended the job at its time limit"),
@@ -53,6 +59,14 @@ class Verdict:
     cause: str
     message: str = ""
     node: str | None = None
+
+
+def _cause(error: dict[str, Any]) -> str:
+    """Return the cause of an attempt's end by the error that ended it."""
+    kind, message = str(error.get("type")), str(error.get("message"))
+    if kind == "RuntimeError" and any(words in message for words in _NO_MEMORY):
+        return "out_of_memory"
+    return _CAUSES.get(kind, "error")
 
 
 def ended_by_slurm(state: str | None, node: str | None = None) -> Verdict:
@@ -96,6 +110,8 @@ def decide(
     cause_before: str | None = None,
     used_up: str = "",
     succeeds: bool = False,
+    memory_is_result: bool = False,
+    worse: str = "",
 ) -> Verdict:
     """Judge one attempt.
 
@@ -111,6 +127,8 @@ def decide(
         cause_before: the cause of the attempt before this one, in the same job.
         succeeds: a job that takes this one's place is in the queue.
         used_up: says so if the run has used the GPU-hours that it may use.
+        memory_is_result: the run is one of a sweep, which asks whether it fits.
+        worse: says so if its sweep stopped it, because others do better.
     """
     trained = progress.get("state")
     if exit_code == 0 and trained in (None, "finished"):
@@ -134,11 +152,14 @@ def decide(
     if used_up and exit_code == 0 and trained == "stopped":
         return Verdict("FAILED", "failed", "budget", used_up)
 
+    if worse and exit_code == 0 and trained == "stopped":
+        return Verdict("CANCELLED", "failed", "stopped_early", worse)
+
     # Why it ended. Ranks also stop in order when Slurm's TERM reaches them after another's death.
     first = first_error(errors)
     node = str(first["host"]) if first and first.get("host") else None
     if first:
-        cause, message = _CAUSES.get(str(first.get("type")), "error"), describe(first)
+        cause, message = _cause(first), describe(first)
     elif stop_asked:
         cause, message = "time_limit", "stopped before the time limit"
     elif exit_code == 0 and trained == "stopped":
@@ -148,6 +169,8 @@ def decide(
 
     # What a retry cannot fix, or has not fixed often enough.
     if first and first.get("permanent"):
+        return Verdict("FAILED", "failed", cause, message, node)
+    if cause == "out_of_memory" and memory_is_result:
         return Verdict("FAILED", "failed", cause, message, node)
     if cause == cause_before == "out_of_memory":
         return Verdict("FAILED", "failed", cause, f"{message}; twice in a row", node)

@@ -8,11 +8,14 @@ import click
 import pytest
 
 from launcher.cli import cookbook
+from launcher.recipes import sweep as sweeps
 from launcher.recipes.recipe import names
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs").glob("recipes/*.yaml")) + sorted(
+    (ROOT / "configs").glob("sweeps/*.yaml")
+)
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -34,9 +37,10 @@ def test_shown_commands_exist(path):
         assert command is not None, arguments
         parsed = command.make_context(arguments[0], arguments[1:], parent=context)
         if "words" in parsed.params:
-            name = parsed.params["recipe"] or parsed.params["words"][0]
+            name = parsed.params.get("recipe") or (*parsed.params["words"], None)[0]
+            known = [*sweeps.names(), None] if command.name == "sweep" else names()
             # A file of the reader's own begins with my.
-            assert name in names() or (ROOT / name).is_file() or name.startswith("my"), arguments
+            assert name in known or (ROOT / name).is_file() or name.startswith("my"), arguments
 
 
 def test_the_pages_show_every_command():
@@ -57,6 +61,7 @@ def test_the_pages_show_every_command():
         "diff",
         "replay",
         "profile",
+        "sweep",
         "doctor",
         "download",
     }

@@ -22,6 +22,7 @@ _COMMANDS = {
     "logs": ("observe", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Start a run again from its last checkpoint."),
+    "sweep": ("sweep", "Run a recipe in many settings, as a job array."),
     "results": ("results", "Compare runs: settings, loss, speed, memory, GPU-hours, cost."),
     "report": ("results", "Write an HTML file about runs."),
     "diff": ("results", "Say what differs between two runs."),

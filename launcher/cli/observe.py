@@ -13,8 +13,10 @@ from launcher.observe import tensorboard as server
 from launcher.observe.first_error import first_error as first_failure
 from launcher.observe.lines import read, tail_start
 from launcher.observe.text import plain
+from launcher.recipes.recipe import Resources
 from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
+from launcher.runs.sweeps import runs_of
 
 _COUNT = click.IntRange(min=0)
 
@@ -113,19 +115,41 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN]...")
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
 @click.option(
     "--port",
     type=click.IntRange(1024, 65535),
     help="Port on 127.0.0.1. [default: the first free from 6006]",
 )
+@flag("--on-node", help="Serve on a node, in a small job; Ctrl-C ends it.")
+@click.option("--time", metavar="LIMIT", help="With --on-node: its time limit. [default: 4 hours]")
+@click.option("--partition", metavar="NAME", help="With --on-node.")
+@click.option("--account", metavar="NAME", help="With --on-node.")
+@click.option("--qos", metavar="NAME", help="With --on-node.")
+@click.option("--jump", metavar="HOSTS", hidden=True, help="What ssh passes through.")
 @cluster_option
-def tensorboard(wanted: tuple[str, ...], port: int | None, cluster: str | None) -> None:
+def tensorboard(
+    wanted: tuple[str, ...],
+    port: int | None,
+    on_node: bool,
+    jump: str | None,
+    cluster: str | None,
+    **given: str | None,
+) -> None:
     """Serve the curves and traces of all runs, or of each RUN, on 127.0.0.1."""
     root = runs_root(cluster)
-    chosen = [find(root, each) for each in wanted] if wanted else every(root)
+    site = sites.load(cluster)
+    asked = {key: value for key, value in given.items() if value is not None}
+    if asked and not on_node:
+        raise UsageFault(f"--{min(asked)} goes with --on-node")
+    if on_node:
+        if port is not None:
+            raise UsageFault("--port goes without --on-node: the node takes its first free port")
+        if wanted:
+            runs_of(site.root, wanted)  # a wrong name is told before the job waits
+        resources = sites.with_site_defaults(Resources.of(asked), site)
+        sys.exit(server.serve_on_node(wanted, resources, site, cluster))
+    chosen = runs_of(site.root, wanted) if wanted else every(root)
     if not chosen:
         raise UnknownRun(none_yet(root))
-    once = {run.name: run for run in chosen}
-    jump = sites.load(cluster).jump_host
-    sys.exit(server.serve(list(once.values()), server.free_port(port), note, jump))
+    sys.exit(server.serve(chosen, server.free_port(port), note, jump or site.jump_host))

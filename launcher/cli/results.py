@@ -13,13 +13,14 @@ from launcher.errors import UnknownRun
 from launcher.observe import diff as comparison
 from launcher.observe.results import FORMATS, compare, ordered, shown
 from launcher.runs.find import every, find, none_yet
+from launcher.runs.sweeps import runs_of
 from launcher.workflows import replay as replaying
 
 _NEWEST = 20
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN]...")
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
 @click.option("--sort", metavar="COLUMN", help="As --format json names it; -COLUMN: highest first.")
 @click.option("--price", type=click.FloatRange(min=0), help="Of a GPU-hour. [default: the site's]")
@@ -29,13 +30,13 @@ def results(
 ) -> None:
     """Compare runs: the settings that differ, and loss, speed, memory, GPU-hours and cost.
 
-    Without RUN it is the newest 20. The best loss comes first. LOST is the part of the GPU-hours
-    whose steps no checkpoint kept.
+    A SWEEP stands for all its runs. Without RUN it is the newest 20. The best loss comes first.
+    LOST is the part of the GPU-hours whose steps no checkpoint kept.
     """
     site = sites.load(cluster)
     root = runs_root(cluster)
-    chosen = [find(root, each) for each in wanted] if wanted else every(root)[-_NEWEST:]
-    chosen = [run for run in dict.fromkeys(chosen) if not run.torn]
+    chosen = runs_of(site.root, wanted) if wanted else every(root)[-_NEWEST:]
+    chosen = [run for run in chosen if not run.torn]
     if not chosen:
         raise UnknownRun(none_yet(root))
     rate = site.gpu_hour_price if price is None else price
@@ -47,7 +48,7 @@ def results(
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, required=True, metavar="RUN...")
+@click.argument("wanted", nargs=-1, required=True, metavar="RUN|SWEEP...")
 @click.option(
     "-o",
     "--output",
@@ -61,13 +62,15 @@ def report(
 ) -> None:
     """Write an HTML file about each RUN: curves, outcome, attempts, profile, what made it.
 
+    Several runs, or those of a SWEEP, lie over each other, with bars of their memory and time.
+
     It is one file that needs nothing else: mail it, or open it at home.
     """
     # Imported late: only this command needs the templates.
     from launcher.observe import report as reports
 
-    site, root = sites.load(cluster), runs_root(cluster)
-    runs = list(dict.fromkeys(find(root, each) for each in wanted))
+    site = sites.load(cluster)
+    runs = runs_of(site.root, wanted)
     target = output or (runs[0].path if len(runs) == 1 else Path.cwd()) / "report.html"
     for fault in reports.write(runs, target, site.gpu_hour_price if price is None else price):
         note(f"passed over: {fault}")

@@ -12,6 +12,7 @@ from launcher.cli.status import watch_to_the_end
 from launcher.executors import title
 from launcher.runs.directory import Run
 from launcher.runs.find import find
+from launcher.runs.sweeps import runs_of
 from launcher.workflows.cancel import cancel as cancel_run
 from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
@@ -40,11 +41,18 @@ def interruption_told(run: Run) -> Iterator[None]:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", metavar="RUN|SWEEP")
 @cluster_option
 def cancel(run: str, cluster: str | None) -> None:
-    """Cancel RUN: a name, a unique part of it, a job id, or last."""
-    click.echo(cancel_run(find(runs_root(cluster), run)))
+    """Cancel RUN: a name, a unique part of it, a job id, or last; or what is left of a SWEEP."""
+    found = runs_of(sites.load(cluster).root, [run])
+    if len(found) == 1:
+        click.echo(cancel_run(found[0]))
+        return
+    # Imported late: only a sweep needs it.
+    from launcher.workflows.sweep import cancel_all
+
+    click.echo("\n".join(cancel_all(found)))
 
 
 @click.command()

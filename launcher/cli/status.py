@@ -7,16 +7,18 @@ import sys
 
 import click
 
+from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option, note, runs_root
 from launcher.errors import UsageFault
-from launcher.observe.status import chosen, row, table
+from launcher.observe.status import Row, chosen, row, table
 from launcher.observe.status import since as since_time
 from launcher.observe.summary import story, summary
 from launcher.observe.text import plain as harmless
 from launcher.observe.watch import watch_all
 from launcher.runs.directory import Run
-from launcher.runs.find import every, find, foreign, none_yet
+from launcher.runs.find import every, foreign, none_yet
 from launcher.runs.states import judged
+from launcher.runs.sweeps import runs_of
 
 _NEWEST = 20
 
@@ -40,14 +42,19 @@ def status(
 ) -> None:
     """Show the newest runs, or the whole story of one RUN.
 
-    RUN is a name, a unique part of it, a job id, or last. --state and --recipe may be given more
-    than once.
+    RUN is a name, a unique part of it, a job id, or last; the name of a sweep shows its runs.
+    --state and --recipe may be given more than once.
     """
     root = runs_root(cluster)
     if run is not None:
         if wanted or recipe or since or show_all:
             raise UsageFault("RUN is one run: leave out --all, --state, --recipe and --since")
-        ((one, state),) = judged([find(root, run)])
+        named = runs_of(sites.load(cluster).root, [run])
+        if len(named) > 1:
+            rows, _ = chosen(named, None, (), (), "")
+            _show(rows, as_json)
+            return
+        ((one, state),) = judged(named)
         if as_json:
             click.echo(json.dumps(row(one, state), indent=1))
         else:
@@ -56,11 +63,8 @@ def status(
     runs, newer_than = every(root), since_time(since) if since else ""
     limit = None if show_all else _NEWEST
     rows, torn = chosen(runs, limit, wanted, recipe, newer_than)
-    if as_json:
-        click.echo(json.dumps(rows, indent=1))
-    elif rows:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        click.echo("\n".join(table(rows, width, _paint if _colours() else None)))
+    if rows or as_json:
+        _show(rows, as_json)
     else:
         note("no run is as you ask" if runs else none_yet(root))
     if limit is not None and len(rows) == limit < len(runs):
@@ -68,6 +72,14 @@ def status(
     if names := [harmless(name) for name in (*foreign(root), *torn)]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         note(f"passed over in {root}, because it is no run: {', '.join(names[:3])}{more}")
+
+
+def _show(rows: list[Row], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    click.echo("\n".join(table(rows, width, _paint if _colours() else None)))
 
 
 def _colours() -> bool:
@@ -79,13 +91,12 @@ def _paint(text: str, colour: str) -> str:
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN]...")
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
 @flag("--plain", help="Lines instead of the live view, as where there is no terminal.")
 @cluster_option
 def watch(wanted: tuple[str, ...], plain: bool, cluster: str | None) -> None:
     """Follow each RUN to its end; Ctrl-C stops watching, not the run."""
-    root = runs_root(cluster)
-    runs = list(dict.fromkeys(find(root, each) for each in wanted or ("last",)))
+    runs = runs_of(sites.load(cluster).root, wanted or ("last",))
     sys.exit(watch_to_the_end(*runs, live=sys.stdout.isatty() and not plain))
 
 

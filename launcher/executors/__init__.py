@@ -5,7 +5,17 @@ from launcher.executors.local import LocalExecutor
 from launcher.executors.slurm.executor import SlurmExecutor
 from runspec.states import LOCAL_PREFIX
 
-__all__ = ["Executor", "Job", "JobState", "choose", "executor_of", "title", "token"]
+__all__ = [
+    "Executor",
+    "Job",
+    "JobState",
+    "LocalExecutor",
+    "SlurmExecutor",
+    "choose",
+    "executor_of",
+    "title",
+    "token",
+]
 
 _LOCAL, _SLURM = LocalExecutor(), SlurmExecutor()
 

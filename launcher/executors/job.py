@@ -17,7 +17,8 @@ class Job:
 
     job_id is None if nobody wrote it down: the token finds such a job in Slurm's queue. host and
     process_start (ticks since boot) are those of a job that runs without Slurm; cluster, controller
-    and slurm_conf say where Slurm has it, None if nobody wrote that down.
+    and slurm_conf say where Slurm has it, None if nobody wrote that down. A run of a sweep is a
+    task of a job array: array is the array's token, task its number.
     """
 
     token: str
@@ -27,6 +28,8 @@ class Job:
     cluster: str | None = None
     controller: str | None = None
     slurm_conf: str | None = None
+    array: str | None = None
+    task: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,20 @@
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, TypeGuard
 
+from launcher.observe import gpu_use
 from launcher.runs.directory import Run
 from runspec import files
 
 Point = tuple[float, float]
+# The name of a curve that no metric makes, but what nvidia-smi said.
+GPU_USE = "gpu_busy_percent"
 # A curve has this many points at most: as many as a wide screen has columns.
 MOST_POINTS = 2000
 
@@ -42,15 +47,35 @@ def read(run: Run, names: Sequence[str]) -> Curves:
             value = row.get(name)
             if _is_number(value):
                 found.points[name].append((step, value))
+    if GPU_USE in names and times:
+        found.points[GPU_USE] = _by_step(gpu_use.curve(run), sorted(times))
     found.points = {name: thinned(line) for name, line in found.points.items() if line}
-    for attempt in [*run.attempts[1:], *([run.status] if run.attempts else [])]:
+    ended = run.attempts
+    for attempt in [*ended[1:], *([run.status] if ended else [])]:
         began = attempt.get("started")
-        if _is_number(began):
+        if _is_number(began) and attempt.get("attempt") != ended[0].get("attempt"):
             step = next((step for when, step in times if when >= began), None)
             mark = f"attempt {attempt.get('attempt')}"
             if step is not None and mark not in [label for _, label in found.attempts]:
                 found.attempts.append((step, mark))
     return found
+
+
+def _by_step(points: Sequence[Point], times: Sequence[Point]) -> list[Point]:
+    """Return points over time as points over steps: each stands at the step that was last logged.
+
+    Several at one step, such as those of several nodes, are averaged.
+
+    Args:
+        times: the time of each logged step, and the step.
+    """
+    at_step: dict[float, list[float]] = {}
+    moments = [when for when, _ in times]
+    for when, value in points:
+        place = bisect_right(moments, when) - 1
+        if place >= 0:
+            at_step.setdefault(times[place][1], []).append(value)
+    return [(step, fmean(values)) for step, values in sorted(at_step.items())]
 
 
 def _rows(run: Run) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from launcher.observe import gpu_use
 from launcher.observe.lines import Growing, tail_start
 from launcher.observe.logs import Tail
 from launcher.observe.status import left_s, used_s
@@ -68,6 +69,7 @@ class View:
             parts.append(Text(plain(state.detail), style="dim", no_wrap=True, overflow="ellipsis"))
         parts += [self._progress(run, state), *self._curve(width - 4), self._speed(run)]
         attempts = [_attempt(each) for each in run.attempts[-3:]]
+        parts += [] if state.ended else [Text(line, no_wrap=True) for line in gpu_use.lines(run)]
         parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
         room = max(1, height - len(parts) - 2)
         newest = list(self._lines)[-room:]

@@ -69,6 +69,7 @@ def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any
     return {
         "run": run.name,
         "recipe": values["recipe"],
+        "cell": run.submission.get("cell"),
         "state": state.word,
         "step": values["step"],
         "loss": values["loss"],
@@ -78,6 +79,7 @@ def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any
         "mfu": values["mfu"],
         "peak_predicted_gib": predicted_gib(run, values["node_count"], values["gpus_per_node"]),
         "peak_measured_gib": max(peaks, default=progress.get("peak_memory_reserved_gb")),
+        "used_s": values["used_s"],
         "gpu_hours": None if hours is None else round(hours, 4),
         "lost_gpu_hours": None if hours is None else round(lost, 4),
         "cost": None if hours is None or price is None else round(hours * price, 2),

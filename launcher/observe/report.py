@@ -9,8 +9,9 @@ import jinja2
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError, RunFault
-from launcher.observe import curves, profile, results
+from launcher.observe import bars, curves, profile, results
 from launcher.observe.curves import Curves
+from launcher.observe.results import Result
 from launcher.observe.text import plain
 from launcher.runs.directory import Run
 from runspec import files
@@ -22,6 +23,7 @@ _CHARTS = {
     "val_loss": "Validation loss",
     "tokens_per_second_per_gpu": "Tokens per second per GPU",
     "mfu": "MFU",
+    curves.GPU_USE: "GPU utilisation, mean of all GPUs (%)",
     "peak_memory_reserved_gb": "Peak memory per GPU (GiB)",
     "step_time_s": "Step time (s)",
     "grad_norm": "Gradient norm",
@@ -29,7 +31,7 @@ _CHARTS = {
 }
 # A chart's size in its own units, and its margins: left, right, top, bottom.
 _WIDTH, _HEIGHT = 720, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 28
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 36, 16, 28
 
 
 def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list[str]:
@@ -53,12 +55,12 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         except CookbookError as error:
             faults += error.faults
     text = _template().render(
-        title=" and ".join(run.name for run in ordered[:2])
-        + (f" and {len(ordered) - 2} more" if len(ordered) > 2 else ""),
+        title=_title(ordered),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         table=results.cells(rows, keys),
         charts=[_chart(title, name, read) for name, title in _CHARTS.items() if _has(read, name)],
-        names=[each.run for each in read],
+        bars=[each for each in _bars(runs, rows) if each],
+        names=[_legend(run) for run in ordered],
         attempts=[(run.name, _attempts(run)) for run in ordered],
         profiles=profiles,
         provenance=[(run.name, _provenance(run)) for run in ordered],
@@ -69,6 +71,28 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         words = f"cannot write {target}: {error.strerror}"
         raise RunFault(f"{words}: choose another file with --output") from error
     return faults
+
+
+def _title(runs: Sequence[Run]) -> str:
+    sweeps = {run.sweep for run in runs}
+    if len(runs) > 1 and len(sweeps) == 1 and (sweep := sweeps.pop()):
+        return f"{sweep}, {len(runs)} runs"
+    more = f" and {len(runs) - 2} more" if len(runs) > 2 else ""
+    return " and ".join(run.name for run in runs[:2]) + more
+
+
+def _legend(run: Run) -> str:
+    cell = run.submission.get("cell")
+    return f"{cell} ({run.name})" if cell else run.name
+
+
+def _bars(runs: Sequence[Run], rows: Sequence[Result]) -> list[dict[str, Any] | None]:
+    """Return the bars of several runs, in the order in which they were asked for."""
+    if len(rows) < 2:
+        return []
+    place = {run.name: number for number, run in enumerate(runs)}
+    sorted_rows = sorted(rows, key=lambda row: place[row["run"]])
+    return [bars.memory(sorted_rows), bars.time(sorted_rows)]
 
 
 def _template() -> jinja2.Template:
@@ -100,7 +124,7 @@ def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
     values = [value for each in read for _, value in each.points.get(name, [])]
     low, high = min(values), max(values)
     if low == high:
-        low, high = low - abs(low) / 2 - 0.5, high + abs(high) / 2 + 0.5
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     last = max(each.last_step for each in read) or 1.0
 
     def x(step: float) -> str:

@@ -17,6 +17,7 @@ Result = dict[str, Any]
 # Key of an outcome -> heading and how a person reads it.
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "run": ("RUN", str),
+    "cell": ("CELL", str),
     "state": ("STATE", str),
     "step": ("STEP", lambda value: number(value, ",")),
     "loss": ("LOSS", lambda value: number(value, ".4f")),

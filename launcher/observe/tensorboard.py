@@ -7,17 +7,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from launcher import paths
 from launcher.errors import PreflightFault, UsageFault
+from launcher.executors.slurm.step import attached
+from launcher.recipes.recipe import Resources
 from launcher.runs.directory import Run
+from launcher.site import Site
 from runspec import files
 
 # TensorBoard's own default port, and the next ones if it is taken.
 _PORTS = range(6006, 6106)
+# How long it may serve on a node, unless another time is asked for.
+_JOB_TIME = "04:00:00"
 
 
 def free_port(wanted: int | None) -> int:
@@ -38,10 +43,45 @@ def tunnel(port: int, jump: str | None = None) -> str:
     Args:
         jump: the host between that machine and this one.
     """
-    name = socket.getfqdn()
-    host = socket.gethostname() if name.startswith("localhost") else name
     through = f"-J {jump} " if jump else ""
-    return f"ssh -N {through}-L {port}:127.0.0.1:{port} {getpass.getuser()}@{host}"
+    return f"ssh -N {through}-L {port}:127.0.0.1:{port} {getpass.getuser()}@{_host()}"
+
+
+def _host() -> str:
+    name = socket.getfqdn()
+    return socket.gethostname() if name.startswith("localhost") else name
+
+
+def serve_on_node(
+    wanted: Sequence[str], resources: Resources, cluster: Site, name: str | None
+) -> int:
+    """Serve on a node, in a small job, until interrupted; return the exit status.
+
+    The node runs the same command, which prints the line for the tunnel through this host.
+
+    Args:
+        wanted: runs and sweeps as they were typed.
+        name: that of the site's file.
+    """
+    # A shell that starts this in the background makes it ignore Ctrl-C; the signal must end it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    asked = {
+        "time": resources.time or _JOB_TIME,
+        "partition": resources.partition,
+        "account": resources.account,
+        "qos": resources.qos,
+        "constraint": resources.constraint,
+        "reservation": resources.reservation,
+    }
+    options = [f"--{key}={value}" for key, value in asked.items() if value]
+    here = f"{getpass.getuser()}@{_host()}"
+    hops = ",".join(filter(None, [cluster.jump_host, here]))
+    argv = ["env", f"COOKBOOK_ROOT={cluster.root}", f"PYTHONPATH={paths.REPO_ROOT}"]
+    argv += [str(paths.venv_root() / "bin" / "python"), "-m", "launcher", "tensorboard", *wanted]
+    argv += ["--jump", hops, *(["--cluster", name] if name else [])]
+    return attached(["--job-name=cookbook-tensorboard", *options], argv)
 
 
 def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | None = None) -> int:

@@ -8,7 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -127,14 +127,25 @@ class Run:
     def job(self) -> Job:
         """The newest job, with what its executor needs to find it."""
         newest = (self.all_jobs or [{}])[-1]
-        known = {key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None}
-        return Job(token(self.name), **known)
+        known: dict[str, Any] = {key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None}
+        submission = self.submission
+        job = Job(token(self.name), **known)
+        array, task = submission.get("array"), submission.get("task")
+        if isinstance(array, str) and isinstance(task, int):
+            return replace(job, array=array, task=task)
+        return job
 
     @property
     def own_status(self) -> dict[str, Any]:
         """What the newest job wrote as its status, {} if it has written none yet."""
         status, jobs = self.status, self.all_jobs
         return status if jobs and _same_job(jobs[-1], status) else {}
+
+    @property
+    def sweep(self) -> str | None:
+        """The name of the sweep that it is part of."""
+        name = self.submission.get("sweep")
+        return None if name is None else str(name)
 
     @property
     def starting(self) -> bool:

@@ -98,8 +98,10 @@ def _with_faults(state: State, faults: Sequence[str]) -> State:
 
 def _from_status(run: Run) -> State:
     status = run.status
-    detail = str(status.get("message") or "")
-    return State(status["state"], "status.json", detail, ended=True, job_id=run.job_id)
+    detail, word = str(status.get("message") or ""), status["state"]
+    if word == "FAILED" and status.get("cause") == "out_of_memory" and run.sweep:
+        word = "OUT_OF_MEMORY"  # a sweep asks whether it fits
+    return State(word, "status.json", detail, ended=True, job_id=run.job_id)
 
 
 def _judge(run: Run, job: JobState) -> State:
@@ -108,6 +110,9 @@ def _judge(run: Run, job: JobState) -> State:
     message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
     if own in FINAL and (job.ended or job.state is None) and job_id == run.job_id:
         return _from_status(run)
+    if job.state is None and _not_started(run) and (job.ended or not run.job.array):
+        words = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
+        return State("PENDING", "nobody", words, True)
     if job.state is None and not job.ended:  # cannot be asked now
         word = own or "UNKNOWN"
         return State(word, "status.json", job.detail, job_id=job_id, elsewhere=job.elsewhere)
@@ -131,6 +136,11 @@ def _judge(run: Run, job: JobState) -> State:
         details.insert(0, "cancelled, and about to end")
     detail = "; ".join(filter(None, details))
     return State(job.state, job.source, detail, job.ended, job_id)
+
+
+def _not_started(run: Run) -> bool:
+    """Whether it is a run of a sweep that has been given no job yet."""
+    return bool(run.sweep) and not (run.all_jobs or run.starting)
 
 
 def _is_cancelled(run: Run, job_id: str | None) -> bool:

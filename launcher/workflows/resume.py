@@ -13,6 +13,7 @@ from launcher.errors import PreflightFault, RecipeFault, RunFault, SlurmTimeout,
 from launcher.recipes import override
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe
+from launcher.runs import sweeps
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
@@ -125,7 +126,9 @@ def _planned(
         if faults:
             raise UsageFault(faults)
     # <utc>-<label>-<4 hex>
-    return plan(after, changes.site, run.name[16:-5], run.path), changes
+    label = run.name[16:-5]
+    sweep_dir = sweeps.root(changes.site.root) / run.sweep if run.sweep else None
+    return plan(after, changes.site, label, run.path, sweep_dir), changes
 
 
 def _recipe(run: Run, changes: Changes, local: bool) -> Recipe:

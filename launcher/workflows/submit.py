@@ -37,11 +37,16 @@ class PlannedRun:
 
 
 def plan(
-    recipe: Recipe, cluster: Site, label: str | None = None, path: Path | None = None
+    recipe: Recipe,
+    cluster: Site,
+    label: str | None = None,
+    path: Path | None = None,
+    sweep_dir: Path | None = None,
 ) -> PlannedRun:
     """Work out a run without writing anything: what submit sends and --dry-run prints.
 
-    path: the directory of a run that is there already; None for a new one.
+    path: the directory of a run that is there already; None for a new one. sweep_dir: the directory
+    of the sweep that it is part of.
     """
     label = label or recipe.name
     if not NAME.match(label):
@@ -53,7 +58,7 @@ def plan(
         given = {files.TRAIN: recipe.train_config(cluster.root, str(path))}
     given[files.RECIPE] = recipe.resolved(cluster.root, str(path))
     contents = {name: yamlfile.dump(content) for name, content in given.items()}
-    contents[files.JOB_SCRIPT] = render.job_script(recipe, cluster, path, label)
+    contents[files.JOB_SCRIPT] = render.job_script(recipe, cluster, path, label, sweep_dir)
     return PlannedRun(recipe, cluster, path, contents)
 
 
@@ -71,32 +76,41 @@ def submit(
     skip leaves out the checks that may be left out.
     """
     recipe, cluster = planned.recipe, planned.cluster
-    _refuse(preflight.faults(checked, skip))
+    refuse(preflight.faults(checked, skip))
     wanted = missing(recipe, cluster)
     if wanted is not None:
         prepare(wanted, say)
-        _refuse(preflight.faults(context(planned, checked.local, checked.elsewhere), skip))
-    umask = int(recipe.umask, 8)
-    run = directory.create(planned.path, planned.contents, recipe.code_root, umask)
-    try:
-        run.write(files.PROVENANCE, provenance.of(recipe, cluster, planned.contents))
-        token = executors.token(run.name)
-        made_of = {"recipe": recipe.name, "recipe_file": str(recipe.path), "site": cluster.name}
-        run.write(files.SUBMISSION, {"run": run.name, **made_of, "token": token, "jobs": []})
-    except BaseException:
-        _discard(run)
-        raise
+        refuse(preflight.faults(context(planned, checked.local, checked.elsewhere), skip))
+    run = record(planned)
     try:
         with directory.locked(run) as lease:
             start(run, executors.choose(checked.local), lease)
     except SlurmTimeout:
         raise  # a job may exist, as after Ctrl-C: the run directory is what finds it again
     except (SlurmFault, OSError):
-        _discard(run)
+        discard(run)
         raise
     except RunFault:
         if not run.starting:
-            _discard(run)
+            discard(run)
+        raise
+    return run
+
+
+def record(planned: PlannedRun, **more: Any) -> Run:
+    """Make the directory of a planned run, or nothing; more: fields of its submission.json."""
+    recipe, cluster = planned.recipe, planned.cluster
+    umask = int(recipe.umask, 8)
+    run = directory.create(planned.path, planned.contents, recipe.code_root, umask)
+    try:
+        run.write(files.PROVENANCE, provenance.of(recipe, cluster, planned.contents))
+        token = executors.token(run.name)
+        made_of = {"recipe": recipe.name, "recipe_file": str(recipe.path), "site": cluster.name}
+        run.write(
+            files.SUBMISSION, {"run": run.name, **made_of, "token": token, **more, "jobs": []}
+        )
+    except BaseException:
+        discard(run)
         raise
     return run
 
@@ -117,7 +131,7 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
     }
     if changes:
         known["changes"] = list(changes)
-    with _interrupted_later():
+    with interrupted_later():
         run.write(files.SUBMISSION, {**before, "starting": known})
         try:
             job = executor.start(run.path / files.JOB_SCRIPT, executors.token(run.name), lease)
@@ -131,7 +145,7 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
 
 
 @contextmanager
-def _interrupted_later() -> Iterator[None]:
+def interrupted_later() -> Iterator[None]:
     """Hold Ctrl-C back until the block has ended; a second one interrupts it."""
     handler = signal.getsignal(signal.SIGINT)
     # Only the main thread may set one; in the background a shell turns Ctrl-C off.
@@ -155,11 +169,12 @@ def _interrupted_later() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _refuse(faults: list[str]) -> None:
+def refuse(faults: list[str]) -> None:
+    """Raise a PreflightFault if there are faults."""
     if faults:
         raise PreflightFault(faults)
 
 
-def _discard(run: Run) -> None:
+def discard(run: Run) -> None:
     """Remove a run that was never started."""
     shutil.rmtree(run.path, ignore_errors=True)

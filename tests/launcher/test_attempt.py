@@ -56,6 +56,19 @@ def judged(**changes):
             {"exit_code": 0, "progress": {"state": "finished"}},
             ("COMPLETED", "finished", "finished"),
         ),
+        # A run of a sweep that has no memory has its result, and one that is worse is stopped.
+        (
+            {"errors": [NO_MEMORY], "memory_is_result": True},
+            ("FAILED", "failed", "out_of_memory"),
+        ),
+        (
+            {"exit_code": 0, "progress": {"state": "stopped"}, "worse": "loss 9"},
+            ("CANCELLED", "failed", "stopped_early"),
+        ),
+        (
+            {"errors": [{**CRASH, "message": "CUDA error: out of memory"}]},
+            ("RETRYING", "run", "out_of_memory"),
+        ),
         # An entry of torchtune's own writes no progress: its exit status is all there is.
         ({"exit_code": 0, "progress": {}}, ("COMPLETED", "finished", "finished")),
         ({"errors": [CRASH]}, ("RETRYING", "run", "error")),

@@ -74,6 +74,10 @@ def test_a_dense_models_sizes_and_parameters():
 
 # The hub's own counts of the published models.
 PUBLISHED = {
+    "TinyLlama-1.1B-intermediate-step-1431k-3T": 1_100_048_384,
+    "open_llama_3b": 3_426_473_600,
+    "open_llama_7b": 6_738_415_616,
+    "open_llama_13b": 13_015_864_320,
     "Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "Phi-4-mini-instruct": 3_836_021_760,
     "Qwen3-0.6B": 596_049_920,

@@ -1,7 +1,7 @@
 """Slurm as an executor of job scripts."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,34 @@ class SlurmExecutor:
         job_id = jobs.submit(script, token, lease)
         return {"job_id": job_id, **(here or _here())}
 
+    def start_array(
+        self, script: Path, token: str, lease: int, tasks: Sequence[int], parallel: int, after: str
+    ) -> dict[str, Any]:
+        """Start these tasks of a job array, so many at a time, as start() does one job.
+
+        Args:
+            after: the id of an array that has to end before, "" for none.
+        """
+        here = _here()
+        options = [f"--array={jobs.task_list(tasks)}%{parallel}"]
+        options += [f"--dependency=afterany:{after}"] if after else []
+        job_id = jobs.submit(script, token, lease, options)
+        return {"job_id": job_id, **(here or _here())}
+
+    def living_tasks(self, array: str) -> dict[int, str]:
+        """Return the tasks of the arrays with this token that wait or run: job ids by number.
+
+        Raises:
+            SlurmFault: Slurm cannot be asked.
+        """
+        found = _by_token(jobs.queue(all_states=True)).get(array, [])
+        living = [job.job_id for job in found if job.state not in jobs.ENDED and "_" in job.job_id]
+        return {int(job_id.partition("_")[2]): job_id for job_id in living}
+
     def states(self, wanted: Sequence[Job]) -> dict[str, JobState]:
         # Recently ended jobs too: squeue would hide them, and accounting is often off.
         queue = _by_token(jobs.queue(all_states=True))
-        queued = {job.token: _newest(queue.get(job.token, []), job.job_id) for job in wanted}
+        queued = {job.token: _newest(_jobs_of(job, queue), job.job_id) for job in wanted}
         found = {token: _queued(job) for token, job in queued.items() if job}
         for job in wanted:
             if job.token not in found and (place := _elsewhere(job)):
@@ -39,10 +63,10 @@ class SlurmExecutor:
         return found | {job.token: _ended(job, accounted.get(job.job_id or "")) for job in gone}
 
     def living(self, job: Job, unsure: bool = False) -> dict[str, str]:
-        found = _living(job.token)
+        found = _living(job)
         if not found and unsure:
             time.sleep(_LATE_S)
-            found = _living(job.token)
+            found = _living(job)
         if not found and (place := _elsewhere(job)):
             raise RunFault(f"job {job.job_id}: {place}, and repeat the command")
         return found
@@ -54,7 +78,7 @@ class SlurmExecutor:
             raise
         except SlurmFault:
             # One of them may have ended a moment ago, which Slurm calls an error.
-            if any(state != "COMPLETING" for state in _living(job.token).values()):
+            if any(state != "COMPLETING" for state in _living(job).values()):
                 raise
 
 
@@ -87,14 +111,25 @@ def _elsewhere(job: Job) -> str:
 def _by_token(queue: Sequence[jobs.QueuedJob]) -> dict[str, list[jobs.QueuedJob]]:
     """Return the jobs by their comment, the oldest first."""
     found: dict[str, list[jobs.QueuedJob]] = {}
-    for job in sorted(queue, key=lambda job: int(job.job_id.partition("_")[0])):
+    for job in sorted(queue, key=_age):
         found.setdefault(job.comment, []).append(job)
     return found
 
 
-def _living(token: str) -> dict[str, str]:
-    queue = _by_token(jobs.queue(all_states=True)).get(token, [])
-    return {job.job_id: job.state for job in queue if job.state not in jobs.ENDED}
+def _jobs_of(job: Job, queue: Mapping[str, list[jobs.QueuedJob]]) -> list[jobs.QueuedJob]:
+    """Return the jobs of a run, the oldest first: its own ones, and its task of a job array."""
+    own, task = queue.get(job.token, []), f"_{job.task}"
+    tasks = [each for each in queue.get(job.array or "", []) if each.job_id.endswith(task)]
+    return sorted([*own, *tasks], key=_age)
+
+
+def _age(job: jobs.QueuedJob) -> int:
+    return int(job.job_id.partition("_")[0])
+
+
+def _living(job: Job) -> dict[str, str]:
+    queue = _jobs_of(job, _by_token(jobs.queue(all_states=True)))
+    return {each.job_id: each.state for each in queue if each.state not in jobs.ENDED}
 
 
 def _newest(found: Sequence[jobs.QueuedJob], job_id: str | None) -> jobs.QueuedJob | None:

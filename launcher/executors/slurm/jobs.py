@@ -34,7 +34,7 @@ class QueuedJob:
     comment: str = ""
 
 
-def submit(script: Path, token: str, lease: int) -> str:
+def submit(script: Path, token: str, lease: int, options: Sequence[str] = ()) -> str:
     """Submit a script and return its job id; exactly one job exists afterwards, or none.
 
     sbatch keeps the file lease open: if this process is killed, a lock on it stays until then.
@@ -42,7 +42,7 @@ def submit(script: Path, token: str, lease: int) -> str:
     A controller that hangs may have taken the job although sbatch timed out. So the queue is
     searched for the run's token (the job's comment) before sbatch is tried again.
     """
-    argv = ["sbatch", "--parsable", f"--comment={token}", str(script)]
+    argv = ["sbatch", "--parsable", f"--comment={token}", *options, str(script)]
     for _ in range(3):
         try:
             answer = run(argv, timeout_s=60, lease=lease)
@@ -72,7 +72,8 @@ def _wait_for_token(token: str) -> str | None:
         except SlurmTimeout:
             continue
         if found:
-            return found[-1].job_id
+            # Of an array every task is listed.
+            return found[-1].job_id.partition("_")[0]
         # A controller that wakes up may answer this question before it reads sbatch's request.
         answers += 1
         if answers == 2:
@@ -81,6 +82,17 @@ def _wait_for_token(token: str) -> str | None:
         "the controller does not answer and may hold a job of this run; once it answers, look "
         f"with: squeue --me --states=all --format='%i %k' | grep {token}"
     )
+
+
+def task_list(tasks: Iterable[int]) -> str:
+    """Return numbers of an array's tasks as Slurm writes them: 0-3,7."""
+    spans: list[list[int]] = []
+    for task in sorted(tasks):
+        if spans and task == spans[-1][1] + 1:
+            spans[-1][1] = task
+        else:
+            spans.append([task, task])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def test_only(script: str) -> str:
@@ -99,7 +111,8 @@ def queue(all_states: bool = False) -> list[QueuedJob]:
     """Return this user's jobs, in one question to the controller."""
     # A job's name may hold anything, even newlines: only fields that cannot are asked for. The
     # comment comes last, and a row of another form is ignored.
-    argv = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i|%T|%r|%N|%S|%k"]
+    argv = ["squeue", "--noheader", "--array", f"--user={os.getuid()}"]
+    argv.append("--format=%i|%T|%r|%N|%S|%k")
     if all_states:
         argv.append("--states=all")
     rows = (line.split("|", 5) for line in run(argv).splitlines())

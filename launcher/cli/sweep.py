@@ -1,0 +1,179 @@
+"""cookbook sweep"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher import site as sites
+from launcher.cli import common
+from launcher.cli.common import note
+from launcher.recipes import sweep as sweeps_of_the_kit
+from launcher.runs.sweeps import SweepDirectory, find
+from launcher.runs.sweeps import root as sweeps_root
+from launcher.workflows import sweep as workflow
+
+if TYPE_CHECKING:
+    from launcher.sizing.cells import PredictedSweep
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[NAME] [KEY=VALUE]...")
+@common.resource_options
+@click.option("--parallel", type=click.IntRange(min=1), help="So many runs work at a time.")
+@common.flag("--fitting", help="Leave out the cells that are predicted not to fit.")
+@common.flag("--dry-run", help="Print the prediction of every cell and the job arrays, no more.")
+@common.flag("--resume", help="NAME is a sweep that was started: start its unfinished runs again.")
+@common.flag("--local", help="Run on this host, without Slurm, and wait for the end.")
+@common.flag("--no-check", help="Skip the checks that can be skipped.")
+@common.on_nodes_option
+@common.json_option
+@common.cluster_option
+def sweep(
+    words: tuple[str, ...],
+    parallel: int | None,
+    fitting: bool,
+    dry_run: bool,
+    resume: bool,
+    local: bool,
+    no_check: bool,
+    on_nodes: tuple[str, ...],
+    as_json: bool,
+    cluster: str | None,
+    **resources: str | int | None,
+) -> None:
+    """Run a recipe in many settings, as a job array with a limit on parallel runs.
+
+    NAME is a file of configs/sweeps/, or the path of one of your own. KEY=VALUE changes every
+    cell. Each cell is a run like any other. Running out of memory is a result. Without NAME, the
+    sweeps that there are.
+    """
+    site = sites.load(cluster)
+    name, overrides = (words[0], words[1:]) if words else (None, ())
+    given = {key: value for key, value in resources.items() if value is not None}
+    if name is None:
+        if (
+            given
+            or parallel
+            or on_nodes
+            or any((fitting, dry_run, resume, local, no_check, as_json))
+        ):
+            raise click.UsageError("NAME is missing. List the sweeps with: cookbook sweep")
+        _list(site)
+        return
+    if resume:
+        if overrides or given or fitting or dry_run or no_check or on_nodes:
+            raise click.UsageError("--resume goes with --parallel, --local and --json only")
+        _resume(site, name, parallel, local, as_json)
+        return
+    definition = sweeps_of_the_kit.load(name)
+    planned = workflow.plan_sweep(definition, site, overrides, given, parallel, local)
+    predicted = _predicted(planned) if fitting or dry_run else None
+    if fitting and predicted is not None:
+        left_out = [each for each in predicted.cells if not each.fits]
+        planned = workflow.only(planned, (each.number for each in predicted.cells if each.fits))
+        for each in left_out:
+            note(f"left out, because it is predicted not to fit: {each.name}")
+        if not planned.runs:
+            raise click.UsageError("--fitting: no cell is predicted to fit")
+    if dry_run and predicted is not None:
+        if as_json:
+            click.echo(json.dumps(predicted.as_json(), indent=1))
+            return
+        click.echo("\n".join(predicted.lines()))
+        for script in {} if local else planned.scripts.values():
+            click.echo(f"\n{script}", nl=False)
+        for fault in workflow.faults(planned, local, on_nodes, no_check):
+            note(f"warning: sweep would refuse this: {fault}")
+        return
+    made = workflow.submit_sweep(planned, note, local, on_nodes, no_check)
+    if not local:
+        _tell(made, as_json)
+        return
+    _run_here(made, parallel, as_json)
+
+
+def _predicted(planned: workflow.PlannedSweep) -> PredictedSweep:
+    # Imported late: a sweep that is submitted computes nothing.
+    from launcher.sizing.cells import PredictedSweep
+    from launcher.sizing.gpus import by_name
+
+    cells = [
+        (cell.number, cell.name, planned.runs[cell.number].recipe, cell.published)
+        for cell in planned.cells
+    ]
+    gpu = by_name(planned.sweep.gpu or planned.site.gpu)
+    return PredictedSweep(cells, planned.site.root, gpu)
+
+
+def _tell(made: SweepDirectory, as_json: bool) -> None:
+    jobs = [job["job_id"] for job in made.record["jobs"]]
+    if as_json:
+        runs = [run.name for run in made.runs]
+        told = {"sweep": made.name, "jobs": jobs, "path": str(made.path), "runs": runs}
+        click.echo(json.dumps(told))
+        return
+    arrays = f"job array{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
+    count, parallel = len(made.cells), made.record["parallel"]
+    click.echo(f"submitted {made.name}: {count} runs as {arrays}, {parallel} at a time")
+    click.echo(f"  directory  {made.path}")
+    click.echo(f"  follow it  cookbook watch {made.name}   or   cookbook status {made.name}")
+    click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")
+
+
+def _run_here(made: SweepDirectory, parallel: int | None, as_json: bool) -> None:
+    try:
+        workflow.run_here(made, note, parallel)
+    except KeyboardInterrupt:
+        note(
+            f"\nstopped starting runs; those that work go on. Go on with: cookbook sweep --resume "
+            f"{made.name} --local"
+        )
+        sys.exit(130)
+    _tell_end(made, as_json)
+
+
+def _tell_end(made: SweepDirectory, as_json: bool) -> None:
+    left = [cell["name"] for cell, _ in workflow.unfinished(made)]
+    if as_json:
+        runs = [run.name for run in made.runs]
+        told = {"sweep": made.name, "path": str(made.path), "runs": runs, "unfinished": left}
+        click.echo(json.dumps(told))
+    else:
+        done = len(made.cells) - len(left)
+        click.echo(f"{done} of {len(made.cells)} runs are done: cookbook results {made.name}")
+    sys.exit(1 if left else 0)
+
+
+def _resume(site: sites.Site, name: str, parallel: int | None, local: bool, as_json: bool) -> None:
+    found = find(site.root, name)
+    if local:
+        _run_here(found, parallel, as_json)
+        return
+    again = workflow.resume_sweep(found, parallel)
+    if as_json:
+        _tell(found, as_json)
+        return
+    job = found.record["jobs"][-1]["job_id"]
+    click.echo(f"resumed {len(again)} runs of {found.name}, the last as job array {job}")
+
+
+def _list(site: sites.Site) -> None:
+    """Print the sweeps of the kit, and those that were started."""
+    # Imported late: only the list needs it.
+    from launcher.runs.sweeps import every
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
+    for name in sweeps_of_the_kit.names():
+        known = sweeps_of_the_kit.load(name)
+        line = f"{name:<20} {len(known.cells):>3} runs  {known.description}"
+        click.echo(line[:width].rstrip())
+    started = every(site.root)
+    if started:
+        click.echo(f"\nstarted, in {sweeps_root(site.root)}:")
+    for made in started:
+        click.echo(f"  {made.name}")

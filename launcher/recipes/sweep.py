@@ -1,0 +1,209 @@
+"""A sweep: one recipe and the settings in which its runs differ, as a grid or as a list."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, yamlfile
+from launcher.errors import RecipeFault, nearest
+from launcher.recipes.recipe import NAME, NAME_RULE
+from runspec.earlystop import KEYS as EARLY_STOP_KEYS
+
+_KEYS = ("description", "recipe", "set", "grid", "list", "parallel", "gpu", "early_stop")
+_LIST_KEYS = ("name", "set", "published")
+# What others have measured of a cell, for a comparison with the prediction.
+_PUBLISHED_KEYS = ("allocated_gib", "reserved_gib", "epoch_s")
+# Slurm's own limit of a job array is MaxArraySize, 1001 unless the site says otherwise.
+MOST_CELLS = 1000
+_PARALLEL = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep: its name, and the overrides that make it of the recipe."""
+
+    number: int
+    name: str
+    overrides: tuple[str, ...]
+    published: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's file, read and checked. parallel: how many of its runs may work at a time."""
+
+    name: str
+    path: Path
+    description: str
+    recipe: str
+    cells: tuple[Cell, ...]
+    parallel: int = _PARALLEL
+    gpu: str | None = None
+    early_stop: Mapping[str, Any] | None = None
+
+
+def names() -> list[str]:
+    """Return the names of the sweeps that the kit ships, sorted."""
+    return sorted(path.stem for path in paths.SWEEPS.glob("*.yaml"))
+
+
+def find(name: str) -> Path:
+    """Return the file of a sweep, given its name or the path of a YAML file."""
+    is_path = name.endswith((".yaml", ".yml"))
+    path = Path(name).expanduser().absolute() if is_path else paths.SWEEPS / f"{name}.yaml"
+    if path.is_file() and NAME.match(path.stem):
+        return path
+    if path.is_file():
+        raise RecipeFault(f"the sweep's file name {path.name!r} may hold only {NAME_RULE}")
+    hint = "" if is_path else nearest(name, names())
+    listed = ", ".join(names())
+    raise RecipeFault(
+        f"there is no sweep {name!r}{hint}: choose of {listed}, or give the path of a YAML file "
+        "that ends in .yaml"
+    )
+
+
+def load(name: str) -> Sweep:
+    """Return a sweep by its name or path; RecipeFault lists every fault of its file."""
+    path = find(name)
+    content = yamlfile.load(path)
+    faults = [*_faults(content)]
+    cells: list[Cell] = []
+    if not faults:
+        shared = tuple(_overrides(content.get("set") or {}))
+        cells = [*_cells(content, shared)]
+        twice = sorted({each.name for each in cells if _count(cells, each.name) > 1})
+        faults += [f"two cells are named {each!r}: give each its own name" for each in twice]
+        if not 0 < len(cells) <= MOST_CELLS:
+            faults.append(f"it has {len(cells)} cells: a sweep has 1 to {MOST_CELLS:,}")
+    if faults:
+        raise RecipeFault([f"{fault}, in {path}" for fault in faults])
+    recipe = str(content["recipe"])
+    if recipe.endswith((".yaml", ".yml")):
+        # As in `extends`, a path counts from the file that names it.
+        recipe = str((path.parent / Path(recipe).expanduser()).resolve())
+    return Sweep(
+        path.stem,
+        path,
+        str(content.get("description") or ""),
+        recipe,
+        tuple(cells),
+        int(content.get("parallel") or _PARALLEL),
+        content.get("gpu"),
+        content.get("early_stop"),
+    )
+
+
+def _count(cells: Sequence[Cell], name: str) -> int:
+    return sum(each.name == name for each in cells)
+
+
+def _faults(content: Mapping[str, Any]) -> Iterator[str]:
+    for key in content:
+        if key not in _KEYS:
+            yield f"unknown key {key!r}{nearest(str(key), _KEYS)}: a sweep has {', '.join(_KEYS)}"
+    if not isinstance(content.get("recipe"), str):
+        yield "recipe: is missing: write the name of a recipe, or the path of its file"
+    parallel = content.get("parallel", _PARALLEL)
+    if not isinstance(parallel, int) or isinstance(parallel, bool) or parallel < 1:
+        yield f"parallel: must be a whole number from 1 on, got {parallel!r}"
+    if not isinstance(content.get("set") or {}, Mapping):
+        yield "set: must be a mapping of a recipe's keys to values"
+    if (content.get("grid") is None) == (content.get("list") is None):
+        yield "give either grid: or list:"
+    elif content.get("grid") is not None:
+        yield from _grid_faults(content["grid"])
+    else:
+        yield from _list_faults(content["list"])
+    yield from _early_stop_faults(content.get("early_stop"))
+
+
+def _grid_faults(grid: Any) -> Iterator[str]:
+    if not isinstance(grid, Mapping) or not grid:
+        yield "grid: must be a mapping: a recipe's key and its values"
+        return
+    for axis, values in grid.items():
+        if isinstance(values, Mapping):
+            wrong = [name for name, each in values.items() if not isinstance(each or {}, Mapping)]
+            if wrong or not values:
+                yield f"grid.{axis}: each name in it must have a mapping of keys to values"
+        elif not isinstance(values, list) or not values:
+            yield f"grid.{axis}: must be a list of values, or names with keys and values"
+
+
+def _list_faults(cells: Any) -> Iterator[str]:
+    if not isinstance(cells, list) or not cells:
+        yield "list: must be a list of cells, each with name: and set:"
+        return
+    for number, cell in enumerate(cells):
+        if not isinstance(cell, Mapping) or not isinstance(cell.get("name"), str):
+            yield f"list, cell {number}: must be a mapping with a name: of its own"
+            continue
+        for key in cell:
+            if key not in _LIST_KEYS:
+                known = ", ".join(_LIST_KEYS)
+                yield f"cell {cell['name']!r}: unknown key {key!r}: a cell has {known}"
+        if not isinstance(cell.get("set") or {}, Mapping):
+            yield f"cell {cell['name']!r}: set: must be a mapping of a recipe's keys to values"
+        published = cell.get("published") or {}
+        if not isinstance(published, Mapping) or set(published) - set(_PUBLISHED_KEYS):
+            yield f"cell {cell['name']!r}: published: may hold {', '.join(_PUBLISHED_KEYS)}"
+
+
+def _early_stop_faults(given: Any) -> Iterator[str]:
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        yield "early_stop: must be a mapping, {} for the defaults"
+        return
+    for key, value in given.items():
+        if key not in EARLY_STOP_KEYS:
+            yield f"early_stop: unknown key {key!r}{nearest(str(key), EARLY_STOP_KEYS)}"
+        elif not isinstance(value, type(EARLY_STOP_KEYS[key])) and not (
+            isinstance(value, int) and isinstance(EARLY_STOP_KEYS[key], float)
+        ):
+            yield f"early_stop.{key}: must be like {EARLY_STOP_KEYS[key]!r}, got {value!r}"
+
+
+def _cells(content: Mapping[str, Any], shared: tuple[str, ...]) -> Iterator[Cell]:
+    if content.get("list") is not None:
+        for number, cell in enumerate(content["list"]):
+            own = tuple(_overrides(cell.get("set") or {}))
+            yield Cell(number, cell["name"], (*shared, *own), cell.get("published") or {})
+        return
+    axes = [[*_axis(str(axis), values)] for axis, values in content["grid"].items()]
+    for number, chosen in enumerate(product(*axes)):
+        name = ", ".join(each for each, _ in chosen)
+        own = tuple(text for _, texts in chosen for text in texts)
+        yield Cell(number, name, (*shared, *own))
+
+
+def _axis(axis: str, values: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the choices of one axis of a grid, each with its name and its overrides."""
+    if isinstance(values, Mapping):
+        for name, keys in values.items():
+            yield str(name), tuple(_overrides(keys or {}))
+        return
+    for value in values:
+        text = _text(value)
+        yield f"{axis.rpartition('.')[2]}={text}", (f"{axis}={text}",)
+
+
+def _overrides(keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yield overrides as they are typed; a key that begins with ~ is removed."""
+    for key, value in keys.items():
+        yield str(key) if str(key).startswith("~") else f"{key}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    """Return a value as an override's text, which is read as YAML again."""
+    if isinstance(value, str) and value.isprintable():
+        try:
+            if yamlfile.parse(value, "") == value:
+                return value
+        except RecipeFault:
+            pass
+    return json.dumps(value)

@@ -1,0 +1,372 @@
+"""From a sweep to runs in a job array: plan every cell, check all, make the runs, start them."""
+
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import executors, render
+from launcher import site as sites
+from launcher.checks import preflight
+from launcher.errors import (
+    CookbookError,
+    PreflightFault,
+    RecipeFault,
+    RunFault,
+    SlurmFault,
+    SlurmTimeout,
+    UsageFault,
+)
+from launcher.executors import LocalExecutor, SlurmExecutor
+from launcher.executors.slurm import jobs
+from launcher.recipes import recipe as recipes
+from launcher.recipes.override import key_of
+from launcher.recipes.sweep import Cell, Sweep
+from launcher.runs import directory, sweeps
+from launcher.runs.directory import Run
+from launcher.runs.states import State, judged
+from launcher.runs.sweeps import SweepDirectory
+from launcher.site import Site
+from launcher.workflows.cancel import cancel
+from launcher.workflows.prepare import missing, prepare
+from launcher.workflows.submit import (
+    PlannedRun,
+    context,
+    discard,
+    interrupted_later,
+    plan,
+    record,
+    start,
+)
+from runspec import files
+
+Say = Callable[[str], None]
+# A label of a run has this many characters at most; a cell's number is added to the sweep's name.
+_LABEL = 58
+# What has come to its end, and is not started again.
+_DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY"})
+
+
+@dataclass(frozen=True)
+class PlannedSweep:
+    """A sweep that could be started: its future directory and each cell's run."""
+
+    sweep: Sweep
+    site: Site
+    path: Path
+    parallel: int
+    runs: Mapping[int, PlannedRun]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells that are to run."""
+        return [cell for cell in self.sweep.cells if cell.number in self.runs]
+
+    @property
+    def arrays(self) -> list[list[int]]:
+        """The cells' numbers, those together that ask Slurm for the same: a job array each."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for number, planned in self.runs.items():
+            groups.setdefault(render.asks_slurm_for(planned.script), []).append(number)
+        return list(groups.values())
+
+    @property
+    def named_arrays(self) -> list[tuple[str, list[int]]]:
+        """The arrays, each with the name of its script."""
+        return [(files.ARRAY_SCRIPT.format(k), tasks) for k, tasks in enumerate(self.arrays)]
+
+    @property
+    def scripts(self) -> dict[str, str]:
+        """The script of each job array by its file's name."""
+        return {
+            name: render.array_script(
+                self.path / name,
+                self.runs[tasks[0]].script,
+                len(tasks),
+                jobs.task_list(tasks),
+                self.parallel,
+            )
+            for name, tasks in self.named_arrays
+        }
+
+
+def recipe_of(
+    sweep: Sweep, cell: Cell, overrides: Sequence[str], options: Mapping[str, Any]
+) -> recipes.Recipe:
+    """Return the recipe of a cell; overrides and options are those of the command line."""
+    return recipes.load(sweep.recipe, (*cell.overrides, *overrides), options)
+
+
+def plan_sweep(
+    sweep: Sweep,
+    site: Site,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    parallel: int | None = None,
+    local: bool = False,
+) -> PlannedSweep:
+    """Work out all runs of a sweep without writing anything; RecipeFault names every cell's faults.
+
+    Args:
+        overrides, options: of every cell, on top of its own.
+        parallel: how many of its runs may work at a time; None for what its file says.
+    """
+    path = sweeps.root(site.root) / directory.new_name(sweep.name[:_LABEL])
+    found: dict[int, PlannedRun] = {}
+    faults: dict[str, list[str]] = {}
+    for cell in sweep.cells:
+        label = f"{sweep.name[:_LABEL]}-{cell.number:02d}"
+        try:
+            recipe = sites.complete(recipe_of(sweep, cell, overrides, options or {}), site, local)
+            found[cell.number] = plan(recipe, site, label, sweep_dir=path)
+        except RecipeFault as error:
+            for fault in error.faults:
+                faults.setdefault(fault, []).append(cell.name)
+    if faults:
+        told = _with_cells(faults, len(sweep.cells))
+        raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in told])
+    return PlannedSweep(sweep, site, path, parallel or sweep.parallel, found)
+
+
+def only(planned: PlannedSweep, numbers: Iterable[int]) -> PlannedSweep:
+    """Return a sweep with these cells only."""
+    chosen = set(numbers)
+    return replace(planned, runs={n: run for n, run in planned.runs.items() if n in chosen})
+
+
+def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
+    """Return faults that several cells may share, each once and with the cells that have it."""
+    lines = []
+    for fault, cells in faults.items():
+        which = "all cells" if len(cells) == count else f"cell {cells[0]!r}"
+        more = f" and {len(cells) - 1} more" if 1 < len(cells) < count else ""
+        lines.append(f"{which}{more}: {fault}" if count > 1 else fault)
+    return lines
+
+
+def faults(
+    planned: PlannedSweep, local: bool = False, elsewhere: tuple[str, ...] = (), skip: bool = False
+) -> list[str]:
+    """Return what stands in the way of the runs; that one does not fit is no fault."""
+    found: dict[str, list[str]] = {}
+    for cell in planned.cells:
+        run = planned.runs[cell.number]
+        failed = [
+            finding
+            for finding in preflight.check(context(run, local, elsewhere), skip)
+            if finding.state == "failed"
+        ]
+        for finding in failed:
+            # A run that does not fit comes to no checkpoint, which would need space.
+            told = finding.subject == "GPU memory"
+            if not told and not (finding.subject == "disk space" and not _fits(planned, run)):
+                found.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
+    return _with_cells(found, len(planned.cells))
+
+
+def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
+    """Whether a run is predicted to fit, or nobody knows."""
+    # Imported late: few sweeps need it.
+    from launcher.sizing.estimate import peak_gib
+    from launcher.sizing.gpus import by_name
+
+    try:
+        usable = by_name(planned.sweep.gpu or planned.site.gpu).usable_gib
+        return peak_gib(run.recipe, planned.site.root) <= usable
+    except CookbookError:
+        return True
+
+
+def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
+    """Return a fault whose command for the download names the cell's own model and dataset."""
+    command = f"cookbook download {run.recipe.given_name}"
+    wanted = ("hub", "checkpointer", "dataset")
+    own = (text for text in cell.overrides if key_of(text).partition(".")[0] in wanted)
+    return fault.replace(command, " ".join([command, *map(shlex.quote, own)]))
+
+
+def submit_sweep(
+    planned: PlannedSweep,
+    say: Say,
+    local: bool = False,
+    elsewhere: tuple[str, ...] = (),
+    skip: bool = False,
+) -> SweepDirectory:
+    """Check, record and start a sweep: afterwards its runs are queued, or nothing of it is left.
+
+    local: the runs are recorded and not started; run_here() does that.
+    """
+    for each in planned.runs.values():
+        wanted = missing(each.recipe, planned.site)
+        if wanted is not None:
+            prepare(wanted, say)
+    if found := faults(planned, local, elsewhere, skip):
+        raise PreflightFault(found)
+    made: list[Run] = []
+    token = executors.token(planned.path.name)
+    with interrupted_later():
+        try:
+            for cell in planned.cells:
+                known: dict[str, Any] = {"sweep": planned.path.name, "cell": cell.name}
+                known |= {} if local else {"array": token, "task": cell.number}
+                made.append(record(planned.runs[cell.number], **known))
+            sweep = sweeps.create(planned.path, _record(planned, token), planned.scripts)
+        except BaseException:
+            for run in made:
+                discard(run)
+            raise
+        if not local:
+            _start_arrays(sweep, planned.arrays, planned.parallel)
+    return sweep
+
+
+def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
+    sweep, runs = planned.sweep, planned.runs
+    cells = [
+        {
+            "number": cell.number,
+            "name": cell.name,
+            "overrides": list(cell.overrides),
+            "run": runs[cell.number].path.name,
+        }
+        for cell in planned.cells
+    ]
+    return {
+        "sweep": sweep.name,
+        "file": str(sweep.path),
+        "recipe": sweep.recipe,
+        "site": planned.site.name,
+        "parallel": planned.parallel,
+        "early_stop": sweep.early_stop,
+        "token": token,
+        "cells": cells,
+        "arrays": planned.arrays,
+        "jobs": [],
+    }
+
+
+def _start_arrays(sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int) -> None:
+    """Start these tasks of a sweep's arrays; each array begins when the one before it has ended.
+
+    So the limit on parallel runs holds for all of them together.
+    """
+    told = sweep.record
+    cells = {cell["number"]: cell for cell in sweep.cells}
+    executor, after = SlurmExecutor(), ""
+    with directory.locked(Run(sweep.path)) as lease:
+        for place, tasks in enumerate(arrays):
+            if not tasks:
+                continue
+            script, known = sweep.path / files.ARRAY_SCRIPT.format(place), {"tasks": list(tasks)}
+            try:
+                job = executor.start_array(script, told["token"], lease, tasks, parallel, after)
+            except SlurmTimeout:
+                raise
+            except SlurmFault as fault:
+                words = f"then start what is not in the queue: cookbook sweep --resume {sweep.name}"
+                raise type(fault)([f"{each}; {words}" for each in fault.faults]) from fault
+            after = job["job_id"]
+            sweep.write({"jobs": [*sweep.record["jobs"], {**job, **known}]})
+            for task in tasks:
+                _record_job(sweep.run_of(cells[task]), {**job, "job_id": f"{after}_{task}"})
+
+
+def _record_job(run: Run, job: Mapping[str, Any]) -> None:
+    """Record the task of an array that runs a run."""
+    log = run.path / files.JOB_LOG
+    known = {"submitted": time.time(), "log_bytes": log.stat().st_size if log.exists() else 0}
+    run.write(files.SUBMISSION, {**run.submission, "jobs": [*run.all_jobs, {**job, **known}]})
+
+
+def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
+    """Return the cells that have not come to their end, with their states."""
+    cells = {cell["run"]: cell for cell in sweep.cells}
+    known = [(cells[run.name], state) for run, state in judged(sweep.runs)]
+    known.sort(key=lambda pair: int(pair[0]["number"]))
+    return [(cell, state) for cell, state in known if not _is_done(sweep.run_of(cell), state)]
+
+
+def _is_done(run: Run, state: State) -> bool:
+    return state.word in _DONE or run.status.get("cause") == "stopped_early"
+
+
+def resume_sweep(sweep: SweepDirectory, parallel: int | None = None) -> list[dict[str, Any]]:
+    """Start again the cells that have ended and are not done, each from its checkpoint.
+
+    Returns:
+        Those cells; a cell that waits or runs is left alone.
+
+    Raises:
+        UsageFault: there is none.
+    """
+    told = sweep.record
+    alive = SlurmExecutor().living_tasks(told["token"])
+    again = [
+        cell for cell, state in unfinished(sweep) if state.ended and cell["number"] not in alive
+    ]
+    if not again:
+        raise UsageFault(_nothing_left(sweep))
+    chosen = {cell["number"] for cell in again}
+    for cell in again:
+        run = sweep.run_of(cell)
+        if not run.submission.get("array"):
+            # It ran on a host without Slurm until now.
+            run.write(
+                files.SUBMISSION,
+                {**run.submission, "array": told["token"], "task": cell["number"]},
+            )
+    arrays = [[task for task in tasks if task in chosen] for tasks in told["arrays"]]
+    _start_arrays(sweep, arrays, parallel or int(told["parallel"]))
+    return again
+
+
+def _nothing_left(sweep: SweepDirectory) -> str:
+    waiting = unfinished(sweep)
+    if not waiting:
+        return f"every cell of {sweep.name} is done: see them with: cookbook results {sweep.name}"
+    return (
+        f"{len(waiting)} cells of {sweep.name} wait or run, and the others are done: follow them "
+        f"with: cookbook watch {sweep.name}"
+    )
+
+
+def run_here(sweep: SweepDirectory, say: Say, parallel: int | None = None) -> None:
+    """Run the cells that are not done on this host, without Slurm, and return when all have ended.
+
+    Raises:
+        UsageFault: there is none.
+        RunFault: another command starts one of them.
+    """
+    left = [cell for cell, state in unfinished(sweep) if state.ended]
+    if not left:
+        raise UsageFault(_nothing_left(sweep))
+    count, limit = len(left), parallel or int(sweep.record["parallel"])
+    working: dict[str, dict[str, Any]] = {}
+    executor, done = LocalExecutor(), 0
+    while left or working:
+        while left and len(working) < limit:
+            cell = left.pop(0)
+            run = sweep.run_of(cell)
+            with directory.locked(run) as lease:
+                start(run, executor, lease)
+            working[run.name] = cell
+            say(f"started {run.name}: {cell['name']}")
+        time.sleep(0.5)
+        for run, state in judged([sweep.run_of(cell) for cell in working.values()]):
+            if not state.ended:
+                continue
+            done += 1
+            cell, detail = working.pop(run.name), f" ({state.detail})" if state.detail else ""
+            say(f"{done}/{count} {state.word}: {cell['name']}{detail}")
+
+
+def cancel_all(runs: Sequence[Run]) -> list[str]:
+    """End what waits or runs of these runs, and return a line for each such run."""
+    known = {run.name: state for run, state in judged(runs)}
+    living = [run for run in runs if not known[run.name].ended]
+    if not living:
+        raise RunFault("nothing of it waits or runs")
+    # From the last one on: a run that ends lets the next one begin.
+    return [cancel(run) for run in reversed(living)]

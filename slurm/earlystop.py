@@ -1,0 +1,64 @@
+"""Stops a run of a sweep that is clearly worse than the others: python -P -m slurm.earlystop PID
+
+slurm/job.sh starts it beside each attempt of such a run, with RUN_DIR and SWEEP_DIR set. It reads
+the metrics of all runs of the sweep; runspec/earlystop.py has the rule. A run that it stops saves a
+checkpoint first. PID is srun, or what starts the nodes if there is no Slurm. Standard library only.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+from runspec.earlystop import KEYS, verdict
+from runspec.states import process_start
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the logged steps of a run, [] if there are none."""
+    try:
+        values = files.read_json_lines(run_dir / files.METRICS)
+    except OSError:
+        return []
+    return [value for value in values if isinstance(value, dict)]
+
+
+def stopped_before(run_dir: Path) -> bool:
+    """Whether an earlier attempt was stopped so: who resumed it since wants it to go on."""
+    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
+    return any(isinstance(line, dict) and line.get("cause") == "stopped_early" for line in lines)
+
+
+def look(run_dir: Path, sweep_dir: Path, rule: dict[str, Any]) -> str:
+    """Return why the run is to be stopped, "" if it may go on."""
+    own = rows(run_dir)
+    if not own:
+        return ""
+    here = run_dir.resolve()
+    tasks = sorted((sweep_dir / files.TASKS).iterdir())
+    others = [rows(task) for task in tasks if task.resolve() != here]
+    return verdict(own, others, rule)
+
+
+def main() -> None:
+    run_dir, sweep_dir = Path(os.environ["RUN_DIR"]), Path(os.environ["SWEEP_DIR"])
+    sweep = files.read_json_or_none(sweep_dir / files.SWEEP)
+    rule = sweep.get("early_stop") if isinstance(sweep, dict) else None
+    if not isinstance(rule, dict) or stopped_before(run_dir):
+        return
+    pid = int(sys.argv[1])
+    every_s = float({**KEYS, **rule}["every_s"])
+    while process_start(pid) is not None:
+        time.sleep(every_s)
+        why = look(run_dir, sweep_dir, rule)
+        if why:
+            # The reason first: it must be there when the ranks have stopped.
+            files.write_json(run_dir / files.EARLY_STOP, {"message": why, "time": time.time()})
+            (run_dir / files.STOP).touch()
+            return
+
+
+if __name__ == "__main__":
+    main()
