@@ -15,11 +15,21 @@ from typing import Any, NoReturn
 
 from runspec import files
 from runspec.redact import redacted
-from runspec.states import LOCAL_PREFIX, process_start
-from runspec.usage import gpu_hours
+from runspec.states import LOCAL_PREFIX
 from slurm import words
 from slurm.faults import fault, no_space, on_nodes, read_errors, slurm_errors, unfit
-from slurm.retry import NOT_COUNTED, Verdict, bad_nodes, decide, ended_by_slurm
+from slurm.history import (
+    attempts_of,
+    count_fruitless,
+    gained_by,
+    latest_checkpoint,
+    next_attempt,
+    read_object,
+    series_of,
+    used_up,
+)
+from slurm.identity import in_slurm, own_job_id, process_ended, process_of, this_job
+from slurm.retry import Verdict, bad_nodes, decide, ended_by_slurm
 
 # Below the range from which the kernel takes ports itself, so that nobody gets one by chance.
 _PORTS = range(20000, 32000)
@@ -42,34 +52,34 @@ def begin(
     or "busy JOB": the script has to ask whether JOB still runs, and to call again with ended=JOB
     if it does not. Ends the program if attempts that left no word brought nothing too often.
     """
-    status = _object(run_dir / files.STATUS)
+    status = read_object(run_dir / files.STATUS)
     job_id, before = own_job_id(), status.get("job_id")
     if _cancelled(run_dir, job_id):
         sys.exit(f"cookbook: this job was cancelled; continue with: cookbook resume {run_dir.name}")
-    if _object(run_dir / files.PROGRESS).get("state") == "finished":
-        completed = {**_job(), **status, "state": "COMPLETED", "updated": time.time()}
+    if read_object(run_dir / files.PROGRESS).get("state") == "finished":
+        completed = {**this_job(), **status, "state": "COMPLETED", "updated": time.time()}
         files.write_json(run_dir / files.STATUS, completed)
         _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
         return "finished"
     if status.get("state") == "RUNNING":
-        if before not in (job_id, ended) and not _process_ended(status):
+        if before not in (job_id, ended) and not process_ended(status):
             return _busy(run_dir, str(before))
         # That attempt could not record its end: its node was lost, or Slurm requeued the job.
         log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
         number = str(status.get("slurm_job_id") or before)
         lost = ended_by_slurm(words.ended(log, number), words.lost_node(log))
         _append_attempt(run_dir, status, None, lost)
-        fruitless = _fruitless(run_dir)
+        fruitless = count_fruitless(run_dir)
         if fruitless > (max_retries or _MAX_LOST):
             message = (
                 f"{fruitless} attempts brought no new checkpoint, the last of them ended without "
                 f"a word; continue with: cookbook resume {run_dir.name}"
             )
-            _refuse(run_dir, {**status, **_job()}, "lost", message)
+            _refuse(run_dir, {**status, **this_job()}, "lost", message)
     if message := used_up(run_dir):
-        _refuse(run_dir, {**status, **_job()}, "budget", message)
-    number, series = _next_attempt(run_dir, status), _series(run_dir)
-    checkpoint = _latest_checkpoint(run_dir)
+        _refuse(run_dir, {**status, **this_job()}, "budget", message)
+    number, series = next_attempt(run_dir, status), series_of(run_dir)
+    checkpoint = latest_checkpoint(run_dir)
     if before not in (None, job_id):
         since = f"the checkpoint of step {checkpoint}" if checkpoint >= 0 else "the first step"
         _say(
@@ -86,7 +96,7 @@ def begin(
     _keep_room(run_dir)
     started = {
         "state": "RUNNING",
-        **_job(),
+        **this_job(),
         "attempt": number,
         "series": series,
         **{key: status[key] for key in ("successor",) if key in status and before == job_id},
@@ -97,7 +107,7 @@ def begin(
         "checkpoint_at_start": checkpoint,
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
-    files.write_json(run_dir / files.STATUS, {**started, **_process(job_id)})
+    files.write_json(run_dir / files.STATUS, {**started, **process_of(job_id)})
     return f"{number} {port}"
 
 
@@ -122,13 +132,13 @@ def end(
     """
     full = _is_full(run_dir)
     (run_dir / files.RESERVE).unlink(missing_ok=True)
-    status = _object(run_dir / files.STATUS)
+    status = read_object(run_dir / files.STATUS)
     if not _owned(status, attempt):
         _say(
             f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run"
         )
         return "failed"
-    status = {**_job(), "attempt": attempt, **status}
+    status = {**this_job(), "attempt": attempt, **status}
     job_id, logs = str(status["job_id"]), run_dir / files.LOGS / str(attempt)
     log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
     if job_state in words.UNCLEAR:
@@ -146,13 +156,13 @@ def end(
         errors.append(fault(message))
     elif full:
         errors.append(no_space(run_dir))
-    progress = _object(run_dir / files.PROGRESS)
+    progress = read_object(run_dir / files.PROGRESS)
     if progress and progress.get("attempt") != attempt:
         progress = {"state": "none"}  # an earlier attempt wrote it: this one did not get so far
     spent_s = time.time() - float(status.get("started", time.time()))
     timed_out = exit_code != 0 and 0 < timeout_s <= spent_s
-    gained = _gained(run_dir, status)
-    earlier, now = _attempts_of(run_dir), time.time()
+    gained = gained_by(run_dir, status)
+    earlier, now = attempts_of(run_dir), time.time()
     verdict = decide(
         exit_code=exit_code,
         progress=progress,
@@ -160,16 +170,16 @@ def end(
         stop_asked=stop_asked or (run_dir / files.STOP).exists(),
         cancelled=_cancelled(run_dir, job_id),
         job_state=job_state,
-        can_requeue=_in_slurm(),
+        can_requeue=in_slurm(),
         succeeds="successor" in status,
-        fruitless=0 if gained else _fruitless(run_dir) + 1,
+        fruitless=0 if gained else count_fruitless(run_dir) + 1,
         max_retries=max_retries,
         timed_out_s=timeout_s if timed_out else None,
         not_started=words.not_started(log) if not any(logs.glob("node_*.log")) else "",
         cause_before=str(earlier[-1].get("cause")) if earlier else None,
         used_up=used_up(run_dir, {**status, "ended": now}),
         memory_is_result="SWEEP_DIR" in os.environ,
-        worse=str(_object(run_dir / files.EARLY_STOP).get("message") or ""),
+        worse=str(read_object(run_dir / files.EARLY_STOP).get("message") or ""),
     )
     ended = {
         "state": verdict.state,
@@ -185,23 +195,6 @@ def end(
     if verdict.message:
         _say(f"attempt {attempt}: {verdict.message}")
     return verdict.next
-
-
-def used_up(run_dir: Path, running: dict[str, Any] | None = None) -> str:
-    """Say that the run has used its GPU-hours, "" if it may go on.
-
-    Args:
-        running: the attempt that is not in attempts.jsonl yet.
-    """
-    budget = float(os.environ.get("MAX_GPU_HOURS") or 0)
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    used = gpu_hours(line for line in [*lines, running or {}] if isinstance(line, dict))
-    if not budget or used < budget:
-        return ""
-    return (
-        f"the run has used {used:.4g} GPU-hours, and max_gpu_hours is {budget:g}: continue with: "
-        f"cookbook resume {run_dir.name} max_gpu_hours={2 * budget:g}"
-    )
 
 
 def _refuse(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> NoReturn:
@@ -232,10 +225,10 @@ def choose(run_dir: Path, hosts: list[str], nodes: int, silent: list[str] | None
         hosts: the allocation's nodes. nodes: how many of them are needed.
         silent: those that do not answer.
     """
-    attempts = _attempts_of(run_dir)
+    attempts = attempts_of(run_dir)
     bad = bad_nodes(attempts) | set(silent or [])
     good = [host for host in hosts if host not in bad]
-    mine = _job()
+    mine = this_job()
     tried = any(
         str(line.get("job_id")) == mine["job_id"]
         and line.get("restart_count") == mine["restart_count"]
@@ -264,15 +257,9 @@ def succeed(run_dir: Path, job: str) -> None:
 
 
 def _between(run_dir: Path, change: dict[str, Any]) -> None:
-    status = _object(run_dir / files.STATUS)
+    status = read_object(run_dir / files.STATUS)
     if _owned(status):
         files.write_json(run_dir / files.STATUS, {**status, **change, "updated": time.time()})
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object, {} if it is missing or broken: the end must be recorded."""
-    value = files.read_json_or_none(path)
-    return value if isinstance(value, dict) else {}
 
 
 def _owned(status: dict[str, Any], attempt: int | None = None) -> bool:
@@ -282,7 +269,7 @@ def _owned(status: dict[str, Any], attempt: int | None = None) -> bool:
     """
     if "job_id" not in status:
         return True
-    mine = _job()
+    mine = this_job()
     newer = attempt is not None and int(status.get("attempt", -1)) > attempt
     return not newer and all(
         str(status.get(key, mine[key])) == str(mine[key]) for key in ("job_id", "restart_count")
@@ -291,43 +278,6 @@ def _owned(status: dict[str, Any], attempt: int | None = None) -> bool:
 
 def _owner(status: dict[str, Any]) -> str:
     return f"attempt {status.get('attempt')} of job {status.get('job_id')}"
-
-
-def _next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
-    """Return a number that no attempt has had, whatever the records say."""
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    had = [line.get("attempt") for line in lines if isinstance(line, dict)]
-    had += [int(path.name) for path in (run_dir / files.LOGS).glob("[0-9]*") if path.name.isdigit()]
-    return 1 + max([-1, int(status.get("attempt", -1)), *(n for n in had if isinstance(n, int))])
-
-
-def _series(run_dir: Path) -> str:
-    """Return the id of the job that began the series of which this one is the latest.
-
-    A job that took another's place by itself belongs to its series; a resumed run begins a new one.
-    """
-    status, job_id = _object(run_dir / files.STATUS), own_job_id()
-    if job_id in (str(status.get("job_id")), str(status.get("successor"))):
-        return str(status.get("series") or status.get("job_id"))
-    return job_id
-
-
-def _attempts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of the attempts of this job's series: a resumed run begins to count anew."""
-    series, lines = _series(run_dir), files.read_json_lines(run_dir / files.ATTEMPTS)
-    return [
-        line
-        for line in lines
-        if isinstance(line, dict) and str(line.get("series") or line.get("job_id")) == series
-    ]
-
-
-def _fruitless(run_dir: Path) -> int:
-    """Return how many attempts since the last gain brought no newer checkpoint."""
-    attempts = _attempts_of(run_dir)
-    gains = [number for number, line in enumerate(attempts) if line.get("gained")]
-    since = attempts[gains[-1] + 1 if gains else 0 :]
-    return sum(line.get("cause") not in NOT_COUNTED for line in since)
 
 
 def _ranks_per_node() -> int:
@@ -385,8 +335,8 @@ def _append_attempt(
         "message": verdict.message,
         "node": verdict.node,
         **({"bad_nodes": bad_nodes} if bad_nodes else {}),
-        "checkpoint_step": _latest_checkpoint(run_dir),
-        "gained": _gained(run_dir, status),
+        "checkpoint_step": latest_checkpoint(run_dir),
+        "gained": gained_by(run_dir, status),
     }
     files.append_json_line(run_dir / files.ATTEMPTS, line)
 
@@ -398,64 +348,9 @@ def _last_sign(run_dir: Path, status: dict[str, Any]) -> float:
     return max([float(status.get("started") or time.time()), *written])
 
 
-def _latest_checkpoint(run_dir: Path) -> int:
-    """Return the step of the newest complete checkpoint, -1 for none."""
-    return max(files.checkpoint_steps(run_dir), default=-1)
-
-
-def _gained(run_dir: Path, status: dict[str, Any]) -> bool:
-    """Whether the attempt of this status brought a newer checkpoint."""
-    return _latest_checkpoint(run_dir) > int(status.get("checkpoint_at_start", -1))
-
-
-def _process_ended(status: dict[str, Any]) -> bool:
-    """Whether the attempt ran without Slurm, and its process is not on this host any more."""
-    job_id = str(status.get("job_id"))
-    if not job_id.startswith(LOCAL_PREFIX):
-        return False
-    started = process_start(int(job_id.removeprefix(LOCAL_PREFIX)))
-    return started is None or started != status.get("process_start")
-
-
 def _cancelled(run_dir: Path, job_id: str) -> bool:
     """Whether `cookbook cancel` meant this very job: a later one continues from its checkpoint."""
-    return _object(run_dir / files.CANCELLED).get("job_id") == job_id
-
-
-def own_job_id() -> str:
-    """Return the id of this job, or of this process on a host without Slurm."""
-    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
-    if array and task:
-        return f"{array}_{task}"  # as squeue and sacct name a task of a job array
-    return os.environ.get("SLURM_JOB_ID") or f"{LOCAL_PREFIX}{os.environ['JOB_PID']}"
-
-
-def _job() -> dict[str, Any]:
-    """Return what identifies this start of this job: two clusters may give the same id."""
-    named = {
-        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
-        "slurm_conf": os.environ.get("SLURM_CONF"),
-    }
-    if own_job_id() != os.environ.get("SLURM_JOB_ID"):
-        # slurmstepd's lines name a task of an array by the number of its own.
-        named["slurm_job_id"] = os.environ.get("SLURM_JOB_ID")
-    return {
-        "job_id": own_job_id(),
-        "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-        **({key: value for key, value in named.items() if value} if _in_slurm() else {}),
-    }
-
-
-def _in_slurm() -> bool:
-    return "SLURM_JOB_ID" in os.environ
-
-
-def _process(job_id: str) -> dict[str, str | None]:
-    """Return what identifies a job without Slurm, {} for a job of Slurm."""
-    if not job_id.startswith(LOCAL_PREFIX):
-        return {}
-    started = process_start(int(job_id.removeprefix(LOCAL_PREFIX)))
-    return {"host": socket.gethostname(), "process_start": started}
+    return read_object(run_dir / files.CANCELLED).get("job_id") == job_id
 
 
 def _free_port(head: str, job_id: str, attempt: int) -> int:

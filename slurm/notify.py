@@ -15,7 +15,7 @@ from typing import Any
 
 from runspec import files
 from runspec.redact import redacted
-from slurm.attempt import own_job_id
+from slurm.identity import own_job_id
 
 TIMEOUT_S, TRIES = 8, 2
 # The event by the state that the job has written.

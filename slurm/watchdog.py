@@ -16,7 +16,7 @@ from typing import Any
 
 from runspec import files
 from runspec.states import process_start
-from slurm.attempt import used_up
+from slurm.history import used_up
 
 POLL_S = 1.0
 # A hang is so many median steps at least.

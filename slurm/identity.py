@@ -1,0 +1,55 @@
+"""Which job this is: Slurm's, or a process of this host without Slurm.
+
+Standard library only.
+"""
+
+import os
+import socket
+from typing import Any
+
+from runspec.states import LOCAL_PREFIX, process_start
+
+
+def own_job_id() -> str:
+    """Return the id of this job, or of this process on a host without Slurm."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    if array and task:
+        return f"{array}_{task}"  # as squeue and sacct name a task of a job array
+    return os.environ.get("SLURM_JOB_ID") or f"{LOCAL_PREFIX}{os.environ['JOB_PID']}"
+
+
+def this_job() -> dict[str, Any]:
+    """Return what identifies this start of this job: two clusters may give the same id."""
+    named = {
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "slurm_conf": os.environ.get("SLURM_CONF"),
+    }
+    if own_job_id() != os.environ.get("SLURM_JOB_ID"):
+        # slurmstepd's lines name a task of an array by the number of its own.
+        named["slurm_job_id"] = os.environ.get("SLURM_JOB_ID")
+    return {
+        "job_id": own_job_id(),
+        "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        **({key: value for key, value in named.items() if value} if in_slurm() else {}),
+    }
+
+
+def in_slurm() -> bool:
+    return "SLURM_JOB_ID" in os.environ
+
+
+def process_of(job_id: str) -> dict[str, str | None]:
+    """Return what identifies a job without Slurm, {} for a job of Slurm."""
+    if not job_id.startswith(LOCAL_PREFIX):
+        return {}
+    started = process_start(int(job_id.removeprefix(LOCAL_PREFIX)))
+    return {"host": socket.gethostname(), "process_start": started}
+
+
+def process_ended(status: dict[str, Any]) -> bool:
+    """Whether the attempt ran without Slurm, and its process is not on this host any more."""
+    job_id = str(status.get("job_id"))
+    if not job_id.startswith(LOCAL_PREFIX):
+        return False
+    started = process_start(int(job_id.removeprefix(LOCAL_PREFIX)))
+    return started is None or started != status.get("process_start")
