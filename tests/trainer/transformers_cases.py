@@ -96,6 +96,57 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 20, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            # So low that some gates are cut off.
+            "swiglu_limit": 0.5,
+            **MIXED,
+        },
+    ),
+    "glm4.5-moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 24,
+            "q_lora_rank": 40,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+        },
+    ),
+    "granite-moe": (
+        "granitemoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "logits_scaling": 3.0,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.3,
+        },
+    ),
 }
 # Of those with experts, what these are.
 EXPERTS = {"qwen3-moe": Experts(4, 2, 48), "mixtral": Experts(4, 2, 128)}
@@ -140,8 +191,11 @@ def write(family: str, folder: Path, tokenizer: Path | None = None) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder)
     if tokenizer is not None:
         for path in [*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")]:

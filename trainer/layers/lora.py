@@ -88,7 +88,7 @@ def _base_forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def method(model: nn.Module) -> str:
     """What the model trains: full, LoRA, DoRA, QLoRA or QDoRA."""
     layers = [m for m in model.modules() if isinstance(m, AdaptedLinear)]
-    if not layers:
+    if not any(is_adapter(name) for name, _ in model.named_parameters()):
         return "full"
     quantised = any(hasattr(m, "nf4_table") for m in model.modules())
     dora = any(layer.magnitude is not None for layer in layers)

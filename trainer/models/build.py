@@ -15,7 +15,7 @@ from torch import nn
 from runspec.keys.sft import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
-from trainer.layers import attention, fp8, lora, nf4
+from trainer.layers import attention, experts, fp8, lora, nf4
 from trainer.models.decoder import Decoder, Role
 from trainer.parallel import activations, fsdp, tensor_parallel
 from trainer.parallel.world import World
@@ -201,15 +201,36 @@ def _add_adapters(model: Decoder, block: dict[str, Any]) -> None:
             raise ConfigError(f"model.{given[0]}: needs model.lora_rank")
         return
     layers = {name: name.rpartition(".")[2] for name in model.linear_layers()}
-    wanted = set(block.get("lora_modules") or layers.values())
-    if unknown := wanted - set(layers.values()):
-        known = ", ".join(sorted(set(layers.values())))
-        raise ConfigError(f"model.lora_modules: no layer {', '.join(sorted(unknown))}; has {known}")
+    routed = [layer for _, layer in experts.layers(model)]
+    known = {*layers.values(), *([experts.NAME] if routed else [])}
+    wanted = set(block.get("lora_modules") or known)
+    if unknown := wanted - known:
+        raise ConfigError(
+            f"model.lora_modules: no layer {', '.join(sorted(unknown))}; has "
+            f"{', '.join(sorted(known))}"
+        )
     alpha, dropout = block.get("lora_alpha", 2 * rank), block.get("lora_dropout", 0.0)
     use_dora = block.get("use_dora", False)
+    if experts.NAME in wanted:
+        _check_expert_adapters(use_dora, dropout, known - {experts.NAME})
+        for layer in routed:
+            experts.add_adapters(layer, rank, alpha)
     for name in [name for name, last in layers.items() if last in wanted]:
         base = model.get_submodule(name)
         model.set_submodule(name, lora.AdaptedLinear(base, rank, alpha, dropout, use_dora))
+
+
+def _check_expert_adapters(use_dora: bool, dropout: float, others: set[str]) -> None:
+    """PEFT has neither for weights of several experts."""
+    given = {"use_dora": use_dora, "lora_dropout": dropout}
+    if wrong := [key for key, value in given.items() if value]:
+        raise ConfigError(
+            *(
+                f"model.{key}: is not possible for the experts; leave it out, or leave the experts "
+                f"out: model.lora_modules=[{','.join(sorted(others))}]"
+                for key in wrong
+            )
+        )
 
 
 def _quantise(model: Decoder) -> None:
@@ -218,15 +239,15 @@ def _quantise(model: Decoder) -> None:
             "model.quantize_base: only adapters can be trained over a quantised base; "
             "set model.lora_rank or use a lora_* builder, or set model.quantize_base=False"
         )
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        raise ConfigError(
-            "model.quantize_base: the weights of experts cannot be quantised yet; set "
-            "model.quantize_base=False"
-        )
     names = model.linear_layers()
-    if faults := nf4.faults(names, model):
+    routed = [layer for _, layer in experts.layers(model)]
+    weights_of = [model.get_submodule(name).weight for name in names]
+    weights_of += [getattr(layer, name) for layer in routed for name in experts.MATRICES]
+    if faults := nf4.faults(weights_of):
         raise ConfigError(*faults)
     lora.quantise(model, names)
+    for layer in routed:
+        experts.quantise(layer)
 
 
 def fitting(

@@ -182,6 +182,13 @@ class Decoder(nn.Module, ABC):
         """
         return {}
 
+    def held_buffers(self) -> dict[str, torch.Tensor]:
+        """By name, the buffers that a model folder holds; they are read and written, not trained.
+
+        They keep their dtype, whole on every rank.
+        """
+        return {}
+
     def expert_shares(self) -> dict[str, float]:
         """The parameters of the blocks that are in no linear layer, and no norm's or bias.
 
@@ -193,6 +200,10 @@ class Decoder(nn.Module, ABC):
     def peft_name(self, tensor: str) -> str:
         """The name that transformers' class, and so PEFT, has for a tensor of the hub."""
         return tensor
+
+    def peft_module(self, module: str) -> str:
+        """The name that transformers' class, and so PEFT, has for a module of this model."""
+        return module
 
     def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a parameter, [out, ...], from the order of the hub to the model's."""
