@@ -103,7 +103,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             # So low that some gates are cut off.
-            "swiglu_limit": 0.5,
+            "swiglu_limit": 1.0,
             **MIXED,
         },
     ),
@@ -150,6 +150,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Of those with experts, what these are.
 EXPERTS = {"qwen3-moe": Experts(4, 2, 48), "mixtral": Experts(4, 2, 128)}
+
+# Whose sizes runspec cannot tell yet.
+UNSHAPED = ("gpt-oss", "glm4.5-moe", "deepseek-v3", "granite-moe")
 
 _IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
 _IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}

@@ -247,3 +247,30 @@ def adapter_tensors(layer: nn.Module, name: str) -> tuple[torch.Tensor, torch.Te
     adapter = layer.adapters[name]
     parts = (adapter.lora_a.weight, adapter.lora_b.weight)
     return tuple(full_tensor(part.detach()) for part in parts)
+
+
+def to_peft(
+    a: torch.Tensor, b: torch.Tensor, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [experts, rank, in] and B [experts, out, rank] as PEFT's lora_A and lora_B.
+
+    PEFT (0.18, ParamWrapper.get_delta_weight) takes the weight for [experts, in, out] whatever it
+    is: lora_A is [experts x rank, in] and lora_B [out, rank x experts].
+    """
+    if not transposed:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
+
+
+def from_peft(
+    a: torch.Tensor, b: torch.Tensor, count: int, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `to_peft`."""
+    a, b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count)).permute(2, 0, 1)
+    return (a, b) if transposed else (b.transpose(1, 2), a.transpose(1, 2))
+
+
+def peft_places(name: str) -> dict[str, str]:
+    """By matrix, where PEFT keeps the adapter of the experts `name`: one wraps the other."""
+    inner, outer = MATRICES
+    return {inner: f"{name}.base_layer", outer: name}

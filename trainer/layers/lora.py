@@ -95,6 +95,15 @@ def method(model: nn.Module) -> str:
     return f"{'Q' if quantised else ''}{'DoRA' if dora else 'LoRA'}"
 
 
+def adapted_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers with an adapter, experts among them; each has `rank` and `scaling`."""
+    return [m for m in model.modules() if isinstance(m, AdaptedLinear) or len(_adapters(m))]
+
+
+def _adapters(module: nn.Module) -> nn.ModuleDict | tuple[()]:
+    return getattr(module, "adapters", ())
+
+
 def base(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[..., in] to [..., out] by `weight`, the layer's own or this rank's part; without bias."""
     if hasattr(layer, "nf4_table"):

@@ -143,7 +143,7 @@ def _whole(
     layer = layers[owner]
     if last in experts.MATRICES and hasattr(layer, "transposed"):
         return experts.merged(layer, last, model.dtype)
-    if isinstance(layer, lora.AdaptedLinear) or nf4.is_packed(parameter):
+    if last == "weight" and isinstance(layer, lora.AdaptedLinear) or nf4.is_packed(parameter):
         return lora.merged(layer, model.dtype)
     return full_tensor(parameter.detach())
 
@@ -156,10 +156,11 @@ def _layers(model: Model) -> dict[str, torch.nn.Module]:
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     tensors, ranks = _peft_tensors(model)
     settings = _peft_config(model, ranks, config)
+    tensors |= _expert_tensors(model, settings)
     if model.module.carried_tensors:
         # Other parts of the model have layers with the same last names.
         ends = (".lora_A.weight", "base_model.model.")
-        named = (name for name in tensors if name.endswith(ends[0]))
+        named = (name for name in tensors if name.endswith(ends[0]) and ".experts." not in name)
         settings["target_modules"] = [n.removesuffix(ends[0]).removeprefix(ends[1]) for n in named]
 
     def write() -> None:
@@ -206,6 +207,26 @@ def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]
     return tensors, ranks
 
 
+def _expert_tensors(model: Model, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """PEFT's tensors of the experts' adapters by name; `settings` learns what they belong to."""
+    tensors, targets = {}, {}
+    for name, layer in experts.layers(model.module):
+        if not layer.adapters:
+            continue
+        module = model.module.peft_module(weights.plain_name(name))
+        kind = ".".join(module.split(".")[-2:])
+        targets |= dict.fromkeys(f"{kind}.{matrix}" for matrix in experts.MATRICES)
+        for matrix, place in experts.peft_places(f"base_model.model.{module}").items():
+            parts = experts.adapter_tensors(layer, matrix)
+            a, b = experts.to_peft(*(part.cpu() for part in parts), layer.transposed)
+            tensors[f"{place}.lora_A.weight"] = a.to(model.dtype)
+            tensors[f"{place}.lora_B.weight"] = b.to(model.dtype)
+    if targets:
+        settings["target_parameters"] = list(targets)
+        settings["target_modules"] = settings["target_modules"] or None
+    return tensors
+
+
 def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """DoRA's magnitude of a layer's rows, [out]; for a layer without DoRA the norms of its rows."""
     if isinstance(layer, lora.AdaptedLinear):
@@ -214,7 +235,7 @@ def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _peft_config(model: Model, ranks: dict[str, int], config: TrainConfig) -> dict[str, Any]:
-    layer = next(m for m in model.module.modules() if isinstance(m, lora.AdaptedLinear))
+    layer = lora.adapted_layers(model.module)[0]
     # A fused adapter's rank is higher, and PEFT scales by alpha / rank.
     rank, scaling = layer.rank, layer.scaling
     fused = {name: own for name, own in ranks.items() if own != rank}
@@ -226,8 +247,8 @@ def _peft_config(model: Model, ranks: dict[str, int], config: TrainConfig) -> di
         "lora_alpha": scaling * rank,
         "rank_pattern": fused,
         "alpha_pattern": {name: scaling * own for name, own in fused.items()},
-        "use_dora": layer.magnitude is not None,
-        "lora_dropout": getattr(layer.dropout, "p", 0.0),
+        "use_dora": "DoRA" in model.method,
+        "lora_dropout": getattr(getattr(layer, "dropout", None), "p", 0.0),
         "target_modules": sorted(ranks),
         "bias": "none",
         "fan_in_fan_out": False,
