@@ -57,6 +57,8 @@ DOCUMENTS = Documents(
 )
 POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)]).expand(2, -1)
 LORA = {"lora_rank": 4, "lora_alpha": 8}
+TP, CHECKPOINTED = {"tensor_parallel_dim": 2}, {"enable_activation_checkpointing": True}
+EP = {"expert_parallel_dim": 2}
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +136,7 @@ def _assert_shape(source: Path, family: str, module: Decoder) -> None:
     shape = replace(of_config_json(dense), experts=EXPERTS.get(family))
     assert shape.parameters == sum(p.numel() for p in module.parameters())
     assert model_flops(module) == of_shape(shape, True, {})
-    assert (shape.whole or family in EXPERTS) == bool(module.split_faults())
+    assert shape.whole == bool(module.split_faults())
 
 
 # The others take long.
@@ -321,7 +323,9 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
             "has layers with 48 inputs; set model.quantize_base=False",
         ),
         ("mixtral", {"model": LORA | {"use_dora": True}}, "model.lora_modules=[k_proj,o_proj,q_p"),
-        ("mixtral", {"tensor_parallel_dim": 2}, "set tensor_parallel_dim=1"),
+        ("glm4.5-moe", TP, "some of its layers have experts and others none; set tensor_par"),
+        ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
+        ("mixtral", {"expert_parallel_dim": 3}, "does not divide the model's 4 experts"),
         ("qwen3", {"model": {"quantize_base": True}}, "set model.lora_rank or use a lora_* builde"),
         ("qwen3", {"model": LORA | {"lora_modules": ["w1"]}}, "no layer w1; has down_proj, gate_p"),
     ],
@@ -341,7 +345,6 @@ def test_an_adapter_is_no_base(tmp_path: Path, dataset: Path) -> None:
 
 
 PACKED = {"row_length": 96, "batch_size": 4}
-TP, CHECKPOINTED = {"tensor_parallel_dim": 2}, {"enable_activation_checkpointing": True}
 SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}}
 FULL, ADAPTED, HALF = PACKED | SGD, PACKED | SGD | {"model": LORA}, {"batch_size": 2}
 # Runs by name: ranks, family, the run that it must equal, changes to the config. The families
@@ -367,6 +370,11 @@ RUNS: dict[str, tuple[int, str, str | None, dict[str, Any]]] = {
     "moe-fsdp2": (2, "qwen3-moe", "moe", FULL | HALF | CHECKPOINTED | {"loss": LINEAR}),
     "moe-lora": (1, "qwen3-moe", None, ADAPTED),
     "moe-lora-fsdp2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF),
+    "moe-tp2": (2, "qwen3-moe", "moe", FULL | TP | {"loss": LINEAR}),
+    "moe-ep2": (2, "qwen3-moe", "moe", FULL | HALF | EP),
+    "moe-ep2-tp2": (2, "qwen3-moe", "moe", FULL | EP | TP),
+    "moe-ep2-fsdp2": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP),
+    "moe-lora-ep2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF | EP | CHECKPOINTED),
     "qlora-moe": (1, "mixtral", None, ADAPTED | {"model": LORA | {"quantize_base": True}}),
     "qlora-moe-fsdp2": (
         2,

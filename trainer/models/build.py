@@ -17,7 +17,7 @@ from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, experts, fp8, lora, nf4
 from trainer.models.decoder import Decoder, Role
-from trainer.parallel import activations, fsdp, tensor_parallel
+from trainer.parallel import activations, expert_parallel, fsdp, tensor_parallel
 from trainer.parallel.world import World
 from trainer.storage import weights
 
@@ -102,13 +102,17 @@ def lay_out(module: Decoder, config: TrainConfig, world: World, output_chunks: i
             parameter.data = parameter.data.float()
     use_fsdp = fsdp.needed(config, world)
     mesh = world.mesh(use_fsdp)
+    expert_mesh = world.expert_mesh(use_fsdp)
+    if expert_mesh is not None:
+        # First: tensor parallelism keeps experts whole that are not spread.
+        expert_parallel.split(module, expert_mesh["ep"], world.tensor_parallel_dim)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
     attention.choose_kernels(module, world.device, DTYPES[config.dtype])
     activations.prepare(module, config)
     module.num_output_chunks = output_chunks
     if use_fsdp:
-        fsdp.shard(module, mesh, DTYPES[config.dtype], config)
+        fsdp.shard(module, mesh, DTYPES[config.dtype], config, expert_mesh)
 
 
 def freeze_base(module: nn.Module) -> None:
@@ -285,6 +289,7 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
     """Return why a model from `empty` cannot be split, or use fp8, as `config` says."""
     ranks = config.tensor_parallel_dim
     faults = tensor_parallel.faults(module, ranks)
+    faults += expert_parallel.faults(module, config.expert_parallel_dim)
     if config.fp8_recipe is not None:
         row = set(module.linear_layers(Role.ROW))
         layers = {name: module.get_submodule(name) for name in module.linear_layers()}

@@ -34,6 +34,9 @@ class Role(Enum):
             sequence.
         REPLICATED: whole on every rank, on this rank's tokens or heads: other norms, and linear
             layers.
+        ROUTER: whole on every rank, on this rank's tokens; computed by its own forward pass.
+        EXPERT: the experts of a layer, from trainer.layers.experts, on this rank's tokens;
+            expert parallelism spreads them.
     """
 
     EMBEDDING = auto()
@@ -42,6 +45,8 @@ class Role(Enum):
     ROW = auto()
     NORM = auto()
     REPLICATED = auto()
+    ROUTER = auto()
+    EXPERT = auto()
 
 
 class Decoder(nn.Module, ABC):

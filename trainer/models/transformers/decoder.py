@@ -288,8 +288,12 @@ class TransformersDecoder(Decoder):
         plan = getattr(self.config, "base_model_tp_plan", None) or {}
         if not plan:
             self._unsplit.append("its class has no tensor-parallel plan")
-        roles = {}
+        roles = self._expert_roles()
+        experts_of = [name for name, role in roles.items() if role is Role.EXPERT]
+        mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts_of)
         for name, style in plan.items():
+            if mixtures and f"{self._prefix}.{name}.".startswith(mixtures):
+                continue
             kind = STYLES.get(style, Role.REPLICATED)
             roles[f"{self._prefix}.{name}"] = kind
             if style not in STYLES:
@@ -316,6 +320,21 @@ class TransformersDecoder(Decoder):
             if _pattern(name.rpartition(".")[0]) not in roles:
                 self._unsplit.append(f"its plan says nothing of {_pattern(name)}")
         self._unsplit = list(dict.fromkeys(self._unsplit))
+        return roles
+
+    def _expert_roles(self) -> dict[str, Role]:
+        """The parts of the blocks' mixtures of experts, which work on each rank's own tokens."""
+        roles, having = {}, set()
+        for name, layer in routed.layers(self):
+            mixture = name.rpartition(".")[0]
+            having.add(_pattern(mixture))
+            roles[_pattern(name)] = Role.EXPERT
+            for inner, module in self.get_submodule(mixture).named_modules(prefix=mixture):
+                if module is not layer and list(module.parameters(recurse=False)):
+                    linear = type(module) is nn.Linear
+                    roles[_pattern(inner)] = Role.REPLICATED if linear else Role.ROUTER
+        if 0 < len(list(routed.layers(self))) < len(self.blocks):
+            self._unsplit.append("some of its layers have experts and others none")
         return roles
 
     def _prepare_norm(self, name: str) -> None:
