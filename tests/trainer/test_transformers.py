@@ -20,6 +20,7 @@ from tests.trainer.runs import (
     finish,
     kill_rank,
     metrics,
+    progress,
     start,
     train,
     wait_for_step,
@@ -438,3 +439,24 @@ def test_a_killed_run_resumes_the_same(
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
         own, wanted = (folder.parent / "export" / file for folder in (path, whole))
         assert own.read_bytes() == wanted.read_bytes()
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_its_experts_on_other_ranks(
+    tmp_path: Path, sources: dict[str, Path], dataset: Path
+) -> None:
+    """AdamW's moments come along, whatever expert_parallel_dim was when they were saved."""
+    common = {"row_length": 96, "max_steps": 8}
+    whole = config_of(tmp_path / "whole", sources["qwen3-moe"], dataset, batch_size=4, **common)
+    train(whole)
+    parts = [(2, HALF | EP), (2, {"batch_size": 4} | EP | TP), (4, {"batch_size": 1} | EP)]
+    parts += [(1, {"batch_size": 4})]
+    for index, (ranks, layout) in enumerate(parts):
+        changes = common | layout | {"max_steps": 2 * (index + 1)}
+        path = config_of(tmp_path / "parts", sources["qwen3-moe"], dataset, **changes)
+        told = train(path, ranks=ranks, attempt=index)
+        assert not index or f"resuming from checkpoints/step_{2 * index}" in told
+        going_on = progress(path.parent) | {"state": "running"}
+        (path.parent / "progress.json").write_text(json.dumps(going_on))
+    assert_same_curve(path.parent, whole.parent, 5e-5, 1e-3)
+    assert_same_tensors(path.parent, whole.parent, 2e-4)
