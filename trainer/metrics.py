@@ -36,6 +36,7 @@ _GROUPS = {
     "memory": ("peak_memory_allocated_gb", "peak_memory_reserved_gb", "memory_rss_gb"),
     "optimizer": ("lr", "grad_norm", "skipped_steps"),
     "progress": ("epoch", "tokens"),
+    "routers": ("router_aux_loss", "router_entropy", "expert_load_max", "expert_load_min"),
     "speed": (
         "tokens_per_second_per_gpu",
         "tflops_per_second_per_gpu",

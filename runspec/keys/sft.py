@@ -121,6 +121,8 @@ GROUPS["Training"] = (
         "The loss; trainer.layers.loss.LinearCrossEntropy never holds all logits.",
         {"_component_": "torch.nn.CrossEntropyLoss"},
     ),
+    Key("router_aux_loss_coef", "rate", "Weight of the loss that balances experts.", 0.0),
+    Key("train_router", "flag", "Train what chooses the experts, in full fine-tuning.", True),
     Key("clip_grad_norm", "number", "Largest norm of the gradients. Default: no clipping."),
     Key("max_non_finite_steps", "positive", "NaN or infinite steps in a row that end the run.", 3),
     Key("optimizer_in_bwd", "flag", "Step the optimizer during the backward pass.", False),

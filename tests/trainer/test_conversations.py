@@ -79,7 +79,10 @@ CALLS = [
     },
     {"role": "tool", "content": "RUNNING"},
     {"role": "assistant", "reasoning_content": "It runs.", "content": "Yes."},
-    {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}],
+    },
     {"role": "assistant", "reasoning_content": "Still.", "content": "Yes."},
 ]
 PLAIN = [
@@ -93,7 +96,12 @@ CALLED = '<call>jobs{"user": "me"}</call><call>nodes{"idle": true}</call></s>'
 # Template, messages, what `train_on` says, and the texts that are trained.
 CASES: list[tuple[str, list[dict], str, list[str]]] = [
     (THINKING, CALLS, "all", [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
-    (THINKING, CALLS[:4], "all", ["<think></think>\n" + CALLED, "<think>It runs.</think>\nYes.</s>"]),
+    (
+        THINKING,
+        CALLS[:4],
+        "all",
+        ["<think></think>\n" + CALLED, "<think>It runs.</think>\nYes.</s>"],
+    ),
     (THINKING, CALLS, "last", ["<think>Still.</think>\nYes.</s>"]),
     (INSTRUCT, PLAIN, "all", [" A machine. </s>", "A process.</s>"]),
     (INSTRUCT, PLAIN, "marked", ["A process.</s>"]),
@@ -127,7 +135,9 @@ def tokenizer_of(tmp_path: Path, model_folder: Path) -> Any:
     return make
 
 
-def opened(tokenizer: Any, folder: Path, *rows: dict, **changes: Any) -> conversations.Conversations:
+def opened(
+    tokenizer: Any, folder: Path, *rows: dict, **changes: Any
+) -> conversations.Conversations:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return conversations.conversation_dataset(
@@ -170,7 +180,10 @@ def test_exactly_the_chosen_answers_are_trained(
         ({"chat": PLAIN}, "there are no messages in the column 'messages'; name another one with"),
         ({"messages": []}, "there are no messages in the column"),
         ({"messages": [PLAIN[1], {"role": "assistant", "content": None}]}, "message 2 (assistant)"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "message 1 has the role 'bot'; known: sys"),
+        (
+            {"messages": [{"role": "bot", "content": "a"}]},
+            "message 1 has the role 'bot'; known: sys",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
             "message 1 has a part of type image_url; only text can be trained",

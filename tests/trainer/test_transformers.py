@@ -39,6 +39,7 @@ from tests.trainer.transformers_cases import (
 from trainer import check
 from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
+from trainer.layers.balance import Balance
 from trainer.layers.batch import Documents, MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.metrics import model_flops
@@ -60,6 +61,7 @@ POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)]).expan
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 TP, CHECKPOINTED = {"tensor_parallel_dim": 2}, {"enable_activation_checkpointing": True}
 EP = {"expert_parallel_dim": 2}
+AUXILIARY = {"router_aux_loss_coef": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +328,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
         ("mixtral", {"model": LORA | {"use_dora": True}}, "model.lora_modules=[k_proj,o_proj,q_p"),
         ("glm4.5-moe", TP, "some of its layers have experts and others none; set tensor_par"),
         ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
+        ("qwen3", AUXILIARY, "router_aux_loss_coef: this model has no routers of experts that it"),
         ("mixtral", {"expert_parallel_dim": 3}, "does not divide the model's 4 experts"),
         ("qwen3", {"model": {"quantize_base": True}}, "set model.lora_rank or use a lora_* builde"),
         ("qwen3", {"model": LORA | {"lora_modules": ["w1"]}}, "no layer w1; has down_proj, gate_p"),
@@ -369,6 +372,10 @@ RUNS: dict[str, tuple[int, str, str | None, dict[str, Any]]] = {
     ),
     "moe": (1, "qwen3-moe", None, FULL),
     "moe-fsdp2": (2, "qwen3-moe", "moe", FULL | HALF | CHECKPOINTED | {"loss": LINEAR}),
+    "moe-aux": (1, "qwen3-moe", None, FULL | AUXILIARY),
+    "moe-aux-ep2": (2, "qwen3-moe", "moe-aux", FULL | AUXILIARY | HALF | EP | CHECKPOINTED),
+    "moe-aux-tp2": (2, "qwen3-moe", "moe-aux", FULL | AUXILIARY | TP),
+    "moe-frozen-router": (1, "qwen3-moe", None, FULL | {"train_router": False}),
     "moe-lora": (1, "qwen3-moe", None, ADAPTED),
     "moe-lora-fsdp2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF),
     "moe-tp2": (2, "qwen3-moe", "moe", FULL | TP | {"loss": LINEAR}),
@@ -412,6 +419,40 @@ def test_every_layout_equals_the_single_process(name: str, reference: str, root:
     assert_same_curve(own, wanted, 2e-5, 1e-4)
     assert_same_tensors(own, wanted, 5e-5)
     assert metrics(own)[-1]["loss"] < metrics(own)[0]["loss"]
+
+
+@pytest.mark.long
+def test_routers_are_balanced_or_frozen(root: Path, sources: dict[str, Path]) -> None:
+    """The auxiliary loss lowers itself; the balance is the same whatever the layout is."""
+    names = ("router_aux_loss", "router_entropy", "expert_load_max", "expert_load_min")
+    alone, spread, plain = (metrics(root / n) for n in ("moe-aux", "moe-aux-ep2", "moe"))
+    assert alone[-1]["router_aux_loss"] < alone[0]["router_aux_loss"]
+    assert alone[-1]["router_entropy"] > plain[-1]["router_entropy"]
+    for line, other in zip(alone, spread, strict=True):
+        for name in names:
+            assert other[name] == pytest.approx(line[name], rel=1e-4), name
+    before = tensors(sources["qwen3-moe"])
+    for name, frozen in (("moe", False), ("moe-frozen-router", True)):
+        after = tensors(root / name / "export")
+        same = [torch.equal(after[k], t) for k, t in before.items() if "mlp.gate." in k]
+        assert same == [frozen] * 3
+
+
+def test_the_auxiliary_loss_is_transformers(
+    tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
+) -> None:
+    """Of one layer, to which transformers' function is given; its gradient too."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    module = models.build(load(config_of(tmp_path, sources["mixtral"], dataset)), world).module
+    router = module.routers()[0]
+    hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(3))
+    expected = load_balancing_loss_func((router(hidden)[0],), 4, 2)
+    (wanted,) = torch.autograd.grad(expected, [router.weight])
+    balance = Balance([router], 0.5, 1)
+    (router(hidden)[1].sum() * 0).backward()
+    torch.testing.assert_close(router.weight.grad, 0.5 * wanted)
+    torch.testing.assert_close(balance.metrics()["router_aux_loss"], expected.detach())
 
 
 @pytest.mark.long

@@ -77,9 +77,7 @@ def pack_weight(layer: nn.Module, name: str = "weight") -> None:
     """
     weight = getattr(layer, name)
     *others, inputs = weight.shape
-    packed = weight.new_empty(
-        *others, inputs // BLOCK, CODE_BYTES + SCALE_BYTES, dtype=torch.uint8
-    )
+    packed = weight.new_empty(*others, inputs // BLOCK, CODE_BYTES + SCALE_BYTES, dtype=torch.uint8)
     setattr(layer, name, nn.Parameter(packed, requires_grad=False))
     table = weight.new_empty(256, 2, dtype=torch.float32)
     layer.register_buffer("nf4_table", table, persistent=False)

@@ -96,6 +96,9 @@ def lay_out(module: Decoder, config: TrainConfig, world: World, output_chunks: i
         output_chunks: in how many chunks the model gives its logits (0: whole).
     """
     freeze_base(module)
+    if not config.train_router:
+        for router in module.routers():
+            router.requires_grad_(False)
     if config.master_weights:
         # Frozen parameters have no updates that bf16 could lose.
         for parameter in filter(attrgetter("requires_grad"), module.parameters()):
@@ -289,6 +292,11 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
     """Return why a model from `empty` cannot be split, or use fp8, as `config` says."""
     ranks = config.tensor_parallel_dim
     faults = tensor_parallel.faults(module, ranks)
+    if (config.router_aux_loss_coef or not config.train_router) and not module.routers():
+        key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
+        faults.append(
+            f"{key}: this model has no routers of experts that it applies to; leave it out"
+        )
     faults += expert_parallel.faults(module, config.expert_parallel_dim)
     if config.fp8_recipe is not None:
         row = set(module.linear_layers(Role.ROW))

@@ -187,6 +187,13 @@ class Decoder(nn.Module, ABC):
         """
         return {}
 
+    def routers(self) -> list[nn.Module]:
+        """What chooses experts: modules that return (logits, weights, index), as Balance says.
+
+        A router that balances by a bias of its own is none of them.
+        """
+        return []
+
     def held_buffers(self) -> dict[str, torch.Tensor]:
         """By name, the buffers that a model folder holds; they are read and written, not trained.
 

@@ -95,9 +95,7 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
     )
     for name, keys in split.filename_to_tensors.items():
         own = {key: shapes[key] for key in keys}
-        file = world.on_main(
-            lambda n=name, s=own: weights.SafetensorsWriter(folder / n, s, dtypes)
-        )
+        file = world.on_main(lambda n=name, s=own: weights.SafetensorsWriter(folder / n, s, dtypes))
         for key in keys:
             if key in pieces:
                 name, parameter, index = pieces[key]
@@ -143,7 +141,7 @@ def _whole(
     layer = layers[owner]
     if last in experts.MATRICES and hasattr(layer, "transposed"):
         return experts.merged(layer, last, model.dtype)
-    if last == "weight" and isinstance(layer, lora.AdaptedLinear) or nf4.is_packed(parameter):
+    if (last == "weight" and isinstance(layer, lora.AdaptedLinear)) or nf4.is_packed(parameter):
         return lora.merged(layer, model.dtype)
     return full_tensor(parameter.detach())
 

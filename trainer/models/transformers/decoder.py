@@ -21,6 +21,7 @@ from trainer.models.transformers import experts, rope
 from trainer.models.transformers.attention import Observer
 from trainer.models.transformers.names import HubNames
 from trainer.storage.weights import SafetensorsSource, named_parameters
+from trainer.storage.weights import plain_name as plain
 
 PLACE = "checkpointer.checkpoint_dir"
 # A style of transformers' tensor-parallel plans, and the role that does the same.
@@ -171,6 +172,12 @@ class TransformersDecoder(Decoder):
     def hub_pieces(self, parameter: str) -> dict[str, tuple[Any, ...]]:
         """The hub's tensors of the experts that a parameter stacks; see HubNames."""
         return self._names.pieces(parameter, nf4.dense_shape(self.get_parameter(parameter)))
+
+    def routers(self) -> list[nn.Module]:
+        """What chooses the experts of each block, if its scores are a softmax."""
+        names = {pattern for pattern, role in self._roles.items() if role is Role.ROUTER}
+        found = [module for name, module in self.named_modules() if _pattern(plain(name)) in names]
+        return [router for router in found if hasattr(router, "top_k") and not router._buffers]
 
     def held_buffers(self) -> dict[str, torch.Tensor]:
         """The routers' biases, which no gradient changes."""
