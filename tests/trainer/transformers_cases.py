@@ -151,8 +151,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # Of those with experts, what these are.
 EXPERTS = {"qwen3-moe": Experts(4, 2, 48), "mixtral": Experts(4, 2, 128)}
 
+_LINEAR = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+}
+_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+FAMILIES |= {
+    "qwen3.5": ("qwen3_5_text", _LINEAR),
+    "qwen3-next": ("qwen3_next", _LINEAR | _SHARED),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _LINEAR | _SHARED),
+}
+FAMILIES["llama4"] = (
+    "llama4_text",
+    {
+        "head_dim": 16,
+        "intermediate_size_mlp": 128,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "num_hidden_layers": 4,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 128,
+    },
+)
+# Their layers of linear attention cannot keep packed documents apart.
+UNPACKED = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
+
 # Whose sizes runspec cannot tell yet.
-UNSHAPED = ("gpt-oss", "glm4.5-moe", "deepseek-v3", "granite-moe")
+UNSHAPED = (*UNPACKED, "llama4", "gpt-oss", "glm4.5-moe", "deepseek-v3", "granite-moe")
 
 _IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
 _IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}

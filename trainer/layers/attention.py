@@ -71,7 +71,7 @@ class DocumentAttention(nn.Module):
         mask: Mask = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [batch, sequence, heads, value_dim] for a query [batch, sequence, heads, head_dim].
+        """Return [batch, sequence, heads, value_dim] for a query [..., heads, head_dim].
 
         Args:
             key, value: the same with the same number of heads, or fewer that divide it.
@@ -166,7 +166,8 @@ def choose_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 
     On a GPU packed rows go through flash attention's variable-length kernel, or through
     FlexAttention if that does not fit: with a soft cap (Gemma 2) or sinks (gpt-oss), with latent
-    attention (DeepSeek V3), in fp32, on an older GPU. On a CPU, and with dropout, they go through a block-diagonal mask.
+    attention (DeepSeek V3), in fp32, on an older GPU. On a CPU, and with dropout, they go
+    through a block-diagonal mask.
 
     Args:
         model: after tensor parallelism.

@@ -297,6 +297,11 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         faults.append(
             f"{key}: this model has no routers of experts that it applies to; leave it out"
         )
+    if config.dataset.get("packed") and not module.packs:
+        faults.append(
+            "dataset.packed: in this model's layers of linear attention a packed document would see "
+            "those before it; set dataset.packed=False"
+        )
     faults += expert_parallel.faults(module, config.expert_parallel_dim)
     if config.fp8_recipe is not None:
         row = set(module.linear_layers(Role.ROW))

@@ -68,6 +68,7 @@ class Decoder(nn.Module, ABC):
         max_seq_len: number of positions that the model knows.
         num_output_chunks: in how many chunks along the sequence `forward` gives its logits, as a
             list; 0 gives one tensor.
+        packs: packed rows keep their documents apart.
         ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
             parameter.
         carried_tensors: names of tensors that belong to other parts of the folder's model, such as
@@ -83,6 +84,7 @@ class Decoder(nn.Module, ABC):
     output_multiplier: float | None = None
     output_softcap: float | None = None
     num_output_chunks: int = 0
+    packs: bool = True
     ignored_tensors: ClassVar[tuple[str, ...]] = ()
     carried_tensors: tuple[str, ...] = ()
 

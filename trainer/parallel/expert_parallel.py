@@ -1,8 +1,8 @@
 """Expert parallelism: each rank has a part of every layer's experts, and tokens travel to them.
 
 The ranks of a group send each token's hidden state to the rank that has its expert and get the
-output back, by all-to-all, and no token is dropped (Lepikhin et al. 2020, GShard, arXiv 2006.16668).
-Ranks that have the same experts shard them further by FSDP.
+output back, by all-to-all, as in GShard (Lepikhin et al. 2020, arXiv 2006.16668), but no token is
+dropped. Ranks that have the same experts shard them further by FSDP.
 """
 
 from typing import Any

@@ -58,8 +58,8 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def hub_tensors(module: Decoder) -> dict[str | None, Parts]:
     """By tensor of the hub, the base parameters (plain name, parameter) in its rows, in order.
 
-    Buffers that the hub has are among them. None has those that are in no tensor of the hub. Parameters that the hub has in pieces are left
-    out.
+    Buffers that the hub has are among them. None has those that are in no tensor of the hub.
+    Parameters that the hub has in pieces are left out.
     """
     found: dict[str | None, Parts] = {}
     for name, parameter in named_parameters(module):

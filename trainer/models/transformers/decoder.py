@@ -31,7 +31,9 @@ STYLES = {
     "replicated_with_grad_allreduce": Role.REPLICATED,
 }
 SLIDING = "sliding_attention"
-LAYER_TYPES = {"full_attention", SLIDING}
+LINEAR = "linear_attention"
+CHUNKED = "chunked_attention"
+LAYER_TYPES = {"full_attention", SLIDING, LINEAR, CHUNKED}
 # Enough tokens for every operation; nothing is computed on the meta device.
 PROBE_TOKENS = 8
 
@@ -64,6 +66,9 @@ class TransformersDecoder(Decoder):
         base = getattr(causal, self._prefix)
         experts.prepare(base)
         self._held = _held_buffers(base, causal)
+        self._linear = LINEAR in (getattr(self.config, "layer_types", None) or ())
+        # Their state goes from token to token, whatever document it belongs to.
+        self.packs = not self._linear
         self._check_parts(base)
         self.output_softcap = getattr(self.config, "final_logit_softcapping", None)
         self.output_multiplier = _multiplier(self.config)
@@ -71,7 +76,7 @@ class TransformersDecoder(Decoder):
         self.add_module(self._prefix, base)
         self.final_norm, base.norm = base.norm, nn.Identity()
         self.lm_head = None if self.config.tie_word_embeddings else causal.lm_head
-        self.max_seq_len = self.config.max_position_embeddings
+        self.max_seq_len = _longest_row(self.config)
         rope.prepare(self)
         self._unsplit: list[str] = []
         self._roles = self._observed_roles()
@@ -127,6 +132,11 @@ class TransformersDecoder(Decoder):
             "intermediate_dim": self.config.intermediate_size,
         }
 
+    def linear_layers(self, *roles: Role) -> list[str]:
+        """See `Decoder.linear_layers`; a router is none of them, whatever its class is."""
+        names = super().linear_layers(*roles)
+        return [name for name in names if not experts.is_router(self.get_submodule(name))]
+
     def split_faults(self) -> list[str]:
         """Why tensor parallelism cannot split it, one line each."""
         kind = self.config.model_type
@@ -177,7 +187,7 @@ class TransformersDecoder(Decoder):
         """What chooses the experts of each block, if its scores are a softmax."""
         names = {pattern for pattern, role in self._roles.items() if role is Role.ROUTER}
         found = [module for name, module in self.named_modules() if _pattern(plain(name)) in names]
-        return [router for router in found if hasattr(router, "top_k") and not router._buffers]
+        return [router for router in found if experts.is_balanced(router)]
 
     def held_buffers(self) -> dict[str, torch.Tensor]:
         """The routers' biases, which no gradient changes."""
@@ -187,8 +197,9 @@ class TransformersDecoder(Decoder):
         """Of experts, stacked in one parameter, the share that a token meets; of a router, all."""
         linear = {f"{name}.weight" for name in self.linear_layers()}
         active = getattr(self.config, "num_experts_per_tok", 1)
+        known = tuple(f"{name}." for name, _ in routed.layers(self))
         return {
-            name: active / len(parameter) if parameter.ndim > 2 else 1.0
+            name: active / len(parameter) if name.startswith(known) else 1.0
             for name, parameter in named_parameters(self)
             if "layers" in name and parameter.ndim > 1 and name not in linear
             if not lora.is_adapter(name) and not name.endswith(routed.BIAS)
@@ -214,6 +225,7 @@ class TransformersDecoder(Decoder):
             name
             for name, parameter in base.named_parameters()
             if parameter.ndim > 2 and not name.startswith(known)
+            if not isinstance(base.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
         ]
         if other:
             lacks.append(f"it has layers of {', '.join(sorted(other))}, which is not supported yet")
@@ -275,7 +287,8 @@ class TransformersDecoder(Decoder):
         faults = []
         layers = Counter(id(layer) for layer in observer.seen)
         for index, block in enumerate(self.blocks):
-            if sum(layers[id(module)] for module in block.modules()) != 1:
+            linear = LINEAR in (self.config.layer_types[index : index + 1] if self._linear else ())
+            if sum(layers[id(module)] for module in block.modules()) != 1 - linear:
                 kinds = getattr(self.config, "layer_types", None) or ["no attention"] * (index + 1)
                 faults.append(
                     f"its layer {index} ({kinds[index]}) does not call one attention function, so "
@@ -286,7 +299,7 @@ class TransformersDecoder(Decoder):
             faults.append("its last block's output does not go to the final norm as it is")
         windows = [layer.document_attention.window for layer in observer.seen]
         kinds = getattr(self.config, "layer_types", None)
-        slides = [kind == SLIDING for kind in kinds or ()]
+        slides = [kind == SLIDING for kind in kinds or () if kind != LINEAR]
         if kinds and not faults and slides != [window is not None for window in windows]:
             faults.append("its layers do not have the windows that layer_types says")
         return faults
@@ -295,6 +308,10 @@ class TransformersDecoder(Decoder):
         plan = getattr(self.config, "base_model_tp_plan", None) or {}
         if not plan:
             self._unsplit.append("its class has no tensor-parallel plan")
+        if experts.weighs_inputs(self.base):
+            self._unsplit.append("its routers weigh the inputs of experts")
+        if self._linear:
+            self._unsplit.append("it has layers of linear attention")
         roles = self._expert_roles()
         experts_of = [name for name, role in roles.items() if role is Role.EXPERT]
         mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts_of)
@@ -351,7 +368,10 @@ class TransformersDecoder(Decoder):
         with torch.device("cpu"), torch.no_grad():
             weight = torch.linspace(0.5, 2.0, len(norm.weight), dtype=torch.float32)
             x = torch.linspace(-1, 3, 2 * len(weight), dtype=torch.float32).view(2, -1)
-            found = torch.func.functional_call(norm, {"weight": weight}, x)
+            try:
+                found = torch.func.functional_call(norm, {"weight": weight}, x)
+            except (AttributeError, TypeError):
+                found = x  # It has a gate as its second input.
             for unit_offset in (False, True):
                 expected = F.rms_norm(x, weight.shape, weight + unit_offset, eps)
                 if torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
@@ -383,6 +403,20 @@ class TransformersDecoder(Decoder):
                     for reason in reasons
                 )
             )
+
+
+def _longest_row(config: Any) -> int:
+    """Positions up to which every layer computes as if it saw all tokens before.
+
+    Beyond them Llama 4's layers of chunked attention begin anew, and its others change their
+    scores, by the position in the row instead of the document.
+    """
+    lengths = [config.max_position_embeddings]
+    if CHUNKED in (getattr(config, "layer_types", None) or ()):
+        lengths.append(config.attention_chunk_size)
+        if config.attn_temperature_tuning:
+            lengths.append(config.floor_scale - 1)
+    return min(lengths)
 
 
 def _base_name(causal: PreTrainedModel) -> str:

@@ -3,7 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
+from transformers.models.llama4.modeling_llama4 import (
+    Llama4Router,
+    Llama4TextExperts,
+    Llama4TextMoe,
+)
 
 from trainer.layers import experts
 from trainer.layers.patch import patch_forward
@@ -24,6 +28,21 @@ def prepare(base: nn.Module) -> None:
             patch_forward(module, _llama4_forward)
         elif _is_known(module):
             experts.prepare(module, _activation, transposed=module.is_transposed)
+
+
+def weighs_inputs(base: nn.Module) -> bool:
+    """Whether routers multiply what goes into the experts, not what comes out."""
+    return any(isinstance(module, Llama4TextMoe) for module in base.modules())
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a linear layer is a router, which `_llama4_forward` computes."""
+    return isinstance(module, Llama4Router)
+
+
+def is_balanced(router: nn.Module) -> bool:
+    """Whether trainer.layers.balance can watch it: no bias of its own balances it instead."""
+    return hasattr(router, "top_k") and not router._buffers and not is_router(router)
 
 
 def _is_known(module: nn.Module) -> bool:
