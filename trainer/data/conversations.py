@@ -15,7 +15,6 @@ from trainer.layers.batch import IGNORE_INDEX
 TRAIN_ON = ("all", "last", "marked")
 # The key of a message that is trained with train_on: marked.
 MARK = "train"
-STYLE = "openai"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 

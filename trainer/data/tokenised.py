@@ -22,7 +22,7 @@ import numpy as np
 
 from runspec import files
 from trainer.config import TrainConfig, instantiate
-from trainer.data import conversations, origin, tokenizers
+from trainer.data import origin, tokenizers
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel.world import World
@@ -33,6 +33,8 @@ TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+# The modules that decide on a sample's tokens.
+MAKERS = ("tokenizers.py", "conversations.py")
 CHAT = "torchtune.datasets.chat_dataset"
 CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
 PROGRESS_EVERY_S = 15.0
@@ -143,7 +145,7 @@ def _with_own_template(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
     torchtune's knows no tool calls: for a message without content it takes the one before it.
     """
-    style = block.get("conversation_style") == conversations.STYLE
+    style = block.get("conversation_style") == "openai"
     if not (style and block["_component_"] == CHAT and not block.get("train_on_input")):
         return block
     if not isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
@@ -158,7 +160,7 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "code": [files.sha256(Path(module.__file__)) for module in (tokenizers, conversations)],
+        "code": [files.sha256(Path(__file__).with_name(name)) for name in MAKERS],
         "dataset": block,
         "tokenizer": tokenizer_block,
         "data": [files.sha256(path) for path in origin.data_files(block)],

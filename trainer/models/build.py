@@ -17,7 +17,7 @@ from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, experts, fp8, lora, nf4
 from trainer.models.decoder import Decoder, Role
-from trainer.parallel import activations, expert_parallel, fsdp, tensor_parallel
+from trainer.parallel import activations, fsdp, tensor_parallel
 from trainer.parallel.world import World
 from trainer.storage import weights
 
@@ -107,6 +107,8 @@ def lay_out(module: Decoder, config: TrainConfig, world: World, output_chunks: i
     mesh = world.mesh(use_fsdp)
     expert_mesh = world.expert_mesh(use_fsdp)
     if expert_mesh is not None:
+        from trainer.parallel import expert_parallel
+
         # First: tensor parallelism keeps experts whole that are not spread.
         expert_parallel.split(module, expert_mesh["ep"], world.tensor_parallel_dim)
     if world.tensor_parallel_dim > 1:
@@ -302,7 +304,11 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
             "dataset.packed: in this model's layers of linear attention a packed document would see "
             "those before it; set dataset.packed=False"
         )
-    faults += expert_parallel.faults(module, config.expert_parallel_dim)
+    if config.expert_parallel_dim > 1:
+        # Imported late, as it is seldom needed and a rank is to start fast.
+        from trainer.parallel import expert_parallel
+
+        faults += expert_parallel.faults(module, config.expert_parallel_dim)
     if config.fp8_recipe is not None:
         row = set(module.linear_layers(Role.ROW))
         layers = {name: module.get_submodule(name) for name in module.linear_layers()}
