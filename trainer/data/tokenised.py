@@ -33,8 +33,6 @@ TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
-# The modules that decide on a sample's tokens.
-MAKERS = ("tokenizers.py", "conversations.py")
 CHAT = "torchtune.datasets.chat_dataset"
 CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
 PROGRESS_EVERY_S = 15.0
@@ -160,7 +158,7 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "code": [files.sha256(Path(__file__).with_name(name)) for name in MAKERS],
+        "code": [files.sha256(Path(__file__).with_name(name)) for name in _makers(block)],
         "dataset": block,
         "tokenizer": tokenizer_block,
         "data": [files.sha256(path) for path in origin.data_files(block)],
@@ -170,6 +168,12 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _makers(block: dict[str, Any]) -> tuple[str, ...]:
+    """The modules beside this one that decide on a sample's tokens."""
+    conversations = block["_component_"] in (CHAT, CONVERSATIONS)
+    return ("tokenizers.py", *(("conversations.py",) if conversations else ()))
 
 
 def _tokenizer_files(block: dict[str, Any]) -> list[Path]:

@@ -15,7 +15,7 @@ from torch import nn
 from runspec.keys.sft import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
-from trainer.layers import attention, experts, fp8, lora, nf4
+from trainer.layers import attention, fp8, lora, nf4
 from trainer.models.decoder import Decoder, Role
 from trainer.parallel import activations, fsdp, tensor_parallel
 from trainer.parallel.world import World
@@ -209,6 +209,8 @@ def _add_adapters(model: Decoder, block: dict[str, Any]) -> None:
         if given := [key for key in ADAPTER_KEYS if key in block]:
             raise ConfigError(f"model.{given[0]}: needs model.lora_rank")
         return
+    from trainer.layers import experts
+
     layers = {name: name.rpartition(".")[2] for name in model.linear_layers()}
     routed = [layer for _, layer in experts.layers(model)]
     known = {*layers.values(), *([experts.NAME] if routed else [])}
@@ -248,6 +250,8 @@ def _quantise(model: Decoder) -> None:
             "model.quantize_base: only adapters can be trained over a quantised base; "
             "set model.lora_rank or use a lora_* builder, or set model.quantize_base=False"
         )
+    from trainer.layers import experts
+
     names = model.linear_layers()
     routed = [layer for _, layer in experts.layers(model)]
     weights_of = [model.get_submodule(name).weight for name in names]

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.config import TrainConfig
-from trainer.layers import experts
 from trainer.models.decoder import Decoder
 from trainer.parallel.world import World
 
@@ -67,6 +66,8 @@ def shard(
 
 def _shard_experts(model: Decoder, expert_mesh: DeviceMesh, options: dict[str, Any]) -> None:
     """Shard the experts among the ranks that have the same ones."""
+    from trainer.layers import experts
+
     names = tuple(n for n in ("dp_replicate", "ep_shard") if n in expert_mesh.mesh_dim_names)
     policy: MixedPrecisionPolicy = options["mp_policy"]
     own = options | {
