@@ -36,6 +36,7 @@ _GROUPS = {
     "memory": ("peak_memory_allocated_gb", "peak_memory_reserved_gb", "memory_rss_gb"),
     "optimizer": ("lr", "grad_norm", "skipped_steps"),
     "progress": ("epoch", "tokens"),
+    "routers": ("router_aux_loss", "router_entropy", "expert_load_max", "expert_load_min"),
     "speed": (
         "tokens_per_second_per_gpu",
         "tflops_per_second_per_gpu",
@@ -137,8 +138,16 @@ def _stages(model: Decoder) -> Iterator[flops.Stage]:
         yield [_linear(layer) for name, layer in layers.items() if name in rows]
         block = parent.rpartition(".")[0]
         if experts := [name for name in shares if name.startswith(f"{block}.")]:
-            weights = {name: parameters[name] for name in experts}
-            yield [flops.Linear(w.numel() * shares[n], w.requires_grad) for n, w in weights.items()]
+            yield [_expert(name, shares[name], parameters) for name in experts]
+
+
+def _expert(name: str, share: float, parameters: dict[str, nn.Parameter]) -> flops.Linear:
+    """The part of the experts' weights, or of a router's, that one token is multiplied with."""
+    weight = parameters[name]
+    owner, _, last = name.rpartition(".")
+    ends = (f"{owner}.adapters.{last}.{part}.weight" for part in ("lora_a", "lora_b"))
+    a, b = (share * parameters[end].numel() if end in parameters else 0.0 for end in ends)
+    return flops.Linear(share * nf4.dense_numel(weight), weight.requires_grad, (a, b))
 
 
 def _linear(module: nn.Module) -> flops.Linear:

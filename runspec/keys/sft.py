@@ -121,6 +121,8 @@ GROUPS["Training"] = (
         "The loss; trainer.layers.loss.LinearCrossEntropy never holds all logits.",
         {"_component_": "torch.nn.CrossEntropyLoss"},
     ),
+    Key("router_aux_loss_coef", "rate", "Weight of the loss that balances experts.", 0.0),
+    Key("train_router", "flag", "Train what chooses the experts, in full fine-tuning.", True),
     Key("clip_grad_norm", "number", "Largest norm of the gradients. Default: no clipping."),
     Key("max_non_finite_steps", "positive", "NaN or infinite steps in a row that end the run.", 3),
     Key("optimizer_in_bwd", "flag", "Step the optimizer during the backward pass.", False),
@@ -146,6 +148,7 @@ GROUPS["Memory and precision"] = (
 )
 GROUPS["Layout over GPUs"] = (
     Key("tensor_parallel_dim", "positive", "GPUs of a node that split each layer.", 1),
+    Key("expert_parallel_dim", "positive", "GPUs that the experts of a layer are spread over.", 1),
     Key("data_parallel_replicate_dim", "positive", "Data-parallel replicas (HSDP).", 1),
     Key(
         "data_parallel_shard_dim",
@@ -240,7 +243,8 @@ _MAY_CHANGE = """
     optimizer.lr optimizer.weight_decay optimizer.betas optimizer.eps lr_scheduler
     device activation_checkpointing enable_activation_checkpointing ac_mode ac_option
     enable_activation_offloading compile
-    tensor_parallel_dim data_parallel_replicate_dim data_parallel_shard_dim sync_each_micro_batch
+    tensor_parallel_dim expert_parallel_dim data_parallel_replicate_dim data_parallel_shard_dim
+    sync_each_micro_batch
     custom_sharded_layers fsdp fsdp_cpu_offload fsdp_reshard_after_forward fsdp_prefetch
     save_every_n_steps save_every_minutes keep_last_n_checkpoints enable_async_checkpointing
     export_checkpoint save_adapter_weights_only

@@ -8,88 +8,67 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 from runspec.flops import of_shape
 from runspec.shape import of_config_json
-from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
-    curve,
-    finish,
-    kill_rank,
-    metrics,
-    start,
-    train,
-    wait_for_step,
-    write_config,
-)
+from tests.trainer.runs import curve, finish, kill_rank, metrics, start, train, wait_for_step
 from tests.trainer.transformers_cases import (
     EXPERTS,
     FAMILIES,
     LARGER,
     SIZES,
+    UNPACKED,
+    UNSHAPED,
     reference,
-    write,
     write_larger,
+)
+from tests.trainer.transformers_runs import (
+    ADAPTED,
+    AUXILIARY,
+    CHECKPOINTED,
+    DOCUMENTS,
+    EP,
+    FIRST,
+    FULL,
+    HALF,
+    LENGTH,
+    LINEAR,
+    LORA,
+    PACKED,
+    POSITIONS,
+    TOKENS,
+    TP,
+    Runs,
+    assert_same_training,
+    config_of,
+    logits,
+    tensors,
+    train_all,
+    write_sources,
 )
 from trainer import check
 from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
-from trainer.layers.batch import Documents, MicroBatch
+from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.metrics import model_flops
 from trainer.models import build as models
+from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed
 from trainer.storage import export as exports
 from trainer.storage import weights
 
-LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
-# Two rows of two documents each, of which one is longer than LongRoPE's first length.
-FIRST, LENGTH = 37, 90
-TOKENS = torch.randint(5, 1024, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-DOCUMENTS = Documents(
-    torch.cat([torch.zeros(2, FIRST), torch.ones(2, LENGTH - FIRST)], 1).int(),
-    torch.tensor([0, FIRST, LENGTH, LENGTH + FIRST, 2 * LENGTH], dtype=torch.int32),
-)
-POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)]).expand(2, -1)
-LORA = {"lora_rank": 4, "lora_alpha": 8}
-
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("families")
-    return {name: write(name, root / name, model_folder) for name in FAMILIES}
+    return write_sources(tmp_path_factory.mktemp("families"), model_folder)
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[distributed.World]:
     yield distributed.start("cpu")
     distributed.stop()
-
-
-def config_of(folder: Path, source: Path, dataset: Path, **changes: Any) -> Path:
-    """A train.yaml that names a model folder and no component."""
-    checkpointer = {"checkpoint_dir": str(source)}
-    return write_config(
-        folder, source, dataset, **{"model": None, "checkpointer": checkpointer} | changes
-    )
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return found
-
-
-def logits(folder: Path, *parts: torch.Tensor) -> torch.Tensor:
-    """Those of transformers, of each part by itself."""
-    model = reference(folder).eval()
-    with torch.inference_mode():
-        return torch.cat([model(part).logits for part in parts], 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,22 +88,32 @@ def test_logits_equal_transformers_and_export_is_exact(
     assert expected.std() > 0.1, "logits so small would hide a difference"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     apart = logits(source, TOKENS[:, :FIRST], TOKENS[:, FIRST:])
-    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
-    assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
-    assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
+    assert model.module.packs == (family not in UNPACKED)
+    if model.module.packs:
+        torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
+        assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
+        assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
 
-    content = json.loads((source / "config.json").read_text())
-    dense = {key: value for key, value in content.items() if "experts" not in key}
-    shape = replace(of_config_json(dense), experts=EXPERTS.get(family))
-    assert shape.parameters == sum(p.numel() for p in model.module.parameters())
-    assert model_flops(model.module) == of_shape(shape, True, {})
-    assert (shape.whole or family in EXPERTS) == bool(model.module.split_faults())
+    if family in UNSHAPED:
+        assert model.module.split_faults()
+    else:
+        _assert_shape(source, family, model.module)
 
     folder = exports.export(model, config, world)
     before, after = tensors(source), tensors(folder)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
     assert torch.equal(logits(folder, TOKENS), expected)
+
+
+def _assert_shape(source: Path, family: str, module: Decoder) -> None:
+    """runspec knows the sizes and FLOPs that the model has."""
+    content = json.loads((source / "config.json").read_text())
+    dense = {key: value for key, value in content.items() if "experts" not in key}
+    shape = replace(of_config_json(dense), experts=EXPERTS.get(family))
+    assert shape.parameters == sum(p.numel() for p in module.parameters())
+    assert model_flops(module) == of_shape(shape, True, {})
+    assert shape.whole == bool(module.split_faults())
 
 
 # The others take long.
@@ -165,7 +154,8 @@ def test_adamw_equals_a_plain_loop(
 @pytest.mark.parametrize(
     ("family", "use_dora"),
     [(name, False) for name in ("qwen3", "gemma3", "phi4-mini", "granite", "mixtral")]
-    + [("qwen2.5", True)],
+    + [("qwen2.5", True)]
+    + [pytest.param(name, False, marks=pytest.mark.long) for name in ("gpt-oss", "deepseek-v3")],
 )
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
     family: str,
@@ -269,11 +259,9 @@ def test_the_text_part_of_a_larger_model(
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type dyna"),
         ("llama", {"num_attention_heads": "four"}, "is refused by transformers"),
         ("qwen3_vl", {"text_config": {}}, "for the text part of the qwen3_vl model"),
-        ("gpt_oss", {}, "it has experts that are stored in a way that is not supported yet"),
-        ("qwen3_5_text", {}, "it has layers of linear_attention, which is not supported yet"),
+        ("falcon_h1", {}, "it has layers of hybrid, which is not supported yet"),
         ("stablelm", {}, "do not hand the documents of packed rows to their attention"),
         ("gpt2", {}, "its code has no layers"),
-        ("llama4_text", {}, "the llama4_text model cannot be trained"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_config_json(
@@ -305,8 +293,21 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
             "model.lora_modules: needs model.lora_r",
         ),
         ("qwen3", {"model": {"head_dim": 16}}, "model.head_dim: is an argument of no model that"),
-        ("qwen3-moe", {"model": LORA | {"quantize_base": True}}, "experts cannot be quantised"),
-        ("mixtral", {"tensor_parallel_dim": 2}, "set tensor_parallel_dim=1"),
+        (
+            "qwen3-moe",
+            {"model": LORA | {"quantize_base": True}},
+            "has layers with 48 inputs; set model.quantize_base=False",
+        ),
+        ("mixtral", {"model": LORA | {"use_dora": True}}, "model.lora_modules=[k_proj,o_proj,q_p"),
+        ("glm4.5-moe", TP, "some of its layers have experts and others none; set tensor_par"),
+        ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
+        (
+            "qwen3.5",
+            {"row_length": 64},
+            "dataset.packed: in this model's layers of linear attention a packed document would",
+        ),
+        ("qwen3", AUXILIARY, "router_aux_loss_coef: this model has no routers of experts that it"),
+        ("mixtral", {"expert_parallel_dim": 3}, "does not divide the model's 4 experts"),
         ("qwen3", {"model": {"quantize_base": True}}, "set model.lora_rank or use a lora_* builde"),
         ("qwen3", {"model": LORA | {"lora_modules": ["w1"]}}, "no layer w1; has down_proj, gate_p"),
     ],
@@ -325,14 +326,10 @@ def test_an_adapter_is_no_base(tmp_path: Path, dataset: Path) -> None:
         models.empty(config)
 
 
-PACKED = {"row_length": 96, "batch_size": 4}
-TP, CHECKPOINTED = {"tensor_parallel_dim": 2}, {"enable_activation_checkpointing": True}
-SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}}
-FULL, ADAPTED, HALF = PACKED | SGD, PACKED | SGD | {"model": LORA}, {"batch_size": 2}
 # Runs by name: ranks, family, the run that it must equal, changes to the config. The families
 # differ in what the layouts must get right: norms of heads; scaled embeddings and norms with an
 # offset; multipliers of embedding and logits; fused rows.
-RUNS: dict[str, tuple[int, str, str | None, dict[str, Any]]] = {
+RUNS: Runs = {
     "qwen3": (1, "qwen3", None, ADAPTED),
     "qwen3-fsdp2": (2, "qwen3", "qwen3", ADAPTED | HALF | CHECKPOINTED | {"loss": LINEAR}),
     "qwen3-tp2": (2, "qwen3", "qwen3", ADAPTED | TP | {"loss": LINEAR}),
@@ -348,10 +345,6 @@ RUNS: dict[str, tuple[int, str, str | None, dict[str, Any]]] = {
         "phi4-mini",
         FULL | HALF | {"custom_sharded_layers": ["embedding", "output_head"]},
     ),
-    "moe": (1, "qwen3-moe", None, FULL),
-    "moe-fsdp2": (2, "qwen3-moe", "moe", FULL | HALF | CHECKPOINTED | {"loss": LINEAR}),
-    "moe-lora": (1, "qwen3-moe", None, ADAPTED),
-    "moe-lora-fsdp2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF),
     "qlora": (1, "llama3", None, {"model": LORA | {"quantize_base": True}}),
 }
 PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
@@ -360,27 +353,13 @@ PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path], dataset: Path) -> Path:
     """The folder in which every run lies by its name."""
-    folder = tmp_path_factory.mktemp("runs")
-    starts: dict[int, list[Path]] = {}
-    for name, (ranks, family, _, changes) in RUNS.items():
-        path = config_of(folder / name, sources[family], dataset, **{"max_steps": 4} | changes)
-        starts.setdefault(ranks, []).append(path)
-    with pytest.MonkeyPatch.context() as patch:
-        # Not the usual compiler, whose code for CPUs takes long.
-        patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-        for ranks, paths in starts.items():
-            train(*paths, ranks=ranks)
-    return folder
+    return train_all(tmp_path_factory.mktemp("runs"), RUNS, sources, dataset)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
 def test_every_layout_equals_the_single_process(name: str, reference: str, root: Path) -> None:
-    own, wanted = root / name, root / reference
-    assert len(metrics(own)) == 4
-    assert_same_curve(own, wanted, 2e-5, 1e-4)
-    assert_same_tensors(own, wanted, 5e-5)
-    assert metrics(own)[-1]["loss"] < metrics(own)[0]["loss"]
+    assert_same_training(root / name, root / reference)
 
 
 @pytest.mark.long

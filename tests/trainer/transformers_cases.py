@@ -96,9 +96,103 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 20, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            # So low that some gates are cut off.
+            "swiglu_limit": 1.0,
+            **MIXED,
+        },
+    ),
+    "glm4.5-moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 24,
+            "q_lora_rank": 40,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+        },
+    ),
+    "granite-moe": (
+        "granitemoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "logits_scaling": 3.0,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.3,
+        },
+    ),
 }
 # Of those with experts, what these are.
 EXPERTS = {"qwen3-moe": Experts(4, 2, 48), "mixtral": Experts(4, 2, 128)}
+
+_LINEAR = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+    # Small enough that twenty steps do not spread the last bits.
+    "initializer_range": 0.05,
+}
+_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+FAMILIES |= {
+    "qwen3.5": ("qwen3_5_text", _LINEAR),
+    "qwen3-next": ("qwen3_next", _LINEAR | _SHARED),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _LINEAR | _SHARED),
+}
+FAMILIES["llama4"] = (
+    "llama4_text",
+    {
+        "head_dim": 16,
+        "intermediate_size_mlp": 128,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "num_hidden_layers": 4,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 128,
+    },
+)
+# Their layers of linear attention cannot keep packed documents apart.
+UNPACKED = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
+
+# Whose sizes runspec cannot tell yet.
+UNSHAPED = (*UNPACKED, "llama4", "gpt-oss", "glm4.5-moe", "deepseek-v3", "granite-moe")
 
 _IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
 _IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -140,8 +234,11 @@ def write(family: str, folder: Path, tokenizer: Path | None = None) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder)
     if tokenizer is not None:
         for path in [*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")]:

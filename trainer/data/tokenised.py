@@ -33,6 +33,8 @@ TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+CHAT = "torchtune.datasets.chat_dataset"
+CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
 SHARED_FOLDER_LIMIT_S = 120.0
@@ -119,7 +121,7 @@ def _opened(key: str, block: dict[str, Any], tokenizer: Any) -> Any:
 
     disable_progress_bars()
     try:
-        samples = instantiate(key, block, tokenizer)
+        samples = instantiate(key, _with_own_template(block, tokenizer), tokenizer)
     except StopIteration:
         # So datasets answers to a file of no line.
         raise ConfigError(f"{key}: holds no sample") from None
@@ -136,13 +138,27 @@ def _opened(key: str, block: dict[str, Any], tokenizer: Any) -> Any:
     return samples
 
 
+def _with_own_template(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """torchtune's chat_dataset in OpenAI's form as ours, if the tokenizer has the chat template.
+
+    torchtune's knows no tool calls: for a message without content it takes the one before it.
+    """
+    style = block.get("conversation_style") == "openai"
+    if not (style and block["_component_"] == CHAT and not block.get("train_on_input")):
+        return block
+    if not isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
+        return block
+    others = {k: v for k, v in block.items() if k not in ("conversation_style", "train_on_input")}
+    return others | {"_component_": CONVERSATIONS}
+
+
 def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -> str:
     """The folder's name: a hash of all that the tokens depend on."""
     info = getattr(getattr(opened, "_data", None), "info", None)
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "code": files.sha256(Path(tokenizers.__file__)),
+        "code": [files.sha256(Path(__file__).with_name(name)) for name in _makers(block)],
         "dataset": block,
         "tokenizer": tokenizer_block,
         "data": [files.sha256(path) for path in origin.data_files(block)],
@@ -152,6 +168,12 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _makers(block: dict[str, Any]) -> tuple[str, ...]:
+    """The modules beside this one that decide on a sample's tokens."""
+    conversations = block["_component_"] in (CHAT, CONVERSATIONS)
+    return ("tokenizers.py", *(("conversations.py",) if conversations else ()))
 
 
 def _tokenizer_files(block: dict[str, Any]) -> list[Path]:
@@ -277,6 +299,7 @@ def _write_part(
 def _sample(samples: Any, index: int, limit: int | None) -> tuple[Any, Any]:
     """(tokens int32 [n], trained bool [n]) of a sample."""
     try:
+        _check_contents(samples, index)
         sample = samples[index]
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise ConfigError(_reason(samples, index, error)) from error
@@ -288,6 +311,21 @@ def _sample(samples: Any, index: int, limit: int | None) -> tuple[Any, Any]:
     if not np.array_equal(labels[trained], tokens[trained]):
         raise ConfigError("its labels are not its tokens; only these can be trained")
     return tokens, trained
+
+
+def _check_contents(samples: Any, index: int) -> None:
+    """Refuse a message without content where torchtune would repeat the one before it."""
+    transform = getattr(samples, "_message_transform", None)
+    if type(transform).__name__ != "OpenAIToMessages":
+        return
+    messages = (_row(samples, index) or {}).get(transform._column_map["messages"]) or []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message["content"], str | list):
+            raise ConfigError(
+                f"message {number} ({message['role']}) has no content, and torchtune's tokenizers "
+                "know no tool calls; leave the tokenizer block out, so that the model folder's "
+                "chat template is used"
+            )
 
 
 def _row(samples: Any, index: int) -> dict[str, Any] | None:

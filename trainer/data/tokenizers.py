@@ -12,6 +12,8 @@ from trainer.errors import ConfigError
 # Templates that ask for today's date get this one, so that a resumed run sees the same tokens.
 TEMPLATE_DATE = datetime(2024, 7, 26)
 ROLES = {"ipython": "tool"}
+# An answer that no conversation has.
+STAND_IN = "\u241esomething else\u241e"
 
 
 def hugging_face_tokenizer(path: str, max_seq_len: int | None = None) -> "HuggingFaceTokenizer":
@@ -94,12 +96,27 @@ class HuggingFaceTokenizer:
                 once there is more of it, so that no mask can be right.
         """
         turns = [{"role": ROLES.get(m.role, m.role), "content": m.text_content} for m in messages]
-        text = self.render(turns)
-        spans = [
-            self._span(turns, index, text)
-            for index, message in enumerate(messages)
-            if not message.masked
-        ]
+        return self.tokenize_turns(turns, [i for i, m in enumerate(messages) if not m.masked])
+
+    def tokenize_turns(
+        self,
+        turns: list[dict[str, Any]],
+        trained: list[int],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> tuple[list[int], list[bool]]:
+        """As `tokenize_messages`, of turns as the chat template takes them.
+
+        Args:
+            trained: which turns are trained.
+            tools: the schemas of the tools.
+        """
+        text, marks = self._rendered(turns, tools=tools)
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if marks and len(marks) == len(answers) and set(trained) <= set(answers):
+            # The template itself says what the model writes, by {% generation %}.
+            spans = [marks[answers.index(index)] for index in trained]
+        else:
+            spans = [self._span(turns, index, text, tools) for index in trained]
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         mask = [
             not any(begin <= start < end for begin, end in spans) for start, _ in encoding.offsets
@@ -112,43 +129,96 @@ class HuggingFaceTokenizer:
         fields["tokens"], fields["mask"] = self.tokenize_messages(fields.pop("messages"))
         return fields
 
-    def render(self, turns: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        turns: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """The text that the model's chat template makes of {role, content} turns."""
+        return self._rendered(turns, add_generation_prompt, tools)[0]
+
+    def _rendered(
+        self,
+        turns: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and begin and end of what the template marks as the model's."""
         if self._template is None:
             raise ConfigError(
                 f"tokenizer.path: {self._folder} has no chat template; use the folder of an "
                 "instruct model, or the model's torchtune tokenizer"
             )
         from jinja2 import TemplateError, TemplateSyntaxError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        from transformers.utils import chat_template_utils as templates
 
         try:
             # Not by render_jinja_template, which lets no other date in. The compiled one is cached.
-            return _compile_jinja_template(self._template).render(
-                messages=turns,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
+            return templates._render_with_assistant_indices(
+                templates._compile_jinja_template(self._template),
+                turns,
+                tools,
+                None,
+                add_generation_prompt,
                 strftime_now=TEMPLATE_DATE.strftime,
                 **self._special,
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"tokenizer: the chat template is broken: {error}") from None
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ConfigError(f"tokenizer: the chat template refuses a sample: {error}") from None
 
-    def _span(self, turns: list[dict[str, str]], index: int, text: str) -> tuple[int, int]:
+    def _span(
+        self,
+        turns: list[dict[str, Any]],
+        index: int,
+        text: str,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> tuple[int, int]:
         """Begin and end (characters) of what is trained on in message `index`."""
         is_answer = turns[index]["role"] == "assistant"
-        before = self.render(turns[:index], add_generation_prompt=is_answer) if index else ""
-        until = self.render(turns[: index + 1])
-        if not (text.startswith(before) and text.startswith(until)):
+        before = self._beginning(turns[:index], is_answer, tools)
+        until = self.render(turns[: index + 1], tools=tools)
+        if before is not None and text.startswith(before) and text.startswith(until):
+            # White space after the end token is the template's, the model never writes it.
+            return len(before), len(until.rstrip()) if is_answer else len(until)
+        found = self._span_by_difference(turns, index, text, tools) if is_answer else None
+        if found is None:
             raise ConfigError(
                 "tokenizer: the chat template changes earlier turns when a later one is added; "
                 "train on single-turn samples, or use the model's torchtune tokenizer"
             )
-        # White space after the end token is the template's, the model never writes it.
-        end = len(until.rstrip()) if is_answer else len(until)
-        return len(before), end
+        return found
+
+    def _beginning(self, turns: list[dict[str, Any]], ask: bool, tools: Any) -> str | None:
+        """The text before a turn; None if the template refuses a conversation that ends there."""
+        if not turns:
+            return ""
+        try:
+            return self.render(turns, add_generation_prompt=ask, tools=tools)
+        except ConfigError:
+            return None
+
+    def _span_by_difference(
+        self, turns: list[dict[str, Any]], index: int, text: str, tools: Any
+    ) -> tuple[int, int] | None:
+        """Where the text changes with the answer `index`, and the end token behind that.
+
+        For templates that render a turn in another way when more turns follow: Qwen 3's take the
+        reasoning out of earlier answers, Mistral's put the system prompt into the last question.
+        """
+        other = {"role": "assistant", "content": STAND_IN}
+        changed = self.render([*turns[:index], other, *turns[index + 1 :]], tools=tools)
+        begin = _common(text, changed)
+        if not changed[begin:].startswith(STAND_IN):
+            return None
+        end = len(text) - _common(text[begin:][::-1], changed[begin + len(STAND_IN) :][::-1])
+        alone = self.render([*turns[:index], other], tools=tools)
+        closing = alone.rpartition(STAND_IN)[2].rstrip()
+        if not text[end:].startswith(closing):
+            return None
+        return begin, end + len(closing)
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
@@ -191,6 +261,12 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
             f"tokenizer: it ends a text by {_or(ends)}, the model by {_or(model_ends)}{advice}"
         )
     return found
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts have in common from their beginning."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _ids(settings: list[dict[str, Any]], name: str) -> set[int]:

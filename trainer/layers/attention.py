@@ -40,6 +40,9 @@ class DocumentAttention(nn.Module):
             bound of transformers.masking_utils.sliding_window_overlay).
         softcap: scores x become softcap * tanh(x / softcap), as in Gemma 2 (arXiv 2408.00118).
         dropout: probability, in training.
+        value_dim: features per head of the values; None is head_dim.
+        sinks: each head has a score of its own, which takes its share of the softmax and has no
+            value, as in gpt-oss (arXiv 2309.17453 has the idea).
     """
 
     def __init__(
@@ -50,26 +53,35 @@ class DocumentAttention(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         dropout: float = 0.0,
+        value_dim: int | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim, self.scale, self.window = head_dim, scale, window
+        self.value_dim, self.sinks = head_dim if value_dim is None else value_dim, sinks
         self.softcap, self.dropout = softcap, dropout
         self.varlen_attention: Callable[..., torch.Tensor] | None = None
         self.flex_attention: Callable[..., torch.Tensor] | None = None
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask = None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Mask = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return [batch, sequence, heads, head_dim], like the query.
+        """Return [batch, sequence, heads, value_dim] for a query [..., heads, head_dim].
 
         Args:
             key, value: the same with the same number of heads, or fewer that divide it.
             mask: the documents, their block masks, a boolean [batch, sequence, sequence], or None
                 if each row is one document.
+            sinks: the sinks' scores, [heads].
         """
         if isinstance(mask, flex.BlockMasks):
             heads, blocks = (query, key, value), mask.by_window[self.window]
-            return flex.attend(self.flex_attention, heads, blocks, self.softcap, self.scale)
+            return flex.attend(self.flex_attention, heads, blocks, self.softcap, self.scale, sinks)
         if isinstance(mask, Documents):
             if self.varlen_attention is not None:
                 # No document is longer than the row, a constant that is known without waiting.
@@ -79,8 +91,9 @@ class DocumentAttention(nn.Module):
                 return output.unflatten(0, query.shape[:2])
             mask = mask.mask()
         mask = _with_window(mask, self.window, query)
-        attend = self._sdpa if self.softcap is None else self._softcapped
-        return attend(query, key, value, mask)
+        if self.softcap is None and sinks is None:
+            return self._sdpa(query, key, value, mask)
+        return self._textbook(query, key, value, mask, sinks)
 
     def _sdpa(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -102,25 +115,39 @@ class DocumentAttention(nn.Module):
         )
         return output.transpose(1, 2)
 
-    def _softcapped(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    def _textbook(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The textbook formula, which holds all scores at once."""
+        """The formula, with soft cap and sinks, which holds all scores at once."""
         repeats, length = query.shape[2] // key.shape[2], query.shape[1]
         key, value = (_repeated(t, repeats).transpose(1, 2) for t in (key, value))
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         scores = (query.transpose(1, 2) * scale) @ key.transpose(2, 3)
-        scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
         if mask is None:
             mask = torch.ones(1, length, length, dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
-        return (scores.float().softmax(-1).to(query.dtype) @ value).transpose(1, 2)
+        scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).float()
+        if sinks is not None:
+            column = sinks.float().view(-1, 1, 1).expand(scores.shape[0], -1, length, 1)
+            scores = torch.cat([scores, column], -1)
+        shares = scores.softmax(-1)[..., : key.shape[2]].to(query.dtype)
+        if self.training and self.dropout:
+            shares = F.dropout(shares, self.dropout)
+        return (shares @ value).transpose(1, 2)
 
     def fits_flash(self, dtype: torch.dtype) -> bool:
         """Whether the variable-length flash kernel computes the same."""
         return (
             # No fused kernel caps the scores before the softmax.
             self.softcap is None
+            and not self.sinks
+            and self.value_dim == self.head_dim
             and self.scale is None
             and dtype in FLASH_DTYPES
             and self.dropout == 0.0
@@ -138,8 +165,9 @@ def choose_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     """Choose the kernels of the attention layers of `model`, in place.
 
     On a GPU packed rows go through flash attention's variable-length kernel, or through
-    FlexAttention if that does not fit: with a soft cap (Gemma 2), in fp32, on an older GPU. On a
-    CPU, and with dropout, they go through a block-diagonal mask.
+    FlexAttention if that does not fit: with a soft cap (Gemma 2) or sinks (gpt-oss), with latent
+    attention (DeepSeek V3), in fp32, on an older GPU. On a CPU, and with dropout, they go
+    through a block-diagonal mask.
 
     Args:
         model: after tensor parallelism.
@@ -171,7 +199,9 @@ def use_flex_attention(model: nn.Module, device: torch.device) -> None:
         layer.flex_attention = flex.kernel(device)
     windows = {layer.window for layer in layers(model)}
     # Rows that are not packed need block masks only for what no causal kernel does.
-    always = windows != {None} or any(layer.softcap is not None for layer in layers(model))
+    always = windows != {None} or any(
+        layer.softcap is not None or layer.sinks for layer in layers(model)
+    )
 
     def make_block_masks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         documents = kwargs.get("mask")

@@ -100,6 +100,7 @@ def attend(
     mask: BlockMask,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention over [batch, sequence, heads, head_dim], in the query's shape.
 
@@ -107,14 +108,22 @@ def attend(
         kernel: from `kernel`.
         heads: query, key and value; key and value may have fewer heads.
         scale: of the scores; None is 1 / sqrt(head_dim).
+        sinks: [heads], scores without a value. With Z = sum of exp(scores) and a sink s the
+            softmax's divisor is Z + exp(s), so that the output is sigmoid(log Z - s) times that
+            without sinks.
     """
     heads = tuple(tensor.transpose(1, 2) for tensor in heads)
-    output = kernel(
+    found = kernel(
         *heads,
         score_mod=None if softcap is None else _score_mod(softcap),
         block_mask=mask,
         scale=scale,
         enable_gqa=heads[0].shape[1] != heads[1].shape[1],
         kernel_options=KERNEL_OPTIONS,
+        return_lse=sinks is not None,
     )
-    return output.transpose(1, 2)
+    if sinks is None:
+        return found.transpose(1, 2)
+    output, log_sums = found
+    shares = torch.sigmoid(log_sums - sinks.float().view(-1, 1)).unsqueeze(-1)
+    return (output * shares.to(output.dtype)).transpose(1, 2)

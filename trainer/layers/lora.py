@@ -88,11 +88,20 @@ def _base_forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def method(model: nn.Module) -> str:
     """What the model trains: full, LoRA, DoRA, QLoRA or QDoRA."""
     layers = [m for m in model.modules() if isinstance(m, AdaptedLinear)]
-    if not layers:
+    if not any(is_adapter(name) for name, _ in model.named_parameters()):
         return "full"
     quantised = any(hasattr(m, "nf4_table") for m in model.modules())
     dora = any(layer.magnitude is not None for layer in layers)
     return f"{'Q' if quantised else ''}{'DoRA' if dora else 'LoRA'}"
+
+
+def adapted_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers with an adapter, experts among them; each has `rank` and `scaling`."""
+    return [m for m in model.modules() if isinstance(m, AdaptedLinear) or len(_adapters(m))]
+
+
+def _adapters(module: nn.Module) -> nn.ModuleDict | tuple[()]:
+    return getattr(module, "adapters", ())
 
 
 def base(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

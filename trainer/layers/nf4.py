@@ -12,6 +12,7 @@ weight is exact, so that its codes and values are those that bitsandbytes comput
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ def dense_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape of the weight that a parameter represents, packed or not."""
     if not is_packed(parameter):
         return tuple(parameter.shape)
-    return parameter.shape[0], parameter.shape[1] * BLOCK
+    return *parameter.shape[:-2], parameter.shape[-2] * BLOCK
 
 
 def dense_numel(parameter: torch.Tensor) -> int:
@@ -57,9 +58,9 @@ def dense_numel(parameter: torch.Tensor) -> int:
     return math.prod(dense_shape(parameter))
 
 
-def faults(names: list[str], model: nn.Module) -> list[str]:
-    """Return one line per number of inputs of the layers `names` that is no multiple of a block."""
-    widths = {model.get_submodule(name).weight.shape[1] for name in names}
+def faults(weights: Iterable[torch.Tensor]) -> list[str]:
+    """Return one line per last dimension of the weights that is no multiple of a block."""
+    widths = {weight.shape[-1] for weight in weights}
     return [
         f"model.quantize_base: NF4 needs inputs in blocks of {BLOCK}, and this model has layers "
         f"with {width} inputs; set model.quantize_base=False"
@@ -68,18 +69,17 @@ def faults(names: list[str], model: nn.Module) -> list[str]:
     ]
 
 
-def pack_weight(layer: nn.Module) -> None:
-    """Make `layer.weight` (on the meta device, [out, in]) a packed one, and add the code table.
+def pack_weight(layer: nn.Module, name: str = "weight") -> None:
+    """Make `layer.weight` (on the meta device, [..., out, in]) a packed one; add the code table.
 
     The table is the buffer `nf4_table` [256, 2], fp32: the two values of each byte of codes. It
     is a buffer, so that no step copies it to the GPU. `fill_tables` fills it.
     """
-    outputs, inputs = layer.weight.shape
-    packed = layer.weight.new_empty(
-        outputs, inputs // BLOCK, CODE_BYTES + SCALE_BYTES, dtype=torch.uint8
-    )
-    layer.weight = nn.Parameter(packed, requires_grad=False)
-    table = layer.weight.new_empty(256, 2, dtype=torch.float32)
+    weight = getattr(layer, name)
+    *others, inputs = weight.shape
+    packed = weight.new_empty(*others, inputs // BLOCK, CODE_BYTES + SCALE_BYTES, dtype=torch.uint8)
+    setattr(layer, name, nn.Parameter(packed, requires_grad=False))
+    table = weight.new_empty(256, 2, dtype=torch.float32)
     layer.register_buffer("nf4_table", table, persistent=False)
 
 
@@ -97,27 +97,27 @@ def table() -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] in any floating dtype to packed [out, in / 64, 34] uint8, on the same device."""
-    blocks = weight.unflatten(1, (-1, BLOCK)).float()
-    scale = blocks.abs().amax(2, keepdim=True).bfloat16()
+    """[..., in] in any floating dtype to packed [..., in / 64, 34] uint8, on the same device."""
+    blocks = weight.unflatten(-1, (-1, BLOCK)).float()
+    scale = blocks.abs().amax(-1, keepdim=True).bfloat16()
     # A block of zeros has scale 0, and any divisor keeps it zero.
     shares = blocks / torch.where(scale == 0, 1, scale).float()
     values = torch.tensor(VALUES, device=weight.device)
     codes = torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True)
-    pairs = codes.to(torch.uint8).unflatten(2, (-1, 2))
-    return torch.cat([pairs[..., 0] << 4 | pairs[..., 1], scale.view(torch.uint8)], dim=2)
+    pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
+    return torch.cat([pairs[..., 0] << 4 | pairs[..., 1], scale.view(torch.uint8)], dim=-1)
 
 
 def dequantise(packed: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Packed [out, in / 64, 34] to [out, in] in `dtype`; `table` as `table()` makes it."""
+    """Packed [..., in / 64, 34] to [..., in] in `dtype`; `table` as `table()` makes it."""
     # Older torch's FSDP casts whatever it gathers: the bytes then arrive as bf16 or fp32, which
     # hold 0 to 255 exactly.
     packed = packed.to(torch.uint8)
-    values = F.embedding(packed[..., :CODE_BYTES].int(), table).flatten(2)
+    values = F.embedding(packed[..., :CODE_BYTES].int(), table).flatten(-2)
     # bf16 is the upper half of fp32. Bytes put together so are part of one compiled kernel.
     low, high = (packed[..., CODE_BYTES + i, None].int() for i in range(SCALE_BYTES))
     scale = (low << 16 | high << 24).view(torch.float32)
-    return values.mul_(scale).to(dtype).flatten(1)
+    return values.mul_(scale).to(dtype).flatten(-2)
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -139,12 +139,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         packed, table = ctx.saved_tensors
         if torch.compiler.is_compiling():
-            packed = _later(packed, gradient)
+            packed = later(packed, gradient)
         return gradient @ dequantise(packed, table, gradient.dtype), None, None
 
 
 @torch.library.custom_op("slurm_cookbook::later", mutates_args=())
-def _later(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
+def later(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
     """A copy of `tensor` that cannot be there before `event`.
 
     Otherwise the compiler would dequantise once for both passes, and keep the dense weight of every
@@ -154,6 +154,6 @@ def _later(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-@_later.register_fake
+@later.register_fake
 def _(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)

@@ -96,19 +96,28 @@ def lay_out(module: Decoder, config: TrainConfig, world: World, output_chunks: i
         output_chunks: in how many chunks the model gives its logits (0: whole).
     """
     freeze_base(module)
+    if not config.train_router:
+        for router in module.routers():
+            router.requires_grad_(False)
     if config.master_weights:
         # Frozen parameters have no updates that bf16 could lose.
         for parameter in filter(attrgetter("requires_grad"), module.parameters()):
             parameter.data = parameter.data.float()
     use_fsdp = fsdp.needed(config, world)
     mesh = world.mesh(use_fsdp)
+    expert_mesh = world.expert_mesh(use_fsdp)
+    if expert_mesh is not None:
+        from trainer.parallel import expert_parallel
+
+        # First: tensor parallelism keeps experts whole that are not spread.
+        expert_parallel.split(module, expert_mesh["ep"], world.tensor_parallel_dim)
     if world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
     attention.choose_kernels(module, world.device, DTYPES[config.dtype])
     activations.prepare(module, config)
     module.num_output_chunks = output_chunks
     if use_fsdp:
-        fsdp.shard(module, mesh, DTYPES[config.dtype], config)
+        fsdp.shard(module, mesh, DTYPES[config.dtype], config, expert_mesh)
 
 
 def freeze_base(module: nn.Module) -> None:
@@ -200,16 +209,39 @@ def _add_adapters(model: Decoder, block: dict[str, Any]) -> None:
         if given := [key for key in ADAPTER_KEYS if key in block]:
             raise ConfigError(f"model.{given[0]}: needs model.lora_rank")
         return
+    from trainer.layers import experts
+
     layers = {name: name.rpartition(".")[2] for name in model.linear_layers()}
-    wanted = set(block.get("lora_modules") or layers.values())
-    if unknown := wanted - set(layers.values()):
-        known = ", ".join(sorted(set(layers.values())))
-        raise ConfigError(f"model.lora_modules: no layer {', '.join(sorted(unknown))}; has {known}")
+    routed = [layer for _, layer in experts.layers(model)]
+    known = {*layers.values(), *([experts.NAME] if routed else [])}
+    wanted = set(block.get("lora_modules") or known)
+    if unknown := wanted - known:
+        raise ConfigError(
+            f"model.lora_modules: no layer {', '.join(sorted(unknown))}; has "
+            f"{', '.join(sorted(known))}"
+        )
     alpha, dropout = block.get("lora_alpha", 2 * rank), block.get("lora_dropout", 0.0)
     use_dora = block.get("use_dora", False)
+    if experts.NAME in wanted:
+        _check_expert_adapters(use_dora, dropout, known - {experts.NAME})
+        for layer in routed:
+            experts.add_adapters(layer, rank, alpha)
     for name in [name for name, last in layers.items() if last in wanted]:
         base = model.get_submodule(name)
         model.set_submodule(name, lora.AdaptedLinear(base, rank, alpha, dropout, use_dora))
+
+
+def _check_expert_adapters(use_dora: bool, dropout: float, others: set[str]) -> None:
+    """PEFT has neither for weights of several experts."""
+    given = {"use_dora": use_dora, "lora_dropout": dropout}
+    if wrong := [key for key, value in given.items() if value]:
+        raise ConfigError(
+            *(
+                f"model.{key}: is not possible for the experts; leave it out, or leave the experts "
+                f"out: model.lora_modules=[{','.join(sorted(others))}]"
+                for key in wrong
+            )
+        )
 
 
 def _quantise(model: Decoder) -> None:
@@ -218,15 +250,17 @@ def _quantise(model: Decoder) -> None:
             "model.quantize_base: only adapters can be trained over a quantised base; "
             "set model.lora_rank or use a lora_* builder, or set model.quantize_base=False"
         )
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        raise ConfigError(
-            "model.quantize_base: the weights of experts cannot be quantised yet; set "
-            "model.quantize_base=False"
-        )
+    from trainer.layers import experts
+
     names = model.linear_layers()
-    if faults := nf4.faults(names, model):
+    routed = [layer for _, layer in experts.layers(model)]
+    weights_of = [model.get_submodule(name).weight for name in names]
+    weights_of += [getattr(layer, name) for layer in routed for name in experts.MATRICES]
+    if faults := nf4.faults(weights_of):
         raise ConfigError(*faults)
     lora.quantise(model, names)
+    for layer in routed:
+        experts.quantise(layer)
 
 
 def fitting(
@@ -264,6 +298,21 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
     """Return why a model from `empty` cannot be split, or use fp8, as `config` says."""
     ranks = config.tensor_parallel_dim
     faults = tensor_parallel.faults(module, ranks)
+    if (config.router_aux_loss_coef or not config.train_router) and not module.routers():
+        key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
+        faults.append(
+            f"{key}: this model has no routers of experts that it applies to; leave it out"
+        )
+    if config.dataset.get("packed") and not module.packs:
+        faults.append(
+            "dataset.packed: in this model's layers of linear attention a packed document would see "
+            "those before it; set dataset.packed=False"
+        )
+    if config.expert_parallel_dim > 1:
+        # Imported late, as it is seldom needed and a rank is to start fast.
+        from trainer.parallel import expert_parallel
+
+        faults += expert_parallel.faults(module, config.expert_parallel_dim)
     if config.fp8_recipe is not None:
         row = set(module.linear_layers(Role.ROW))
         layers = {name: module.get_submodule(name) for name in module.linear_layers()}

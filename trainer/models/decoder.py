@@ -34,6 +34,9 @@ class Role(Enum):
             sequence.
         REPLICATED: whole on every rank, on this rank's tokens or heads: other norms, and linear
             layers.
+        ROUTER: whole on every rank, on this rank's tokens; computed by its own forward pass.
+        EXPERT: the experts of a layer, from trainer.layers.experts, on this rank's tokens;
+            expert parallelism spreads them.
     """
 
     EMBEDDING = auto()
@@ -42,6 +45,8 @@ class Role(Enum):
     ROW = auto()
     NORM = auto()
     REPLICATED = auto()
+    ROUTER = auto()
+    EXPERT = auto()
 
 
 class Decoder(nn.Module, ABC):
@@ -63,6 +68,7 @@ class Decoder(nn.Module, ABC):
         max_seq_len: number of positions that the model knows.
         num_output_chunks: in how many chunks along the sequence `forward` gives its logits, as a
             list; 0 gives one tensor.
+        packs: packed rows keep their documents apart.
         ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
             parameter.
         carried_tensors: names of tensors that belong to other parts of the folder's model, such as
@@ -78,6 +84,7 @@ class Decoder(nn.Module, ABC):
     output_multiplier: float | None = None
     output_softcap: float | None = None
     num_output_chunks: int = 0
+    packs: bool = True
     ignored_tensors: ClassVar[tuple[str, ...]] = ()
     carried_tensors: tuple[str, ...] = ()
 
@@ -182,6 +189,20 @@ class Decoder(nn.Module, ABC):
         """
         return {}
 
+    def routers(self) -> list[nn.Module]:
+        """What chooses experts: modules that return (logits, weights, index), as Balance says.
+
+        A router that balances by a bias of its own is none of them.
+        """
+        return []
+
+    def held_buffers(self) -> dict[str, torch.Tensor]:
+        """By name, the buffers that a model folder holds; they are read and written, not trained.
+
+        They keep their dtype, whole on every rank.
+        """
+        return {}
+
     def expert_shares(self) -> dict[str, float]:
         """The parameters of the blocks that are in no linear layer, and no norm's or bias.
 
@@ -193,6 +214,10 @@ class Decoder(nn.Module, ABC):
     def peft_name(self, tensor: str) -> str:
         """The name that transformers' class, and so PEFT, has for a tensor of the hub."""
         return tensor
+
+    def peft_module(self, module: str) -> str:
+        """The name that transformers' class, and so PEFT, has for a module of this model."""
+        return module
 
     def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a parameter, [out, ...], from the order of the hub to the model's."""

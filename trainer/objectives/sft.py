@@ -1,10 +1,18 @@
 """Supervised fine-tuning: cross-entropy over the tokens of the answers."""
 
+from typing import TYPE_CHECKING
+
+from trainer.config import TrainConfig
 from trainer.data import batches
 from trainer.data.batches import Data, MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.models import build
+from trainer.models.build import Model
 from trainer.objectives.base import LossSum, Models, Objective
+from trainer.parallel.world import World
+
+if TYPE_CHECKING:
+    from trainer.layers.balance import Balance
 
 
 class SupervisedFineTuning(Objective):
@@ -16,7 +24,25 @@ class SupervisedFineTuning(Objective):
     def build_models(self, data: Data) -> Models:
         self._loss = self.world.on_all(lambda: TokenLoss(self.config))
         chunks = self._loss.output_chunks
-        return Models(build.build(self.config, self.world, chunks, data.faults))
+        model = build.build(self.config, self.world, chunks, data.faults)
+        self._balance = balance_of(model, self.config, self.world)
+        return Models(model)
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
-        return LossSum(self._loss(models.policy.module, batch, self.world.device), {})
+        total = self._loss(models.policy.module, batch, self.world.device)
+        if self._balance is None:
+            return LossSum(total, {})
+        metrics = self._balance.metrics()
+        return LossSum(total, {name: x * batch.target_count for name, x in metrics.items()})
+
+
+def balance_of(model: Model, config: TrainConfig, world: World) -> "Balance | None":
+    """Watch the routers of `model`; None if it has none."""
+    routers = model.module.routers()
+    if not routers:
+        return None
+    # Imported late: most models have no routers, and a rank is to start fast.
+    from trainer.layers.balance import Balance
+
+    parts = config.gradient_accumulation_steps * world.tensor_parallel_dim
+    return Balance(routers, config.router_aux_loss_coef, parts)

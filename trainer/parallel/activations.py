@@ -34,6 +34,8 @@ SAVED_OPERATIONS = (
     "aten._scaled_dot_product_attention_math",
     "torch_attn._varlen_attn",
     "higher_order.flex_attention",
+    "aten._grouped_mm",
+    "slurm_cookbook.grouped",
     # fp8's products, and the magnitudes that its scales are made of.
     "aten._scaled_mm",
     "aten.amax",

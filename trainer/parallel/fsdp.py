@@ -1,6 +1,7 @@
 """FSDP2, block by block: sharding, prefetching, and giving gathered parameters up."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,13 @@ def needed(config: TrainConfig, world: World) -> bool:
     return world.data_size > 1 or config.fsdp_cpu_offload or config.master_weights is not None
 
 
-def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, config: TrainConfig) -> None:
+def shard(
+    model: Decoder,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    config: TrainConfig,
+    expert_mesh: DeviceMesh | None = None,
+) -> None:
     """Shard `model` over the mesh's dp_shard, and replicate it over dp_replicate, in place.
 
     It computes in `dtype`. Gradients are summed over ranks in fp32, or in bf16 if the config says
@@ -33,6 +40,7 @@ def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, config: TrainCon
 
     Args:
         model: on the meta device, before its weights are loaded; tensor parallelism comes first.
+        expert_mesh: of experts that are spread; they are sharded over its ep_shard.
     """
     replicated = "dp_replicate" in mesh.mesh_dim_names
     reduced = torch.bfloat16 if config.fsdp_reduce_dtype == "bf16" else torch.float32
@@ -47,11 +55,28 @@ def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, config: TrainCon
         layer = getattr(model, name) if hasattr(model, name) else model.get_submodule(name)
         if not _stays_with_root(model, layer):
             fully_shard(layer, **options)
+    if expert_mesh is not None:
+        _shard_experts(model, expert_mesh, options)
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
     if config.fsdp_prefetch:
         _prefetch(model, config.fsdp_prefetch)
+
+
+def _shard_experts(model: Decoder, expert_mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """Shard the experts among the ranks that have the same ones."""
+    from trainer.layers import experts
+
+    names = tuple(n for n in ("dp_replicate", "ep_shard") if n in expert_mesh.mesh_dim_names)
+    policy: MixedPrecisionPolicy = options["mp_policy"]
+    own = options | {
+        "mesh": expert_mesh[names],
+        # The routers' weights of the experts stay in fp32.
+        "mp_policy": replace(policy, cast_forward_inputs=False),
+    }
+    for _, layer in experts.layers(model):
+        fully_shard(layer, **own)
 
 
 def _prefetch(model: Decoder, depth: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,6 @@ from trainer.models.decoder import Decoder, Role
 from trainer.parallel.sharded import local
 
 SEQUENCE = Shard(1)
-# (module, input) -> output; parameters and tensors are this rank's, and the module has its mesh.
-LocalForward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 # A parameter -> what this rank computes with.
 LocalPart = Callable[[torch.Tensor], torch.Tensor]
 # The placements of a column-split layer's parameters.
@@ -123,14 +122,30 @@ def _output(layer: nn.Module, x: torch.Tensor) -> DTensor:
     return DTensor.from_local(_column(layer, x), mesh, [Shard(-1)], run_check=False)
 
 
-# By role: the forward pass, and the placements of the parameters that are not replicated.
-STYLES: dict[Role, tuple[LocalForward, dict[str, Shard]]] = {
+def _router(layer: nn.Module, *args: torch.Tensor) -> object:
+    """The router's own forward pass, on this rank's tokens."""
+    whole = dict(layer._parameters)
+    layer._parameters |= {name: _partial(p) for name, p in whole.items() if p is not None}
+    try:
+        return super(_patched(layer), layer).forward(*args)
+    finally:
+        layer._parameters |= whole
+
+
+def _patched(layer: nn.Module) -> type[nn.Module]:
+    return next(kind for kind in type(layer).__mro__ if kind.__dict__.get("forward") is _router)
+
+
+# By role: the forward pass (module, input) -> output, in which tensors are this rank's and the
+# module has its mesh; and the placements of the parameters that are not replicated.
+STYLES: dict[Role, tuple[Callable[..., Any], dict[str, Shard]]] = {
     Role.EMBEDDING: (_embedding, {"weight": Shard(0)}),
     Role.OUTPUT: (_output, COLUMN),
     Role.COLUMN: (_column, COLUMN),
     Role.ROW: (_row, {"weight": Shard(1), "lora_a.weight": Shard(1)}),
     Role.NORM: (_norm, {}),
     Role.REPLICATED: (_replicated, {}),
+    Role.ROUTER: (_router, {}),
 }
 
 
@@ -146,19 +161,33 @@ def split(model: Decoder, mesh: DeviceMesh) -> None:
     modules = list(model.named_modules())
     for pattern, role in model.roles().items():
         for module in (module for name, module in modules if fnmatchcase(name, pattern)):
-            _split_module(module, mesh, role)
+            if role is Role.EXPERT:
+                _replicate_experts(module, mesh)
+            else:
+                _split_module(module, mesh, role)
+
+
+def _replicate_experts(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep a layer's experts whole, for each rank's own tokens; if no other mesh has them."""
+    if layer.exchange is None:
+        _distribute(layer, mesh, {})
+        layer.partial_gradient = True
 
 
 def _split_module(module: nn.Module, mesh: DeviceMesh, role: Role) -> None:
     forward, placements = STYLES[role]
+    _distribute(module, mesh, placements)
+    module.tensor_parallel_mesh = mesh
+    patch_forward(module, forward)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Shard]) -> None:
     for name, parameter in list(module.named_parameters()):
         # Every rank fills its own part later, so none needs to send it.
         placement = placements.get(name, Replicate())
         split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, nn.Parameter(split, parameter.requires_grad))
-    module.tensor_parallel_mesh = mesh
-    patch_forward(module, forward)
 
 
 def faults(model: Decoder, ranks: int) -> list[str]:

@@ -76,6 +76,7 @@ class World:
             f"FSDP over {layout.shard}": layout.shard > 1,
             f"{layout.replicate} data-parallel replicas": layout.replicate > 1,
             f"tensor parallel over {layout.tensor_parallel}": layout.tensor_parallel > 1,
+            f"expert parallel over {layout.expert_parallel}": layout.expert_parallel > 1,
             "parameters and optimizer on the CPU": config.fsdp_cpu_offload,
         }
         return ", ".join(part for part, holds in parts.items() if holds)
@@ -89,10 +90,29 @@ class World:
         layout = self.layout
         sizes = (layout.replicate, layout.shard, layout.tensor_parallel)
         named = zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)
-        kept = {name: size for name, size in named if size > 1 or (fsdp and name == "dp_shard")}
-        if not kept:
+        return self._mesh({n: s for n, s in named if s > 1 or (fsdp and n == "dp_shard")})
+
+    def expert_mesh(self, fsdp: bool) -> DeviceMesh | None:
+        """Return the ranks as the experts see them: (dp_replicate, ep_shard, ep).
+
+        None without expert parallelism. Ranks along ep have different experts, and those along
+        ep_shard shard the same ones; dp_replicate is left out if it is 1, ep_shard without FSDP.
+        """
+        layout = self.layout
+        if layout.expert_parallel == 1:
             return None
-        return init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        named = {
+            "dp_replicate": layout.replicate,
+            "ep_shard": layout.shard * layout.tensor_parallel // layout.expert_parallel,
+            "ep": layout.expert_parallel,
+        }
+        return self._mesh({n: s for n, s in named.items() if s > 1 or (fsdp and n == "ep_shard")})
+
+    def _mesh(self, sizes: dict[str, int]) -> DeviceMesh | None:
+        if not sizes:
+            return None
+        device, names = self.device.type, tuple(sizes)
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=names)
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64."""

@@ -10,7 +10,7 @@ from torch import nn
 from runspec.files import read_json_or_none
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers import lora
+from trainer.layers import experts, lora
 from trainer.models.build import Model
 from trainer.models.decoder import Decoder
 from trainer.storage import weights
@@ -75,7 +75,7 @@ def _setting_faults(model: Model, path: Path) -> list[str]:
     settings = read_json_or_none(path.with_name(SETTINGS))
     if not isinstance(settings, dict) or "r" not in settings:
         return []
-    layer = next(m for m in model.module.modules() if isinstance(m, lora.AdaptedLinear))
+    layer = lora.adapted_layers(model.module)[0]
     rank, alpha = layer.rank, layer.scaling * layer.rank
     use_dora = "DoRA" in model.method
     return [
@@ -128,6 +128,16 @@ def _from_peft(
             row += rows
         if magnitude is not None:
             used.add(f"{place}.lora_magnitude_vector")
+    for name, layer in experts.layers(model):
+        place = PEFT_PREFIX + model.peft_module(name)
+        for matrix, own in experts.peft_places(place).items():
+            keys = (f"{own}.lora_A.weight", f"{own}.lora_B.weight")
+            if layer.adapters and all(key in tensors for key in keys):
+                used |= set(keys)
+                count = len(getattr(layer, matrix))
+                a, b = experts.from_peft(*(tensors[k] for k in keys), count, layer.transposed)
+                found[f"{name}.adapters.{matrix}.lora_a.weight"] = a
+                found[f"{name}.adapters.{matrix}.lora_b.weight"] = b
     return found | {name: tensor for name, tensor in tensors.items() if name not in used}
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from runspec import files
 from trainer.config import TrainConfig
-from trainer.layers import lora, nf4
+from trainer.layers import experts, lora, nf4
 from trainer.models.build import Model
 from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
@@ -75,7 +75,8 @@ def _commit(temporary: Path, final: Path) -> None:
 
 
 def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
-    parts_of, layers = weights.hub_tensors(model.module), _layers(model)
+    module = model.module
+    parts_of, layers = weights.hub_tensors(module), _layers(model)
     shapes = {key: weights.hub_shape(parts) for key, parts in parts_of.items()}
     pieces, whole = weights.hub_pieces(model.module), ("", torch.empty(0))
     shapes |= {key: piece.shape for key, piece in pieces.items()}
@@ -83,6 +84,9 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
     if carried:
         source = weights.SafetensorsSource.open(config.checkpointer)
         shapes |= {key: source.shapes[key] for key in carried}
+    # Biases of routers stay in fp32: bf16 would round them.
+    held = {module.hub_name(name): b.dtype for name, b in module.held_buffers().items()}
+    dtypes = dict.fromkeys(shapes, model.dtype) | held
     split = split_state_dict_into_shards_factory(
         shapes,
         get_storage_size=lambda shape: math.prod(shape) * model.dtype.itemsize,
@@ -91,18 +95,16 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
     )
     for name, keys in split.filename_to_tensors.items():
         own = {key: shapes[key] for key in keys}
-        file = world.on_main(
-            lambda n=name, s=own: weights.SafetensorsWriter(folder / n, s, model.dtype)
-        )
+        file = world.on_main(lambda n=name, s=own: weights.SafetensorsWriter(folder / n, s, dtypes))
         for key in keys:
             if key in pieces:
                 name, parameter, index = pieces[key]
                 if whole[0] != name:
                     # All its pieces come one after another.
-                    whole = name, full_tensor(parameter.detach())
+                    whole = name, _whole(model, layers, name, parameter)
                 tensor = whole[1][index].to(model.dtype).cpu()
             elif key in parts_of:
-                tensor = _merged(model, layers, parts_of[key], keep=world.is_main)
+                tensor = _merged(model, layers, parts_of[key], dtypes[key], keep=world.is_main)
             elif file is not None:
                 tensor = source.tensor(key).to(model.dtype)
             if file is not None:
@@ -115,19 +117,33 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
 
 @torch.no_grad()
 def _merged(
-    model: Model, layers: dict[str, torch.nn.Module], parts: weights.Parts, keep: bool
+    model: Model,
+    layers: dict[str, torch.nn.Module],
+    parts: weights.Parts,
+    dtype: torch.dtype,
+    keep: bool,
 ) -> torch.Tensor:
     """A tensor of the hub by its parts, whole and on the CPU; an empty one if `keep` is False."""
     rows = []
     for name, parameter in parts:
-        layer = layers.get(name.removesuffix(".weight"))
-        if isinstance(layer, lora.AdaptedLinear) or nf4.is_packed(parameter):
-            tensor = lora.merged(layer, model.dtype)
-        else:
-            tensor = full_tensor(parameter.detach())
+        tensor = _whole(model, layers, name, parameter)
         if keep:
-            rows.append(model.module.to_hub(name, tensor.to(model.dtype).cpu()))
+            rows.append(model.module.to_hub(name, tensor.to(dtype).cpu()))
     return torch.cat(rows) if keep else torch.empty(0)
+
+
+@torch.no_grad()
+def _whole(
+    model: Model, layers: dict[str, torch.nn.Module], name: str, parameter: torch.Tensor
+) -> torch.Tensor:
+    """A base parameter, whole and with its adapter merged; all ranks call this together."""
+    owner, _, last = name.rpartition(".")
+    layer = layers[owner]
+    if last in experts.MATRICES and hasattr(layer, "transposed"):
+        return experts.merged(layer, last, model.dtype)
+    if (last == "weight" and isinstance(layer, lora.AdaptedLinear)) or nf4.is_packed(parameter):
+        return lora.merged(layer, model.dtype)
+    return full_tensor(parameter.detach())
 
 
 def _layers(model: Model) -> dict[str, torch.nn.Module]:
@@ -138,10 +154,11 @@ def _layers(model: Model) -> dict[str, torch.nn.Module]:
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     tensors, ranks = _peft_tensors(model)
     settings = _peft_config(model, ranks, config)
+    tensors |= _expert_tensors(model, settings)
     if model.module.carried_tensors:
         # Other parts of the model have layers with the same last names.
         ends = (".lora_A.weight", "base_model.model.")
-        named = (name for name in tensors if name.endswith(ends[0]))
+        named = (name for name in tensors if name.endswith(ends[0]) and ".experts." not in name)
         settings["target_modules"] = [n.removesuffix(ends[0]).removeprefix(ends[1]) for n in named]
 
     def write() -> None:
@@ -188,6 +205,26 @@ def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]
     return tensors, ranks
 
 
+def _expert_tensors(model: Model, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """PEFT's tensors of the experts' adapters by name; `settings` learns what they belong to."""
+    tensors, targets = {}, {}
+    for name, layer in experts.layers(model.module):
+        if not layer.adapters:
+            continue
+        module = model.module.peft_module(weights.plain_name(name))
+        kind = ".".join(module.split(".")[-2:])
+        targets |= dict.fromkeys(f"{kind}.{matrix}" for matrix in experts.MATRICES)
+        for matrix, place in experts.peft_places(f"base_model.model.{module}").items():
+            parts = experts.adapter_tensors(layer, matrix)
+            a, b = experts.to_peft(*(part.cpu() for part in parts), layer.transposed)
+            tensors[f"{place}.lora_A.weight"] = a.to(model.dtype)
+            tensors[f"{place}.lora_B.weight"] = b.to(model.dtype)
+    if targets:
+        settings["target_parameters"] = list(targets)
+        settings["target_modules"] = settings["target_modules"] or None
+    return tensors
+
+
 def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """DoRA's magnitude of a layer's rows, [out]; for a layer without DoRA the norms of its rows."""
     if isinstance(layer, lora.AdaptedLinear):
@@ -196,7 +233,7 @@ def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _peft_config(model: Model, ranks: dict[str, int], config: TrainConfig) -> dict[str, Any]:
-    layer = next(m for m in model.module.modules() if isinstance(m, lora.AdaptedLinear))
+    layer = lora.adapted_layers(model.module)[0]
     # A fused adapter's rank is higher, and PEFT scales by alpha / rank.
     rank, scaling = layer.rank, layer.scaling
     fused = {name: own for name, own in ranks.items() if own != rank}
@@ -208,8 +245,8 @@ def _peft_config(model: Model, ranks: dict[str, int], config: TrainConfig) -> di
         "lora_alpha": scaling * rank,
         "rank_pattern": fused,
         "alpha_pattern": {name: scaling * own for name, own in fused.items()},
-        "use_dora": layer.magnitude is not None,
-        "lora_dropout": getattr(layer.dropout, "p", 0.0),
+        "use_dora": "DoRA" in model.method,
+        "lora_dropout": getattr(getattr(layer, "dropout", None), "p", 0.0),
         "target_modules": sorted(ranks),
         "bias": "none",
         "fan_in_fan_out": False,

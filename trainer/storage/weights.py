@@ -20,8 +20,8 @@ from trainer.layers import lora, nf4
 from trainer.models.decoder import Decoder
 from trainer.parallel.sharded import local_part
 
-# The parameters, by plain name, whose rows a tensor of the hub holds.
-Parts = list[tuple[str, nn.Parameter]]
+# The parameters, by plain name, whose rows a tensor of the hub holds; or one buffer.
+Parts = list[tuple[str, torch.Tensor]]
 
 
 class Piece(NamedTuple):
@@ -34,7 +34,8 @@ class Piece(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's."""
-        return tuple(torch.empty(self.parameter.shape, device="meta")[self.index].shape)
+        whole = torch.empty(nf4.dense_shape(self.parameter), device="meta")
+        return tuple(whole[self.index].shape)
 
 
 # The folder of another model differs in every layer, and a few lines show that.
@@ -57,13 +58,15 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def hub_tensors(module: Decoder) -> dict[str | None, Parts]:
     """By tensor of the hub, the base parameters (plain name, parameter) in its rows, in order.
 
-    None has those that are in no tensor of the hub. Parameters that the hub has in pieces are left
-    out.
+    Buffers that the hub has are among them. None has those that are in no tensor of the hub.
+    Parameters that the hub has in pieces are left out.
     """
     found: dict[str | None, Parts] = {}
     for name, parameter in named_parameters(module):
         if not lora.is_adapter(name) and not module.hub_pieces(name):
             found.setdefault(module.hub_name(name), []).append((name, parameter))
+    for name, buffer in module.held_buffers().items():
+        found[module.hub_name(name)] = [(name, buffer)]
     return found
 
 
@@ -163,15 +166,18 @@ class SafetensorsWriter:
 
     Args:
         shapes: of every tensor by name, in the order in which they will come.
+        dtypes: of every tensor by name.
     """
 
-    def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: Path, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype]
+    ) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            begin, end = end, end + math.prod(shape) * dtypes[name].itemsize
             offsets = [begin, end]
-            header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": offsets}
+            header[name] = {"dtype": DTYPES[dtypes[name]], "shape": shape, "data_offsets": offsets}
         content = json.dumps(header).encode()
         # The format wants the data to begin at a multiple of 8 bytes.
         content = content.ljust(-(-len(content) // 8) * 8)
@@ -261,7 +267,7 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
     }
     for key, tensor in source.read():
         if piece := pieces.get(key):
-            shape = piece.parameter.shape
+            shape = nf4.dense_shape(piece.parameter)
             whole = wholes.setdefault(piece.name, torch.empty(shape, dtype=tensor.dtype))
             whole[piece.index] = tensor
             missing[piece.name] -= 1
@@ -293,18 +299,18 @@ def initialise_adapter(module: nn.Module, seed: int) -> None:
         if name.endswith(lora.ADAPTER_PARTS[0]):
             digest = hashlib.sha256(json.dumps([seed, name]).encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            bound = 1 / math.sqrt(parameter.shape[1])
+            bound = 1 / math.sqrt(parameter.shape[-1])
             full.uniform_(-bound, bound, generator=generator)
         fill(parameter, full)
 
 
-def fill(parameter: nn.Parameter, full: torch.Tensor) -> None:
+def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:
     """Copy this rank's part of a whole tensor into a parameter, quantised if that is NF4."""
     target = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     if nf4.is_packed(parameter):
         # Shards are cut between blocks, so that each rank quantises no more than its own.
-        part = local_part(parameter, full.unflatten(1, (-1, nf4.BLOCK)))
-        target.copy_(nf4.quantise(part.flatten(1).to(target.device)))
+        part = local_part(parameter, full.unflatten(-1, (-1, nf4.BLOCK)))
+        target.copy_(nf4.quantise(part.flatten(-2).to(target.device)))
     else:
         target.copy_(local_part(parameter, full))
 

@@ -21,6 +21,8 @@ NAME = "slurm_cookbook_documents"
 WITHOUT_EFFECT = ("position_ids", "use_cache", "output_attentions", "return_dict", "cache_position")
 # The layer's scores are causal, whatever is said of it here.
 CAUSAL = (None, True)
+# The argument with the scores of a layer's sinks.
+SINKS = "s_aux"
 
 
 class Observer:
@@ -56,17 +58,17 @@ class Observer:
             self._refuse("bidirectional attention")
         if mask is not None:
             self._refuse("an attention mask of its own")
-        if value.shape[-1] != head_dim:
-            self._refuse(f"values of {value.shape[-1]} features beside keys of {head_dim}")
         layer.document_attention = DocumentAttention(
             head_dim,
             scale=scale,
             window=asked.pop("sliding_window", None),
             softcap=asked.pop("softcap", None),
             dropout=asked.pop("dropout", 0.0),
+            value_dim=value.shape[-1],
+            sinks=asked.pop(SINKS, None) is not None,
         )
         for name in sorted(asked.keys() - set(WITHOUT_EFFECT)):
-            self._refuse(f"the argument {name!r}" + (" (sinks)" if name == "s_aux" else ""))
+            self._refuse(f"the argument {name!r}")
         self.seen.append(layer)
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
@@ -92,7 +94,7 @@ def attend(
     if not hasattr(layer, "document_attention"):
         raise ConfigError("its layers do not hand the documents of packed rows to their attention")
     heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return layer.document_attention(*heads, documents), None
+    return layer.document_attention(*heads, documents, given.get(SINKS)), None
 
 
 AttentionInterface.register(NAME, attend)

@@ -1,6 +1,7 @@
 """A causal language model of transformers as a `Decoder`: its parts, roles, buffers and names."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers import lora
+from trainer.layers import lora, nf4
+from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
-from trainer.models.transformers import rope
+from trainer.models.transformers import experts, rope
 from trainer.models.transformers.attention import Observer
+from trainer.models.transformers.names import HubNames
 from trainer.storage.weights import SafetensorsSource, named_parameters
+from trainer.storage.weights import plain_name as plain
 
 PLACE = "checkpointer.checkpoint_dir"
 # A style of transformers' tensor-parallel plans, and the role that does the same.
@@ -28,11 +30,10 @@ STYLES = {
     "rowwise": Role.ROW,
     "replicated_with_grad_allreduce": Role.REPLICATED,
 }
-# How transformers' rules make one parameter of the experts' tensors: one upon the other, and then
-# the rows of several kinds one below the other.
-STACKED, JOINED = ("MergeModulelist", 0), ("Concatenate", 1)
 SLIDING = "sliding_attention"
-LAYER_TYPES = {"full_attention", SLIDING}
+LINEAR = "linear_attention"
+CHUNKED = "chunked_attention"
+LAYER_TYPES = {"full_attention", SLIDING, LINEAR, CHUNKED}
 # Enough tokens for every operation; nothing is computed on the meta device.
 PROBE_TOKENS = 8
 
@@ -55,13 +56,19 @@ class TransformersDecoder(Decoder):
     def __init__(self, causal: PreTrainedModel, place: str | None = None) -> None:
         super().__init__()
         self.title = f"transformers.{type(causal).__name__}"
-        self._place = place
         self.config = causal.config
         self._initialise: Callable[[nn.Module], None] = causal._init_weights
-        self._prefix = causal.base_model_prefix
-        # The beginning of the hub's names for the base model's tensors.
-        self._hub_prefix, self._hub_head = f"{self._prefix}.", "lm_head.weight"
+        self._is_part = place is not None
+        self._prefix = _base_name(causal)
+        self._names = HubNames(self.config.model_type, self._prefix, place)
+        # What a folder may hold beside the model, such as layers that predict further tokens.
+        self._others = [re.compile(p) for p in causal._keys_to_ignore_on_load_unexpected or ()]
         base = getattr(causal, self._prefix)
+        experts.prepare(base)
+        self._held = _held_buffers(base, causal)
+        self._linear = LINEAR in (getattr(self.config, "layer_types", None) or ())
+        # Their state goes from token to token, whatever document it belongs to.
+        self.packs = not self._linear
         self._check_parts(base)
         self.output_softcap = getattr(self.config, "final_logit_softcapping", None)
         self.output_multiplier = _multiplier(self.config)
@@ -69,7 +76,7 @@ class TransformersDecoder(Decoder):
         self.add_module(self._prefix, base)
         self.final_norm, base.norm = base.norm, nn.Identity()
         self.lm_head = None if self.config.tie_word_embeddings else causal.lm_head
-        self.max_seq_len = self.config.max_position_embeddings
+        self.max_seq_len = _longest_row(self.config)
         rope.prepare(self)
         self._unsplit: list[str] = []
         self._roles = self._observed_roles()
@@ -97,7 +104,7 @@ class TransformersDecoder(Decoder):
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
         """Rotary tables of old folders, and the copy of a tied output."""
-        return ("*rotary_emb.inv_freq", *((self._hub_head,) if self.lm_head is None else ()))
+        return ("*rotary_emb.inv_freq", *((self._names.head,) if self.lm_head is None else ()))
 
     def forward(
         self, tokens: torch.Tensor, *, mask: Any = None, input_pos: torch.Tensor | None = None
@@ -125,6 +132,11 @@ class TransformersDecoder(Decoder):
             "intermediate_dim": self.config.intermediate_size,
         }
 
+    def linear_layers(self, *roles: Role) -> list[str]:
+        """See `Decoder.linear_layers`; a router is none of them, whatever its class is."""
+        names = super().linear_layers(*roles)
+        return [name for name in names if not experts.is_router(self.get_submodule(name))]
+
     def split_faults(self) -> list[str]:
         """Why tensor parallelism cannot split it, one line each."""
         kind = self.config.model_type
@@ -149,84 +161,57 @@ class TransformersDecoder(Decoder):
         rope.fill(self)
 
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
-        """Find the names of a text part's tensors among those of the folder's files.
-
-        Larger models have had more than one order of names; a text model has one.
-        """
-        if self._place is None:
-            return []
+        """Find the names of a text part's tensors among those of the folder's files."""
         names = SafetensorsSource.open(config.checkpointer).shapes
-        end = f"{self._embedding_name().removeprefix(f'{self._prefix}.')}.weight"
-        found = [name.removesuffix(end) for name in names if name.endswith(f".{end}")]
-        if len(found) != 1:
-            return [f"{config.model_folder}: {len(found)} tensors are called *.{end}, not one"]
-        (self._hub_prefix,) = found
-        heads = [name for name in names if name.endswith(self._hub_head)]
-        self._hub_head = heads[0] if heads else self._hub_head
-        own = (self._hub_prefix, self._hub_head)
-        self.carried_tensors = tuple(name for name in names if not name.startswith(own))
+        if self._is_part:
+            found = self._names.find(names, f"{self._embedding_name()}.weight")
+            if isinstance(found, int):
+                end = f"{self._embedding_name().rpartition('.')[2]}.weight"
+                return [f"{config.model_folder}: {found} tensors are called *.{end}, not one"]
+            self.carried_tensors = found
+        else:
+            others = (n for n in names if any(p.search(n) for p in self._others))
+            own = {self._names.of(name) for name, _ in [*self.named_parameters(), *self.named_buffers()]}
+            self.carried_tensors = tuple(name for name in others if name not in own)
         return []
 
     def hub_name(self, parameter: str) -> str | None:
         """The hub's tensor that holds a parameter."""
-        if parameter.startswith("final_norm."):
-            return f"{self._hub_prefix}norm.{parameter.removeprefix('final_norm.')}"
-        if parameter == "lm_head.weight":
-            return self._hub_head
-        return self._renamed(self._hub_prefix + parameter.removeprefix(f"{self._prefix}."))
+        return self._names.of(parameter)
 
-    def hub_pieces(
-        self, parameter: str, weight: torch.Tensor | None = None
-    ) -> dict[str, tuple[Any, ...]]:
-        """The hub's tensors of the experts that a parameter stacks, by transformers' own rules.
+    def hub_pieces(self, parameter: str) -> dict[str, tuple[Any, ...]]:
+        """The hub's tensors of the experts that a parameter stacks; see HubNames."""
+        return self._names.pieces(parameter, nf4.dense_shape(self.get_parameter(parameter)))
 
-        Each expert is a slice [outputs, inputs] of it, whose rows several tensors may share.
-        """
-        for converter in self._converters:
-            if not isinstance(converter, WeightConverter):
-                continue
-            (target,), sources = converter.target_patterns, converter.source_patterns
-            if not parameter.endswith(target):
-                continue
-            weight = self.get_parameter(parameter) if weight is None else weight
-            steps = [(type(step).__name__, step.dim) for step in converter.operations]
-            if steps not in ([STACKED], [STACKED, JOINED]) or weight.ndim != 3:
-                return {}
-            rows = weight.shape[1] // len(sources)
-            start = self._hub_prefix + parameter.removeprefix(f"{self._prefix}.")
-            return {
-                self._renamed(start.removesuffix(target) + source.replace("*", str(expert))): (
-                    expert,
-                    slice(part * rows, (part + 1) * rows),
-                )
-                for part, source in enumerate(sources)
-                for expert in range(weight.shape[0])
-            }
-        return {}
+    def routers(self) -> list[nn.Module]:
+        """What chooses the experts of each block, if its scores are a softmax."""
+        names = {pattern for pattern, role in self._roles.items() if role is Role.ROUTER}
+        found = [module for name, module in self.named_modules() if _pattern(plain(name)) in names]
+        return [router for router in found if experts.is_balanced(router)]
 
-    def _renamed(self, name: str) -> str:
-        """A name of the class's as the hub has it, where the two differ by a word."""
-        for rule in self._converters:
-            if not isinstance(rule, WeightConverter):
-                name = name.replace(rule.target_patterns[0], rule.source_patterns[0])
-        return name
+    def held_buffers(self) -> dict[str, torch.Tensor]:
+        """The routers' biases, which no gradient changes."""
+        return {name: self.get_buffer(name) for name in self._held}
 
     def expert_shares(self) -> dict[str, float]:
         """Of experts, stacked in one parameter, the share that a token meets; of a router, all."""
         linear = {f"{name}.weight" for name in self.linear_layers()}
         active = getattr(self.config, "num_experts_per_tok", 1)
+        known = tuple(f"{name}." for name, _ in routed.layers(self))
         return {
-            name: active / len(parameter) if parameter.ndim > 2 else 1.0
+            name: active / len(parameter) if name.startswith(known) else 1.0
             for name, parameter in named_parameters(self)
             if "layers" in name and parameter.ndim > 1 and name not in linear
-            if not lora.is_adapter(name)
+            if not lora.is_adapter(name) and not name.endswith(routed.BIAS)
         }
 
     def peft_name(self, tensor: str) -> str:
         """The name that transformers' class has for a tensor of the hub."""
-        if self._place is None or not tensor.startswith(self._hub_prefix):
-            return tensor
-        return f"{self._place}.{tensor.removeprefix(self._hub_prefix)}"
+        return self._names.of_peft(tensor)
+
+    def peft_module(self, module: str) -> str:
+        """The name that transformers' class has for a module of this model."""
+        return self._names.of_module(module)
 
     def _check_parts(self, base: nn.Module) -> None:
         lacks = [
@@ -235,20 +220,18 @@ class TransformersDecoder(Decoder):
             if not isinstance(getattr(base, name, None), kind)
         ]
         other = set(getattr(self.config, "layer_types", None) or ()) - LAYER_TYPES
-        self._converters = list(get_checkpoint_conversion_mapping(self.config.model_type) or ())
+        known = tuple(f"{name}." for name, _ in routed.layers(base))
         deep = [
             name
             for name, parameter in base.named_parameters()
-            if parameter.ndim > 2 and not self.hub_pieces(f"{self._prefix}.{name}", parameter)
+            if parameter.ndim > 2 and not name.startswith(known)
+            if not isinstance(base.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
         ]
         if other:
             lacks.append(f"it has layers of {', '.join(sorted(other))}, which is not supported yet")
         elif deep:
             what = "experts that are stored" if ".experts." in deep[0] else "weights"
             lacks.append(f"it has {what} in a way that is not supported yet ({deep[0]})")
-        held = base.state_dict().keys() - dict(base.named_parameters()).keys()
-        if held and not deep:
-            lacks.append(f"its files hold more than weights ({min(held)}), which is not supported")
         self._refuse(lacks)
 
     def _check_head(self, causal: PreTrainedModel) -> None:
@@ -281,21 +264,19 @@ class TransformersDecoder(Decoder):
             own = dict(module.named_parameters(recurse=False))
             if isinstance(module, nn.Linear):
                 hooks.append(module.register_forward_pre_hook(_keep_input(inputs, name)))
-            elif [p.ndim for p in own.values()] == [1] and module is not self.final_norm:
+            elif (
+                [p.ndim for p in own.values()] == [1]
+                and not list(module.children())
+                and module is not self.final_norm
+            ):
                 hooks.append(module.register_forward_hook(_keep_output(norms, name)))
         for index, block in enumerate(self.blocks):
             hooks.append(block.register_forward_hook(_keep_output(outputs, index)))
         observer = Observer()
         tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         positions = torch.arange(PROBE_TOKENS, device="meta").unsqueeze(0)
-        experts = getattr(self.config, "_experts_implementation", None)
-        if experts is not None:
-            # The others look at numbers, which the meta device has not.
-            self.config._experts_implementation = "batched_mm"
         with torch.no_grad():
             last = self._hidden(tokens, positions, observer)
-        if experts is not None:
-            self.config._experts_implementation = experts
         for hook in hooks:
             hook.remove()
         self._refuse(observer.faults + self._flow_faults(observer, outputs, last))
@@ -306,7 +287,8 @@ class TransformersDecoder(Decoder):
         faults = []
         layers = Counter(id(layer) for layer in observer.seen)
         for index, block in enumerate(self.blocks):
-            if sum(layers[id(module)] for module in block.modules()) != 1:
+            linear = LINEAR in (self.config.layer_types[index : index + 1] if self._linear else ())
+            if sum(layers[id(module)] for module in block.modules()) != 1 - linear:
                 kinds = getattr(self.config, "layer_types", None) or ["no attention"] * (index + 1)
                 faults.append(
                     f"its layer {index} ({kinds[index]}) does not call one attention function, so "
@@ -317,7 +299,7 @@ class TransformersDecoder(Decoder):
             faults.append("its last block's output does not go to the final norm as it is")
         windows = [layer.document_attention.window for layer in observer.seen]
         kinds = getattr(self.config, "layer_types", None)
-        slides = [kind == SLIDING for kind in kinds or ()]
+        slides = [kind == SLIDING for kind in kinds or () if kind != LINEAR]
         if kinds and not faults and slides != [window is not None for window in windows]:
             faults.append("its layers do not have the windows that layer_types says")
         return faults
@@ -326,8 +308,16 @@ class TransformersDecoder(Decoder):
         plan = getattr(self.config, "base_model_tp_plan", None) or {}
         if not plan:
             self._unsplit.append("its class has no tensor-parallel plan")
-        roles = {}
+        if experts.weighs_inputs(self.base):
+            self._unsplit.append("its routers weigh the inputs of experts")
+        if self._linear:
+            self._unsplit.append("it has layers of linear attention")
+        roles = self._expert_roles()
+        experts_of = [name for name, role in roles.items() if role is Role.EXPERT]
+        mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts_of)
         for name, style in plan.items():
+            if mixtures and f"{self._prefix}.{name}.".startswith(mixtures):
+                continue
             kind = STYLES.get(style, Role.REPLICATED)
             roles[f"{self._prefix}.{name}"] = kind
             if style not in STYLES:
@@ -356,6 +346,21 @@ class TransformersDecoder(Decoder):
         self._unsplit = list(dict.fromkeys(self._unsplit))
         return roles
 
+    def _expert_roles(self) -> dict[str, Role]:
+        """The parts of the blocks' mixtures of experts, which work on each rank's own tokens."""
+        roles, having = {}, set()
+        for name, layer in routed.layers(self):
+            mixture = name.rpartition(".")[0]
+            having.add(_pattern(mixture))
+            roles[_pattern(name)] = Role.EXPERT
+            for inner, module in self.get_submodule(mixture).named_modules(prefix=mixture):
+                if module is not layer and list(module.parameters(recurse=False)):
+                    linear = type(module) is nn.Linear
+                    roles[_pattern(inner)] = Role.REPLICATED if linear else Role.ROUTER
+        if 0 < len(list(routed.layers(self))) < len(self.blocks):
+            self._unsplit.append("some of its layers have experts and others none")
+        return roles
+
     def _prepare_norm(self, name: str) -> None:
         """Tell tensor parallelism how the norms of this kind compute, if it is an RMSNorm."""
         norm = self.get_submodule(name)
@@ -363,7 +368,10 @@ class TransformersDecoder(Decoder):
         with torch.device("cpu"), torch.no_grad():
             weight = torch.linspace(0.5, 2.0, len(norm.weight), dtype=torch.float32)
             x = torch.linspace(-1, 3, 2 * len(weight), dtype=torch.float32).view(2, -1)
-            found = torch.func.functional_call(norm, {"weight": weight}, x)
+            try:
+                found = torch.func.functional_call(norm, {"weight": weight}, x)
+            except (AttributeError, TypeError):
+                found = x  # It has a gate as its second input.
             for unit_offset in (False, True):
                 expected = F.rms_norm(x, weight.shape, weight + unit_offset, eps)
                 if torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
@@ -395,6 +403,38 @@ class TransformersDecoder(Decoder):
                     for reason in reasons
                 )
             )
+
+
+def _longest_row(config: Any) -> int:
+    """Positions up to which every layer computes as if it saw all tokens before.
+
+    Beyond them Llama 4's layers of chunked attention begin anew, and its others change their
+    scores, by the position in the row instead of the document.
+    """
+    lengths = [config.max_position_embeddings]
+    if CHUNKED in (getattr(config, "layer_types", None) or ()):
+        lengths.append(config.attention_chunk_size)
+        if config.attn_temperature_tuning:
+            lengths.append(config.floor_scale - 1)
+    return min(lengths)
+
+
+def _base_name(causal: PreTrainedModel) -> str:
+    """The base model's name; some classes have the prefix of a larger model as theirs."""
+    return next(name for name in (causal.base_model_prefix, "model") if hasattr(causal, name))
+
+
+def _held_buffers(base: nn.Module, causal: PreTrainedModel) -> list[str]:
+    """Names of the buffers that files hold; in fp32 where the class keeps them so, in place."""
+    kept = tuple(causal._keep_in_fp32_modules_strict or ())
+    prefix = _base_name(causal)
+    names = sorted(base.state_dict().keys() - dict(base.named_parameters()).keys())
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        buffers = base.get_submodule(owner)._buffers
+        if last in kept:
+            buffers[last] = buffers[last].float()
+    return [f"{prefix}.{name}" for name in names]
 
 
 class _Given(nn.Module):

@@ -1,0 +1,178 @@
+"""Conversations in OpenAI's form, rendered by the model's own chat template, tool calls included.
+
+A sample is {"messages": [...], "tools": [...]}: roles system, user, assistant and tool; content is
+text, a list of text parts, or null beside tool calls.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.data.tokenizers import HuggingFaceTokenizer
+from trainer.errors import ConfigError
+from trainer.layers.batch import IGNORE_INDEX
+
+TRAIN_ON = ("all", "last", "marked")
+# The key of a message that is trained with train_on: marked.
+MARK = "train"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def conversation_dataset(
+    tokenizer: HuggingFaceTokenizer,
+    *,
+    source: str,
+    conversation_column: str = "messages",
+    tools_column: str = "tools",
+    train_on: str = "all",
+    new_system_prompt: str | None = None,
+    split: str = "train",
+    filter_fn: Callable[..., bool] | None = None,
+    **load_dataset_kwargs: Any,
+) -> "Conversations":
+    """Open a dataset of conversations; `source` and the rest go to datasets.load_dataset.
+
+    Args:
+        conversation_column, tools_column: where the messages are, and the schemas of their tools,
+            which a sample may leave out.
+        train_on: "all" answers, the "last" one, or those "marked" by `"train": true`.
+        new_system_prompt: takes the place of every system message.
+
+    Raises:
+        ConfigError: another tokenizer than the model folder's, or an unknown value.
+    """
+    from datasets import load_dataset
+
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise ConfigError(
+            "dataset: conversations are rendered by the model's own chat template; leave the "
+            "tokenizer block out, so that the model folder's is used"
+        )
+    if train_on not in TRAIN_ON:
+        raise ConfigError(f"dataset.train_on: must be one of {', '.join(TRAIN_ON)}; got {train_on}")
+    rows = load_dataset(source, split=split, **load_dataset_kwargs)
+    if filter_fn is not None:
+        rows = rows.filter(filter_fn)
+    columns = conversation_column, tools_column
+    return Conversations(rows, tokenizer, columns, train_on, new_system_prompt)
+
+
+class Conversations:
+    """Samples with `tokens` and `labels`, tokenised when they are read.
+
+    Args:
+        columns: of the messages and of the tools.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        tokenizer: HuggingFaceTokenizer,
+        columns: tuple[str, str],
+        train_on: str,
+        system: str | None,
+    ) -> None:
+        self._data, self._tokenizer, self._columns = rows, tokenizer, columns
+        self._train_on, self._system = train_on, system
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row = self._data[index]
+        messages, tools = (row.get(column) for column in self._columns)
+        turns, marked = turns_of(messages, self._columns[0])
+        if self._system is not None:
+            kept = [i for i, turn in enumerate(turns) if turn["role"] != "system"]
+            turns = [{"role": "system", "content": self._system}, *(turns[i] for i in kept)]
+            marked = [False, *(marked[i] for i in kept)]
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if self._train_on == "last":
+            answers = answers[-1:]
+        elif self._train_on == "marked":
+            answers = [i for i in answers if marked[i]]
+        schemas = _schemas(tools, self._columns[1])
+        tokens, mask = self._tokenizer.tokenize_turns(turns, answers, schemas)
+        labels = [
+            IGNORE_INDEX if masked else token for token, masked in zip(tokens, mask, strict=True)
+        ]
+        return {"tokens": tokens, "labels": labels}
+
+
+def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, Any]], list[bool]]:
+    """Messages as a chat template takes them, and which of them are marked.
+
+    Parts of text become one text, a null content beside tool calls an empty one, and the arguments
+    of a call, which OpenAI has as a string of JSON, an object.
+
+    Raises:
+        ConfigError: names the message, counted from 1, and what is wrong with it.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(
+            f"there are no messages in the column {column!r}; name another one with "
+            "dataset.conversation_column"
+        )
+    turns, marked = [], []
+    for number, message in enumerate(messages, 1):
+        where = f"message {number}"
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, Mapping) else message
+            raise ConfigError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
+        # A table has a column for every key of any message, with null where there is none.
+        turn = {key: _without_null(value) for key, value in message.items() if value is not None}
+        marked.append(bool(turn.pop(MARK, False)))
+        if calls := turn.get("tool_calls"):
+            turn["tool_calls"] = [_call(call, where) for call in calls]
+        else:
+            turn.pop("tool_calls", None)
+        turn["content"] = _text(turn, where)
+        turns.append(turn)
+    return turns, marked
+
+
+def _text(turn: dict[str, Any], where: str) -> str:
+    content = turn.get("content")
+    if isinstance(content, list):
+        kinds = {p.get("type", "text") if isinstance(p, Mapping) else "?" for p in content}
+        if other := sorted(kinds - {"text"}):
+            raise ConfigError(f"{where} has a part of type {other[0]}; only text can be trained")
+        return "".join(part["text"] for part in content)
+    if content is None and (turn.get("tool_calls") or turn.get("reasoning_content")):
+        return ""
+    if not isinstance(content, str):
+        what = "no content and no tool_calls" if content is None else "a content that is no text"
+        raise ConfigError(f"{where} ({turn['role']}) has {what}")
+    return content
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not function.get("name"):
+        raise ConfigError(f"{where} has a tool call without a function's name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ConfigError(
+                f"{where} calls {function['name']} with arguments that are no JSON: {error}"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _schemas(tools: Any, column: str) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except ValueError as error:
+            raise ConfigError(f"the column {column!r} holds no JSON: {error}") from None
+    return [_without_null(tool) for tool in tools] if tools else None
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_null(inner) for inner in value]
+    return value

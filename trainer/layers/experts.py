@@ -1,0 +1,276 @@
+"""Routed experts: the tokens of each through grouped matrix products, with LoRA and NF4.
+
+All experts of a layer are one tensor per matrix, [experts, out, in] or, transposed, [experts, in,
+out]. Tokens are sorted by expert, so that one product per matrix serves them all and no token is
+dropped. LoRA gives each expert an A and a B of its own, as PEFT's `target_parameters` does.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.layers import nf4
+from trainer.layers.patch import patch_forward
+from trainer.parallel.sharded import full_tensor, local
+
+# The two matrices; a bias has the name of its matrix and this end.
+MATRICES, BIAS = ("gate_up_proj", "down_proj"), "_bias"
+# What model.lora_modules calls both.
+NAME = "experts"
+# The native kernel wants rows of whole 16 bytes.
+MULTIPLE = 8
+
+
+class Adapter(nn.Module):
+    """LoRA of one matrix of all experts: `lora_a` [experts, rank, in], `lora_b` [experts, out,
+    rank]."""
+
+    def __init__(self, weight: torch.Tensor, rank: int, transposed: bool) -> None:
+        super().__init__()
+        count, outputs, inputs = weight.shape
+        if transposed:
+            outputs, inputs = inputs, outputs
+        self.lora_a = _Stack(weight.new_empty(count, rank, inputs))
+        self.lora_b = _Stack(weight.new_empty(count, outputs, rank))
+
+
+class _Stack(nn.Module):
+    """Holds a parameter, so that its name ends as that of a linear layer's adapter."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transposed: bool) -> None:
+    """Let `layer` compute its experts here, in place.
+
+    Args:
+        layer: has the parameters of `MATRICES`, and perhaps their biases [experts, out].
+        activation: (layer, output of the first matrix) -> input of the second.
+        transposed: the matrices are [experts, in, out].
+    """
+    layer.activation, layer.transposed = activation, transposed
+    layer.adapters: nn.ModuleDict = nn.ModuleDict()
+    layer.rank, layer.scaling = 0, 1.0
+    # Set by trainer.parallel: these experts are a part of all; gradients are one rank's part.
+    layer.exchange, layer.partial_gradient = None, False
+    patch_forward(layer, forward)
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The experts of each block, by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "transposed") and hasattr(module, MATRICES[0]):
+            yield name, module
+
+
+def add_adapters(layer: nn.Module, rank: int, alpha: float) -> None:
+    """Give both matrices an adapter; on the meta device."""
+    layer.rank, layer.scaling = rank, alpha / rank
+    for name in MATRICES:
+        layer.adapters[name] = Adapter(getattr(layer, name), rank, layer.transposed)
+
+
+def quantise(layer: nn.Module) -> None:
+    """Make both matrices NF4; on the meta device."""
+    for name in MATRICES:
+        nf4.pack_weight(layer, name)
+
+
+def forward(
+    layer: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of each token's experts.
+
+    Args:
+        hidden: [tokens, dim].
+        index: int64 [tokens, active], which experts; weights: their shares of the output.
+    """
+    tokens, active = index.shape
+    chosen = index.flatten()
+    rows = hidden.unsqueeze(1).expand(-1, active, -1).flatten(0, 1)
+    compute = apply if layer.exchange is None else layer.exchange
+    out = compute(layer, rows, chosen) * weights.reshape(-1, 1)
+    return out.unflatten(0, (tokens, active)).sum(1).to(hidden.dtype)
+
+
+def apply(layer: nn.Module, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Each row, [rows, dim], through the expert `chosen` [rows] of those that this rank has."""
+    order = chosen.argsort(stable=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    count = local(getattr(layer, MATRICES[0])).shape[0]
+    ids, ends = chosen[order], counts(chosen, count).cumsum(0).to(torch.int32)
+    x = permuted(rows, order, back)
+    x = layer.activation(layer, _product(layer, MATRICES[0], x, ends, ids))
+    return permuted(_product(layer, MATRICES[1], x, ends, ids), back, order)
+
+
+def counts(chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """How often each of `count` numbers is in `chosen`, int64 [count], without a wait."""
+    return chosen.new_zeros(count).scatter_add(0, chosen, torch.ones_like(chosen))
+
+
+def _product(
+    layer: nn.Module, name: str, x: torch.Tensor, ends: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """One matrix with adapter and bias; x is sorted by expert, `ends` is where each one's ends."""
+
+    def part(parameter: torch.Tensor) -> torch.Tensor:
+        return local(parameter, partial_gradient=layer.partial_gradient)
+
+    weight = part(getattr(layer, name))
+    if hasattr(layer, "nf4_table"):
+        out = _Packed.apply(x, weight, layer.nf4_table, ends, layer.transposed)
+    else:
+        out = grouped(x, weight if layer.transposed else weight.transpose(1, 2), ends)
+    if name in layer.adapters:
+        adapter = layer.adapters[name]
+        a, b = part(adapter.lora_a.weight), part(adapter.lora_b.weight)
+        inner = grouped(x, a.transpose(1, 2), ends) * layer.scaling
+        out = out + grouped(inner, b.transpose(1, 2), ends)
+    bias = getattr(layer, name + BIAS, None)
+    return out if bias is None else out + part(bias)[ids]
+
+
+def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x [rows, in] by weight [experts, in, out]: rows up to ends[0] by the first, and so on.
+
+    In bf16 it is torch's grouped product; it takes no other dtype under the compiler.
+    """
+    aligned = not (x.shape[1] % MULTIPLE or weight.shape[2] % MULTIPLE)
+    if x.dtype is torch.bfloat16 and aligned and hasattr(F, "grouped_mm"):
+        return F.grouped_mm(x, weight, offs=ends)
+    return _grouped(x, weight, ends)
+
+
+@torch.library.custom_op("slurm_cookbook::grouped", mutates_args=())
+def _grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    out, start = x.new_empty(x.shape[0], weight.shape[2]), 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(x[start:end], weight[expert], out=out[start:end])
+        start = end
+    return out
+
+
+@_grouped.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("slurm_cookbook::grouped_weight", mutates_args=())
+def _grouped_weight(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The gradient of the weights, [experts, in, out]; zeros for an expert without a row."""
+    out, start = x.new_empty(len(ends), x.shape[1], gradient.shape[1]), 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(x[start:end].T, gradient[start:end], out=out[expert])
+        start = end
+    return out
+
+
+@_grouped_weight.register_fake
+def _(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], gradient.shape[1])
+
+
+def _grouped_backward(ctx, gradient):
+    x, weight, ends = ctx.saved_tensors
+    for_x, for_weight, _ = ctx.needs_input_grad
+    return (
+        _grouped(gradient, weight.transpose(1, 2), ends) if for_x else None,
+        _grouped_weight(x, gradient.contiguous(), ends) if for_weight else None,
+        None,
+    )
+
+
+_grouped.register_autograd(
+    _grouped_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class _Packed(torch.autograd.Function):
+    """A grouped product with NF4 weights, of which only the packed ones are kept."""
+
+    @staticmethod
+    def forward(ctx, x, packed, table, ends, transposed):
+        ctx.save_for_backward(packed, table, ends)
+        ctx.transposed = transposed
+        weight = nf4.dequantise(packed, table, x.dtype)
+        return grouped(x, weight if transposed else weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        packed, table, ends = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            packed = nf4.later(packed, gradient)
+        weight = nf4.dequantise(packed, table, gradient.dtype)
+        weight = weight.transpose(1, 2) if ctx.transposed else weight
+        return grouped(gradient.contiguous(), weight, ends), None, None, None, None
+
+
+def permuted(rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """rows[order]; `back` undoes it, which is the backward pass, the same bit by bit each time."""
+    return _Permuted.apply(rows, order, back)
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, order, back):
+        ctx.save_for_backward(back)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (back,) = ctx.saved_tensors
+        return gradient[back], None, None
+
+
+@torch.no_grad()
+def merged(layer: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """The whole matrix that the layer computes with, in its own layout; all ranks together."""
+    weight = full_tensor(getattr(layer, name).detach())
+    if hasattr(layer, "nf4_table"):
+        weight = nf4.dequantise(weight, layer.nf4_table, dtype)
+    if name not in layer.adapters:
+        return weight.to(dtype)
+    a, b = adapter_tensors(layer, name)
+    update = layer.scaling * (b.float() @ a.float())
+    if layer.transposed:
+        update = update.transpose(1, 2)
+    return (weight.float() + update).to(dtype)
+
+
+def adapter_tensors(layer: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix's whole A and B; all ranks call this together."""
+    adapter = layer.adapters[name]
+    parts = (adapter.lora_a.weight, adapter.lora_b.weight)
+    return tuple(full_tensor(part.detach()) for part in parts)
+
+
+def to_peft(
+    a: torch.Tensor, b: torch.Tensor, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [experts, rank, in] and B [experts, out, rank] as PEFT's lora_A and lora_B.
+
+    PEFT (0.18, ParamWrapper.get_delta_weight) takes the weight for [experts, in, out] whatever it
+    is: lora_A is [experts x rank, in] and lora_B [out, rank x experts].
+    """
+    if not transposed:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
+
+
+def from_peft(
+    a: torch.Tensor, b: torch.Tensor, count: int, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `to_peft`."""
+    a, b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count)).permute(2, 0, 1)
+    return (a, b) if transposed else (b.transpose(1, 2), a.transpose(1, 2))
+
+
+def peft_places(name: str) -> dict[str, str]:
+    """By matrix, where PEFT keeps the adapter of the experts `name`: one wraps the other."""
+    inner, outer = MATRICES
+    return {inner: f"{name}.base_layer", outer: name}
