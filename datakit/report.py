@@ -1,0 +1,88 @@
+"""The page about a training set: lengths, languages, sources, steps, samples, before and after."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datakit.engines.base import Engine
+from datakit.expressions import text_of
+from datakit.pipeline import Prepared
+
+TEMPLATE = Path(__file__).resolve().parent.parent / "templates" / "data_report.html.j2"
+# The columns that a step adds and a reader wants counted.
+_COUNTED = ("source", "language", "split")
+_MOST_VALUES = 12
+# A column with more values than this is an id, not a kind.
+_KINDS_AT_MOST = 50
+
+
+def page(
+    name: str, made: Prepared, engine: Engine, card: Mapping[str, Any], lineage: Mapping[str, Any]
+) -> str:
+    """Return the page as one HTML text that needs nothing else."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    before, after = lengths(engine, made.start.table), lengths(engine, made.rows.table)
+    samples = engine.rows(made.rows.table.order_by("_id").limit(5))
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=name,
+        card=card,
+        lineage=lineage,
+        lengths=_bars(before, after),
+        counts=[each for each in _counts(engine, made) if each["rows"]],
+        samples=[{key: value for key, value in row.items() if value is not None} for row in samples],
+        bad=made.bad[:10],
+    )
+
+
+def lengths(engine: Engine, table: Any) -> dict[int, int]:
+    """Return how many rows have texts of 2^k to 2^(k+1) - 1 characters, by k."""
+    length = text_of(table).length()
+    # Whole numbers: a logarithm rounds differently from engine to engine.
+    import ibis
+
+    bucket = ibis.cases(*((length < 2**k, k - 1) for k in range(1, 24)), else_=23)
+    counted = table.select(bucket=bucket)
+    rows = engine.rows(counted.group_by("bucket").agg(n=counted.count()))
+    return {int(row["bucket"]): int(row["n"]) for row in rows}
+
+
+def _bars(before: Mapping[int, int], after: Mapping[int, int]) -> list[dict[str, Any]]:
+    both = set(before) | set(after)
+    most = max([*before.values(), *after.values(), 1])
+    return [
+        {
+            "label": f"{2**k if k else 0:,} to {2 ** (k + 1) - 1:,}",
+            "before": before.get(k, 0),
+            "after": after.get(k, 0),
+            "before_width": math.ceil(100 * before.get(k, 0) / most),
+            "after_width": math.ceil(100 * after.get(k, 0) / most),
+        }
+        for k in range(min(both, default=0), max(both, default=-1) + 1)
+    ]
+
+
+def _counts(engine: Engine, made: Prepared) -> list[dict[str, Any]]:
+    """Count the values of columns of few values, before and after."""
+    table, first = made.rows.table, made.start.table
+    kept = [name for name in first.columns[6:] if first[name].type().is_string()]
+    found = []
+    for name in [*(each for each in _COUNTED if each in table.columns), *kept]:
+        after = _values(engine, table, name)
+        if len(after) > _KINDS_AT_MOST:
+            continue
+        before = _values(engine, first, name) if name in first.columns else {}
+        ordered = sorted(after, key=lambda value: (-after[value], value))[:_MOST_VALUES]
+        rows = [(value, before.get(value), after[value]) for value in ordered]
+        found.append({"column": name, "rows": rows, "whole": sum(after.values()) or 1})
+    return found
+
+
+def _values(engine: Engine, table: Any, name: str) -> dict[str, int]:
+    counted = table.group_by(name).agg(n=table.count())
+    rows = engine.rows(counted.order_by(counted.n.desc()).limit(_KINDS_AT_MOST + 1))
+    return {str(row[name]): int(row["n"]) for row in rows}
