@@ -206,7 +206,7 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
     yield f"  report     {told['folder']}/{prepared.REPORT}"
     if told["bad_rows"]:
         yield f"  bad rows   {told['bad_rows']:,}, in {told['folder']}/{prepared.BAD_ROWS}"
-    first = next(iter(told["splits"]))
+    first = "train" if "train" in told["splits"] else next(iter(told["splits"]))
     yield f"  train on it: cookbook submit --recipe RECIPE dataset=prepared:{told['name']}@{first}"
 
 

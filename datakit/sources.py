@@ -146,7 +146,7 @@ def tasks(
         for block in each.blocks[: 1 if caps else None]:
             target = folder / f"part-{len(made):05d}.parquet"
             whole = {**block, "file": each.file, "number": each.number, "type": each.type}
-            whole["bad"] = str(target) + BAD_SUFFIX
+            whole["bad"] = str(folder / f"_{target.stem}{BAD_SUFFIX}")
             if caps:
                 whole["max_rows"] = min(caps)
             options_of = {"source": options, "block": whole}

@@ -13,7 +13,7 @@ import jinja2
 from launcher import paths
 from launcher.errors import RecipeFault
 from launcher.executors import slurm, token
-from launcher.recipes.recipe import Recipe
+from launcher.recipes.recipe import Recipe, Resources
 from launcher.site import Site, with_site_defaults
 from runspec import files
 
@@ -83,6 +83,30 @@ def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> s
         site_file=site_file,
         files=files,
         command=recipe.entry.command(recipe, config),
+    )
+
+
+def prepare_script(
+    cluster: Site, asked: Resources, run_dir: Path, job_name: str, engine: str, nodes: int
+) -> str:
+    """Return the job script that prepares data with an engine, in a run whose directory is run_dir."""
+    resources = with_site_defaults(asked, cluster)
+    site_file = f"configs/clusters/{cluster.name}.yaml"
+    if faults := _setup_faults(cluster.job_setup, site_file):
+        raise RecipeFault(faults)
+    return _template("prepare.sbatch.j2").render(
+        site=cluster,
+        resources=resources,
+        nodes=nodes,
+        engine=engine,
+        run_dir=run_dir,
+        script=run_dir / files.JOB_SCRIPT,
+        job_name=job_name,
+        token=token(run_dir.name),
+        export=slurm.EXPORT,
+        repo_root=paths.REPO_ROOT,
+        venv=paths.venv_root(),
+        site_file=site_file,
     )
 
 

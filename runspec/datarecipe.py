@@ -121,7 +121,7 @@ def faults(config: Mapping[str, Any]) -> list[str]:
         return [*found, "steps must be a list, one step each: - filter: quality >= 0.85"]
     for number, step in enumerate(listed):
         found += _step_faults(step, f"steps.{number}")
-    kinds = [next(iter(step)) for step in listed if isinstance(step, dict) and len(step) == 1]
+    kinds = [step_name(step) for step in listed if _is_step(step)]
     if kinds.count("split") > 1:
         found.append("steps: split is given twice: leave one out")
     if "split" in kinds and kinds.index("split") != len(kinds) - 1:
@@ -178,10 +178,10 @@ OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected"
 
 
 def _step_faults(step: Any, where: str) -> Iterator[str]:
-    if not isinstance(step, dict) or len(step) != 1:
+    if not _is_step(step):
         yield f"{where} must be one step such as 'filter: quality >= 0.85', got {step!r}"
         return
-    ((name, _),) = step.items()
+    name = step_name(step)
     if name not in STEPS:
         yield f"{where}: there is no step {name!r}{nearest(str(name), STEPS)}; steps: {', '.join(STEPS)}"
         return
@@ -236,14 +236,19 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def step_name(step: Mapping[str, Any]) -> str:
-    """Return the kind of a step."""
-    return str(next(iter(step)))
+def _is_step(step: Any) -> bool:
+    return isinstance(step, str) or (isinstance(step, dict) and len(step) == 1)
 
 
-def step_options(step: Mapping[str, Any]) -> dict[str, Any]:
+def step_name(step: str | Mapping[str, Any]) -> str:
+    """Return the kind of a step; one without options is just its name."""
+    return step if isinstance(step, str) else str(next(iter(step)))
+
+
+def step_options(step: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return a step's options; a bare value is that of its first option."""
-    ((name, value),) = step.items()
+    name = step_name(step)
+    value = None if isinstance(step, str) else step[name]
     known = STEPS[name]
     if name in _MAPPING_FIRST and isinstance(value, dict) and not set(value) & set(known):
         return {_MAPPING_FIRST[name]: value}

@@ -25,6 +25,8 @@ REMOVED = "removed"
 CURRENT = "current"
 FOLDER = "prepared"
 COMPONENT = "trainer.data.prepared.prepared_dataset"
+# The keys of a recipe that take prepared:NAME@SPLIT.
+BLOCKS = ("dataset", "dataset_val")
 # Row ids: the number of the input file, then the line or row in it.
 ROW_BITS = 40
 
@@ -49,6 +51,12 @@ def dataset_block(name: str, split: str, before: Any) -> dict[str, Any]:
         "data_dir": f"${{datasets_root}}/{FOLDER}/{name}/{CURRENT}/{DATA}/{split}",
         **{key: old[key] for key in kept if key in old},
     }
+
+
+def expanded(value: Any, before: Any = None) -> Any:
+    """Return the block that a text such as prepared:support@train stands for; else the value."""
+    found = reference(value)
+    return dataset_block(*found, before) if found else value
 
 
 def version_folder(data_dir: Path) -> Path | None:

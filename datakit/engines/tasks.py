@@ -66,11 +66,13 @@ def map_shard(target: Path, source: str, function: str, options: Mapping[str, An
         writer = None
         try:
             for batch in batches:
-                made = make(pa.Table.from_batches([batch]), **options)
+                # Spark keeps its own schema in a file's metadata, and would believe an old one.
+                table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
+                made = make(table, **options)
                 writer = writer or pq.ParquetWriter(target, made.schema)
                 writer.write_table(made)
             if writer is None:
-                empty = make(file.schema_arrow.empty_table(), **options)
+                empty = make(file.schema_arrow.remove_metadata().empty_table(), **options)
                 writer = pq.ParquetWriter(target, empty.schema)
         finally:
             if writer is not None:
