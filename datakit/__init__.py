@@ -1,1 +1,1 @@
-"""From raw records to a training set: ibis expressions on DuckDB or Spark, Arrow functions beside."""
+"""From raw records to a training set: ibis expressions on DuckDB or Spark."""

@@ -136,5 +136,7 @@ def condition(text: str, table: Any, where: str) -> Any:
             f"{where}: the condition {text!r} does not fit its columns: {reason}", exit_code=2
         ) from None
     if not hasattr(found, "type") or not found.type().is_boolean():
-        raise DataError(f"{where}: {text!r} is no condition: compare it with something", exit_code=2)
+        raise DataError(
+            f"{where}: {text!r} is no condition: compare it with something", exit_code=2
+        )
     return found

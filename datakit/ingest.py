@@ -154,10 +154,13 @@ def _json_array(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, 
     try:
         content = json.loads(openers.whole(block).decode(encoding))
     except UnicodeDecodeError as error:
-        raise DataError(f"{block['file']}: is not {encoding} (byte {error.start}): set encoding=") from None
+        raise DataError(
+            f"{block['file']}: is not {encoding} (byte {error.start}): set encoding="
+        ) from None
     except ValueError as error:
         raise DataError(
-            f"{block['file']}: is not JSON: {error}: fix it, or set type=jsonl if each line is a record"
+            f"{block['file']}: is not JSON: {error}: fix it, or set type=jsonl if each line is "
+            "a record"
         ) from None
     if not isinstance(content, list):
         raise DataError(f"{block['file']}: is JSON, but no array of records: set type=jsonl")
@@ -185,7 +188,9 @@ def _csv(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, Any, st
                 f"{error.start}): set encoding= of the source"
             ) from None
         except csv.Error as error:
-            raise DataError(f"{block['file']}, line {rows.line_num}: {error}: fix the file") from None
+            raise DataError(
+                f"{block['file']}, line {rows.line_num}: {error}: fix the file"
+            ) from None
 
 
 def _columns(

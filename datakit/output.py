@@ -1,4 +1,4 @@
-"""Writes a training set: rows by split, card, lineage and report; it appears whole or not at all."""
+"""Writes a training set whole, or not at all: rows by split, card, lineage and report."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from datakit.engines.tasks import Task
 from datakit.errors import DataError
 from datakit.pipeline import FORMAT, Prepared, versions
 from datakit.rows import Rows
+from datakit.sources import unchanged
 from datakit.steps.splits import SIDES
 from runspec import files, prepared
 from runspec.prepared import BAD_ROWS, CARD, CURRENT, DATA, LINEAGE, REMOVED, REPORT
@@ -27,14 +28,18 @@ def output_format(config: Mapping[str, Any]) -> str:
     formats = {source["format"] for source in config["sources"]}
     if asked:
         if asked == "preference" and formats != {"preference"}:
-            raise DataError("output.format: preference needs sources of the format preference", exit_code=2)
+            raise DataError(
+                "output.format: preference needs sources of the format preference", exit_code=2
+            )
         return str(asked)
     if formats == {"preference"}:
         return "preference"
     if "preference" in formats and len(formats) > 1:
         raise DataError(
-            "sources of the format preference cannot be mixed with others: set output.format=messages "
-            "to train on their chosen answers", exit_code=2,
+            "sources of the format preference cannot be mixed with others: set "
+            "output.format=messages "
+            "to train on their chosen answers",
+            exit_code=2,
         )
     return "text" if formats == {"text"} else "messages"
 
@@ -90,6 +95,9 @@ def write(
         from datakit import report
 
         files.write_text(temporary / REPORT, report.page(folder.name, made, engine, card, lineage))
+        if made.start.folder is None:
+            # The rows came straight from the sources' files.
+            unchanged(made.inputs)
         version = str(card["content_sha256"])[:16]
         return _publish(temporary, folder, version), card
     finally:
@@ -137,7 +145,8 @@ def _write_rows(engine: Engine, rows: Rows, form: str, target: Path, work: Path)
     simple = engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
     if simple["p"] and form == "messages":
         raise DataError(
-            f"output.format: {simple['p']:,} rows have no prompt, so that they are no conversation: "
+            f"output.format: {simple['p']:,} rows have no prompt, so that they are no "
+            "conversation: "
             "set output.format=text, or a template with a prompt"
         )
     if form == "messages" and not simple["n"]:
@@ -207,7 +216,7 @@ def final_rows(table: Any, form: str) -> Any:
 
 
 def _splits(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return rows and files of each split; the hash of a split is that of its rows, in any order."""
+    """Return rows and files of each split; and the hash of its rows in any order."""
     found: dict[str, dict[str, Any]] = {}
     for split in sorted(path for path in (folder / DATA).iterdir() if path.is_dir()):
         listed, rows, total = [], 0, 0
@@ -256,7 +265,9 @@ def files_hash(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """Return one hash of all splits."""
     import hashlib
 
-    text = json.dumps({name: [each["rows"], each["content"]] for name, each in splits.items()}, sort_keys=True)
+    text = json.dumps(
+        {name: [each["rows"], each["content"]] for name, each in splits.items()}, sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -68,7 +68,9 @@ def run(
     all_keep = _all_keep(config)
     inputs = sources.find(config, base, work / "sources", threads, say)
     first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
-    rows, bad, bad_count = _ingest(config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say)
+    rows, bad, bad_count = _ingest(
+        config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say
+    )
     start, records, folders = rows, [], {}
     print_, seed = first, int(config.get("seed") or 0)
     for number, step in enumerate(config.get("steps") or [], 1):
@@ -76,7 +78,15 @@ def run(
         options = _absolute(options, base)
         print_ = _fingerprint(print_, name, options, _used_files(options, base), seed)
         folder = work / f"{number:02d}-{name}-{print_}"
-        here = Work(engine, folder, options, f"steps.{number - 1}.{name}", seed, say, root if name == "split" else base)
+        here = Work(
+            engine,
+            folder,
+            options,
+            f"steps.{number - 1}.{name}",
+            seed,
+            say,
+            root if name == "split" else base,
+        )
         known = files.read_json_or_none(folder / _RECORD)
         began, before = time.monotonic(), rows
         rows = steps.find(name)(rows, here)
@@ -93,10 +103,16 @@ def run(
                 "samples": _samples(engine, folder, before),
                 "changed": _changed(engine, before, rows, name),
             }
+            folder.mkdir(parents=True, exist_ok=True)
             files.write_json(folder / _RECORD, known)
         records.append(known)
+        if start.folder is None:
+            sources.unchanged(inputs)
         removed = before.count - rows.count
-        say(f"{key:24} {before.count:>12,} -> {rows.count:>12,} rows  ({removed:,} removed, {known['seconds']:.1f} s)")
+        say(
+            f"{key:24} {before.count:>12,} -> {rows.count:>12,} rows  ({removed:,} removed, "
+            f"{known['seconds']:.1f} s)"
+        )
         if rows.count == 0:
             raise DataError(
                 f"{here.where}: no row is left; the step removed {removed:,}, for example "
@@ -112,7 +128,9 @@ def _all_keep(config: Mapping[str, Any]) -> dict[str, str]:
     for source in config["sources"]:
         for name, kind in (source.get("keep") or {}).items():
             if found.setdefault(name, kind) != kind:
-                faults.append(f"keep: {name!r} is {found[name]} in one source and {kind} in another")
+                faults.append(
+                    f"keep: {name!r} is {found[name]} in one source and {kind} in another"
+                )
     if faults:
         raise DataError(*faults, exit_code=2)
     return found
@@ -127,6 +145,14 @@ def _ingest(
     limit: int | None,
     say: Callable[[str], None],
 ) -> tuple[Rows, list[dict[str, Any]], int]:
+    if (
+        limit is None
+        and finished(folder) is None
+        and (table := engine.scan(config, inputs, all_keep)) is not None
+    ):
+        count = sum(each.rows for each in inputs)
+        say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files, where they lie")
+        return Rows(table, count), [], 0
     if finished(folder) is None:
         tasks = sources.tasks(config, inputs, folder, all_keep, limit)
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +175,11 @@ def _ingest(
             raise
         mark(folder)
     count = finished(folder) or 0
-    bad = [each for path in sorted(folder.glob(f"*{BAD_SUFFIX}")) for each in files.read_json_lines(path)]
+    bad = [
+        each
+        for path in sorted(folder.glob(f"*{BAD_SUFFIX}"))
+        for each in files.read_json_lines(path)
+    ]
     share = float(config.get("max_bad_share", _BAD_SHARE))
     if bad:
         say(f"{len(bad):,} of {count + len(bad):,} rows cannot be read, first: {_place(bad[0])}")
@@ -255,7 +285,15 @@ def _shown(samples: list[dict[str, Any]]) -> str:
 def versions(engine: Engine) -> dict[str, str]:
     """Return what made the rows: engine and packages."""
     found = engine.versions()
-    for name in ("ibis-framework", "pyarrow", "numpy", "xxhash", "jinja2", "tokenizers", "py3langid"):
+    for name in (
+        "ibis-framework",
+        "pyarrow",
+        "numpy",
+        "xxhash",
+        "jinja2",
+        "tokenizers",
+        "py3langid",
+    ):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

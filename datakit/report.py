@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from datakit.engines.base import Engine
-from datakit.expressions import text_of
 from datakit.pipeline import Prepared
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "templates" / "data_report.html.j2"
@@ -34,18 +33,17 @@ def page(
         lineage=lineage,
         lengths=_bars(before, after),
         counts=[each for each in _counts(engine, made) if each["rows"]],
-        samples=[{key: value for key, value in row.items() if value is not None} for row in samples],
+        samples=[
+            {key: value for key, value in row.items() if value is not None} for row in samples
+        ],
         bad=made.bad[:10],
     )
 
 
 def lengths(engine: Engine, table: Any) -> dict[int, int]:
-    """Return how many rows have texts of 2^k to 2^(k+1) - 1 characters, by k."""
-    length = text_of(table).length()
-    # Whole numbers: a logarithm rounds differently from engine to engine.
-    import ibis
-
-    bucket = ibis.cases(*((length < 2**k, k - 1) for k in range(1, 24)), else_=23)
+    """Return how many rows have texts of 2^k - 1 to 2^(k+1) - 2 characters, by k."""
+    length = table.answer.length() + (table.prompt.length() + 1).fill_null(0)
+    bucket = (length + 1).log2().floor().cast("int64")
     counted = table.select(bucket=bucket)
     rows = engine.rows(counted.group_by("bucket").agg(n=counted.count()))
     return {int(row["bucket"]): int(row["n"]) for row in rows}
@@ -56,7 +54,7 @@ def _bars(before: Mapping[int, int], after: Mapping[int, int]) -> list[dict[str,
     most = max([*before.values(), *after.values(), 1])
     return [
         {
-            "label": f"{2**k if k else 0:,} to {2 ** (k + 1) - 1:,}",
+            "label": f"{2**k - 1:,} to {2 ** (k + 1) - 2:,}",
             "before": before.get(k, 0),
             "after": after.get(k, 0),
             "before_width": math.ceil(100 * before.get(k, 0) / most),

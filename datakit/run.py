@@ -67,7 +67,9 @@ def prepare(
         import ibis  # noqa: F401
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise DataError(f"{error.name} is missing: install it with: bash setup.sh --with data") from None
+        raise DataError(
+            f"{error.name} is missing: install it with: bash setup.sh --with data"
+        ) from None
     from datakit import output, pipeline
 
     config, root = settings["recipe"], Path(settings["root"])
@@ -85,9 +87,15 @@ def prepare(
                 rows = engine.rows(table.order_by("_id").limit(3))
             finally:
                 engine.close()
-        return {"name": name, "preview": preview, "rows": made.rows.count, "steps": made.records,
-                "bad": made.bad[:5], "samples": [_plain(row) for row in rows],
-                "seconds": round(time.monotonic() - began, 2)}
+        return {
+            "name": name,
+            "preview": preview,
+            "rows": made.rows.count,
+            "steps": made.records,
+            "bad": made.bad[:5],
+            "samples": [_plain(row) for row in rows],
+            "seconds": round(time.monotonic() - began, 2),
+        }
     with _alone(folder):
         work_folder = folder / ".work"
         work_folder.mkdir(parents=True, exist_ok=True)
@@ -104,9 +112,16 @@ def prepare(
         if not settings.get("keep_work"):
             shutil.rmtree(work_folder, ignore_errors=True)
     splits = {split: each["rows"] for split, each in card["splits"].items()}
-    return {"name": name, "folder": str(target), "rows": card["rows"], "splits": splits,
-            "content_sha256": card["content_sha256"], "steps": made.records, "bad_rows": made.bad_count,
-            "seconds": round(time.monotonic() - began, 2)}
+    return {
+        "name": name,
+        "folder": str(target),
+        "rows": card["rows"],
+        "splits": splits,
+        "content_sha256": card["content_sha256"],
+        "steps": made.records,
+        "bad_rows": made.bad_count,
+        "seconds": round(time.monotonic() - began, 2),
+    }
 
 
 def say(text: str) -> None:
@@ -121,14 +136,17 @@ def _alone(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
-        raise DataError(f"{folder} cannot be written to ({error.strerror}): set COOKBOOK_ROOT") from None
+        raise DataError(
+            f"{folder} cannot be written to ({error.strerror}): set COOKBOOK_ROOT"
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
             raise DataError(
-                f"another run ({file.read().strip() or 'unknown'}) prepares {folder.name}: wait for it, "
+                f"another run ({file.read().strip() or 'unknown'}) prepares {folder.name}: "
+                "wait for it, "
                 "or give this one another name with --name"
             ) from None
         file.truncate(0)
@@ -141,11 +159,14 @@ def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> En
     config = settings["recipe"]
     folder = Path(str(config.get("temp_dir") or os.environ.get("TMPDIR") or "/tmp")).expanduser()
     if not folder.is_dir():
-        raise DataError(f"temp_dir: there is no folder {folder}: give one on a disk of this node", exit_code=2)
+        raise DataError(
+            f"temp_dir: there is no folder {folder}: give one on a disk of this node", exit_code=2
+        )
     facts = os.statvfs(folder)
     if facts.f_bavail * facts.f_frsize < _LEAST_FREE:
         raise DataError(
-            f"temp_dir: {folder} has {facts.f_bavail * facts.f_frsize // 2**20} MiB free, and the engine "
+            f"temp_dir: {folder} has {facts.f_bavail * facts.f_frsize // 2**20} MiB free, and "
+            "the engine "
             "spills there what memory does not hold: set temp_dir= to a disk with room"
         )
     memory = memory_bytes(config.get("memory") or "0") or _half_of_memory()

@@ -39,6 +39,13 @@ class Input:
     blocks: tuple[Mapping[str, Any], ...]
     origin: str = ""
 
+    @property
+    def rows(self) -> int:
+        """The rows of a Parquet file, as its footer says."""
+        import pyarrow.parquet as pq
+
+        return int(pq.read_metadata(self.file).num_rows)
+
     def record(self) -> dict[str, Any]:
         """What the lineage says of it."""
         found = asdict(self)
@@ -73,7 +80,9 @@ def find(
             for path in paths:
                 kind = source_type(source, path)
                 if kind is None:
-                    raise DataError(f"{where}: {path}: cannot tell its type: set type= of the source")
+                    raise DataError(
+                        f"{where}: {path}: cannot tell its type: set type= of the source"
+                    )
                 if path.stat().st_size == 0:
                     raise DataError(f"{where}: {path} is empty: remove it, or write rows to it")
                 found.append((source, name, path, kind, ""))
@@ -90,7 +99,15 @@ def find(
         cut = kind == "jsonl" and path.suffix in _SUFFIXES
         digest, blocks = openers.survey(path, cut)
         return Input(
-            number, name, str(path), kind, facts.st_size, facts.st_mtime_ns, digest, tuple(blocks), origin
+            number,
+            name,
+            str(path),
+            kind,
+            facts.st_size,
+            facts.st_mtime_ns,
+            digest,
+            tuple(blocks),
+            origin,
         )
 
     with ThreadPoolExecutor(threads) as pool:
@@ -254,7 +271,8 @@ def _from_hub(source: Mapping[str, Any], base: Path, where: str) -> tuple[str, A
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f"{where}: {name} (split {split}) cannot be loaded: {reason}: compute nodes often reach "
+            f"{where}: {name} (split {split}) cannot be loaded: {reason}: compute nodes often "
+            "reach "
             "no hub; run it once on the login node"
         ) from None
     checksums = sorted(found.info.download_checksums or {})
@@ -278,7 +296,9 @@ def _from_delta(source: Mapping[str, Any], base: Path, where: str) -> tuple[str,
     except ImportError as error:
         raise _missing(error.name or "deltalake", where) from None
     except Exception as error:
-        raise DataError(f"{where}: {path} is no Delta table: {str(error).splitlines()[0]}") from None
+        raise DataError(
+            f"{where}: {path} is no Delta table: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _from_iceberg(source: Mapping[str, Any], base: Path, where: str) -> tuple[str, Any]:
@@ -293,7 +313,9 @@ def _from_iceberg(source: Mapping[str, Any], base: Path, where: str) -> tuple[st
         batches = table.scan().to_arrow_batch_reader()
         return f"{path}, snapshot {snapshot.snapshot_id if snapshot else 'none'}", batches
     except Exception as error:
-        raise DataError(f"{where}: {path} is no Iceberg table: {str(error).splitlines()[0]}") from None
+        raise DataError(
+            f"{where}: {path} is no Iceberg table: {str(error).splitlines()[0]}"
+        ) from None
 
 
 _FETCH = {"sql": _from_sql, "hub": _from_hub, "delta": _from_delta, "iceberg": _from_iceberg}

@@ -89,7 +89,7 @@ def job_script(recipe: Recipe, cluster: Site, run_dir: Path, job_name: str) -> s
 def prepare_script(
     cluster: Site, asked: Resources, run_dir: Path, job_name: str, engine: str, nodes: int
 ) -> str:
-    """Return the job script that prepares data with an engine, in a run whose directory is run_dir."""
+    """Return the job script that prepares data with an engine."""
     resources = with_site_defaults(asked, cluster)
     site_file = f"configs/clusters/{cluster.name}.yaml"
     if faults := _setup_faults(cluster.job_setup, site_file):

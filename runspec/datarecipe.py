@@ -125,14 +125,18 @@ def faults(config: Mapping[str, Any]) -> list[str]:
     if kinds.count("split") > 1:
         found.append("steps: split is given twice: leave one out")
     if "split" in kinds and kinds.index("split") != len(kinds) - 1:
-        found.append("steps: split must be the last step, so that its shares are those of the result")
+        found.append(
+            "steps: split must be the last step, so that its shares are those of the result"
+        )
     output = config.get("output") or {}
     if not isinstance(output, dict):
         found.append("output must be a block, such as {format: messages}")
     else:
         found += _unknown(output, {"format": ""}, "output.")
         if output.get("format", "messages") not in ("messages", "text", "preference"):
-            found.append(f"output.format must be messages, text or preference, got {output['format']!r}")
+            found.append(
+                f"output.format must be messages, text or preference, got {output['format']!r}"
+            )
     return found
 
 
@@ -149,7 +153,9 @@ def _source_faults(source: Any, where: str) -> Iterator[str]:
     yield from _unknown(source, SOURCE, f"{where}.")
     places = [key for key in ("path", "repository", "url") if source.get(key)]
     if len(places) != 1:
-        yield f"{where} must have one of path, repository and url, got {', '.join(places) or 'none'}"
+        yield (
+            f"{where} must have one of path, repository and url, got {', '.join(places) or 'none'}"
+        )
     if source.get("url") and not source.get("query"):
         yield f"{where}.query is missing: the SELECT statement whose rows are read"
     form = source.get("format")
@@ -183,7 +189,10 @@ def _step_faults(step: Any, where: str) -> Iterator[str]:
         return
     name = step_name(step)
     if name not in STEPS:
-        yield f"{where}: there is no step {name!r}{nearest(str(name), STEPS)}; steps: {', '.join(STEPS)}"
+        yield (
+            f"{where}: there is no step {name!r}{nearest(str(name), STEPS)}; steps: "
+            f"{', '.join(STEPS)}"
+        )
         return
     options = step_options(step)
     yield from _unknown(options, dict.fromkeys(STEPS[name]), f"{where}.{name}.")
@@ -202,7 +211,7 @@ def _value_faults(name: str, options: Mapping[str, Any], where: str) -> Iterator
         if key in number and value is not None and not _is_number(value):
             yield f"{where}.{key} must be a number, got {value!r}"
     jaccard = options.get("jaccard")
-    if _is_number(jaccard) and not 0 < jaccard <= 1:
+    if isinstance(jaccard, int | float) and not 0 < jaccard <= 1:
         yield f"{where}.jaccard must be above 0 and at most 1, got {jaccard!r}"
     if options.get("action") not in (None, "remove", "mark"):
         yield f"{where}.action must be remove or mark, got {options['action']!r}"
@@ -213,7 +222,7 @@ def _value_faults(name: str, options: Mapping[str, Any], where: str) -> Iterator
     if name in _MAPPING_FIRST:
         yield from _share_faults(name, options.get(_MAPPING_FIRST[name]), where)
     low, high = options.get("min"), options.get("max")
-    if _is_number(low) and _is_number(high) and low > high:
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
         yield f"{where}: min {low} is above max {high}, so that no row is kept"
 
 

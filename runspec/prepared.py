@@ -1,13 +1,13 @@
 """A prepared training set: the files of its directory, and how a recipe names it.
 
-    <datasets root>/prepared/<name>/current -> <version>    the newest one, replaced atomically
-    <datasets root>/prepared/<name>/<version>/
-        data/<split>/part-*.parquet      the rows
-        card.json                        what a reader needs: format, splits, counts, hashes
-        lineage.json                     inputs, recipe, versions, engine, counts of each step
-        removed/<step>/part-*.parquet    which rows each step removed, and in favour of which
-        bad_rows.jsonl                   what no format could read, with file, line and reason
-        report.html
+<datasets root>/prepared/<name>/current -> <version>    the newest one, replaced atomically
+<datasets root>/prepared/<name>/<version>/
+    data/<split>/part-*.parquet      the rows
+    card.json                        what a reader needs: format, splits, counts, hashes
+    lineage.json                     inputs, recipe, versions, engine, counts of each step
+    removed/<step>/part-*.parquet    which rows each step removed, and in favour of which
+    bad_rows.jsonl                   what no format could read, with file, line and reason
+    report.html
 """
 
 import re

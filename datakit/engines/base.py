@@ -37,6 +37,10 @@ class Engine:
         """Write a table's rows as Parquet files below an empty folder."""
         raise NotImplementedError
 
+    def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
+        """Return the rows of sources that need no reader as a table over them, else None."""
+        return None
+
     def run(self, tasks: Sequence[Task], done: Callable[[], None]) -> None:
         """Run tasks; DataError with all faults."""
         raise NotImplementedError

@@ -31,11 +31,20 @@ def main() -> None:
     local = Path(tempfile.mkdtemp(prefix="cookbook-spark-", dir=os.environ.get("TMPDIR") or "/tmp"))
     try:
         home = java.usable_home(java.home(), local)
-        code = _first(Path(sys.argv[1]), logs, home, local) if rank == 0 else _other(logs, home, local, rank)
+        code = (
+            _first(Path(sys.argv[1]), logs, home, local)
+            if rank == 0
+            else _other(logs, home, local, rank)
+        )
     except DataError as error:
         for fault in error.faults:
             print(f"error: {fault}", flush=True)
-        word = {"rank": rank, "host": socket.gethostname(), "time": time.time(), "type": "DataError"}
+        word = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "type": "DataError",
+        }
         word |= {"message": error.faults[0], "permanent": True}
         files.write_json(logs / f"error_rank_{rank}.json", word)
         code = 1
@@ -81,14 +90,18 @@ def _other(logs: Path, home: Path, local: Path, rank: int) -> int:
     deadline = time.monotonic() + _START_S
     while not (found := files.read_json_or_none(logs / _MASTER)):
         if time.monotonic() > deadline or (logs / _ENDED).exists():
-            raise DataError(f"the first node started no Spark master within {_START_S} s: see {logs}")
+            raise DataError(
+                f"the first node started no Spark master within {_START_S} s: see {logs}"
+            )
         time.sleep(0.5)
     worker = _worker(found["master"], logs, home, local, rank)
     try:
         while not (logs / _ENDED).exists():
             if worker.poll() is not None:
                 # It is started again: its tasks run on the others meanwhile.
-                print(f"Spark's worker ended with {worker.returncode}: starting another", flush=True)
+                print(
+                    f"Spark's worker ended with {worker.returncode}: starting another", flush=True
+                )
                 worker = _worker(found["master"], logs, home, local, rank)
             time.sleep(1)
     finally:
@@ -120,8 +133,12 @@ def _spark(name: str, argv: list[str], log: Path, home: Path, local: Path) -> An
     env |= {"SPARK_DAEMON_MEMORY": "512m", "PYSPARK_PYTHON": sys.executable}
     with open(log, "ab") as output:
         return subprocess.Popen(
-            [str(program), name, *argv], env=env, stdout=output, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True,
+            [str(program), name, *argv],
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
 
@@ -140,7 +157,9 @@ def _wait_for_port(host: str, port: int, process: Any, log: Path) -> None:
         except OSError:
             time.sleep(0.3)
     lines = log.read_text(errors="replace").strip().splitlines()
-    raise DataError(f"Spark's master did not start: {lines[-1] if lines else 'no message'}: see {log}")
+    raise DataError(
+        f"Spark's master did not start: {lines[-1] if lines else 'no message'}: see {log}"
+    )
 
 
 def _end(started: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""DuckDB in this process: its memory is capped, and what does not fit goes to a disk of the node."""
+"""DuckDB in this process, with capped memory; what does not fit goes to a disk of the node."""
 
 import os
 import shutil
@@ -72,10 +72,16 @@ class DuckEngine(Engine):
         except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
-                f"DuckDB: {reason}: set temp_dir= to a disk with more room (now {self._spill.parent})"
+                f"DuckDB: {reason}: set temp_dir= to a disk with more room (now "
+                f"{self._spill.parent})"
                 ", or memory= to more"
             ) from None
         folder.mkdir(exist_ok=True)
+
+    def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
+        from datakit.scan import scanned
+
+        return scanned(self.con, config, inputs, all_keep)
 
     def run(self, jobs: Sequence[Task], done: Callable[[], None]) -> None:
         tasks.run_here(jobs, self.threads, done)

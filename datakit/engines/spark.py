@@ -35,7 +35,9 @@ class SparkEngine(Engine):
         try:
             from pyspark.sql import SparkSession
         except ImportError:
-            raise DataError("pyspark is missing: install it with: bash setup.sh --with spark") from None
+            raise DataError(
+                "pyspark is missing: install it with: bash setup.sh --with spark"
+            ) from None
         import ibis
 
         self._java = java.version(home)
@@ -65,7 +67,10 @@ class SparkEngine(Engine):
         elif not master:
             settings["spark.driver.host"] = "127.0.0.1"
         if event_log:
-            settings |= {"spark.eventLog.enabled": "true", "spark.eventLog.dir": f"file://{event_log}"}
+            settings |= {
+                "spark.eventLog.enabled": "true",
+                "spark.eventLog.dir": f"file://{event_log}",
+            }
         builder = SparkSession.builder
         for key, value in settings.items():
             builder = builder.config(key, value)

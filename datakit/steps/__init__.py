@@ -26,5 +26,7 @@ _STEPS = {
 def find(name: str) -> Callable[[Rows, Work], Rows]:
     """Return the function of a step."""
     module, _, function = _STEPS[name].partition(":")
-    found: Callable[[Rows, Work], Rows] = getattr(import_module(f"datakit.steps.{module}"), function)
+    found: Callable[[Rows, Work], Rows] = getattr(
+        import_module(f"datakit.steps.{module}"), function
+    )
     return found

@@ -30,7 +30,9 @@ def decontaminate(rows: Rows, work: Work) -> Rows:
     found = [path for name in names for path in matches({"path": name}, work.base, work.where)]
     texts = [text for path in found for text in _texts(path, work.where)]
     if not texts:
-        raise DataError(f"{work.where}.against: {', '.join(names)} holds no text: give evaluation sets")
+        raise DataError(
+            f"{work.where}.against: {', '.join(names)} holds no text: give evaluation sets"
+        )
     import pyarrow as pa
 
     hashes, _ = shingles(pa.array(texts, pa.string()), ngram)
@@ -63,7 +65,9 @@ def _texts(path: Path, where: str) -> list[str]:
             try:
                 found += _strings(json.loads(line)) if line.strip() else []
             except ValueError as error:
-                raise DataError(f"{where}.against: {path}, line {number}: not JSON: {error}") from None
+                raise DataError(
+                    f"{where}.against: {path}, line {number}: not JSON: {error}"
+                ) from None
         return found
     return [line for line in raw.splitlines() if line.strip()]
 

@@ -1,4 +1,4 @@
-"""Filters by a condition and by length. A condition that is null, as of a null column, is not met."""
+"""Filters by a condition and by length. A condition that is null is not met."""
 
 from typing import Any
 

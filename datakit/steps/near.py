@@ -27,7 +27,7 @@ def near_duplicates(rows: Rows, work: Work) -> Rows:
     """Keep one row of each group of similar rows, or (action: mark) say which group a row is in.
 
     jaccard: similarity of the sets of word n-grams from which two rows are similar. keep: as of
-    exact_duplicates. A group is a connected component: similar rows, those similar to them, and so on.
+    exact_duplicates. A group is a connected component of the similar pairs.
     """
     options = work.options
     name, ngram = options.get("column", "text"), options.get("ngram", NGRAM)
@@ -45,9 +45,9 @@ def near_duplicates(rows: Rows, work: Work) -> Rows:
     work.notes["similar_pairs"] = work.rows_of("similar")
     groups = work.remember("groups", components(work, similar))
     if options.get("action") == "mark":
-        tagged = rows.table.left_join(
-            groups.select(_id="node", near_group="label"), "_id"
-        ).drop("_id_right")
+        tagged = rows.table.left_join(groups.select(_id="node", near_group="label"), "_id").drop(
+            "_id_right"
+        )
         work.notes["rows_in_groups"] = work.rows_of("groups")
         marked = rows.kept(tagged, rows.count)
         return Rows(marked.table, marked.count, None, (*rows.tags, "near_group"))

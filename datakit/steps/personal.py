@@ -14,7 +14,8 @@ from runspec.datarecipe import PERSONAL
 
 _DEFAULTS = {"email": "mask", "phone": "mask", "iban": "mask", "card": "mask", "secret": "drop"}
 # A pattern that texts without such data rarely meet, and which Arrow searches for in all rows.
-_SUSPECT = r"@|\d[\d \-().]{6,}\d|[A-Z]{2}\d{2}|KEY-----|\b(?:sk|hf|gh[pousr]|xox|AKIA|ASIA|AIza|eyJ|glpat)"
+_SUSPECT = r"@|\d[\d \-().]{6,}\d|[A-Z]{2}\d{2}|KEY-----"
+_SUSPECT += r"|\b(?:sk|hf|gh[pousr]|xox|AKIA|ASIA|AIza|eyJ|glpat)"
 
 
 def _luhn(text: str) -> bool:
@@ -51,12 +52,13 @@ _FINDERS: dict[str, tuple[re.Pattern[str], Callable[[str], bool]]] = {
         lambda text: True,
     ),
     "iban": (re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b"), _iban),
-    "card": (re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?![\d.])"), _luhn),
+    "card": (re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?!\d|\.\d)"), _luhn),
     "phone": (
         re.compile(
             # With a country's code, with an area's code in brackets or after 0, or as 555-123-4567.
             r"(?<![\w.])(?:\+\d{1,3}[ .-]?(?:\(?\d{1,4}\)?[ .-]?){2,5}\d{2,4}"
-            r"|\(\d{2,4}\)[ .-]?\d{3,4}[ .-]?\d{3,4}|\d{3}[.-]\d{3}[.-]\d{4}|0\d{2,4}[ /-]\d{5,8})(?![\w])"
+            r"|\(\d{2,4}\)[ .-]?\d{3,4}[ .-]?\d{3,4}|\d{3}[.-]\d{3}[.-]\d{4}|0\d{2,4}[ "
+            r"/-]\d{5,8})(?![\w])"
         ),
         _phone,
     ),
@@ -73,7 +75,8 @@ def personal_data(rows: Rows, work: Work) -> Rows:
     made = work.map(rows, "masked", "datakit.steps.personal:mask", {"actions": actions})
     table = made.table
     counts = {
-        kind: table["_personal"].contains(kind).cast("int64").sum().fill_null(0) for kind in PERSONAL
+        kind: table["_personal"].contains(kind).cast("int64").sum().fill_null(0)
+        for kind in PERSONAL
     }
     work.notes["rows_with"] = work.engine.one(table.agg(**counts))
     kept = keep(made, work, ~table["_dropped"])
@@ -92,7 +95,9 @@ def mask(table: Any, actions: Mapping[str, str]) -> Any:
     columns = {name: table[name].to_pylist() for name in names}
     suspect = None
     for name in names:
-        found = pc.fill_null(pc.match_substring_regex(table[name].cast(pa.string()), _SUSPECT), False)
+        found = pc.fill_null(
+            pc.match_substring_regex(table[name].cast(pa.string()), _SUSPECT), False
+        )
         suspect = found if suspect is None else pc.or_(suspect, found)
     kinds, dropped = [""] * len(table), [False] * len(table)
     for index in (i for i, is_one in enumerate(suspect.to_pylist()) if is_one):
@@ -132,4 +137,6 @@ def _mask_messages(text: str, actions: Mapping[str, str], seen: set[str]) -> str
     from datakit.formats import encode
 
     turns = json.loads(text)
-    return encode([{**turn, "content": _mask_text(turn["content"], actions, seen)} for turn in turns])
+    return encode(
+        [{**turn, "content": _mask_text(turn["content"], actions, seen)} for turn in turns]
+    )

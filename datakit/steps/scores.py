@@ -20,8 +20,8 @@ def language(rows: Rows, work: Work) -> Rows:
         raise DataError(
             f"{work.where}: py3langid is missing: install it with: bash setup.sh --with data"
         ) from None
-    known = py3langid.langid.LanguageIdentifier.from_pickled_model(py3langid.langid.MODEL_FILE)
-    if unknown := [name for name in wanted if name not in list(known.nb_classes)]:
+    known = py3langid.langid.LanguageIdentifier.from_model_file(py3langid.langid.MODEL_FILE)
+    if unknown := [name for name in wanted if name not in list(known.labels)]:
         raise DataError(
             f"{work.where}: the language {unknown[0]!r} is not known: write codes such as en, de",
             exit_code=2,
@@ -44,7 +44,9 @@ def quality(rows: Rows, work: Work) -> Rows:
     """
     options = {"column": work.options.get("column", "text")}
     made = work.map(rows, "scored", "datakit.steps.scores:add_quality", options)
-    return keep(made, work, between(made.table.quality_score, {"min": work.options.get("min", 0.6)}))
+    return keep(
+        made, work, between(made.table.quality_score, {"min": work.options.get("min", 0.6)})
+    )
 
 
 # Arrow functions -----------------------------------------------------------------------------
@@ -61,7 +63,7 @@ def add_language(table: Any, column: str) -> Any:
     from datakit.text import texts
 
     if _identifier is None:
-        _identifier = langid.LanguageIdentifier.from_pickled_model(langid.MODEL_FILE)
+        _identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
     found = [_identifier.classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
     return _with(table, "language", pa.array(found, pa.string()))
 

@@ -1,8 +1,8 @@
-"""Splits train, val, test and so on: by groups, so that nothing leaks; the same for a row each time.
+"""Splits train, val, test: by groups, so that nothing leaks; the same for a row each time.
 
 A group's side is a hash of the seed and the group's key: it stays when rows are added. With
-stratify the groups of each stratum are laid in the order of that hash, and cut at the shares, so that
-each stratum has them; then rows that are added may move the cuts, unless `like` names an earlier
+stratify the groups of each stratum are laid in the order of that hash, and cut at the shares, so
+that each stratum has them; then rows that are added may move the cuts, unless `like` names an earlier
 set whose groups stay where they were.
 """
 
@@ -28,31 +28,38 @@ def split(rows: Rows, work: Work) -> Rows:
     if "near_group" in rows.table.columns and "near_duplicates" not in names:
         names.append("near_duplicates")
     names = ["near_group" if name == "near_duplicates" else name for name in names]
-    keyed = _keyed(rows, work, names)
-    if options.get("stratify") or options.get("like"):
-        # It is read several times, and joined to what comes of it.
-        keyed = work.remember("keys", keyed)
     if not options.get("stratify") and not options.get("like"):
-        side = _by_hash(keyed["_key"], shares, work.seed)
-        told = keyed.select("_id", "_key", split=side)
+        if (key := _own_key(rows.table, work, names)) is not None:
+            return rows.kept(rows.table.mutate(split=_by_hash(key, shares, work.seed)), rows.count)
+        keyed = _keyed(rows, work, names)
+        told = keyed.select("_id", "_key", split=_by_hash(keyed["_key"], shares, work.seed))
     else:
+        # It is read several times, and joined to what comes of it.
+        keyed = work.remember("keys", _keyed(rows, work, names))
         told = _laid_out(rows, work, keyed, shares)
     sides = work.remember(SIDES, told)
     joined = rows.table.inner_join(sides.select("_id", "split"), "_id")
     return Rows(joined, rows.count, None, rows.tags)
 
 
+def _own_key(table: Any, work: Work, names: list[str]) -> Any:
+    """The key of a row if it is in the row itself: its text, or the only column to group by."""
+    own = text_of(table).hexdigest("md5")
+    if not names:
+        # The same text is never on two sides.
+        return own
+    if len(names) == 1 and names != ["near_group"]:
+        return column(table, names[0], work.where).cast("string").fill_null(own)
+    return None
+
+
 def _keyed(rows: Rows, work: Work, names: list[str]) -> Any:
     """(_id, _key): rows of one key stay together."""
     table = rows.table
-    if not names:
-        # The same text is never on two sides.
-        return table.select("_id", _key=text_of(table).hexdigest("md5"))
+    if (key := _own_key(table, work, names)) is not None:
+        return table.select("_id", _key=key)
     own = text_of(table).hexdigest("md5")
     columns = {name: column(table, name, work.where).cast("string") for name in names}
-    if len(names) == 1 and names != ["near_group"]:
-        key = columns[names[0]]
-        return table.select("_id", _key=key.fill_null(own))
     parts = work.remember("parts", table.select("_id", _own=own, **columns))
     pairs = None
     for name in names:
@@ -104,7 +111,9 @@ def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> A
     both = work.remember("strata", keyed.inner_join(strata, "_id"))
     # A group's stratum is the one of most of its rows.
     counts = both.group_by("_key", "_stratum").agg(n=both.count())
-    best = ibis.window(group_by=counts["_key"], order_by=[counts.n.desc(), counts["_stratum"].asc()])
+    best = ibis.window(
+        group_by=counts["_key"], order_by=[counts.n.desc(), counts["_stratum"].asc()]
+    )
     chosen = counts.select("_key", stratum=counts["_stratum"].first().over(best)).distinct()
     sizes = both.group_by("_key").agg(n=both.count())
     groups = sizes.inner_join(chosen, "_key")
@@ -124,10 +133,15 @@ def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> A
     names, ends = list(shares), list(accumulate(shares.values()))
     million = 1_000_000
     branches = [
-        (placed["_middle"] * million < placed["_all"] * int(round(end * million)), ibis.literal(name))
+        (
+            placed["_middle"] * million < placed["_all"] * round(end * million),
+            ibis.literal(name),
+        )
         for name, end in zip(names[:-1], ends[:-1], strict=True)
     ]
-    side = ibis.cases(*branches, else_=ibis.literal(names[-1])) if branches else ibis.literal(names[0])
+    side = (
+        ibis.cases(*branches, else_=ibis.literal(names[-1])) if branches else ibis.literal(names[0])
+    )
     sided = placed.select("_key", split=side)
     if known is not None:
         sided = sided.union(stayed)
@@ -144,13 +158,15 @@ def _earlier(work: Work) -> Any:
     folder = Path(work.base) / prepared.FOLDER / str(name) / prepared.CURRENT / SIDES
     if not folder.is_dir():
         raise DataError(
-            f"{work.where}: like: there is no prepared set {name!r} with a split: list them with: "
-            "cookbook data show",
+            f"{work.where}: like: there is no prepared set {name!r} whose split keeps its "
+            "groups' sides "
+            "(one with stratify, or several groups): list the sets with: cookbook data show",
             exit_code=2,
         )
     sides = work.engine.read(folder)
-    unknown = work.engine.rows(sides.filter(~sides.split.isin(list(work.options["shares"])))
-                               .select("split").distinct())
+    unknown = work.engine.rows(
+        sides.filter(~sides.split.isin(list(work.options["shares"]))).select("split").distinct()
+    )
     if unknown:
         raise DataError(
             f"{work.where}: like: {name} has the split {unknown[0]['split']!r}, which shares lacks",

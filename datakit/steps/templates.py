@@ -1,4 +1,4 @@
-"""Templates: prompt and answer made of a row's columns with Jinja, which cannot reach the system."""
+"""Templates: prompt and answer made of a row's columns, with Jinja in its sandbox."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,9 @@ def template(rows: Rows, work: Work) -> Rows:
             environment = SandboxedEnvironment()
             used = meta.find_undeclared_variables(environment.parse(text))
         except TemplateSyntaxError as error:
-            faults.append(f"{work.where}.{name}, line {error.lineno}: {error.message}: fix the template")
+            faults.append(
+                f"{work.where}.{name}, line {error.lineno}: {error.message}: fix the template"
+            )
             continue
         faults += [
             f"{work.where}.{name}: the template uses the unknown field {field!r}"
@@ -69,7 +71,10 @@ def render(table: Any, templates: Mapping[str, str], where: str) -> Any:
             turns = None
         prompt, answer = new.get("prompt", prompt), new.get("answer", answer)
         if turns is None and "system" in new:
-            turns = [{"role": "user", "content": prompt or ""}, {"role": "assistant", "content": answer}]
+            turns = [
+                {"role": "user", "content": prompt or ""},
+                {"role": "assistant", "content": answer},
+            ]
         if turns is not None:
             turns[-1] = {**turns[-1], "content": answer}
             if "system" in new:

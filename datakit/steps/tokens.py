@@ -68,12 +68,16 @@ def count(table: Any, folder: str, where: str) -> Any:
             continue
         try:
             told = template.render(
-                messages=turns, add_generation_prompt=False, tools=None,
-                strftime_now=_DATE.strftime, **special,
+                messages=turns,
+                add_generation_prompt=False,
+                tools=None,
+                strftime_now=_DATE.strftime,
+                **special,
             )
         except TemplateError as error:
             raise DataError(
-                f"{where}: row {row['_id']}: the chat template refuses it: {error}: filter such rows"
+                f"{where}: row {row['_id']}: the chat template refuses it: {error}: filter "
+                "such rows"
             ) from None
         texts.append(told)
     found = tokenizer.encode_batch_fast(texts, add_special_tokens=template is None)

@@ -69,7 +69,9 @@ def prepare(
         raise UsageFault("--local runs the script of a job: give --nodes 1 too, or leave it out")
     if nodes is None and (asked or watch):
         words = ", ".join(f"--{key}" for key in [*asked, *(["watch"] if watch else [])])
-        raise UsageFault(f"{words}: nothing is queued without --nodes: add --nodes 1, or leave it out")
+        raise UsageFault(
+            f"{words}: nothing is queued without --nodes: add --nodes 1, or leave it out"
+        )
     if rows is not None and not preview:
         raise UsageFault("--rows is of --preview: add --preview, or leave it out")
     if preview and nodes is not None:

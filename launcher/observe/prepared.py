@@ -57,12 +57,15 @@ def find(root: Path, text: str) -> Prepared:
     fitting = [each for each in versions if each.startswith(version)] if version else [CURRENT]
     if len(fitting) != 1:
         raise UsageFault(
-            f"{len(fitting)} versions of {name} begin with {version!r}; there are {', '.join(versions)}"
+            f"{len(fitting)} versions of {name} begin with {version!r}; there are "
+            f"{', '.join(versions)}"
         )
     path = (folder / fitting[0]).resolve()
     card, lineage = (files.read_json_or_none(path / each) for each in (CARD, LINEAGE))
     if not isinstance(card, dict) or not isinstance(lineage, dict):
-        raise UsageFault(f"{path} has no {CARD} and {LINEAGE}: prepare it again with: cookbook prepare")
+        raise UsageFault(
+            f"{path} has no {CARD} and {LINEAGE}: prepare it again with: cookbook prepare"
+        )
     return Prepared(name, path, card, lineage)
 
 
@@ -71,7 +74,10 @@ def story(one: Prepared) -> list[str]:
     card, lineage = one.card, one.lineage
     made = datetime.fromtimestamp(card["created"], UTC)
     lines = [f"{one.name}@{one.path.name}: {card['rows']:,} rows, format {card['format']}"]
-    lines += [f"  made     {made:%Y-%m-%d %H:%M} UTC with {lineage['engine']}", f"  folder   {one.path}"]
+    lines += [
+        f"  made     {made:%Y-%m-%d %H:%M} UTC with {lineage['engine']}",
+        f"  folder   {one.path}",
+    ]
     lines += [f"  report   {one.path / REPORT}"]
     for name, split in card["splits"].items():
         share = 100 * split["rows"] / card["rows"]
@@ -81,9 +87,13 @@ def story(one: Prepared) -> list[str]:
         where = each["origin"] or each["file"]
         lines.append(f"  input    {plain(where)}  {each['bytes']:,} bytes  {each['sha256'][:12]}")
     if lineage["bad_rows"]:
-        lines.append(f"  bad      {lineage['bad_rows']:,} rows could not be read: {one.path}/bad_rows.jsonl")
+        lines.append(
+            f"  bad      {lineage['bad_rows']:,} rows could not be read: {one.path}/bad_rows.jsonl"
+        )
     for step in lineage["steps"]:
-        lines.append(f"  step     {step['step']:22} {step['rows_in']:>12,} -> {step['rows_out']:>12,}")
+        lines.append(
+            f"  step     {step['step']:22} {step['rows_in']:>12,} -> {step['rows_out']:>12,}"
+        )
     for name in card["splits"]:
         lines += [f"  warning  {name}: {fault}" for fault in changes(one.path / DATA / name)]
     return lines

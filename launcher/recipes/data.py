@@ -87,7 +87,8 @@ def _find(name: str) -> Path:
         hint = "" if is_path else nearest(name, names())
         what = f"file {name}" if is_path else f"{name!r}{hint}"
         raise RecipeFault(
-            f"there is no data recipe {what}: give one of {', '.join(names()) or 'none'}, or the path "
+            f"there is no data recipe {what}: give one of {', '.join(names()) or 'none'}, or "
+            "the path "
             "of a YAML file (docs/data.md)"
         )
     return path
@@ -97,7 +98,9 @@ def _override(config: dict[str, Any], text: str) -> None:
     key, equals, given = text.partition("=")
     parts = key.split(".")
     if not equals or not all(parts) or not text.isprintable():
-        raise UsageFault(f"cannot read the override {text!r}: write key=value or steps.0.filter=...")
+        raise UsageFault(
+            f"cannot read the override {text!r}: write key=value or steps.0.filter=..."
+        )
     value = yamlfile.parse(given, f"the override {text!r}")
     if parts[-1] in _PATHS and isinstance(value, str) and "://" not in value:
         value = str(Path.cwd() / Path(value).expanduser()) if value and "$" not in value else value
@@ -124,4 +127,6 @@ def _override(config: dict[str, Any], text: str) -> None:
                 parent = parent[part]
         else:
             where = ".".join(parts[:depth])
-            raise UsageFault(f"the override {text!r}: {where} is {parent!r}, which holds no {part!r}")
+            raise UsageFault(
+                f"the override {text!r}: {where} is {parent!r}, which holds no {part!r}"
+            )

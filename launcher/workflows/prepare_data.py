@@ -54,7 +54,8 @@ def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) ->
     engine = asked if asked != "auto" else "spark" if (nodes or 1) > 1 else "duckdb"
     if engine == "duckdb" and (nodes or 1) > 1:
         raise UsageFault(
-            f"engine: duckdb runs on one node, and {nodes} are asked for: --nodes 1, or engine=spark"
+            f"engine: duckdb runs on one node, and {nodes} are asked for: --nodes 1, or "
+            "engine=spark"
         )
     root = site.root / "datasets"
     settings = {
@@ -115,7 +116,12 @@ def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
         SETTINGS: yamlfile.dump({**planned.settings, "event_log": str(path / "spark_events")}),
     }
     contents[files.JOB_SCRIPT] = render.prepare_script(
-        planned.site, planned.recipe.resources, path, planned.name, planned.engine, planned.nodes or 1
+        planned.site,
+        planned.recipe.resources,
+        path,
+        planned.name,
+        planned.engine,
+        planned.nodes or 1,
     )
     return path, contents
 
@@ -158,8 +164,13 @@ def described(planned: Plan) -> list[str]:
     steps: Sequence[Any] = recipe.get("steps") or []
     lines = [f"{planned.name}: {planned.engine} on this machine, into {planned.folder}"]
     lines += [
-        f"  source  {each.get('path') or each.get('repository') or each.get('url')} ({each['format']})"
+        f"  source  {each.get('path') or each.get('repository') or each.get('url')} "
+        f"({each['format']})"
         for each in recipe["sources"]
     ]
     lines += [f"  step    {step_name(step)}: {step_options(step) or 'as usual'}" for step in steps]
     return lines
+
+
+def _place(source: Mapping[str, Any]) -> Any:
+    return source.get("path") or source.get("repository") or source.get("url")

@@ -9,7 +9,12 @@ from trainer.errors import ConfigError
 
 
 def prepared_dataset(
-    tokenizer: Any, *, data_dir: str, train_on_input: bool = False, packed: bool = False, **more: Any
+    tokenizer: Any,
+    *,
+    data_dir: str,
+    train_on_input: bool = False,
+    packed: bool = False,
+    **more: Any,
 ) -> Any:
     """A split of a prepared set, as torchtune's dataset for its format.
 
@@ -47,7 +52,8 @@ def prepared_dataset(
             **common,
         )
     raise ConfigError(
-        f"dataset: {folder} holds preference pairs, which this method does not train on: prepare it "
+        f"dataset: {folder} holds preference pairs, which this method does not train on: "
+        "prepare it "
         "with output.format=messages to train on the chosen answers"
     )
 
