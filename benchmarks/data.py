@@ -78,6 +78,7 @@ _BY_HAND = """
 import duckdb, sys
 source, target = sys.argv[1:]
 con = duckdb.connect()
+con.execute("SET enable_progress_bar = false")
 con.execute("SET memory_limit='2GiB'; SET threads=2; SET preserve_insertion_order=false")
 con.execute(f"SET temp_directory='{target}/spill'")
 con.execute(f'''COPY (

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import hashlib
+import io
 import lzma
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def stream(path: str) -> IO[bytes]:
     if suffix == ".zst":
         import pyarrow as pa
 
-        return pa.CompressedInputStream(pa.OSFile(path), "zstd")  # type: ignore[no-any-return]
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
     return open(path, "rb")
 
 

@@ -94,7 +94,9 @@ def write(
         # Imported late: it needs the engine's figures, and templates.
         from datakit import report
 
-        files.write_text(temporary / REPORT, report.page(folder.name, made, engine, card, lineage))
+        files.write_text(
+            temporary / REPORT, report.page(folder.name, made, engine, temporary, card, lineage)
+        )
         if made.start.folder is None:
             # The rows came straight from the sources' files.
             unchanged(made.inputs)
@@ -135,7 +137,8 @@ def _write_rows(engine: Engine, rows: Rows, form: str, target: Path, work: Path)
     hidden = {"_id", "prompt", "answer", "messages", "rejected", "split"}
     extra = [name for name in rows.table.columns if name not in hidden]
     table = rows.table
-    fields = {"id": table["_id"], "md5": _md5(table, extra)}
+    length = table.answer.length() + (table.prompt.length() + 1).fill_null(0)
+    fields = {"id": table["_id"], "md5": _md5(table, extra), "characters": length.cast("int64")}
     fields |= {**{name: table[name] for name in extra}, "split": table.split}
     if form == "text":
         from datakit.expressions import text_of

@@ -5,39 +5,76 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from datakit.engines.base import Engine
+from datakit.engines.base import Engine, shards
 from datakit.pipeline import Prepared
+from runspec.prepared import DATA
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "templates" / "data_report.html.j2"
 # The columns that a step adds and a reader wants counted.
-_COUNTED = ("source", "language", "split")
+_COUNTED = ("source", "language")
 _MOST_VALUES = 12
 # A column with more values than this is an id, not a kind.
 _KINDS_AT_MOST = 50
 
 
 def page(
-    name: str, made: Prepared, engine: Engine, card: Mapping[str, Any], lineage: Mapping[str, Any]
+    name: str,
+    made: Prepared,
+    engine: Engine,
+    version: Path,
+    card: Mapping[str, Any],
+    lineage: Mapping[str, Any],
 ) -> str:
-    """Return the page as one HTML text that needs nothing else."""
+    """Return the page as one HTML text that needs nothing else.
+
+    version: the folder of the set, whose rows are written already.
+    """
     import jinja2
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    before, after = lengths(engine, made.start.table), lengths(engine, made.rows.table)
-    samples = engine.rows(made.rows.table.order_by("_id").limit(5))
+    before, after = lengths(engine, made.start.table), _written_lengths(version)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
         card=card,
         lineage=lineage,
         lengths=_bars(before, after),
-        counts=[each for each in _counts(engine, made) if each["rows"]],
-        samples=[
-            {key: value for key, value in row.items() if value is not None} for row in samples
-        ],
+        counts=[each for each in _counts(engine, made, version, card) if each["rows"]],
+        samples=_first_rows(version),
         bad=made.bad[:10],
     )
+
+
+def _written(version: Path, columns: list[str]) -> Any:
+    """Some columns of all rows, which are read from the set itself: the steps ran once."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parts = [pq.read_table(path, columns=columns) for path in shards(version / DATA)]
+    return pa.concat_tables(parts)
+
+
+def _written_lengths(version: Path) -> dict[int, int]:
+    import numpy as np
+
+    values = _written(version, ["characters"])["characters"].to_numpy()
+    # Exact for whole numbers: the exponent of a float is the place of the highest bit.
+    found, counts = np.unique(np.frexp((values + 1).astype(float))[1] - 1, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def _first_rows(version: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = []
+    for path in shards(version / DATA):
+        with pq.ParquetFile(path) as file:
+            batch = next(file.iter_batches(batch_size=2), None)
+            rows += [] if batch is None else batch.to_pylist()
+        if len(rows) >= 5:
+            break
+    return [{key: value for key, value in row.items() if value is not None} for row in rows[:5]]
 
 
 def lengths(engine: Engine, table: Any) -> dict[int, int]:
@@ -64,13 +101,18 @@ def _bars(before: Mapping[int, int], after: Mapping[int, int]) -> list[dict[str,
     ]
 
 
-def _counts(engine: Engine, made: Prepared) -> list[dict[str, Any]]:
+def _counts(
+    engine: Engine, made: Prepared, version: Path, card: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Count the values of columns of few values, before and after."""
-    table, first = made.rows.table, made.start.table
+    import pyarrow.compute as pc
+
+    first = made.start.table
     kept = [name for name in first.columns[6:] if first[name].type().is_string()]
     found = []
-    for name in [*(each for each in _COUNTED if each in table.columns), *kept]:
-        after = _values(engine, table, name)
+    for name in [*(each for each in _COUNTED if each in card["columns"]), *kept]:
+        counted = pc.value_counts(_written(version, [name])[name]).to_pylist()
+        after = {str(each["values"]): int(each["counts"]) for each in counted}
         if len(after) > _KINDS_AT_MOST:
             continue
         before = _values(engine, first, name) if name in first.columns else {}

@@ -14,13 +14,15 @@ from datakit.errors import DataError
 
 # About 0.4 million rows of chats: small enough to be one task of an Arrow function.
 _SHARD_BYTES = 64 * 2**20
+# What Python and its packages take beside DuckDB.
+_PYTHON_BYTES = 384 * 2**20
 
 
 class DuckEngine(Engine):
     """DuckDB through ibis.
 
     Args:
-        memory: bytes that DuckDB may use before it spills.
+        memory: bytes that this process may use; DuckDB spills before that.
         temp_dir: an existing folder on a disk of this node; a folder of its own is made in it.
         threads: of DuckDB, and processes of Arrow functions.
     """
@@ -40,13 +42,16 @@ class DuckEngine(Engine):
         self.threads = threads
         super().__init__(
             ibis.duckdb.connect(
-                memory_limit=f"{memory // 2**20}MiB",
+                memory_limit=f"{max(memory - _PYTHON_BYTES, memory // 2) // 2**20}MiB",
                 temp_directory=str(self._spill),
                 threads=threads,
                 # Rows have their ids; keeping their order would hold them in memory.
                 preserve_insertion_order=False,
             )
         )
+
+        # It would be drawn into the results on stdout.
+        self.con.raw_sql("SET enable_progress_bar = false")
 
     def versions(self) -> dict[str, str]:
         import duckdb

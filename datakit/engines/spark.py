@@ -56,7 +56,7 @@ class SparkEngine(Engine):
             "spark.ui.showConsoleProgress": "false",
             "spark.sql.session.timeZone": "UTC",
             "spark.sql.warehouse.dir": str(self._local / "warehouse"),
-            "spark.sql.shuffle.partitions": str(max(2 * threads, 4) if not master else 64),
+            "spark.sql.shuffle.partitions": str(2 * threads if not master else 64),
             "spark.sql.adaptive.enabled": "true",
             "spark.python.worker.reuse": "true",
             # A lost worker costs its tasks, not the stage's attempts.

@@ -2,8 +2,8 @@
 
 A group's side is a hash of the seed and the group's key: it stays when rows are added. With
 stratify the groups of each stratum are laid in the order of that hash, and cut at the shares, so
-that each stratum has them; then rows that are added may move the cuts, unless `like` names an earlier
-set whose groups stay where they were.
+that each stratum has them; then rows that are added may move the cuts, unless `like` names an
+earlier set whose groups stay where they were.
 """
 
 from itertools import accumulate
