@@ -35,14 +35,13 @@ STEPS = [
     {"filter": "quality >= 0.1 and len(answer) < 500 and kind in ['a', 'b']"},
     {"length": {"min": 40, "max": 2000}},
     {"exact_duplicates": {"keep": "quality"}},
-    {"exact_duplicates": {"normalise": True}},
     "personal_data",
     {"quality": 0.5},
     {"near_duplicates": {"ngram": 3, "column": "prompt", "keep": "quality"}},
     {"decontaminate": {"against": "eval.jsonl", "ngram": 4}},
     {"template": {"prompt": "[{{ kind }}] {{ prompt }}", "system": "Be brief."}},
     {"mixture": {"data": 2, "more": 1}},
-    {"cap": {"by": "kind", "rows": 60}},
+    {"cap": {"by": "kind", "rows": 40}},
     {"split": {"shares": {"train": 0.8, "test": 0.2}, "stratify": "kind", "group": ["user"]}},
 ]
 
@@ -71,16 +70,8 @@ def test_both_engines_give_the_same_rows(tmp_path, duck):
         (_, one, ones, first, card), (_, other, others, second, card_2) = found
         counts = [record["rows_out"] for record in one.records]
         assert counts == [record["rows_out"] for record in other.records]
-        # Each step that can remove rows did, or the test shows nothing.
-        idle = [r["step"] for r in one.records if r["rows_in"] == r["rows_out"]]
-        assert {name.partition("-")[2] for name in idle} <= {
-            "exact_duplicates",
-            "near_duplicates",
-            "personal_data",
-            "template",
-            "split",
-            "language",
-        }
+        worked = {r["step"][3:] for r in one.records if r["rows_in"] > r["rows_out"]}
+        assert {"filter", "exact_duplicates", "near_duplicates", "quality", "mixture"} <= worked
         for key, folder in one.folders.items():
             if (folder / "removed").is_dir():
                 ledgers = [
@@ -89,7 +80,7 @@ def test_both_engines_give_the_same_rows(tmp_path, duck):
                 ]
                 assert ledgers[0] == ledgers[1], key
         assert one.records[0]["samples"] == other.records[0]["samples"]
-        assert ones == others and first == second and len(first) > 60
+        assert ones == others and first == second and len(first) > 30
         assert card["content_sha256"] == card_2["content_sha256"]
     finally:
         spark.close()
