@@ -250,15 +250,28 @@ def _from_sql(source: Mapping[str, Any], base: Path, where: str) -> tuple[str, A
     url = os.path.expandvars(str(source["url"]))
     shown = url.rpartition("@")[2] or url
     try:
-        con = ibis.connect(url)
-        batches = con.sql(str(source["query"])).to_pyarrow_batches()
-        return f"{shown}: {source['query']}", batches
+        cursor = ibis.connect(url).raw_sql(str(source["query"]))
+        return f"{shown}: {source['query']}", _fetched(cursor)
     except ImportError as error:
         raise _missing(error.name or "for this database", where) from None
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         reason = reason.replace(url, shown)
         raise DataError(f"{where}: the database does not answer the query: {reason}") from None
+
+
+def _fetched(cursor: Any) -> Any:
+    """The rows of a database's cursor as Arrow batches; types are those of the first ones."""
+    import pyarrow as pa
+
+    names, schema = [column[0] for column in cursor.description], None
+    while rows := cursor.fetchmany(10_000):
+        columns = list(zip(*rows, strict=True))
+        made = pa.table([list(column) for column in columns], names=names)
+        # A column that is null so far is taken as text.
+        wanted = [f.with_type(pa.string()) if pa.types.is_null(f.type) else f for f in made.schema]
+        schema = schema or pa.schema(wanted)
+        yield from made.cast(schema).to_batches()
 
 
 def _from_hub(source: Mapping[str, Any], base: Path, where: str) -> tuple[str, Any]:
