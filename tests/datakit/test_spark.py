@@ -34,7 +34,7 @@ def records() -> list:
 STEPS = [
     {"filter": "quality >= 0.1 and len(answer) < 500 and kind in ['a', 'b']"},
     {"length": {"min": 40, "max": 2000}},
-    {"exact_duplicates": {"keep": "quality"}},
+    {"exact_duplicates": {"columns": ["prompt"], "keep": "quality"}},
     "personal_data",
     {"quality": 0.5},
     {"near_duplicates": {"ngram": 3, "column": "prompt", "keep": "quality"}},
