@@ -71,7 +71,7 @@ def test_both_engines_give_the_same_rows(tmp_path, duck):
         counts = [record["rows_out"] for record in one.records]
         assert counts == [record["rows_out"] for record in other.records]
         worked = {r["step"][3:] for r in one.records if r["rows_in"] > r["rows_out"]}
-        assert {"filter", "exact_duplicates", "near_duplicates", "quality", "mixture"} <= worked
+        assert {"filter", "near_duplicates", "quality", "mixture"} <= worked
         for key, folder in one.folders.items():
             if (folder / "removed").is_dir():
                 ledgers = [
