@@ -181,7 +181,7 @@ install_packages() {
     die "the packages could not be installed: see $log, fix the cause (network, proxy, disk), then run this again"
   fi
   "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not work: see the end of $log"
-import torch, torchtune, transformers, tensorboard, launcher, trainer
+import torch, torchtune, transformers, tensorboard, launcher, trainer, datakit
 print("torch", torch.__version__, "cuda", torch.version.cuda)
 PY
   # A later setup.sh keeps the parts that were asked for.

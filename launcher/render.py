@@ -13,7 +13,7 @@ import jinja2
 from launcher import paths
 from launcher.errors import RecipeFault
 from launcher.executors import slurm, token
-from launcher.recipes.recipe import Recipe
+from launcher.recipes.recipe import Recipe, Resources
 from launcher.site import Site, with_site_defaults
 from runspec import files
 
@@ -115,6 +115,30 @@ def asks_slurm_for(job_script: str) -> tuple[str, ...]:
     own = ("job-name", "comment", "output")
     lines = (line for line in job_script.splitlines() if line.startswith("#SBATCH --"))
     return tuple(line for line in lines if not line[10:].startswith(own))
+
+
+def prepare_script(
+    cluster: Site, asked: Resources, run_dir: Path, job_name: str, engine: str, nodes: int
+) -> str:
+    """Return the job script that prepares data with an engine."""
+    resources = with_site_defaults(asked, cluster)
+    site_file = f"configs/clusters/{cluster.name}.yaml"
+    if faults := _setup_faults(cluster.job_setup, site_file):
+        raise RecipeFault(faults)
+    return _template("prepare.sbatch.j2").render(
+        site=cluster,
+        resources=resources,
+        nodes=nodes,
+        engine=engine,
+        run_dir=run_dir,
+        script=run_dir / files.JOB_SCRIPT,
+        job_name=job_name,
+        token=token(run_dir.name),
+        export=slurm.EXPORT,
+        repo_root=paths.REPO_ROOT,
+        venv=paths.venv_root(),
+        site_file=site_file,
+    )
 
 
 def _setup_faults(lines: Sequence[str], origin: str) -> list[str]:

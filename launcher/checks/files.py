@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
 from launcher.paths import DOWNLOAD_RECORD
+from runspec import prepared
 from runspec.files import read_json_or_none, sha256
 
 _AGAIN = "download it again"
@@ -164,6 +165,11 @@ def dataset(context: Context) -> Iterable[Finding]:
             if why := unreadable(path) or _unfit(path, whole):
                 remedy = f"fix the path or the file, or set {key}.data_files="
                 found.append(failed("dataset", f"{key}.data_files {path} {why}", remedy))
+        if block.get("_component_") == prepared.COMPONENT:
+            folder = Path(str(block.get("data_dir")))
+            seen.append(folder)
+            if context.here(folder):
+                found += _prepared(key, folder)
         source = block.get("source")
         if isinstance(source, str) and source.startswith(("/", "./", "../", "~")):
             folder = Path(source).expanduser()
@@ -174,6 +180,19 @@ def dataset(context: Context) -> Iterable[Finding]:
     if not seen:
         raise Skipped("the data come from the hub, or are only on the nodes")
     return found or [ok("dataset", ", ".join(map(str, seen)))]
+
+
+def _prepared(key: str, folder: Path) -> Iterator[Finding]:
+    """Check a split of a prepared set: it is there, and as it was when it was made."""
+    name = folder.parent.parent.parent.name
+    if why := unreadable(folder):
+        there = sorted(path.name for path in folder.parent.glob("*/"))
+        remedy = f"it has {', '.join(there)}" if there else f"cookbook prepare {name}"
+        yield failed("dataset", f"{key}: prepared:{name}@{folder.name} {why}", remedy)
+        return
+    if changed := prepared.changes(folder):
+        words = f"{key}: prepared:{name}@{folder.name} has changed since it was prepared"
+        yield failed("dataset", f"{words} ({changed[0]})", "prepare it again: cookbook prepare")
 
 
 def data_files(block: dict[str, Any]) -> list[Path]:

@@ -16,6 +16,8 @@ _COMMANDS = {
     "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Find everything that would stop a run, without queueing it."),
     "estimate": ("recipes", "Compute the memory, time and disk that a recipe needs."),
+    "prepare": ("prepare", "Make a training set of raw data: filtered, without duplicates, split."),
+    "data": ("prepare", "Show prepared training sets, and compare them."),
     "submit": ("submit", "Render a recipe's job script, check it and submit it."),
     "status": ("status", "Show the state of runs."),
     "watch": ("status", "Follow runs to their end."),

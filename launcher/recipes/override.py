@@ -8,6 +8,7 @@ from launcher import yamlfile
 from launcher.errors import UsageFault, nearest
 from launcher.recipes.entries import all_keys
 from launcher.recipes.extend import replace_older
+from runspec import prepared
 from runspec.keys.key import children
 
 _PART = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -62,6 +63,8 @@ def _apply_one(config: dict[str, Any], text: str) -> None:
     if leaf not in parent and not adds and not _is_known(config, parts):
         raise _unknown(key, parent, text)
     value = yamlfile.parse(value_text, f"the override {text!r}")
+    if key in prepared.BLOCKS:
+        value = prepared.expanded(value, parent.get(leaf) or config.get("dataset"))
     # A key of the table is checked with all others, when the whole recipe is known.
     expected = None if key in all_keys() else _changed_type(parent.get(leaf), value)
     if expected:

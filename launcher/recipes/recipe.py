@@ -10,6 +10,7 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import entries, extend, override, stock, validate
+from runspec import prepared
 from runspec.keys.common import COMMON
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
@@ -296,6 +297,9 @@ def load(
     """
     path = find(name)
     config, files = extend.read(path)
+    for key in prepared.BLOCKS:
+        if key in config:
+            config[key] = prepared.expanded(config[key], config.get("dataset"))
     overrides = tuple(overrides)
     texts = override.apply(config, overrides)
     options = {key: value for key, value in (resources or {}).items() if value is not None}

@@ -13,7 +13,7 @@ from launcher.recipes.recipe import Recipe
 from launcher.runs.snapshot import git
 from launcher.site import Site
 from launcher.venv import packages
-from runspec import files
+from runspec import files, prepared
 
 # Reading a larger file would hold up submit.
 _HASHED_BYTES = 256 * 2**20
@@ -26,8 +26,8 @@ def of(recipe: Recipe, cluster: Site, contents: Mapping[str, str]) -> dict[str, 
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "overrides": list(recipe.overrides),
         # Without the run's own directory, so that equal configurations have equal hashes.
-        "config_sha256": _sha256(yamlfile.dump(recipe.resolved(cluster.root, "run"))),
-        "script_sha256": _sha256(contents[files.JOB_SCRIPT]),
+        "config_sha256": text_sha256(yamlfile.dump(recipe.resolved(cluster.root, "run"))),
+        "script_sha256": text_sha256(contents[files.JOB_SCRIPT]),
         "kit": git_state(paths.REPO_ROOT),
         "model": _model_revision(recipe, cluster),
         "data": data_files(recipe.resolved(cluster.root, "run")),
@@ -37,7 +37,7 @@ def of(recipe: Recipe, cluster: Site, contents: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _sha256(text: str) -> str:
+def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -68,7 +68,22 @@ def data_files(config: Mapping[str, Any]) -> list[dict[str, Any]]:
             size = path.stat().st_size
             sha256 = files.sha256(path) if size <= _HASHED_BYTES else None
             found[name] = {"file": name, "bytes": size, "sha256": sha256}
+        if isinstance(given, Mapping) and given.get("_component_") == prepared.COMPONENT:
+            found[block] = _prepared(Path(str(given.get("data_dir"))))
     return list(found.values())
+
+
+def _prepared(folder: Path) -> dict[str, Any]:
+    """Return what identifies a split of a prepared set: its version, and the hash of its rows."""
+    card, version = prepared.card_of(folder), prepared.version_folder(folder)
+    known = {"file": str(folder), "bytes": None, "sha256": None}
+    if card is None or version is None:
+        return known
+    split = card["splits"].get(folder.name, {})
+    listed = split.get("files", [])
+    told = f"{folder.parent.parent.parent.name}@{version.name}"
+    size = sum(each["bytes"] for each in listed)
+    return {**known, "bytes": size, "sha256": split.get("content"), "prepared": told}
 
 
 def _model_revision(recipe: Recipe, cluster: Site) -> dict[str, Any]:

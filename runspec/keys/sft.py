@@ -68,7 +68,13 @@ GROUPS["Model"] = (
     Key("resume_from_checkpoint", "flag", "Continue a run of torchtune's trainer.", False),
 )
 GROUPS["Data"] = (
-    Key("dataset", "component", "Builder of the dataset and its arguments.", REQUIRED),
+    Key(
+        "dataset",
+        "component",
+        "Builder of the dataset and its arguments; or prepared:NAME@SPLIT, of cookbook prepare.",
+        REQUIRED,
+    ),
+    Key("dataset.data_dir", "text", "Folder of a split that cookbook prepare made."),
     Key("dataset.source", "text", "Dataset of the hub; or json, csv, parquet, text."),
     Key("dataset.data_files", "any", "Your own files: /shared/my.jsonl, or a list."),
     Key("dataset.split", "text", "Split, or a part of one: train[:95%].", "train"),

@@ -1,0 +1,307 @@
+"""Measures cookbook prepare: python -m benchmarks.data rows | near [--count N] [--out FOLDER]
+
+rows: filter, exact duplicates and split, beside the same query written by hand for DuckDB.
+near: near duplicates with planted pairs, beside datasketch and datatrove if they are installed
+(--peers; both are slow, so they see the first --peer-count documents).
+Ratios of one run count: both sides run one after the other on the same machine.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_WORDS = 50_000
+_MEMORY = "2G"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data")
+    parser.add_argument("what", choices=("rows", "near"))
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--out", type=Path, default=Path("/tmp/cookbook-data-benchmark"))
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peer-count", type=int, default=20_000)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.what == "rows":
+        found = rows(given.out, given.count or 5_000_000)
+    else:
+        found = near(given.out, given.count or 1_000_000, given.peers, given.peer_count)
+    print(json.dumps(found, indent=1))
+
+
+def _texts(generator: np.random.Generator, words: Any, count: int, length: int) -> list[str]:
+    places = generator.integers(0, len(words), (count, length))
+    return [" ".join(row) for row in words[places]]
+
+
+def _words() -> Any:
+    generator = np.random.default_rng(3)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    sizes = generator.integers(3, 10, _WORDS)
+    return np.array(["".join(generator.choice(letters, size)) for size in sizes])
+
+
+def _prepare(out: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
+    settings = {"name": name, "root": str(out / "sets"), "base": str(out), "engine": "duckdb"}
+    settings |= {"recipe": recipe, "keep_work": True}
+    file = out / f"{name}.yaml"
+    file.write_text(json.dumps(settings))
+    shutil.rmtree(out / "sets" / "prepared" / name, ignore_errors=True)
+    argv = [sys.executable, "-m", "datakit.run", str(file), "--json"]
+    began = time.monotonic()
+    done = subprocess.run(
+        ["/usr/bin/time", "-v", *argv] if shutil.which("time") else argv,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told: dict[str, Any] = json.loads(done.stdout)
+    told["wall_s"] = time.monotonic() - began
+    peak = [line for line in done.stderr.splitlines() if "Maximum resident" in line]
+    told["peak_mib"] = int(peak[0].rpartition(":")[2]) // 1024 if peak else None
+    return told
+
+
+# Rows ----------------------------------------------------------------------------------------
+
+_BY_HAND = """
+import duckdb, sys
+source, target = sys.argv[1:]
+con = duckdb.connect()
+con.execute("SET enable_progress_bar = false")
+con.execute("SET memory_limit='2GiB'; SET threads=2; SET preserve_insertion_order=false")
+con.execute(f"SET temp_directory='{target}/spill'")
+con.execute(f'''COPY (
+  SELECT *, CASE WHEN h < 'cccccccc' THEN 'train' WHEN h < 'e6666666' THEN 'val'
+    ELSE 'test' END AS split
+  FROM (
+    SELECT *, substr(md5(question || chr(10) || answer), 1, 8) AS h,
+      row_number() OVER (PARTITION BY md5(question || chr(10) || answer) ORDER BY number) AS place
+    FROM read_parquet('{source}/*.parquet') WHERE quality >= 0.3
+  ) WHERE place = 1
+) TO '{target}/rows' (FORMAT parquet, PARTITION_BY (split))''')
+print(con.execute(f"SELECT count(*) FROM read_parquet('{target}/rows/*/*.parquet')").fetchone()[0])
+"""
+
+
+def rows(out: Path, count: int) -> dict[str, Any]:
+    """Compare both on rows of which a fifth are exact duplicates."""
+    source = out / f"rows-{count}"
+    if not source.is_dir():
+        _make_rows(source, count)
+    target = out / "by-hand"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _BY_HAND, str(source), str(target)], capture_output=True, text=True
+    )
+    by_hand_s = time.monotonic() - began
+    recipe = {
+        "memory": _MEMORY,
+        "threads": 2,
+        "sources": [{"path": str(source), "format": "qa", "keep": {"quality": "number"}}],
+        "steps": [
+            {"filter": "quality >= 0.3"},
+            "exact_duplicates",
+            {"split": {"train": 0.8, "val": 0.1, "test": 0.1}},
+        ],
+    }
+    told = _prepare(out, "rows", recipe)
+    return {
+        "rows": count,
+        "by_hand_s": round(by_hand_s, 1),
+        "by_hand_rows": done.stdout.strip() or done.stderr.strip().splitlines()[-1:],
+        "prepare_s": round(told["wall_s"], 1),
+        "prepare_rows": told["rows"],
+        "steps_s": {step["step"]: step["seconds"] for step in told["steps"]},
+        "ratio": round(told["wall_s"] / by_hand_s, 2),
+        "peak_mib": told["peak_mib"],
+        "bytes": sum(path.stat().st_size for path in source.iterdir()),
+    }
+
+
+def _make_rows(folder: Path, count: int) -> None:
+    generator, words = np.random.default_rng(1), _words()
+    temporary = folder.with_name(f".{folder.name}")
+    temporary.mkdir(parents=True, exist_ok=True)
+    step = 250_000
+    for begin in range(0, count, step):
+        size = min(step, count - begin)
+        fresh = size * 4 // 5
+        questions = _texts(generator, words, fresh, 8)
+        answers = _texts(generator, words, fresh, 20)
+        again = generator.integers(0, fresh, size - fresh)
+        questions += [questions[place] for place in again]
+        answers += [answers[place] for place in again]
+        made = {"question": questions, "answer": answers}
+        made |= {"quality": generator.random(size), "number": np.arange(begin, begin + size)}
+        pq.write_table(pa.table(made), temporary / f"part-{begin // step:05d}.parquet")
+    temporary.rename(folder)
+
+
+# Near duplicates -----------------------------------------------------------------------------
+
+
+def near(out: Path, count: int, peers: bool, peer_count: int) -> dict[str, Any]:
+    """Measure recall and precision against planted pairs of known similarity, and the rate."""
+    source = out / f"near-{count}"
+    if not source.is_dir():
+        _make_near(source, count)
+    recipe = {
+        "memory": _MEMORY,
+        "threads": 2,
+        "sources": [{"path": str(source / "documents"), "format": "text"}],
+        "steps": [{"near_duplicates": {"jaccard": 0.8, "ngram": 3}}],
+    }
+    told = _prepare(out, "near", recipe)
+    work = out / "sets" / "prepared" / "near" / ".work"
+    step = told["steps"][0]
+    found = _judge(work, source)
+    made = {
+        "documents": count,
+        **found,
+        "seconds": step["seconds"],
+        "documents_per_s": round(count / step["seconds"]),
+        "notes": step["notes"],
+        "peak_mib": told["peak_mib"],
+    }
+    if peers:
+        made["peers"] = {}
+        texts = pq.read_table(source / "documents", columns=["text"])["text"].to_pylist()[
+            :peer_count
+        ]
+        for name, run in (("datasketch", _datasketch), ("datatrove", _datatrove)):
+            try:
+                began = time.monotonic()
+                run(texts, out)
+                rate = len(texts) / (time.monotonic() - began)
+                made["peers"][name] = {
+                    "documents_per_s": round(rate),
+                    "times_slower": round(made["documents_per_s"] / rate, 1),
+                }
+            except ImportError as error:
+                made["peers"][name] = f"not installed: {error.name}"
+    return made
+
+
+def _make_near(folder: Path, count: int) -> None:
+    """Documents of 120 words; a tenth are copies with some words changed, from 0 to 12."""
+    generator, words = np.random.default_rng(2), _words()
+    temporary = folder.with_name(f".{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / "documents").mkdir(parents=True)
+    step, pairs = 100_000, []
+    for begin in range(0, count, step):
+        size = min(step, count - begin)
+        fresh = size * 9 // 10
+        places = generator.integers(0, len(words), (fresh, 120))
+        originals = generator.permutation(fresh)[: size - fresh]
+        copies = places[originals].copy()
+        for number, row in enumerate(copies):
+            changed = generator.choice(120, generator.integers(0, 13), replace=False)
+            row[changed] = generator.integers(0, len(words), len(changed))
+            one, other = _grams(places[originals[number]]), _grams(row)
+            similarity = len(one & other) / len(one | other)
+            # Row ids count from 1 within each file; the files are numbered.
+            first = (begin // step << 40) + int(originals[number]) + 1
+            second = (begin // step << 40) + fresh + number + 1
+            pairs.append((first, second, similarity))
+        texts = [" ".join(row) for row in words[np.concatenate([places, copies])]]
+        path = temporary / "documents" / f"part-{begin // step:05d}.parquet"
+        pq.write_table(pa.table({"text": texts}), path)
+    columns = list(zip(*pairs, strict=True))
+    pq.write_table(
+        pa.table({"a": columns[0], "b": columns[1], "similarity": columns[2]}),
+        temporary / "pairs.parquet",
+    )
+    temporary.rename(folder)
+
+
+def _grams(row: Any) -> set[tuple[int, ...]]:
+    listed = row.tolist()
+    return {tuple(listed[place : place + 3]) for place in range(len(listed) - 2)}
+
+
+def _judge(work: Path, source: Path) -> dict[str, Any]:
+    """Recall over planted pairs of at least 0.8, precision over all pairs that were found."""
+    (folder,) = work.glob("01-near_duplicates-*")
+    table = pq.read_table(folder / "similar")
+    pairs = set(zip(table["a"].to_pylist(), table["b"].to_pylist(), strict=True))
+    truth = pq.read_table(source / "pairs.parquet").to_pylist()
+    similar = {(row["a"], row["b"]) for row in truth if row["similarity"] >= 0.8}
+    # Random documents share nothing: every similar pair is a planted one.
+    return {
+        "planted_similar": len(similar),
+        "found": len(pairs),
+        "recall": round(len(similar & pairs) / max(len(similar), 1), 4),
+        "precision": round(len(similar & pairs) / max(len(pairs), 1), 4),
+    }
+
+
+def _datasketch(texts: list[str], out: Path) -> None:
+    from datasketch import MinHash, MinHashLSH
+
+    index = MinHashLSH(threshold=0.8, num_perm=128)
+    for number, text in enumerate(texts):
+        words = text.split()
+        sketch = MinHash(num_perm=128)
+        grams = {" ".join(words[place : place + 3]).encode() for place in range(len(words) - 2)}
+        sketch.update_batch(list(grams))
+        index.query(sketch)
+        index.insert(str(number), sketch)
+
+
+def _datatrove(texts: list[str], out: Path) -> None:
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.dedup import (
+        MinhashDedupBuckets,
+        MinhashDedupCluster,
+        MinhashDedupFilter,
+        MinhashDedupSignature,
+    )
+    from datatrove.pipeline.dedup.minhash import MinhashConfig
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.writers import JsonlWriter
+
+    folder = out / "datatrove"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "in").mkdir(parents=True)
+    half = (len(texts) + 1) // 2
+    for part in range(2):
+        lines = [
+            json.dumps({"text": text, "id": str(number)})
+            for number, text in enumerate(texts[part * half : (part + 1) * half], part * half)
+        ]
+        (folder / "in" / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
+    config = MinhashConfig(n_grams=3)
+    reader = JsonlReader(str(folder / "in"))
+
+    def run(pipeline: list[Any], tasks: int) -> None:
+        LocalPipelineExecutor(
+            pipeline=pipeline,
+            tasks=tasks,
+            workers=min(tasks, 2),
+            skip_completed=False,
+            logging_dir=str(folder / f"logs-{len(list(folder.iterdir()))}"),
+        ).run()
+
+    signatures, buckets, removed = (str(folder / name) for name in ("sig", "buckets", "remove"))
+    run([reader, MinhashDedupSignature(signatures, config=config)], 2)
+    run([MinhashDedupBuckets(signatures, buckets, config=config)], config.num_buckets)
+    run([MinhashDedupCluster(buckets, removed, config=config)], 1)
+    run([reader, MinhashDedupFilter(removed), JsonlWriter(str(folder / "out"))], 2)
+
+
+if __name__ == "__main__":
+    main()

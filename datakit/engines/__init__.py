@@ -1,0 +1,1 @@
+"""The engines that run ibis expressions, and the tasks that Arrow functions are."""

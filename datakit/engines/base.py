@@ -1,0 +1,139 @@
+"""What the steps ask of an engine."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datakit.engines.tasks import Task
+from runspec import files
+
+DONE = "_done.json"
+
+
+class Engine:
+    """Reads and writes tables as folders of Parquet shards, and runs tasks.
+
+    A folder counts once it has its DONE file, which holds the number of rows.
+    """
+
+    name = ""
+
+    def __init__(self, con: Any) -> None:
+        self.con = con
+
+    def versions(self) -> dict[str, str]:
+        """The engine's version and what it runs on."""
+        raise NotImplementedError
+
+    def read(self, folder: Path) -> Any:
+        """Return the table of a finished folder."""
+        raise NotImplementedError
+
+    def _copy(self, table: Any, folder: Path, partition: str | None) -> None:
+        """Write a table's rows as Parquet files below an empty folder."""
+        raise NotImplementedError
+
+    def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
+        """Return the rows of sources that need no reader as a table over them, else None."""
+        return None
+
+    def run(self, tasks: Sequence[Task], done: Callable[[], None]) -> None:
+        """Run tasks; DataError with all faults."""
+        raise NotImplementedError
+
+    def one(self, expression: Any) -> dict[str, Any]:
+        """Return the only row of a table of aggregates."""
+        rows: list[dict[str, Any]] = self.con.to_pyarrow(expression).to_pylist()
+        return rows[0]
+
+    def rows(self, expression: Any) -> list[dict[str, Any]]:
+        """Return the rows of a small table."""
+        found: list[dict[str, Any]] = self.con.to_pyarrow(expression).to_pylist()
+        return found
+
+    def write(self, table: Any, folder: Path) -> int:
+        """Write a table as shards, whole or not at all; return its rows. Done is not done again."""
+        known = finished(folder)
+        if known is not None:
+            return known
+        temporary = _temporary(folder)
+        self._copy(table, temporary, None)
+        _number(temporary, temporary)
+        if not any(temporary.glob("*.parquet")):
+            _write_empty(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
+        count = mark(temporary)
+        _publish(temporary, folder)
+        return count
+
+    def write_split(self, table: Any, folder: Path, column: str) -> None:
+        """Write a table as a folder of shards for each value of a text column, which they lack."""
+        if finished(folder) is not None:
+            return
+        temporary = _temporary(folder)
+        self._copy(table, temporary / ".all", column)
+        for part in sorted((temporary / ".all").glob(f"{column}=*")):
+            target = temporary / part.name.partition("=")[2]
+            target.mkdir()
+            _number(part, target)
+        shutil.rmtree(temporary / ".all")
+        mark(temporary)
+        _publish(temporary, folder)
+
+    def close(self) -> None:
+        """End the engine and what it started."""
+
+
+def finished(folder: Path) -> int | None:
+    """Return the number of rows of a finished folder, None if it is not finished."""
+    found = files.read_json_or_none(folder / DONE)
+    return int(found["rows"]) if isinstance(found, dict) else None
+
+
+def mark(folder: Path) -> int:
+    """Count the rows of the shards and write the DONE file."""
+    import pyarrow.parquet as pq
+
+    counts = {str(p.relative_to(folder)): pq.read_metadata(p).num_rows for p in shards(folder)}
+    text = json.dumps({"rows": sum(counts.values()), "shards": counts})
+    files.write_text(folder / DONE, text)
+    return sum(counts.values())
+
+
+def shards(folder: Path) -> list[Path]:
+    """Return the Parquet files below a folder, in order."""
+    return sorted(folder.rglob("*.parquet"))
+
+
+def _temporary(folder: Path) -> Path:
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def _number(source: Path, target: Path) -> None:
+    """Give the files of an engine the names part-00000.parquet and so on."""
+    for number, path in enumerate(shards(source)):
+        os.rename(path, target / f".part-{number:05d}.parquet")
+    for path in source.iterdir():
+        if path.is_dir() and path != target:
+            shutil.rmtree(path)
+        elif path.is_file() and not path.name.startswith(".part-"):
+            path.unlink()
+    for path in target.glob(".part-*.parquet"):
+        os.rename(path, target / path.name[1:])
+
+
+def _write_empty(table: Any, path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, path)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.rename(temporary, folder)

@@ -1,0 +1,102 @@
+"""DuckDB in this process, with capped memory; what does not fit goes to a disk of the node."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datakit.engines import tasks
+from datakit.engines.base import Engine
+from datakit.engines.tasks import Task
+from datakit.errors import DataError
+
+# About 0.4 million rows of chats: small enough to be one task of an Arrow function.
+_SHARD_BYTES = 64 * 2**20
+# What Python and its packages take beside DuckDB.
+_PYTHON_BYTES = 384 * 2**20
+
+
+class DuckEngine(Engine):
+    """DuckDB through ibis.
+
+    Args:
+        memory: bytes that this process may use; DuckDB spills before that.
+        temp_dir: an existing folder on a disk of this node; a folder of its own is made in it.
+        threads: of DuckDB, and processes of Arrow functions.
+    """
+
+    name = "duckdb"
+
+    def __init__(self, memory: int, temp_dir: Path, threads: int) -> None:
+        import ibis
+
+        try:
+            self._spill = Path(tempfile.mkdtemp(prefix="cookbook-duckdb-", dir=temp_dir))
+        except OSError as error:
+            raise DataError(
+                f"temp_dir {temp_dir} cannot be written to ({error.strerror}): set temp_dir= to a "
+                "folder on a disk of this machine with room to spill"
+            ) from None
+        self.threads = threads
+        super().__init__(
+            ibis.duckdb.connect(
+                memory_limit=f"{max(memory - _PYTHON_BYTES, memory // 2) // 2**20}MiB",
+                temp_directory=str(self._spill),
+                threads=threads,
+                # Rows have their ids; keeping their order would hold them in memory.
+                preserve_insertion_order=False,
+            )
+        )
+
+        # It would be drawn into the results on stdout.
+        self.con.raw_sql("SET enable_progress_bar = false")
+
+    def versions(self) -> dict[str, str]:
+        import duckdb
+
+        return {"duckdb": duckdb.__version__}
+
+    def read(self, folder: Path) -> Any:
+        return self.con.read_parquet(f"{folder}/*.parquet")
+
+    def _copy(self, table: Any, folder: Path, partition: str | None) -> None:
+        import duckdb
+
+        target = str(folder).replace("'", "''")
+        how = f"PARTITION_BY ({partition})" if partition else "PER_THREAD_OUTPUT"
+        sql = f"COPY ({self.con.compile(table)}) TO '{target}' "
+        sql += f"(FORMAT parquet, {how}, FILE_SIZE_BYTES {_SHARD_BYTES})"
+        if partition:
+            sql = sql.replace(f", FILE_SIZE_BYTES {_SHARD_BYTES}", "")
+        folder.mkdir(exist_ok=True)
+        folder.rmdir()
+        try:
+            self.con.raw_sql(sql)
+        except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(
+                f"DuckDB: {reason}: set temp_dir= to a disk with more room (now "
+                f"{self._spill.parent})"
+                ", or memory= to more"
+            ) from None
+        folder.mkdir(exist_ok=True)
+
+    def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
+        from datakit.scan import scanned
+
+        return scanned(self.con, config, inputs, all_keep)
+
+    def run(self, jobs: Sequence[Task], done: Callable[[], None]) -> None:
+        tasks.run_here(jobs, self.threads, done)
+
+    def close(self) -> None:
+        self.con.disconnect()
+        shutil.rmtree(self._spill, ignore_errors=True)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that are free on a folder's disk."""
+    facts = os.statvfs(folder)
+    return facts.f_bavail * facts.f_frsize

@@ -1,0 +1,132 @@
+"""Spark through ibis: a master of a job's own, or, if it is asked for, this host's threads."""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datakit.engines import java, tasks
+from datakit.engines.base import Engine
+from datakit.engines.tasks import Task
+from datakit.errors import DataError
+
+
+class SparkEngine(Engine):
+    """Spark through ibis.
+
+    Args:
+        memory: bytes of the driver and of each executor.
+        temp_dir: a folder on each node's own disk, for shuffles and what is spilled.
+        threads: of a local Spark; those of workers are their own.
+        master: address of a master, None for this host.
+        event_log: folder of the event log, None for none.
+    """
+
+    name = "spark"
+
+    def __init__(
+        self, memory: int, temp_dir: Path, threads: int, master: str | None, event_log: str | None
+    ) -> None:
+        home = java.home()
+        try:
+            from pyspark.sql import SparkSession
+        except ImportError:
+            raise DataError(
+                "pyspark is missing: install it with: bash setup.sh --with spark"
+            ) from None
+        import ibis
+
+        self._java = java.version(home)
+        self._local = Path(tempfile.mkdtemp(prefix="cookbook-spark-", dir=temp_dir))
+        os.environ["JAVA_HOME"] = str(java.usable_home(home, self._local))
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+        size = f"{max(memory // 2**20, 512)}m"
+        settings = {
+            "spark.master": master or f"local[{threads}]",
+            "spark.app.name": "cookbook prepare",
+            "spark.driver.memory": size,
+            "spark.executor.memory": size,
+            "spark.driver.bindAddress": "0.0.0.0",
+            "spark.local.dir": str(self._local),
+            "spark.ui.enabled": "true" if master else "false",
+            "spark.ui.showConsoleProgress": "false",
+            "spark.sql.session.timeZone": "UTC",
+            "spark.sql.warehouse.dir": str(self._local / "warehouse"),
+            "spark.sql.shuffle.partitions": str(2 * threads if not master else 64),
+            "spark.sql.adaptive.enabled": "true",
+            "spark.python.worker.reuse": "true",
+            # A lost worker costs its tasks, not the stage's attempts.
+            "spark.task.maxFailures": "8",
+        }
+        if address := os.environ.get("HEAD_ADDR") if master else None:
+            settings["spark.driver.host"] = address
+        elif not master:
+            settings["spark.driver.host"] = "127.0.0.1"
+        if event_log:
+            settings |= {
+                "spark.eventLog.enabled": "true",
+                "spark.eventLog.dir": f"file://{event_log}",
+            }
+        builder = SparkSession.builder
+        for key, value in settings.items():
+            builder = builder.config(key, value)
+        try:
+            self.session = builder.getOrCreate()
+        except Exception as error:
+            shutil.rmtree(self._local, ignore_errors=True)
+            reason = str(error).strip().splitlines()[0]
+            raise DataError(f"Spark did not start with Java {self._java}: {reason}") from None
+        self.session.sparkContext.setLogLevel("ERROR")
+        if master is not None and self.session.sparkContext.uiWebUrl:
+            print(f"Spark's pages: {self.session.sparkContext.uiWebUrl}", flush=True)
+        super().__init__(ibis.pyspark.connect(self.session))
+
+    def versions(self) -> dict[str, str]:
+        return {"spark": self.session.version, "java": self._java}
+
+    def read(self, folder: Path) -> Any:
+        return self.con.read_parquet(str(folder))
+
+    def _copy(self, table: Any, folder: Path, partition: str | None) -> None:
+        frame = self.session.sql(self.con.compile(table))
+        writer = frame.write.mode("overwrite").option("compression", "snappy")
+        if partition:
+            writer = writer.partitionBy(partition)
+        try:
+            writer.parquet(str(folder))
+        except Exception as error:
+            raise DataError(f"Spark: {_reason(error)}") from None
+
+    def run(self, jobs: Sequence[Task], done: Callable[[], None]) -> None:
+        left = [task for task in jobs if not Path(task.output).exists()]
+        for _ in range(len(jobs) - len(left)):
+            done()
+        if not left:
+            return
+        context = self.session.sparkContext
+        try:
+            found = context.parallelize(left, len(left)).map(tasks.run).collect()
+        except Exception as error:
+            raise DataError(f"Spark: {_reason(error)}") from None
+        for _ in left:
+            done()
+        if faults := [fault for each in found for fault in each]:
+            raise DataError(*dict.fromkeys(faults))
+
+    def close(self) -> None:
+        self.session.stop()
+        shutil.rmtree(self._local, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    """The line of a Spark error that says what happened."""
+    text = str(error)
+    if "No space left on device" in text:
+        return "no space is left on a node's disk: set temp_dir= to one with room"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if re.match(r"(Caused by: )?[\w.$]+(Exception|Error): \S", line)]
+    return (told[-1] if told else lines[0] if lines else type(error).__name__)[:400]

@@ -1,0 +1,124 @@
+"""Arrow functions over Parquet shards: one task per shard, whole or not there at all.
+
+DuckDB runs the tasks in processes of this host, Spark on its workers: the same code and bytes. A
+task whose output exists is not run again; a process that is killed costs its task.
+"""
+
+import importlib
+import multiprocessing
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datakit.errors import DataError
+
+# Rows that an Arrow function sees at once: enough for numpy, and little memory.
+BATCH_ROWS = 16384
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Task:
+    """One output file: function is 'module:name', called with the file to write and the options."""
+
+    function: str
+    output: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run(task: Task) -> list[str]:
+    """Run a task unless its output is there; return its faults.
+
+    A fault is returned and not raised, because an engine would wrap it in its own stack trace.
+    """
+    output = Path(task.output)
+    if output.exists():
+        return []
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    module, _, name = task.function.partition(":")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        getattr(importlib.import_module(module), name)(temporary, **task.options)
+        os.replace(temporary, output)
+    except DataError as error:
+        return list(error.faults)
+    except OSError as error:
+        return [f"{output.parent}: {error.strerror or error}: check the disk, and run it again"]
+    finally:
+        temporary.unlink(missing_ok=True)
+    return []
+
+
+def map_shard(target: Path, source: str, function: str, options: Mapping[str, Any]) -> None:
+    """Write what an Arrow function makes of each batch of a Parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    module, _, name = function.partition(":")
+    make: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    with pq.ParquetFile(source) as file:
+        batches = file.iter_batches(batch_size=BATCH_ROWS)
+        writer = None
+        try:
+            for batch in batches:
+                # Spark keeps its own schema in a file's metadata, and would believe an old one.
+                table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
+                made = make(table, **options)
+                writer = writer or pq.ParquetWriter(target, made.schema)
+                writer.write_table(made)
+            if writer is None:
+                empty = make(file.schema_arrow.remove_metadata().empty_table(), **options)
+                writer = pq.ParquetWriter(target, empty.schema)
+        finally:
+            if writer is not None:
+                writer.close()
+
+
+def run_here(tasks: Sequence[Task], workers: int, done: Callable[[], None]) -> None:
+    """Run tasks in processes of this host; raises DataError with the faults of all tasks.
+
+    done: called after each task.
+    """
+    left = [task for task in tasks if not Path(task.output).exists()]
+    for _ in range(len(tasks) - len(left)):
+        done()
+    faults: list[str] = []
+    if len(left) == 1 or workers == 1:
+        for task in left:
+            faults += run(task)
+            done()
+        left = []
+    for _ in range(_TRIES):
+        if not left:
+            break
+        left = _round(left, workers, done, faults)
+    if left:
+        raise DataError(
+            f"a worker was killed {_TRIES} times, last at {left[0].output}: it may lack memory; "
+            "give it more, or set threads=1"
+        )
+    if faults:
+        raise DataError(*dict.fromkeys(faults))
+
+
+def _round(
+    tasks: Sequence[Task], workers: int, done: Callable[[], None], faults: list[str]
+) -> list[Task]:
+    """Run tasks; return those that a killed worker left undone."""
+    # A fork would copy the engine's threads in an unknown state.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
+        running = {pool.submit(run, task): task for task in tasks}
+        left = []
+        for future in as_completed(running):
+            try:
+                faults += future.result()
+                done()
+            except BrokenProcessPool:
+                left.append(running[future])
+    return left

@@ -1,0 +1,173 @@
+"""Formats of records: each becomes prompt and answer, and the whole conversation where it has more.
+
+A row of the kit: prompt and answer are texts; messages is the conversation as JSON, null if it is
+just the prompt as the user's message and the answer as the assistant's; rejected is the worse
+answer of a preference pair. A plain text is an answer without a prompt.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from datakit.errors import BadRow
+from runspec.datarecipe import FORMATS
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+class Content(NamedTuple):
+    """What a record says."""
+
+    prompt: str | None
+    answer: str
+    messages: str | None = None
+    rejected: str | None = None
+
+
+def reader(form: str, columns: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Content]:
+    """Return the function that reads a record; it raises BadRow.
+
+    columns: the source's own names of the format's columns.
+    """
+    names = FORMATS[form] | {key: str(value) for key, value in columns.items()}
+    return lambda record: _READERS[form](record, names)
+
+
+def encode(messages: list[dict[str, str]]) -> str:
+    """Return a conversation as the JSON text that the kit keeps."""
+    return json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
+
+
+def of_messages(messages: list[dict[str, str]]) -> Content:
+    """Return the content of a conversation that ends with the assistant's answer."""
+    if not messages or messages[-1]["role"] != "assistant":
+        raise BadRow("the conversation does not end with an answer of the assistant")
+    prompt = "\n".join(each["content"] for each in messages[:-1])
+    plain = len(messages) == 2 and messages[0]["role"] == "user"
+    return Content(prompt, messages[-1]["content"], None if plain else encode(messages))
+
+
+def _text(record: Mapping[str, Any], column: str, optional: bool = False) -> str:
+    if column not in record:
+        if optional:
+            return ""
+        raise BadRow(f"has no column {column!r}, only {', '.join(map(str, record)) or 'none'}")
+    value = record[column]
+    if value is None:
+        if optional:
+            return ""
+        raise BadRow(f"{column!r} is null")
+    if not isinstance(value, str):
+        raise BadRow(f"{column!r} is no text but {type(value).__name__}")
+    if not value.strip() and not optional:
+        raise BadRow(f"{column!r} is empty")
+    return _sound(value, column)
+
+
+def _sound(value: str, column: str) -> str:
+    """Refuse half of a surrogate pair, which JSON's escapes can hold and no file can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"{column!r} holds half of a surrogate pair") from None
+    return value
+
+
+def _turns(record: Mapping[str, Any], column: str, role: str, content: str) -> list[dict[str, str]]:
+    if column not in record:
+        raise BadRow(f"has no column {column!r}, only {', '.join(map(str, record)) or 'none'}")
+    value = record[column]
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRow(f"{column!r} is a text and not JSON: {error}") from None
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{column!r} is no list of messages")
+    turns = []
+    for number, turn in enumerate(value, 1):
+        if not isinstance(turn, Mapping) or role not in turn or content not in turn:
+            raise BadRow(f"message {number} of {column!r} has no {role} and {content}")
+        name = _ROLES.get(str(turn[role]))
+        if name is None:
+            raise BadRow(f"message {number} of {column!r} has the role {turn[role]!r}")
+        turns.append({"role": name, "content": _content(turn[content], number, column)})
+    return turns
+
+
+def _content(value: Any, number: int, column: str) -> str:
+    """The text of a message; OpenAI's parts of type text are put together."""
+    if isinstance(value, list):
+        parts = [part.get("text") for part in value if isinstance(part, Mapping)]
+        if len(parts) != len(value) or not all(isinstance(part, str) for part in parts):
+            raise BadRow(f"message {number} of {column!r} holds parts that are no text")
+        value = "".join(str(part) for part in parts)
+    if not isinstance(value, str):
+        raise BadRow(f"message {number} of {column!r} holds no text")
+    return _sound(value, column)
+
+
+def _alpaca(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    prompt = _text(record, names["instruction"])
+    more = _text(record, names["input"], optional=True)
+    return Content(f"{prompt}\n\n{more}" if more else prompt, _text(record, names["output"]))
+
+
+def _sharegpt(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    return of_messages(_turns(record, names["conversations"], "from", "value"))
+
+
+def _messages(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    turns = _turns(record, names["messages"], "role", "content")
+    if names["answer"]:
+        # A log of requests holds the question as messages and the answer beside them.
+        answer = _text(record, names["answer"])
+        turns.append({"role": "assistant", "content": answer})
+    return of_messages(turns)
+
+
+def _qa(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    return Content(_text(record, names["question"]), _text(record, names["answer"]))
+
+
+def _plain(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    return Content(None, _text(record, names["text"]))
+
+
+def _preference(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    def answer(column: str) -> str:
+        # Both forms are in use: the text of the answer, or the whole conversation.
+        if isinstance(record.get(column), list):
+            return _turns(record, column, "role", "content")[-1]["content"]
+        return _text(record, column)
+
+    chosen, rejected = answer(names["chosen"]), answer(names["rejected"])
+    if names["prompt"] not in record and isinstance(record.get(names["chosen"]), list):
+        turns = _turns(record, names["chosen"], "role", "content")
+        prompt = "\n".join(turn["content"] for turn in turns[:-1])
+    else:
+        prompt = _text(record, names["prompt"])
+    if chosen == rejected:
+        raise BadRow(f"{names['chosen']!r} and {names['rejected']!r} are the same")
+    return Content(prompt, chosen, None, rejected)
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, str]], Content]] = {
+    "alpaca": _alpaca,
+    "sharegpt": _sharegpt,
+    "messages": _messages,
+    "qa": _qa,
+    "text": _plain,
+    "preference": _preference,
+}

@@ -1,0 +1,286 @@
+"""Writes a training set whole, or not at all: rows by split, card, lineage and report."""
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datakit.engines.base import Engine, finished, shards
+from datakit.engines.tasks import Task
+from datakit.errors import DataError
+from datakit.pipeline import FORMAT, Prepared, versions
+from datakit.rows import Rows
+from datakit.sources import unchanged
+from datakit.steps.splits import SIDES
+from runspec import files, prepared
+from runspec.prepared import BAD_ROWS, CARD, CURRENT, DATA, LINEAGE, REMOVED, REPORT
+
+_ROWS = "datakit.output:final_rows"
+
+
+def output_format(config: Mapping[str, Any]) -> str:
+    """Return messages, text or preference: as asked, else as the sources are."""
+    asked = (config.get("output") or {}).get("format")
+    formats = {source["format"] for source in config["sources"]}
+    if asked:
+        if asked == "preference" and formats != {"preference"}:
+            raise DataError(
+                "output.format: preference needs sources of the format preference", exit_code=2
+            )
+        return str(asked)
+    if formats == {"preference"}:
+        return "preference"
+    if "preference" in formats and len(formats) > 1:
+        raise DataError(
+            "sources of the format preference cannot be mixed with others: set "
+            "output.format=messages "
+            "to train on their chosen answers",
+            exit_code=2,
+        )
+    return "text" if formats == {"text"} else "messages"
+
+
+def write(
+    config: Mapping[str, Any], made: Prepared, engine: Engine, folder: Path, work: Path
+) -> tuple[Path, dict[str, Any]]:
+    """Write the version and make it the current one; return its folder and its card.
+
+    folder: of all versions of the set.
+    """
+    form = output_format(config)
+    rows = made.rows
+    if "split" not in rows.table.columns:
+        import ibis
+
+        rows = rows.kept(rows.table.mutate(split=ibis.literal("train")), rows.count)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary.mkdir()
+    try:
+        _write_rows(engine, rows, form, temporary / DATA, work)
+        splits = _splits(temporary)
+        lost = rows.count - sum(each["rows"] for each in splits.values())
+        if lost:
+            raise DataError(f"{lost} rows were lost on the way to {folder}: report this")
+        card = {
+            "format": form,
+            "created": time.time(),
+            "rows": rows.count,
+            "columns": _columns(temporary),
+            "splits": splits,
+            "content_sha256": files_hash(splits),
+            "sources": sorted({each.source for each in made.inputs}),
+            "description": config.get("description") or "",
+        }
+        lineage = {
+            "format": FORMAT,
+            "recipe": dict(config),
+            "engine": engine.name,
+            "versions": versions(engine),
+            "inputs": [each.record() for each in made.inputs],
+            "bad_rows": made.bad_count,
+            "steps": made.records,
+            "content_sha256": card["content_sha256"],
+        }
+        files.write_json(temporary / CARD, card)
+        files.write_json(temporary / LINEAGE, lineage)
+        text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in made.bad)
+        files.write_text(temporary / BAD_ROWS, text)
+        _keep_ledgers(made, temporary)
+        # Imported late: it needs the engine's figures, and templates.
+        from datakit import report
+
+        files.write_text(
+            temporary / REPORT, report.page(folder.name, made, engine, temporary, card, lineage)
+        )
+        if made.start.folder is None:
+            # The rows came straight from the sources' files.
+            unchanged(made.inputs)
+        version = str(card["content_sha256"])[:16]
+        return _publish(temporary, folder, version), card
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _publish(temporary: Path, folder: Path, version: str) -> Path:
+    """Give the version its name, and make it the current one in one step."""
+    target = folder / version
+    if target.exists():
+        # The same rows: its record may be of another engine or recipe, so the new one counts.
+        old = folder / f".old-{secrets.token_hex(4)}"
+        os.rename(target, old)
+        os.rename(temporary, target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(temporary, target)
+    link = folder / f".current-{secrets.token_hex(4)}"
+    os.symlink(version, link)
+    os.replace(link, folder / CURRENT)
+    files.fsync_path(folder)
+    return target
+
+
+def _keep_ledgers(made: Prepared, target: Path) -> None:
+    """Keep which rows each step removed, and the sides of groups, for a later set."""
+    for key, folder in made.folders.items():
+        if finished(folder / "removed"):
+            shutil.copytree(folder / "removed", target / REMOVED / key)
+        if finished(folder / SIDES) is not None:
+            shutil.copytree(folder / SIDES, target / SIDES)
+
+
+def _write_rows(engine: Engine, rows: Rows, form: str, target: Path, work: Path) -> None:
+    hidden = {"_id", "prompt", "answer", "messages", "rejected", "split"}
+    extra = [name for name in rows.table.columns if name not in hidden]
+    table = rows.table
+    length = table.answer.length() + (table.prompt.length() + 1).fill_null(0)
+    fields = {"id": table["_id"], "md5": _md5(table, extra), "characters": length.cast("int64")}
+    fields |= {**{name: table[name] for name in extra}, "split": table.split}
+    if form == "text":
+        from datakit.expressions import text_of
+
+        engine.write_split(table.select(text=text_of(table), **fields), target, "split")
+        return
+    simple = engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
+    if simple["p"] and form == "messages":
+        raise DataError(
+            f"output.format: {simple['p']:,} rows have no prompt, so that they are no "
+            "conversation: "
+            "set output.format=text, or a template with a prompt"
+        )
+    if form == "messages" and not simple["n"]:
+        engine.write_split(table.select(messages=_conversation(table), **fields), target, "split")
+        return
+    stored = work / f"final-{secrets.token_hex(4)}"
+    texts = table.select("prompt", "answer", "messages", "rejected", **fields)
+    engine.write_split(texts, stored, "split")
+    jobs = [
+        Task(
+            "datakit.engines.tasks:map_shard",
+            str(target / path.relative_to(stored)),
+            {"source": str(path), "function": _ROWS, "options": {"form": form}},
+        )
+        for path in shards(stored)
+    ]
+    try:
+        engine.run(jobs, lambda: None)
+    finally:
+        shutil.rmtree(stored, ignore_errors=True)
+
+
+def _md5(table: Any, extra: list[str]) -> Any:
+    """A hash of what a row says. Not of fractions, which engines write differently as text."""
+    import ibis
+
+    names = ["prompt", "answer", "messages", "rejected"]
+    names += [name for name in sorted(extra) if not table[name].type().is_floating()]
+    parts = [table[name].cast("string").fill_null("\x00") for name in names]
+    return ibis.literal("\x1f").join(parts).hexdigest("md5")
+
+
+def _conversation(table: Any) -> Any:
+    """The two messages of a row as an expression; the engines write them without Python."""
+    import ibis
+
+    user = ibis.struct({"role": ibis.literal("user"), "content": table.prompt})
+    assistant = ibis.struct({"role": ibis.literal("assistant"), "content": table.answer})
+    return ibis.array([user, assistant])
+
+
+def final_rows(table: Any, form: str) -> Any:
+    """Arrow function: the rows as a trainer reads them."""
+    import pyarrow as pa
+
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    whole = []
+    for row in table.select(["prompt", "answer", "messages"]).to_pylist():
+        if row["messages"]:
+            whole.append(json.loads(row["messages"]))
+            continue
+        user = [] if row["prompt"] is None else [{"role": "user", "content": row["prompt"]}]
+        whole.append([*user, {"role": "assistant", "content": row["answer"]}])
+    rest = table.drop_columns(["prompt", "answer", "messages", "rejected"])
+    names: dict[str, Any] = {}
+    if form == "preference":
+        bad = table["rejected"].to_pylist()
+        worse = [
+            [*turns[:-1], {"role": "assistant", "content": text or ""}]
+            for turns, text in zip(whole, bad, strict=True)
+        ]
+        names = {"chosen": whole, "rejected": worse}
+    else:
+        names = {"messages": whole}
+    made = {name: pa.array(values, pa.list_(message)) for name, values in names.items()}
+    return pa.table({**made, **{name: rest[name] for name in rest.column_names}})
+
+
+def _splits(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return rows and files of each split; and the hash of its rows in any order."""
+    found: dict[str, dict[str, Any]] = {}
+    for split in sorted(path for path in (folder / DATA).iterdir() if path.is_dir()):
+        listed, rows, total = [], 0, 0
+        for path in shards(split):
+            count, part = content_hash(path)
+            rows, total = rows + count, (total + part) % 2**128
+            facts = path.stat()
+            listed.append(
+                {
+                    "file": str(path.relative_to(folder)),
+                    "bytes": facts.st_size,
+                    "mtime_ns": facts.st_mtime_ns,
+                    "sha256": files.sha256(path),
+                    "rows": count,
+                }
+            )
+        found[split.name] = {"rows": rows, "content": f"{total:032x}", "files": listed}
+    return found
+
+
+def content_hash(path: Path) -> tuple[int, int]:
+    """Return the rows of a Parquet file, and a hash of them that does not depend on their order.
+
+    It is the sum of the rows' md5 as numbers, so that both engines give the same for the same rows,
+    however they lay them into files.
+    """
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    values = np.zeros(256, np.uint8)
+    values[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
+    count = low = high = 0
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=65536, columns=["md5"]):
+            column = batch.column(0)
+            digits = np.frombuffer(column.buffers()[2], np.uint8)[: 32 * len(column)]
+            nibbles = values[digits].reshape(-1, 2)
+            both = ((nibbles[:, 0] << 4) | nibbles[:, 1]).reshape(-1, 16).view(np.uint64)
+            count += len(column)
+            low += int(both[:, 0].sum(dtype=np.uint64))
+            high += int(both[:, 1].sum(dtype=np.uint64))
+    return count, (high % 2**64 << 64) | low % 2**64
+
+
+def files_hash(splits: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return one hash of all splits."""
+    import hashlib
+
+    text = json.dumps(
+        {name: [each["rows"], each["content"]] for name, each in splits.items()}, sort_keys=True
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _columns(folder: Path) -> dict[str, str]:
+    import pyarrow.parquet as pq
+
+    first = shards(folder / DATA)
+    return {field.name: str(field.type) for field in pq.read_schema(first[0])} if first else {}
+
+
+def folder_of(root: Path, name: str) -> Path:
+    """Return the folder of all versions of a set."""
+    return root / prepared.FOLDER / name

@@ -1,0 +1,306 @@
+"""Runs a data recipe: sources in, step after step, rows out; what is finished is not done again.
+
+Each step works in a folder that is named by all that its rows depend on: the inputs' hashes and the
+recipe up to the step. A run that was cut short finds the finished folders there.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datakit import sources, steps
+from datakit.engines.base import Engine, finished, mark, shards
+from datakit.errors import DataError
+from datakit.ingest import BAD_SUFFIX
+from datakit.rows import Rows, Work
+from datakit.sources import Input
+from runspec import files
+from runspec.datarecipe import step_name, step_options
+
+# Changes whenever the same recipe may give other rows than before.
+FORMAT = 1
+SAMPLES = 5
+_RECORD = "_step.json"
+_BAD_SHARE = 0.01
+
+
+@dataclass
+class Prepared:
+    """What a recipe made: its rows, and what is known of each step."""
+
+    rows: Rows
+    start: Rows
+    inputs: list[Input]
+    records: list[dict[str, Any]]
+    bad: list[dict[str, Any]]
+    bad_count: int
+    folders: dict[str, Path] = field(default_factory=dict)
+
+
+def run(
+    config: Mapping[str, Any],
+    engine: Engine,
+    work: Path,
+    base: Path,
+    root: Path,
+    threads: int,
+    say: Callable[[str], None],
+    limit: int | None = None,
+) -> Prepared:
+    """Read the sources and take all steps.
+
+    Args:
+        work: folder for what lies between the steps.
+        base: the folder from which relative paths count.
+        root: the datasets folder, for the sets that a step names.
+        limit: read so many rows of each source at most.
+
+    Raises:
+        DataError: a source, a step or too many rows are wrong.
+    """
+    all_keep = _all_keep(config)
+    inputs = sources.find(config, base, work / "sources", threads, say)
+    first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
+    rows, bad, bad_count = _ingest(
+        config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say
+    )
+    start, records, folders = rows, [], {}
+    print_, seed = first, int(config.get("seed") or 0)
+    for number, step in enumerate(config.get("steps") or [], 1):
+        name, options = step_name(step), step_options(step)
+        options = _absolute(options, base)
+        print_ = _fingerprint(print_, name, options, _used_files(options, base), seed)
+        folder = work / f"{number:02d}-{name}-{print_}"
+        here = Work(
+            engine,
+            folder,
+            options,
+            f"steps.{number - 1}.{name}",
+            seed,
+            say,
+            root if name == "split" else base,
+        )
+        known = files.read_json_or_none(folder / _RECORD)
+        began, before = time.monotonic(), rows
+        rows = steps.find(name)(rows, here)
+        key = f"{number:02d}-{name}"
+        folders[key] = folder
+        if known is None:
+            known = {
+                "step": key,
+                "options": options,
+                "rows_in": before.count,
+                "rows_out": rows.count,
+                "seconds": round(time.monotonic() - began, 2),
+                "notes": here.notes,
+                "samples": _samples(engine, folder, before),
+                "changed": _changed(engine, before, rows, name),
+            }
+            folder.mkdir(parents=True, exist_ok=True)
+            files.write_json(folder / _RECORD, known)
+        records.append(known)
+        if start.folder is None:
+            sources.unchanged(inputs)
+        removed = before.count - rows.count
+        say(
+            f"{key:24} {before.count:>12,} -> {rows.count:>12,} rows  ({removed:,} removed, "
+            f"{known['seconds']:.1f} s)"
+        )
+        if rows.count == 0:
+            raise DataError(
+                f"{here.where}: no row is left; the step removed {removed:,}, for example "
+                f"{_shown(known['samples'])}: change its options"
+            )
+    return Prepared(rows, start, inputs, records, bad, bad_count, folders)
+
+
+def _all_keep(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the kept columns of all sources and their kinds, which must agree."""
+    found: dict[str, str] = {}
+    faults = []
+    for source in config["sources"]:
+        for name, kind in (source.get("keep") or {}).items():
+            if found.setdefault(name, kind) != kind:
+                faults.append(
+                    f"keep: {name!r} is {found[name]} in one source and {kind} in another"
+                )
+    if faults:
+        raise DataError(*faults, exit_code=2)
+    return found
+
+
+def _ingest(
+    config: Mapping[str, Any],
+    engine: Engine,
+    folder: Path,
+    inputs: list[Input],
+    all_keep: Mapping[str, str],
+    limit: int | None,
+    say: Callable[[str], None],
+) -> tuple[Rows, list[dict[str, Any]], int]:
+    if (
+        limit is None
+        and finished(folder) is None
+        and (table := engine.scan(config, inputs, all_keep)) is not None
+    ):
+        count = sum(each.rows for each in inputs)
+        say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files, where they lie")
+        return Rows(table, count), [], 0
+    if finished(folder) is None:
+        tasks = sources.tasks(config, inputs, folder, all_keep, limit)
+        folder.mkdir(parents=True, exist_ok=True)
+        total, last = len(tasks), time.monotonic()
+        seen = 0
+
+        def done() -> None:
+            nonlocal seen, last
+            seen += 1
+            if time.monotonic() - last > 15:
+                last = time.monotonic()
+                say(f"read {seen} of {total} blocks")
+
+        engine.run(tasks, done)
+        # What was read is what was hashed, or the shards are worth nothing.
+        try:
+            sources.unchanged(inputs)
+        except DataError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        mark(folder)
+    count = finished(folder) or 0
+    bad = [
+        each
+        for path in sorted(folder.glob(f"*{BAD_SUFFIX}"))
+        for each in files.read_json_lines(path)
+    ]
+    share = float(config.get("max_bad_share", _BAD_SHARE))
+    if bad:
+        say(f"{len(bad):,} of {count + len(bad):,} rows cannot be read, first: {_place(bad[0])}")
+    if len(bad) > share * (count + len(bad)):
+        reasons: dict[str, dict[str, Any]] = {}
+        for each in bad:
+            reasons.setdefault(f"{each['source']} {each['reason'][:40]}", each)
+        shown = list(reasons.values())[:5]
+        raise DataError(
+            f"{len(bad):,} of {count + len(bad):,} rows cannot be read, which is more than "
+            f"max_bad_share={share:g}: fix the rows, columns= of the source, or set max_bad_share",
+            *(_place(each) for each in shown),
+        )
+    if count == 0:
+        raise DataError("the sources hold no row: check path and format of each source")
+    say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files  ({len(bad):,} bad)")
+    return Rows(engine.read(folder), count, folder), bad, len(bad)
+
+
+def _place(bad: Mapping[str, Any]) -> str:
+    return f"{bad['file']}, line {bad['line']}: {bad['reason']}"
+
+
+def _absolute(options: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    made = dict(options)
+    if made.get("tokenizer"):
+        made["tokenizer"] = str(base / os.path.expanduser(str(made["tokenizer"])))
+    return made
+
+
+def _used_files(options: Mapping[str, Any], base: Path) -> list[str]:
+    """Return the hashes of the files that a step reads: an evaluation set, a tokenizer."""
+    found = []
+    named = options.get("against") or []
+    for name in [named] if isinstance(named, str) else named:
+        found += [files.sha256(path) for path in sources.matches({"path": name}, base, "against")]
+    if options.get("tokenizer"):
+        folder = Path(str(options["tokenizer"]))
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        found += [files.sha256(folder / name) for name in names if (folder / name).is_file()]
+    return found
+
+
+def _fingerprint(*parts: Any) -> str:
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]:
+    """The first rows that a step removed, as they were before it."""
+    if not finished(folder / "removed"):
+        return []
+    removed = engine.read(folder / "removed")
+    chosen = engine.rows(removed.order_by("_id").limit(SAMPLES))
+    by_id = {row["_id"]: row for row in chosen}
+    ids = list(by_id)
+    found = engine.rows(before.table.filter(before.table["_id"].isin(ids)))
+    kept = [row["kept_id"] for row in chosen if "kept_id" in row]
+    if kept:
+        others = engine.rows(before.table.filter(before.table["_id"].isin(kept)))
+        texts = {row["_id"]: _short(row) for row in others}
+        for row in chosen:
+            row["kept"] = texts.get(row.get("kept_id"), "")
+    extra = ("_id", "messages", "rejected", "prompt", "answer")
+    return [
+        {**_short_row(row, extra), **{k: v for k, v in by_id[row["_id"]].items() if k != "_id"}}
+        for row in sorted(found, key=lambda row: int(row["_id"]))
+    ]
+
+
+def _changed(engine: Engine, before: Rows, after: Rows, name: str) -> list[dict[str, Any]]:
+    """The first rows whose text a step has changed, before and after it."""
+    if name not in ("template", "personal_data"):
+        return []
+    old = before.table.select("_id", _prompt="prompt", _answer="answer")
+    both = after.table.inner_join(old, "_id")
+    prompt = both.prompt.fill_null("") != both["_prompt"].fill_null("")
+    found = both.filter(prompt | (both.answer != both["_answer"])).order_by("_id").limit(3)
+    return [
+        {
+            "id": row["_id"],
+            "before": _short({"prompt": row["_prompt"], "answer": row["_answer"]}),
+            "after": _short(row),
+        }
+        for row in engine.rows(found)
+    ]
+
+
+def _short_row(row: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
+    rest = {key: value for key, value in row.items() if key not in without and value is not None}
+    return {"id": row["_id"], "text": _short(row), **rest}
+
+
+def _short(row: Mapping[str, Any], limit: int = 240) -> str:
+    text = "\n".join(part for part in (row.get("prompt"), row.get("answer")) if part)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _shown(samples: list[dict[str, Any]]) -> str:
+    return repr(samples[0]["text"][:80]) if samples else "none"
+
+
+def versions(engine: Engine) -> dict[str, str]:
+    """Return what made the rows: engine and packages."""
+    found = engine.versions()
+    for name in (
+        "ibis-framework",
+        "pyarrow",
+        "numpy",
+        "xxhash",
+        "jinja2",
+        "tokenizers",
+        "py3langid",
+    ):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def input_rows(folder: Path) -> list[Path]:
+    """Return the shards of the rows as they were read."""
+    return shards(folder)

@@ -1,0 +1,128 @@
+"""The page about a training set: lengths, languages, sources, steps, samples, before and after."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datakit.engines.base import Engine, shards
+from datakit.pipeline import Prepared
+from runspec.prepared import DATA
+
+TEMPLATE = Path(__file__).resolve().parent.parent / "templates" / "data_report.html.j2"
+# The columns that a step adds and a reader wants counted.
+_COUNTED = ("source", "language")
+_MOST_VALUES = 12
+# A column with more values than this is an id, not a kind.
+_KINDS_AT_MOST = 50
+
+
+def page(
+    name: str,
+    made: Prepared,
+    engine: Engine,
+    version: Path,
+    card: Mapping[str, Any],
+    lineage: Mapping[str, Any],
+) -> str:
+    """Return the page as one HTML text that needs nothing else.
+
+    version: the folder of the set, whose rows are written already.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    before, after = lengths(engine, made.start.table), _written_lengths(version)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=name,
+        card=card,
+        lineage=lineage,
+        lengths=_bars(before, after),
+        counts=[each for each in _counts(engine, made, version, card) if each["rows"]],
+        samples=_first_rows(version),
+        bad=made.bad[:10],
+    )
+
+
+def _written(version: Path, columns: list[str]) -> Any:
+    """Some columns of all rows, which are read from the set itself: the steps ran once."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parts = [pq.read_table(path, columns=columns) for path in shards(version / DATA)]
+    return pa.concat_tables(parts)
+
+
+def _written_lengths(version: Path) -> dict[int, int]:
+    import numpy as np
+
+    values = _written(version, ["characters"])["characters"].to_numpy()
+    # Exact for whole numbers: the exponent of a float is the place of the highest bit.
+    found, counts = np.unique(np.frexp((values + 1).astype(float))[1] - 1, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def _first_rows(version: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = []
+    for path in shards(version / DATA):
+        with pq.ParquetFile(path) as file:
+            batch = next(file.iter_batches(batch_size=2), None)
+            rows += [] if batch is None else batch.to_pylist()
+        if len(rows) >= 5:
+            break
+    return [{key: value for key, value in row.items() if value is not None} for row in rows[:5]]
+
+
+def lengths(engine: Engine, table: Any) -> dict[int, int]:
+    """Return how many rows have texts of 2^k - 1 to 2^(k+1) - 2 characters, by k."""
+    length = table.answer.length() + (table.prompt.length() + 1).fill_null(0)
+    bucket = (length + 1).log2().floor().cast("int64")
+    counted = table.select(bucket=bucket)
+    rows = engine.rows(counted.group_by("bucket").agg(n=counted.count()))
+    return {int(row["bucket"]): int(row["n"]) for row in rows}
+
+
+def _bars(before: Mapping[int, int], after: Mapping[int, int]) -> list[dict[str, Any]]:
+    both = set(before) | set(after)
+    most = max([*before.values(), *after.values(), 1])
+    return [
+        {
+            "label": f"{2**k - 1:,} to {2 ** (k + 1) - 2:,}",
+            "before": before.get(k, 0),
+            "after": after.get(k, 0),
+            "before_width": math.ceil(100 * before.get(k, 0) / most),
+            "after_width": math.ceil(100 * after.get(k, 0) / most),
+        }
+        for k in range(min(both, default=0), max(both, default=-1) + 1)
+    ]
+
+
+def _counts(
+    engine: Engine, made: Prepared, version: Path, card: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Count the values of columns of few values, before and after."""
+    import pyarrow.compute as pc
+
+    first = made.start.table
+    kept = [name for name in first.columns[6:] if first[name].type().is_string()]
+    found = []
+    for name in [*(each for each in _COUNTED if each in card["columns"]), *kept]:
+        counted = pc.value_counts(_written(version, [name])[name]).to_pylist()
+        after = {str(each["values"]): int(each["counts"]) for each in counted}
+        if len(after) > _KINDS_AT_MOST:
+            continue
+        before = _values(engine, first, name) if name in first.columns else {}
+        ordered = sorted(after, key=lambda value: (-after[value], value))[:_MOST_VALUES]
+        rows = [(value, before.get(value), after[value]) for value in ordered]
+        found.append({"column": name, "rows": rows, "whole": sum(after.values()) or 1})
+    return found
+
+
+def _values(engine: Engine, table: Any, name: str) -> dict[str, int]:
+    counted = table.group_by(name).agg(n=table.count())
+    rows = engine.rows(counted.order_by(counted.n.desc()).limit(_KINDS_AT_MOST + 1))
+    return {str(row[name]): int(row["n"]) for row in rows}

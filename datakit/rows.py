@@ -1,0 +1,82 @@
+"""The rows between two steps, and what a step may do with them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from datakit.engines.base import Engine, finished, mark, shards
+from datakit.engines.tasks import Task
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as an ibis table, and as a folder if they lie in files exactly so.
+
+    count: how many there are. tags: columns that steps have added for later steps.
+    """
+
+    table: Any
+    count: int
+    folder: Path | None = None
+    tags: tuple[str, ...] = ()
+
+    def kept(self, table: Any, count: int) -> "Rows":
+        """Return what is left of the rows, or the same rows with more columns."""
+        return replace(self, table=table, count=count, folder=None)
+
+
+@dataclass
+class Work:
+    """One step at work: its folder, in which what is finished is not done again.
+
+    where: the step's name in messages. notes: figures that its record gets.
+    """
+
+    engine: Engine
+    folder: Path
+    options: Mapping[str, Any]
+    where: str
+    seed: int
+    say: Callable[[str], None]
+    base: Path
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def remember(self, name: str, table: Any) -> Any:
+        """Write a table into the step's folder unless it is there, and return it as it is there."""
+        self.engine.write(table, self.folder / name)
+        return self.engine.read(self.folder / name)
+
+    def rows_of(self, name: str) -> int:
+        """Return how many rows a remembered table has."""
+        return finished(self.folder / name) or 0
+
+    def files(self, rows: Rows, name: str = "rows") -> Rows:
+        """Return the rows as files: those that are there, or newly written ones."""
+        if rows.folder is not None:
+            return rows
+        folder = self.folder / name
+        self.engine.write(rows.table, folder)
+        return replace(rows, table=self.engine.read(folder), folder=folder)
+
+    def map(self, rows: Rows, name: str, function: str, options: Mapping[str, Any]) -> Rows:
+        """Return what an Arrow function makes of the rows, a task per shard.
+
+        Args:
+            function: 'module:name', called with a pyarrow Table and the options.
+        """
+        source, target = self.files(rows), self.folder / name
+        assert source.folder is not None
+        if finished(target) is None:
+            jobs = [
+                Task(
+                    "datakit.engines.tasks:map_shard",
+                    str(target / path.name),
+                    {"source": str(path), "function": function, "options": options},
+                )
+                for path in shards(source.folder)
+            ]
+            self.engine.run(jobs, lambda: None)
+            mark(target)
+        count = finished(target) or 0
+        return Rows(self.engine.read(target), count, target, rows.tags)

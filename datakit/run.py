@@ -1,0 +1,235 @@
+"""Prepares a training set: python -m datakit.run SETTINGS.yaml
+
+The settings hold the recipe and where things lie; cookbook prepare writes them.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datakit.engines.base import Engine
+from datakit.errors import DataError
+from runspec import prepared
+from runspec.datarecipe import memory_bytes
+
+# Below this much room an engine that spills fails within seconds.
+_LEAST_FREE = 256 * 2**20
+PREVIEW_ROWS = 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m datakit.run")
+    parser.add_argument("settings", type=Path)
+    parser.add_argument("--preview", type=int, metavar="ROWS")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--master", help="Address of a Spark master.")
+    given = parser.parse_args()
+    import yaml
+
+    from runspec import yamlrules
+
+    settings = yaml.load(given.settings.read_text(encoding="utf-8"), Loader=yamlrules.loader(yaml))
+    try:
+        told = prepare(settings, given.preview, given.master)
+    except DataError as error:
+        _leave_faults(error.faults)
+        for fault in error.faults:
+            print(f"error: {fault}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+    print(json.dumps(told) if given.json else "\n".join(_lines(told)))
+
+
+def prepare(
+    settings: Mapping[str, Any], preview: int | None = None, master: str | None = None
+) -> dict[str, Any]:
+    """Prepare a set, or show what a preview of its first rows gives.
+
+    Args:
+        settings: name, recipe, engine, base (where relative paths count from) and root (datasets).
+
+    Returns:
+        What was made: folder, card, and a record of each step.
+    """
+    try:
+        import duckdb  # noqa: F401
+        import ibis  # noqa: F401
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            f"{error.name} is missing: install it with: bash setup.sh --with data"
+        ) from None
+    from datakit import output, pipeline
+
+    config, root = settings["recipe"], Path(settings["root"])
+    name, base = str(settings["name"]), Path(settings["base"])
+    folder = output.folder_of(root, name)
+    output.output_format(config)
+    threads = int(config.get("threads") or len(os.sched_getaffinity(0)))
+    began = time.monotonic()
+    if preview is not None:
+        with tempfile.TemporaryDirectory(prefix="cookbook-preview-") as work:
+            engine = _engine(settings, threads, master)
+            try:
+                made = pipeline.run(config, engine, Path(work), base, root, threads, say, preview)
+                table = made.rows.table
+                rows = engine.rows(table.order_by("_id").limit(3))
+            finally:
+                engine.close()
+        return {
+            "name": name,
+            "preview": preview,
+            "rows": made.rows.count,
+            "steps": made.records,
+            "bad": made.bad[:5],
+            "samples": [_plain(row) for row in rows],
+            "seconds": round(time.monotonic() - began, 2),
+        }
+    with _alone(folder):
+        work_folder = folder / ".work"
+        work_folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob(".tmp-*"):
+            # Left by a run that was killed while it wrote; the lock says that none is running.
+            shutil.rmtree(path, ignore_errors=True)
+        engine = _engine(settings, threads, master)
+        try:
+            made = pipeline.run(config, engine, work_folder, base, root, threads, say)
+            target, card = output.write(config, made, engine, folder, work_folder)
+        finally:
+            engine.close()
+        # The set is complete: what lies between its steps has done its work.
+        if not settings.get("keep_work"):
+            shutil.rmtree(work_folder, ignore_errors=True)
+    splits = {split: each["rows"] for split, each in card["splits"].items()}
+    return {
+        "name": name,
+        "folder": str(target),
+        "rows": card["rows"],
+        "splits": splits,
+        "content_sha256": card["content_sha256"],
+        "steps": made.records,
+        "bad_rows": made.bad_count,
+        "seconds": round(time.monotonic() - began, 2),
+    }
+
+
+def say(text: str) -> None:
+    """Print progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one run at a time work on a name; the kernel frees it when the run ends, however."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written to ({error.strerror}): set COOKBOOK_ROOT"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise DataError(
+                f"another run ({file.read().strip() or 'unknown'}) prepares {folder.name}: "
+                "wait for it, "
+                "or give this one another name with --name"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
+
+
+def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> Engine:
+    config = settings["recipe"]
+    folder = Path(str(config.get("temp_dir") or os.environ.get("TMPDIR") or "/tmp")).expanduser()
+    if not folder.is_dir():
+        raise DataError(
+            f"temp_dir: there is no folder {folder}: give one on a disk of this node", exit_code=2
+        )
+    facts = os.statvfs(folder)
+    if facts.f_bavail * facts.f_frsize < _LEAST_FREE:
+        raise DataError(
+            f"temp_dir: {folder} has {facts.f_bavail * facts.f_frsize // 2**20} MiB free, and "
+            "the engine "
+            "spills there what memory does not hold: set temp_dir= to a disk with room"
+        )
+    memory = memory_bytes(config.get("memory") or "0") or _half_of_memory()
+    if settings.get("engine") == "spark":
+        from datakit.engines.spark import SparkEngine
+
+        return SparkEngine(memory, folder, threads, master, settings.get("event_log"))
+    from datakit.engines.duck import DuckEngine
+
+    return DuckEngine(memory, folder, threads)
+
+
+def _half_of_memory() -> int:
+    """Half of what this process may use: of its job's share if it is in one."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    given = os.environ.get("SLURM_MEM_PER_NODE", "")
+    if given.isdigit() and int(given):
+        whole = min(whole, int(given) * 2**20)
+    return whole // 2
+
+
+def _leave_faults(faults: Any) -> None:
+    """In a job: leave the faults where the job script finds them; a retry cannot help."""
+    logs = os.environ.get("LOGS")
+    if logs and os.environ.get("RUN_DIR") and Path(logs).is_dir():
+        from runspec import files
+
+        word = {"rank": 0, "host": os.uname().nodename, "time": time.time(), "type": "DataError"}
+        word |= {"message": faults[0], "permanent": True}
+        files.write_json(Path(logs) / "error_rank_0.json", word)
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _lines(told: Mapping[str, Any]) -> Iterator[str]:
+    if "preview" in told:
+        yield f"preview of the first {told['preview']:,} rows of each source, {told['seconds']} s"
+        for bad in told["bad"]:
+            yield f"  bad row: {bad['file']}, line {bad['line']}: {bad['reason']}"
+        for step in told["steps"]:
+            yield f"{step['step']}: {step['rows_in']:,} -> {step['rows_out']:,} rows"
+            for sample in step["samples"][:3]:
+                yield f"  removed  {sample['text'][:140]!r}"
+                if "kept" in sample:
+                    yield f"     kept  {sample['kept'][:140]!r}"
+            for change in step["changed"][:2]:
+                yield f"  before   {change['before'][:140]!r}"
+                yield f"  after    {change['after'][:140]!r}"
+        for row in told["samples"]:
+            shown = {key: value for key, value in row.items() if key != "messages"}
+            yield f"  kept     {json.dumps(shown, ensure_ascii=False, default=str)[:300]}"
+        return
+    splits = ", ".join(f"{split} {rows:,}" for split, rows in told["splits"].items())
+    yield f"prepared {told['name']}: {told['rows']:,} rows ({splits}) in {told['seconds']} s"
+    yield f"  folder     {told['folder']}"
+    yield f"  report     {told['folder']}/{prepared.REPORT}"
+    if told["bad_rows"]:
+        yield f"  bad rows   {told['bad_rows']:,}, in {told['folder']}/{prepared.BAD_ROWS}"
+    first = "train" if "train" in told["splits"] else next(iter(told["splits"]))
+    yield f"  train on it: cookbook submit --recipe RECIPE dataset=prepared:{told['name']}@{first}"
+
+
+if __name__ == "__main__":
+    main()

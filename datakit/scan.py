@@ -1,0 +1,97 @@
+"""Parquet sources whose columns need no reader: they are scanned where they lie, not copied.
+
+DuckDB knows the row numbers of a file. Rows that a reader would refuse are looked for first; if
+there is one, the files are read as all others are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datakit.ingest import schema
+from datakit.sources import Input
+from runspec.datarecipe import source_name
+from runspec.prepared import ROW_BITS
+
+_TEXTS = {"qa": ("question", "answer"), "text": (None, "text")}
+_TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
+# A query of more files than this would be slow to plan.
+_MOST_FILES = 200
+
+
+def scanned(
+    con: Any, config: Mapping[str, Any], inputs: Sequence[Input], all_keep: Mapping[str, str]
+) -> Any:
+    """Return the rows as a table over the files themselves, None if they need a reader.
+
+    con: of DuckDB.
+    """
+    import pyarrow.parquet as pq
+
+    sources = {source_name(each, n): each for n, each in enumerate(config["sources"])}
+    if len(inputs) > _MOST_FILES:
+        return None
+    tables = []
+    for each in inputs:
+        source = sources[each.source]
+        names = _TEXTS.get(source["format"])
+        if each.type != "parquet" or names is None or source.get("max_rows") is not None:
+            return None
+        columns = dict(source.get("columns") or {})
+        prompt, answer = (name and str(columns.get(name, name)) for name in names)
+        there = pq.read_schema(each.file)
+        wanted = [*filter(None, (prompt, answer)), *(source.get("keep") or {})]
+        if any(name not in there.names for name in wanted):
+            return None
+        if any(
+            str(there.field(name).type) not in ("string", "large_string")
+            for name in filter(None, (prompt, answer))
+        ):
+            return None
+        if not _kept_as_they_are(there, source.get("keep") or {}):
+            return None
+        tables.append(_table(con, each, prompt, answer, source, all_keep))
+    whole = tables[0]
+    for table in tables[1:]:
+        whole = whole.union(table)
+    bad = whole.answer.isnull() | (whole.answer.strip().length() == 0)
+    if any(source["format"] == "qa" for source in sources.values()):
+        is_bad = whole.prompt.isnull() | (whole.prompt.strip().length() == 0)
+        if any(source["format"] == "text" for source in sources.values()):
+            return None
+        bad = bad | is_bad
+    found = con.to_pyarrow(whole.filter(bad).select("_id").limit(1))
+    return None if len(found) else whole
+
+
+def _kept_as_they_are(there: Any, keep: Mapping[str, str]) -> bool:
+    """Whether kept columns have the very types that they are kept as."""
+    same = {"number": "double", "whole": "int64", "flag": "bool", "text": "string"}
+    # An empty text counts as null for a reader, so texts are left to it.
+    return all(
+        str(there.field(name).type) == same[kind] and kind != "text" for name, kind in keep.items()
+    )
+
+
+def _table(
+    con: Any,
+    each: Input,
+    prompt: str | None,
+    answer: str | None,
+    source: Mapping[str, Any],
+    all_keep: Mapping[str, str],
+) -> Any:
+    import ibis
+
+    file = con.read_parquet(each.file, file_row_number=True)
+    fields = {
+        "_id": file.file_row_number.cast("int64") + ((each.number << ROW_BITS) + 1),
+        "source": ibis.literal(each.source),
+        "prompt": file[prompt] if prompt else ibis.null("string"),
+        "answer": file[answer],
+        "messages": ibis.null("string"),
+        "rejected": ibis.null("string"),
+    }
+    for name in schema(all_keep).names[6:]:
+        kept = name in (source.get("keep") or {})
+        fields[name] = file[name] if kept else ibis.null(_TYPES[all_keep[name]])
+    return file.select(**fields)

@@ -1,0 +1,86 @@
+"""Exact duplicates: rows of the same text, of which the first, or the best, is kept."""
+
+from typing import Any
+
+from datakit.errors import DataError
+from datakit.expressions import column, text_of
+from datakit.rows import Rows, Work
+
+
+def exact_duplicates(rows: Rows, work: Work) -> Rows:
+    """Keep one row of each text.
+
+    columns: what must be the same, default the text. keep: first, or a column, of which the highest
+    value is kept ("-column": the lowest). normalise: compare lower-case words only.
+    """
+    names = work.options.get("columns") or ["text"]
+    names = [names] if isinstance(names, str) else list(names)
+    rank = order(rows.table, work)
+    if work.options.get("normalise"):
+        options = {"columns": names, "ranks": _rank_column(work)}
+        made = work.map(rows, "keys", "datakit.steps.exact:normal_keys", options)
+        keys = made.table
+        rank = order(keys, work, "_rank")
+    else:
+        key = _joined(rows.table, names, work.where)
+        keys = rows.table.select("_id", _key=key.hexdigest("md5"), **_ranked(rows.table, work))
+        rank = order(keys, work, "_rank")
+    import ibis
+
+    window = ibis.window(group_by=keys["_key"], order_by=[*rank, keys["_id"].asc()])
+    winners = keys.select("_id", kept_id=keys["_id"].first().over(window))
+    work.remember("removed", winners.filter(winners["_id"] != winners["kept_id"]))
+    removed = work.engine.read(work.folder / "removed")
+    left = rows.table.anti_join(removed, "_id")
+    return rows.kept(left, rows.count - work.rows_of("removed"))
+
+
+def order(table: Any, work: Work, name: str | None = None) -> list[Any]:
+    """Return the order in which the best row of a group comes first, ids aside."""
+    chosen = _rank_column(work)
+    if chosen is None:
+        return []
+    value = table[name] if name else column(table, chosen, work.where)
+    lowest = str(work.options.get("keep")).startswith("-")
+    return [value.asc(nulls_first=False) if lowest else value.desc(nulls_first=False)]
+
+
+def _rank_column(work: Work) -> str | None:
+    chosen = str(work.options.get("keep") or "first")
+    return None if chosen == "first" else chosen.lstrip("-")
+
+
+def _ranked(table: Any, work: Work) -> dict[str, Any]:
+    chosen = _rank_column(work)
+    return {} if chosen is None else {"_rank": column(table, chosen, work.where)}
+
+
+def _joined(table: Any, names: list[str], where: str) -> Any:
+    if names == ["text"]:
+        return text_of(table)
+    import ibis
+
+    parts = [column(table, name, where).cast("string").fill_null("\x00") for name in names]
+    # A separator that no text holds: ("ab", "c") is not ("a", "bc").
+    return ibis.literal("\x1f").join(parts)
+
+
+def normal_keys(table: Any, columns: list[str], ranks: str | None) -> Any:
+    """Return ids and a key of the lower-case words of each row's columns."""
+    import hashlib
+
+    import pyarrow as pa
+
+    from datakit.text import texts, words_of
+
+    keys = []
+    parts = [texts(table, name) for name in columns]
+    for row in zip(*(words_of(part) for part in parts), strict=True):
+        told = "\x1f".join(" ".join(words) for words in row)
+        keys.append(hashlib.md5(told.encode(), usedforsecurity=False).hexdigest())
+    made = {"_id": table["_id"], "_key": pa.array(keys, pa.string())}
+    if ranks:
+        if ranks not in table.column_names:
+            raise DataError(f"exact_duplicates: there is no column {ranks!r} to keep the best by")
+        made["_rank"] = table[ranks]
+    return pa.table(made)

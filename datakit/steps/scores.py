@@ -1,0 +1,107 @@
+"""Scores that Arrow functions give a row: its language, and how much it reads like prose."""
+
+from typing import Any
+
+from datakit.errors import DataError
+from datakit.rows import Rows, Work
+from datakit.steps.filters import between, keep
+
+
+def language(rows: Rows, work: Work) -> Rows:
+    """Keep the rows in one of the languages `keep` (ISO 639-1 codes), and add the column language.
+
+    The classifier is py3langid, a Python version of langid (Lui and Baldwin 2012).
+    """
+    wanted = work.options["keep"]
+    wanted = [wanted] if isinstance(wanted, str) else [str(name) for name in wanted]
+    try:
+        import py3langid.langid
+    except ImportError:
+        raise DataError(
+            f"{work.where}: py3langid is missing: install it with: bash setup.sh --with data"
+        ) from None
+    known = py3langid.langid.LanguageIdentifier.from_model_file(py3langid.langid.MODEL_FILE)
+    if unknown := [name for name in wanted if name not in list(known.labels)]:
+        raise DataError(
+            f"{work.where}: the language {unknown[0]!r} is not known: write codes such as en, de",
+            exit_code=2,
+        )
+    options = {"column": work.options.get("column", "text")}
+    made = work.map(rows, "scored", "datakit.steps.scores:add_language", options)
+    counts = made.table.group_by("language").agg(n=made.table.count())
+    found = work.engine.rows(counts)
+    found.sort(key=lambda row: (-row["n"], row["language"]))
+    work.notes["languages"] = {row["language"]: row["n"] for row in found[:20]}
+    return keep(made, work, made.table.language.isin(wanted))
+
+
+def quality(rows: Rows, work: Work) -> Rows:
+    """Add the column quality_score, the share of five rules that a text meets; keep it within min.
+
+    The rules follow Gopher's (Rae et al. 2021, table A1): mean length of words 3 to 10; at least
+    0.7 of the characters that are no white space are letters; at most 0.1 symbols (# and ...) per
+    word; at least 0.3 of the words are different; less than 0.3 of the lines begin with a bullet.
+    """
+    options = {"column": work.options.get("column", "text")}
+    made = work.map(rows, "scored", "datakit.steps.scores:add_quality", options)
+    return keep(
+        made, work, between(made.table.quality_score, {"min": work.options.get("min", 0.6)})
+    )
+
+
+# Arrow functions -----------------------------------------------------------------------------
+
+_identifier: Any = None
+
+
+def add_language(table: Any, column: str) -> Any:
+    """Return the rows with the column language."""
+    global _identifier
+    import py3langid.langid as langid
+    import pyarrow as pa
+
+    from datakit.text import texts
+
+    if _identifier is None:
+        _identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
+    found = [_identifier.classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
+    return _with(table, "language", pa.array(found, pa.string()))
+
+
+def add_quality(table: Any, column: str) -> Any:
+    """Return the rows with the column quality_score."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    from datakit.text import split, texts
+
+    values = texts(table, column)
+
+    def count(pattern: str) -> Any:
+        return pc.count_substring_regex(values, pattern).to_numpy(zero_copy_only=False)
+
+    lists = split(values)
+    lengths = pc.utf8_length(lists.flatten()).to_numpy(zero_copy_only=False)
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    offsets = offsets - offsets[0]
+    words = np.maximum(np.diff(offsets), 1)
+    total = np.concatenate([[0], np.cumsum(lengths)])
+    letters = total[offsets[1:]] - total[offsets[:-1]]
+    different = np.array([len(set(row)) for row in lists.to_pylist()])
+    lines = count(r"(?m)^.+$")
+    met = [
+        (letters >= 3 * words) & (letters <= 10 * words),
+        10 * count(r"[\pL\pM]") >= 7 * count(r"\S"),
+        10 * count(r"#|\.\.\.|…") <= words,
+        10 * different >= 3 * words,
+        10 * count(r"(?m)^\s*[-*•]") < 3 * np.maximum(lines, 1),
+    ]
+    score = np.sum(met, axis=0) / len(met)
+    return _with(table, "quality_score", pa.array(score, pa.float64()))
+
+
+def _with(table: Any, name: str, values: Any) -> Any:
+    if name in table.column_names:
+        return table.set_column(table.column_names.index(name), name, values)
+    return table.append_column(name, values)

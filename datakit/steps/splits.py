@@ -1,0 +1,175 @@
+"""Splits train, val, test: by groups, so that nothing leaks; the same for a row each time.
+
+A group's side is a hash of the seed and the group's key: it stays when rows are added. With
+stratify the groups of each stratum are laid in the order of that hash, and cut at the shares, so
+that each stratum has them; then rows that are added may move the cuts, unless `like` names an
+earlier set whose groups stay where they were.
+"""
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from datakit.errors import DataError
+from datakit.expressions import column, text_of
+from datakit.rows import Rows, Work
+from datakit.steps.components import components
+from runspec import prepared
+
+SIDES = "sides"
+
+
+def split(rows: Rows, work: Work) -> Rows:
+    """Add the column `split` to the rows."""
+    options = work.options
+    shares = {str(name): float(value) for name, value in options["shares"].items()}
+    names = options.get("group") or []
+    names = [names] if isinstance(names, str) else [str(name) for name in names]
+    if "near_group" in rows.table.columns and "near_duplicates" not in names:
+        names.append("near_duplicates")
+    names = ["near_group" if name == "near_duplicates" else name for name in names]
+    if not options.get("stratify") and not options.get("like"):
+        if (key := _own_key(rows.table, work, names)) is not None:
+            return rows.kept(rows.table.mutate(split=_by_hash(key, shares, work.seed)), rows.count)
+        keyed = _keyed(rows, work, names)
+        told = keyed.select("_id", "_key", split=_by_hash(keyed["_key"], shares, work.seed))
+    else:
+        # It is read several times, and joined to what comes of it.
+        keyed = work.remember("keys", _keyed(rows, work, names))
+        told = _laid_out(rows, work, keyed, shares)
+    sides = work.remember(SIDES, told)
+    joined = rows.table.inner_join(sides.select("_id", "split"), "_id")
+    return Rows(joined, rows.count, None, rows.tags)
+
+
+def _own_key(table: Any, work: Work, names: list[str]) -> Any:
+    """The key of a row if it is in the row itself: its text, or the only column to group by."""
+    own = text_of(table).hexdigest("md5")
+    if not names:
+        # The same text is never on two sides.
+        return own
+    if len(names) == 1 and names != ["near_group"]:
+        return column(table, names[0], work.where).cast("string").fill_null(own)
+    return None
+
+
+def _keyed(rows: Rows, work: Work, names: list[str]) -> Any:
+    """(_id, _key): rows of one key stay together."""
+    table = rows.table
+    if (key := _own_key(table, work, names)) is not None:
+        return table.select("_id", _key=key)
+    own = text_of(table).hexdigest("md5")
+    columns = {name: column(table, name, work.where).cast("string") for name in names}
+    parts = work.remember("parts", table.select("_id", _own=own, **columns))
+    pairs = None
+    for name in names:
+        given = parts.filter(parts[name].notnull())
+        firsts = given.group_by(name).agg(b=given["_id"].min())
+        found = given.inner_join(firsts, name).select(a="_id", b="b")
+        pairs = found if pairs is None else pairs.union(found)
+    # Each row is in a group, if only with itself.
+    pairs = parts.select(a="_id", b="_id").union(pairs)
+    groups = components(work, work.remember("pairs", pairs))
+    members = parts.inner_join(groups.select(_id="node", _group="label"), "_id")
+    # The lowest hash of its texts, not an id, so that the key outlives a change of other rows.
+    keys = members.group_by("_group").agg(_key=members["_own"].min())
+    return work.remember("keyed", members.inner_join(keys, "_group").select("_id", "_key"))
+
+
+def _hash(key: Any, seed: int) -> Any:
+    import ibis
+
+    return (ibis.literal(f"{seed}:") + key).hexdigest("md5").substr(0, 8)
+
+
+def _by_hash(key: Any, shares: dict[str, float], seed: int) -> Any:
+    """The side of a key: 32 bits of its hash, compared as text with the ends of the shares."""
+    import ibis
+
+    names, ends = list(shares), list(accumulate(shares.values()))
+    value = _hash(key, seed)
+    branches = [
+        (value < f"{min(int(end * 2**32), 2**32 - 1):08x}", ibis.literal(name))
+        for name, end in zip(names[:-1], ends[:-1], strict=True)
+    ]
+    if not branches:
+        return ibis.literal(names[-1])
+    return ibis.cases(*branches, else_=ibis.literal(names[-1]))
+
+
+def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> Any:
+    """(_id, _key, split) with the shares in each stratum; groups of an earlier set stay."""
+    import ibis
+
+    name = work.options.get("stratify")
+    table = rows.table
+    if name:
+        strata = table.select("_id", _stratum=column(table, name, work.where).cast("string"))
+        strata = strata.mutate(_stratum=strata["_stratum"].fill_null(""))
+    else:
+        strata = table.select("_id", _stratum=ibis.literal(""))
+    both = work.remember("strata", keyed.inner_join(strata, "_id"))
+    # A group's stratum is the one of most of its rows.
+    counts = both.group_by("_key", "_stratum").agg(n=both.count())
+    best = ibis.window(
+        group_by=counts["_key"], order_by=[counts.n.desc(), counts["_stratum"].asc()]
+    )
+    chosen = counts.select("_key", stratum=counts["_stratum"].first().over(best)).distinct()
+    sizes = both.group_by("_key").agg(n=both.count())
+    groups = sizes.inner_join(chosen, "_key")
+    known = _earlier(work)
+    if known is not None:
+        stayed = groups.inner_join(known, "_key").select("_key", "split")
+        groups = groups.anti_join(known, "_key")
+    groups = groups.mutate(_hash=_hash(groups["_key"], work.seed))
+    laid = ibis.window(
+        group_by=groups.stratum, order_by=[groups["_hash"].asc(), groups["_key"].asc()], following=0
+    )
+    total = ibis.window(group_by=groups.stratum)
+    # The middle of a group among the rows of its stratum, doubled to stay whole.
+    placed = groups.mutate(
+        _middle=groups.n.sum().over(laid) * 2 - groups.n, _all=groups.n.sum().over(total) * 2
+    )
+    names, ends = list(shares), list(accumulate(shares.values()))
+    million = 1_000_000
+    branches = [
+        (
+            placed["_middle"] * million < placed["_all"] * round(end * million),
+            ibis.literal(name),
+        )
+        for name, end in zip(names[:-1], ends[:-1], strict=True)
+    ]
+    side = (
+        ibis.cases(*branches, else_=ibis.literal(names[-1])) if branches else ibis.literal(names[0])
+    )
+    sided = placed.select("_key", split=side)
+    if known is not None:
+        sided = sided.union(stayed)
+    return keyed.inner_join(work.remember("group_sides", sided), "_key").select(
+        "_id", "_key", "split"
+    )
+
+
+def _earlier(work: Work) -> Any:
+    """(_key, split) of the earlier set that `like` names, None without one."""
+    name = work.options.get("like")
+    if not name:
+        return None
+    folder = Path(work.base) / prepared.FOLDER / str(name) / prepared.CURRENT / SIDES
+    if not folder.is_dir():
+        raise DataError(
+            f"{work.where}: like: there is no prepared set {name!r} whose split keeps its "
+            "groups' sides "
+            "(one with stratify, or several groups): list the sets with: cookbook data show",
+            exit_code=2,
+        )
+    sides = work.engine.read(folder)
+    unknown = work.engine.rows(
+        sides.filter(~sides.split.isin(list(work.options["shares"]))).select("split").distinct()
+    )
+    if unknown:
+        raise DataError(
+            f"{work.where}: like: {name} has the split {unknown[0]['split']!r}, which shares lacks",
+            exit_code=2,
+        )
+    return sides.select("_key", "split").distinct()

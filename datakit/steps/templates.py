@@ -1,0 +1,89 @@
+"""Templates: prompt and answer made of a row's columns, with Jinja in its sandbox."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from datakit.errors import DataError
+from datakit.rows import Rows, Work
+from runspec.hints import nearest
+
+
+def template(rows: Rows, work: Work) -> Rows:
+    """Set the prompt and the answer, and put a system message before them, as far as given.
+
+    A template may use each column of a row, `text`, and `messages` as a list.
+    """
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.sandbox import SandboxedEnvironment
+
+    templates = {name: str(text) for name, text in work.options.items() if text is not None}
+    known = [*(name for name in rows.table.columns if name != "_id"), "text"]
+    faults = []
+    for name, text in templates.items():
+        try:
+            environment = SandboxedEnvironment()
+            used = meta.find_undeclared_variables(environment.parse(text))
+        except TemplateSyntaxError as error:
+            faults.append(
+                f"{work.where}.{name}, line {error.lineno}: {error.message}: fix the template"
+            )
+            continue
+        faults += [
+            f"{work.where}.{name}: the template uses the unknown field {field!r}"
+            f"{nearest(field, known)}; there are {', '.join(known)}"
+            for field in sorted(used - set(known) - set(environment.globals))
+        ]
+    if not templates:
+        faults = [f"{work.where}: give prompt, answer or system"]
+    if faults:
+        raise DataError(*faults, exit_code=2)
+    options = {"templates": templates, "where": work.where}
+    return work.map(rows, "rendered", "datakit.steps.templates:render", options)
+
+
+# Arrow function ------------------------------------------------------------------------------
+
+
+def render(table: Any, templates: Mapping[str, str], where: str) -> Any:
+    """Return the rows with rendered prompt and answer, and messages if there is more to them."""
+    import json
+
+    import pyarrow as pa
+    from jinja2 import StrictUndefined, TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from datakit.formats import encode
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    made = {name: environment.from_string(text) for name, text in templates.items()}
+    prompts, answers, messages = [], [], []
+    for row in table.to_pylist():
+        turns = json.loads(row["messages"]) if row["messages"] else None
+        prompt, answer = row["prompt"], row["answer"]
+        text = answer if prompt is None else f"{prompt}\n{answer}"
+        fields = {**row, "messages": turns, "text": text}
+        try:
+            new = {name: each.render(fields) for name, each in made.items()}
+        except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise DataError(f"{where}: row {row['_id']}: {error}: fix the template") from None
+        if "prompt" in new:
+            # It says the whole prompt: earlier turns are in it, or are left out.
+            turns = None
+        prompt, answer = new.get("prompt", prompt), new.get("answer", answer)
+        if turns is None and "system" in new:
+            turns = [
+                {"role": "user", "content": prompt or ""},
+                {"role": "assistant", "content": answer},
+            ]
+        if turns is not None:
+            turns[-1] = {**turns[-1], "content": answer}
+            if "system" in new:
+                turns = [turn for turn in turns if turn["role"] != "system"]
+                turns = [{"role": "system", "content": new["system"]}, *turns]
+        prompts.append(prompt)
+        answers.append(answer)
+        messages.append(None if turns is None else encode(turns))
+    for name, values in (("prompt", prompts), ("answer", answers), ("messages", messages)):
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, pa.array(values, pa.string()))
+    return table

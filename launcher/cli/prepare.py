@@ -1,0 +1,151 @@
+"""cookbook prepare and cookbook data"""
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from launcher import site as sites
+from launcher.cli.common import cluster_option, flag, json_option, note
+from launcher.errors import UsageFault
+from launcher.executors import title
+
+_RESOURCES = ("time", "partition", "account", "qos", "mem")
+
+
+@click.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    help="Run in a job: 1 with DuckDB, more with Spark. [default: here, with DuckDB]",
+)
+@click.option("--name", metavar="NAME", help="Name of the training set. [default: the recipe]")
+@click.option("--preview", is_flag=True, help="Show each step on the first rows; writes nothing.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    help="Rows of each source in a preview. [default: 1000]",
+)
+@flag("--dry-run", help="Say what would be done, or print the job script.")
+@flag("--watch", help="Follow the job to its end.")
+@flag("--local", help="Run the job script on this host, without Slurm.")
+@click.option("--time", metavar="LIMIT", help="Time limit of the job.")
+@click.option("--mem", metavar="SIZE", help="Memory of each node of the job: 64G.")
+@click.option("--partition", metavar="NAME", help="Slurm partition.")
+@click.option("--account", metavar="NAME", help="Slurm account.")
+@click.option("--qos", metavar="NAME", help="Slurm quality of service.")
+@json_option
+@cluster_option
+def prepare(
+    recipe: str,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    name: str | None,
+    preview: bool,
+    rows: int | None,
+    dry_run: bool,
+    watch: bool,
+    local: bool,
+    as_json: bool,
+    cluster: str | None,
+    **resources: Any,
+) -> None:
+    """Make a training set of raw data, as a data RECIPE says: clean, split and traceable.
+
+    RECIPE is a name in configs/data or the path of a YAML file. KEY=VALUE changes it:
+    sources.0.path=/shared/raw/*.jsonl, steps.0.filter='quality >= 0.9'. Train on the result with:
+    cookbook submit --recipe NAME dataset=prepared:RECIPE@train
+    """
+    # Imported late: only this command needs them.
+    from launcher.recipes import data
+    from launcher.workflows import prepare_data as workflow
+
+    site = sites.load(cluster)
+    asked = {key: resources[key] for key in _RESOURCES if resources[key] is not None}
+    if local and nodes is None:
+        raise UsageFault("--local runs the script of a job: give --nodes 1 too, or leave it out")
+    if nodes is None and (asked or watch):
+        words = ", ".join(f"--{key}" for key in [*asked, *(["watch"] if watch else [])])
+        raise UsageFault(
+            f"{words}: nothing is queued without --nodes: add --nodes 1, or leave it out"
+        )
+    if rows is not None and not preview:
+        raise UsageFault("--rows is of --preview: add --preview, or leave it out")
+    if preview and nodes is not None:
+        raise UsageFault("--preview runs here: leave --nodes out")
+    loaded = data.load(recipe, overrides, asked)
+    planned = workflow.plan(loaded, site, name, nodes)
+    if nodes is None:
+        if dry_run:
+            click.echo("\n".join(workflow.described(planned)))
+            return
+        sys.exit(workflow.here(planned, (rows or 1000) if preview else None, as_json))
+    path, contents = workflow.job_plan(planned)
+    if dry_run:
+        click.echo(contents["job.sbatch"], nl=False)
+        return
+    run = workflow.submit(planned, path, contents, local)
+    if as_json:
+        click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
+    else:
+        click.echo(f"submitted {run.name} as {title(run.job_id)}")
+        click.echo(f"  directory  {run.path}")
+    if watch:
+        from launcher.cli.status import watch_to_the_end
+
+        sys.exit(watch_to_the_end(run))
+
+
+@click.group()
+def data() -> None:
+    """Show prepared training sets, and compare them."""
+
+
+@data.command()
+@click.argument("name", required=False)
+@click.option("--row", type=int, metavar="ID", help="Say which record a row was made of.")
+@json_option
+@cluster_option
+def show(name: str | None, row: int | None, as_json: bool, cluster: str | None) -> None:
+    """List the prepared sets, or show the splits, steps and inputs of NAME or NAME@VERSION."""
+    from launcher.observe import prepared
+
+    root = sites.load(cluster).root
+    if name is None:
+        if row is not None:
+            raise UsageFault("--row is of one set: give its name too")
+        found = prepared.every(root)
+        if as_json:
+            click.echo(json.dumps(found, indent=1))
+        elif found:
+            click.echo("\n".join(prepared.table(found)))
+        else:
+            note("no set is prepared yet: cookbook prepare NAME")
+        return
+    one = prepared.find(root, name)
+    if row is not None:
+        click.echo(prepared.origin(one, row))
+    elif as_json:
+        click.echo(json.dumps({**one.card, "lineage": one.lineage}, indent=1))
+    else:
+        click.echo("\n".join(prepared.story(one)))
+
+
+@data.command()
+@click.argument("a")
+@click.argument("b")
+@json_option
+@cluster_option
+def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
+    """Say what differs between the prepared sets A and B: inputs, recipe, steps, rows."""
+    from launcher.observe import prepared
+
+    root = sites.load(cluster).root
+    differences = prepared.differences(prepared.find(root, a), prepared.find(root, b))
+    if as_json:
+        click.echo(json.dumps(differences, indent=1))
+    else:
+        click.echo("\n".join(differences) or f"{a} and {b} hold the same rows, made the same way")

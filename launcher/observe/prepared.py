@@ -1,0 +1,163 @@
+"""What is known of prepared training sets: their cards and lineage, one set or two side by side."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import UsageFault, nearest
+from launcher.observe.text import plain
+from runspec import files
+from runspec.prepared import CARD, CURRENT, DATA, FOLDER, LINEAGE, REPORT, ROW_BITS, changes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One version of a set."""
+
+    name: str
+    path: Path
+    card: dict[str, Any]
+    lineage: dict[str, Any]
+
+
+def every(root: Path) -> list[dict[str, Any]]:
+    """Return name, version, rows, splits and time of the newest version of each set."""
+    found = []
+    for folder in sorted((root / "datasets" / FOLDER).glob("*/")):
+        card = files.read_json_or_none(folder / CURRENT / CARD)
+        if isinstance(card, dict):
+            splits = {name: each["rows"] for name, each in card["splits"].items()}
+            version = (folder / CURRENT).resolve().name
+            known = {"name": folder.name, "version": version, "rows": card["rows"]}
+            found.append({**known, "splits": splits, "created": card["created"]})
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a list of sets."""
+    lines = [f"{'NAME':24} {'ROWS':>12}  {'MADE':16}  SPLITS"]
+    for each in found:
+        made = f"{datetime.fromtimestamp(each['created'], UTC):%Y-%m-%d %H:%M}"
+        splits = ", ".join(f"{name} {rows:,}" for name, rows in each["splits"].items())
+        lines.append(f"{each['name']:24} {each['rows']:>12,}  {made:16}  {splits}")
+    return lines
+
+
+def find(root: Path, text: str) -> Prepared:
+    """Return a set by NAME, or by NAME@ and the beginning of a version."""
+    name, _, version = text.partition("@")
+    folder = root / "datasets" / FOLDER / name
+    versions = sorted(path.parent.name for path in folder.glob(f"[!.]*/{CARD}"))
+    versions = [each for each in versions if each != CURRENT]
+    if not versions:
+        hint = nearest(name, [each["name"] for each in every(root)])
+        raise UsageFault(f"no set {name!r} is prepared{hint}: list them with: cookbook data show")
+    fitting = [each for each in versions if each.startswith(version)] if version else [CURRENT]
+    if len(fitting) != 1:
+        raise UsageFault(
+            f"{len(fitting)} versions of {name} begin with {version!r}; there are "
+            f"{', '.join(versions)}"
+        )
+    path = (folder / fitting[0]).resolve()
+    card, lineage = (files.read_json_or_none(path / each) for each in (CARD, LINEAGE))
+    if not isinstance(card, dict) or not isinstance(lineage, dict):
+        raise UsageFault(
+            f"{path} has no {CARD} and {LINEAGE}: prepare it again with: cookbook prepare"
+        )
+    return Prepared(name, path, card, lineage)
+
+
+def story(one: Prepared) -> list[str]:
+    """Return what is known of a set, line by line."""
+    card, lineage = one.card, one.lineage
+    made = datetime.fromtimestamp(card["created"], UTC)
+    lines = [f"{one.name}@{one.path.name}: {card['rows']:,} rows, format {card['format']}"]
+    lines += [
+        f"  made     {made:%Y-%m-%d %H:%M} UTC with {lineage['engine']}",
+        f"  folder   {one.path}",
+    ]
+    lines += [f"  report   {one.path / REPORT}"]
+    for name, split in card["splits"].items():
+        share = 100 * split["rows"] / card["rows"]
+        lines.append(f"  split    {name:8} {split['rows']:>12,} rows  {share:5.2f} %")
+    lines.append(f"  columns  {', '.join(card['columns'])}")
+    for each in lineage["inputs"]:
+        where = each["origin"] or each["file"]
+        lines.append(f"  input    {plain(where)}  {each['bytes']:,} bytes  {each['sha256'][:12]}")
+    if lineage["bad_rows"]:
+        lines.append(
+            f"  bad      {lineage['bad_rows']:,} rows could not be read: {one.path}/bad_rows.jsonl"
+        )
+    for step in lineage["steps"]:
+        lines.append(
+            f"  step     {step['step']:22} {step['rows_in']:>12,} -> {step['rows_out']:>12,}"
+        )
+    for name in card["splits"]:
+        lines += [f"  warning  {name}: {fault}" for fault in changes(one.path / DATA / name)]
+    return lines
+
+
+def origin(one: Prepared, row: int) -> str:
+    """Say which record a row was made of, from its id."""
+    number, line = row >> ROW_BITS, row & (2**ROW_BITS - 1)
+    inputs = {each["number"]: each for each in one.lineage["inputs"]}
+    if number not in inputs or line < 1:
+        raise UsageFault(f"{row} is no id of {one.name}: read one from the column id")
+    found = inputs[number]
+    where = f"{found['file']}, {'row' if found['type'] == 'parquet' else 'line'} {line}"
+    return f"{where} (from {found['origin']})" if found["origin"] else where
+
+
+def differences(a: Prepared, b: Prepared) -> list[str]:
+    """Return what differs between two sets, a line each; none if they hold the same rows."""
+    return list(_differences(a, b))
+
+
+def _differences(a: Prepared, b: Prepared) -> Iterator[str]:
+    if a.card["content_sha256"] != b.card["content_sha256"]:
+        yield f"content: {a.card['content_sha256'][:16]} and {b.card['content_sha256'][:16]}"
+    for name in sorted(set(a.card["splits"]) | set(b.card["splits"])):
+        one, other = (each.card["splits"].get(name, {}).get("rows") for each in (a, b))
+        if one != other:
+            yield f"split {name}: {_count(one)} and {_count(other)} rows"
+    yield from _inputs(a, b)
+    old, new = ([step_of(each) for each in x.lineage["recipe"].get("steps") or []] for x in (a, b))
+    for number in range(max(len(old), len(new))):
+        one_step = old[number] if number < len(old) else "none"
+        other_step = new[number] if number < len(new) else "none"
+        if one_step != other_step:
+            yield f"step {number + 1}: {one_step} and {other_step}"
+    for one_record, other_record in zip(a.lineage["steps"], b.lineage["steps"], strict=False):
+        if one_record["step"] == other_record["step"]:
+            gone, lost = (each["rows_in"] - each["rows_out"] for each in (one_record, other_record))
+            if gone != lost:
+                yield f"{one_record['step']} removed {gone:,} and {lost:,} rows"
+    for key in ("engine", "bad_rows"):
+        if a.lineage[key] != b.lineage[key]:
+            yield f"{key}: {a.lineage[key]} and {b.lineage[key]}"
+    versions, others = a.lineage["versions"], b.lineage["versions"]
+    for name in sorted(set(versions) & set(others)):
+        if versions[name] != others[name]:
+            yield f"{name}: {versions[name]} and {others[name]}"
+
+
+def _inputs(a: Prepared, b: Prepared) -> Iterator[str]:
+    old, new = ({each["file"]: each["sha256"] for each in x.lineage["inputs"]} for x in (a, b))
+    for file in sorted(set(old) | set(new)):
+        if file not in new:
+            yield f"input {file}: only in {a.name}"
+        elif file not in old:
+            yield f"input {file}: only in {b.name}"
+        elif old[file] != new[file]:
+            yield f"input {file}: {old[file][:12]} and {new[file][:12]}"
+
+
+def _count(rows: int | None) -> str:
+    return "no" if rows is None else f"{rows:,}"
+
+
+def step_of(step: str | dict[str, Any]) -> str:
+    """Return a step as one line."""
+    return step if isinstance(step, str) else ", ".join(f"{k}: {v}" for k, v in step.items())

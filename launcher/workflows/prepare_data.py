@@ -1,0 +1,176 @@
+"""From a data recipe to a training set: here with DuckDB, or in a job with DuckDB or Spark."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import executors, paths, render, venv, yamlfile
+from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher.recipes.data import DataRecipe
+from launcher.recipes.recipe import NAME, NAME_RULE
+from launcher.runs import directory, provenance
+from launcher.runs.directory import Run
+from launcher.runs.snapshot import git
+from launcher.site import Site
+from launcher.workflows.submit import start
+from runspec import files
+from runspec.datarecipe import step_name, step_options
+
+SETTINGS = "data.yaml"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be done: the settings that datakit reads, and where.
+
+    nodes: of a job, None for here. engine: duckdb or spark.
+    """
+
+    recipe: DataRecipe
+    site: Site
+    name: str
+    engine: str
+    nodes: int | None
+    settings: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Where the versions of the set lie."""
+        return Path(self.settings["root"]) / "prepared" / self.name
+
+
+def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) -> Plan:
+    """Work out what to do without doing it. Spark is used only in a job, or if it is asked for."""
+    name = name or recipe.name
+    if not NAME.match(name):
+        raise UsageFault(f"the name {name!r} may hold only {NAME_RULE}: choose another --name")
+    asked = str(recipe.config.get("engine") or "auto")
+    engine = asked if asked != "auto" else "spark" if (nodes or 1) > 1 else "duckdb"
+    if engine == "duckdb" and (nodes or 1) > 1:
+        raise UsageFault(
+            f"engine: duckdb runs on one node, and {nodes} are asked for: --nodes 1, or "
+            "engine=spark"
+        )
+    root = site.root / "datasets"
+    settings = {
+        "name": name,
+        "root": str(root),
+        "base": str(recipe.base),
+        "engine": engine,
+        "recipe": recipe.resolved(site.root),
+    }
+    if faults := _missing(engine):
+        raise PreflightFault(faults)
+    return Plan(recipe, site, name, engine, nodes, settings)
+
+
+def _missing(engine: str) -> list[str]:
+    """Say which packages of the engine are not installed, without importing them."""
+    have = {name.lower().replace("_", "-") for name in venv.packages()}
+    found = []
+    if not {"ibis-framework", "duckdb"} <= have:
+        found.append(f"{paths.venv_root()} lacks ibis and DuckDB: bash setup.sh --with data")
+    if engine == "spark" and "pyspark" not in have:
+        found.append(f"{paths.venv_root()} lacks Spark: bash setup.sh --with spark")
+    return found
+
+
+def here(planned: Plan, preview: int | None, as_json: bool) -> int:
+    """Prepare on this machine, in the foreground; return the exit status.
+
+    What is typed again after an interruption goes on where it was.
+    """
+    with tempfile.TemporaryDirectory(prefix="cookbook-prepare-") as folder:
+        file = Path(folder) / SETTINGS
+        file.write_text(yamlfile.dump(planned.settings), encoding="utf-8")
+        argv = [str(venv.python()), "-m", "datakit.run", str(file)]
+        argv += ["--preview", str(preview)] if preview else []
+        argv += ["--json"] if as_json else []
+        sys.stdout.flush()
+        try:
+            # -P would hide the kit's own packages from spawned workers.
+            return subprocess.run(argv, env=_environment(), cwd=paths.REPO_ROOT).returncode
+        except OSError as error:
+            raise PreflightFault(
+                f"{argv[0]} cannot be started ({error.strerror}): bash setup.sh --with data"
+            ) from error
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(paths.REPO_ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
+    """Return the directory that a job would have, and the text of each file in it."""
+    path = directory.runs_root(planned.site.root) / directory.new_name(planned.name)
+    contents = {
+        files.RECIPE: yamlfile.dump({"entry": "prepare", **planned.settings["recipe"]}),
+        SETTINGS: yamlfile.dump({**planned.settings, "event_log": str(path / "spark_events")}),
+    }
+    contents[files.JOB_SCRIPT] = render.prepare_script(
+        planned.site,
+        planned.recipe.resources,
+        path,
+        planned.name,
+        planned.engine,
+        planned.nodes or 1,
+    )
+    return path, contents
+
+
+def submit(planned: Plan, path: Path, contents: Mapping[str, str], local: bool) -> Run:
+    """Make the job's directory and start it: afterwards it is queued, or nothing of it is left."""
+    run = directory.create(path, contents)
+    try:
+        (run.path / "spark_events").mkdir()
+        run.write(files.PROVENANCE, _provenance(planned, contents))
+        made_of = {"recipe": planned.name, "recipe_file": str(planned.recipe.path)}
+        token = executors.token(run.name)
+        made_of |= {"site": planned.site.name}
+        run.write(files.SUBMISSION, {"run": run.name, **made_of, "token": token, "jobs": []})
+        with directory.locked(run) as lease:
+            start(run, executors.choose(local), lease)
+    except SlurmTimeout:
+        raise
+    except (SlurmFault, RunFault, OSError):
+        if not run.starting:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return run
+
+
+def _provenance(planned: Plan, contents: Mapping[str, str]) -> dict[str, Any]:
+    commit = git(paths.REPO_ROOT, "rev-parse", "HEAD")
+    return {
+        "created": time.time(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "kit": {"commit": commit.decode().strip() if commit else None},
+        "config_sha256": provenance.text_sha256(contents[SETTINGS]),
+        "packages": [f"{name}=={version}" for name, version in venv.packages().items()],
+    }
+
+
+def described(planned: Plan) -> list[str]:
+    """Say what a preparation here would do."""
+    recipe = planned.settings["recipe"]
+    steps: Sequence[Any] = recipe.get("steps") or []
+    lines = [f"{planned.name}: {planned.engine} on this machine, into {planned.folder}"]
+    lines += [
+        f"  source  {each.get('path') or each.get('repository') or each.get('url')} "
+        f"({each['format']})"
+        for each in recipe["sources"]
+    ]
+    lines += [f"  step    {step_name(step)}: {step_options(step) or 'as usual'}" for step in steps]
+    return lines
+
+
+def _place(source: Mapping[str, Any]) -> Any:
+    return source.get("path") or source.get("repository") or source.get("url")

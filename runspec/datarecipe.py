@@ -1,0 +1,300 @@
+"""A data recipe: sources, steps and outputs; its keys and the check of what is given."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runspec.hints import nearest
+
+FORMATS: dict[str, dict[str, str]] = {
+    # Columns of each format, by the name that the kit gives them.
+    "alpaca": {"instruction": "instruction", "input": "input", "output": "output"},
+    "sharegpt": {"conversations": "conversations"},
+    "messages": {"messages": "messages", "answer": ""},
+    "qa": {"question": "question", "answer": "answer"},
+    "text": {"text": "text"},
+    "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+}
+TYPES = ("json", "jsonl", "csv", "parquet", "hub", "sql", "delta", "iceberg")
+SUFFIXES = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+KINDS = ("text", "number", "whole", "flag")
+ENGINES = ("auto", "duckdb", "spark")
+PERSONAL = ("email", "phone", "iban", "card", "secret")
+
+TOP = {
+    "description": "One line about the training set.",
+    "engine": "auto, duckdb or spark. auto: Spark if more than one node is asked for.",
+    "memory": "What the engine may use before it spills: 2G. Default: half of the memory here.",
+    "threads": "Default: the CPUs that this process may use.",
+    "temp_dir": "Where the engine spills: a disk of the node. Default: TMPDIR or /tmp.",
+    "max_bad_share": "Share of rows that may be unreadable. Default: 0.01.",
+    "seed": "Seed of splits and samples. Default: 0.",
+    "sources": "List of sources.",
+    "steps": "List of steps, in their order.",
+    "output": "format: messages, text or preference; default: as the sources are.",
+    "resources": "What a job asks of Slurm, as in a training recipe.",
+}
+SOURCE = {
+    "name": "Name of the source, for mixtures and reports.",
+    "path": "File, folder or pattern.",
+    "type": f"{', '.join(TYPES)}. Default: by the file's suffix.",
+    "format": f"{', '.join(FORMATS)}.",
+    "columns": "The source's own names of the format's columns: {question: q}.",
+    "keep": "Columns to keep beside the text, with their kinds: {quality: number}.",
+    "repository": "Dataset of the hub: org/name, with a revision after an @.",
+    "split": "Split of a dataset of the hub. Default: train.",
+    "url": "Address of a database, for ibis: postgres://user@host/name.",
+    "query": "SELECT statement for a database.",
+    "encoding": "Default: utf-8.",
+    "max_rows": "Read so many rows of the source at most.",
+}
+# The options of each step; the first one is what a bare value means.
+STEPS: dict[str, tuple[str, ...]] = {
+    "filter": ("where",),
+    "length": ("max", "min", "column"),
+    "language": ("keep", "column"),
+    "quality": ("min", "column"),
+    "exact_duplicates": ("columns", "keep", "normalise"),
+    "near_duplicates": (
+        "jaccard",
+        "ngram",
+        "bands",
+        "rows_per_band",
+        "keep",
+        "action",
+        "column",
+    ),
+    "decontaminate": ("against", "ngram", "min_hits"),
+    "personal_data": PERSONAL,
+    "template": ("prompt", "answer", "system"),
+    "tokens": ("max", "min", "tokenizer"),
+    "mixture": ("weights", "rows"),
+    "cap": ("rows", "by", "keep"),
+    "split": ("shares", "stratify", "group", "like"),
+}
+REQUIRED = {
+    "filter": ("where",),
+    "language": ("keep",),
+    "decontaminate": ("against",),
+    "tokens": ("tokenizer",),
+    "mixture": ("weights",),
+    "cap": ("rows", "by"),
+    "split": ("shares",),
+}
+# A mapping as the whole of these steps is their first option, not their options.
+_MAPPING_FIRST = {"mixture": "weights", "split": "shares"}
+
+
+def faults(config: Mapping[str, Any]) -> list[str]:
+    """Return all faults of a data recipe, one line each."""
+    found = list(_unknown(config, TOP, ""))
+    if config.get("engine", "auto") not in ENGINES:
+        found.append(f"engine must be one of {', '.join(ENGINES)}, got {config['engine']!r}")
+    share = config.get("max_bad_share", 0.01)
+    if not _is_number(share) or not 0 <= share <= 1:
+        found.append(f"max_bad_share must be a number from 0 to 1, got {share!r}")
+    threads = config.get("threads")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        found.append(f"threads must be a whole number, 1 or more, got {threads!r}")
+    memory = config.get("memory")
+    if memory is not None and memory_bytes(memory) is None:
+        found.append(f"memory must be a size such as 2G or 500M, got {memory!r}")
+    sources = config.get("sources")
+    if not isinstance(sources, list) or not sources:
+        found.append("sources is missing: it must be a list of sources, each with path and format")
+    else:
+        for number, source in enumerate(sources):
+            found += _source_faults(source, f"sources.{number}")
+        names = [source_name(each, n) for n, each in enumerate(sources) if isinstance(each, dict)]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            found.append(f"sources: two have the name {name!r}: give each its own name")
+    listed = config.get("steps") or []
+    if not isinstance(listed, list):
+        return [*found, "steps must be a list, one step each: - filter: quality >= 0.85"]
+    for number, step in enumerate(listed):
+        found += _step_faults(step, f"steps.{number}")
+    kinds = [step_name(step) for step in listed if _is_step(step)]
+    if kinds.count("split") > 1:
+        found.append("steps: split is given twice: leave one out")
+    if "split" in kinds and kinds.index("split") != len(kinds) - 1:
+        found.append(
+            "steps: split must be the last step, so that its shares are those of the result"
+        )
+    output = config.get("output") or {}
+    if not isinstance(output, dict):
+        found.append("output must be a block, such as {format: messages}")
+    else:
+        found += _unknown(output, {"format": ""}, "output.")
+        if output.get("format", "messages") not in ("messages", "text", "preference"):
+            found.append(
+                f"output.format must be messages, text or preference, got {output['format']!r}"
+            )
+    return found
+
+
+def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], start: str) -> Iterator[str]:
+    for name in given:
+        if name not in known:
+            yield f"unknown key '{start}{name}'{nearest(str(name), known)}"
+
+
+def _source_faults(source: Any, where: str) -> Iterator[str]:
+    if not isinstance(source, dict):
+        yield f"{where} must be a block with path and format, got {source!r}"
+        return
+    yield from _unknown(source, SOURCE, f"{where}.")
+    places = [key for key in ("path", "repository", "url") if source.get(key)]
+    if len(places) != 1:
+        yield (
+            f"{where} must have one of path, repository and url, got {', '.join(places) or 'none'}"
+        )
+    if source.get("url") and not source.get("query"):
+        yield f"{where}.query is missing: the SELECT statement whose rows are read"
+    form = source.get("format")
+    if form not in FORMATS:
+        hint = nearest(str(form), FORMATS)
+        yield f"{where}.format must be one of {', '.join(FORMATS)}{hint}, got {form!r}"
+    elif isinstance(source.get("columns"), dict):
+        yield from _unknown(source["columns"], FORMATS[form], f"{where}.columns.")
+    elif source.get("columns") is not None:
+        yield f"{where}.columns must be a block such as {{question: q}}, got {source['columns']!r}"
+    if source.get("type") not in (None, *TYPES):
+        hint = nearest(str(source["type"]), TYPES)
+        yield f"{where}.type must be one of {', '.join(TYPES)}{hint}, got {source['type']!r}"
+    keep = source.get("keep") or {}
+    if not isinstance(keep, dict):
+        yield f"{where}.keep must be a block of columns and kinds, such as {{quality: number}}"
+        return
+    for column, kind in keep.items():
+        if kind not in KINDS:
+            yield f"{where}.keep.{column} must be one of {', '.join(KINDS)}, got {kind!r}"
+        if column in OWN_COLUMNS:
+            yield f"{where}.keep.{column}: the kit has a column of that name itself"
+
+
+OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected", "text", "split")
+
+
+def _step_faults(step: Any, where: str) -> Iterator[str]:
+    if not _is_step(step):
+        yield f"{where} must be one step such as 'filter: quality >= 0.85', got {step!r}"
+        return
+    name = step_name(step)
+    if name not in STEPS:
+        yield (
+            f"{where}: there is no step {name!r}{nearest(str(name), STEPS)}; steps: "
+            f"{', '.join(STEPS)}"
+        )
+        return
+    options = step_options(step)
+    yield from _unknown(options, dict.fromkeys(STEPS[name]), f"{where}.{name}.")
+    for needed in REQUIRED.get(name, ()):
+        if options.get(needed) in (None, [], {}):
+            yield f"{where}.{name}.{needed} is missing"
+    yield from _value_faults(name, options, f"{where}.{name}")
+
+
+def _value_faults(name: str, options: Mapping[str, Any], where: str) -> Iterator[str]:
+    whole = {"ngram", "bands", "rows_per_band", "min_hits", "rows"}
+    number = {"min", "max", "jaccard"}
+    for key, value in options.items():
+        if key in whole and value is not None and (type(value) is not int or value < 1):
+            yield f"{where}.{key} must be a whole number, 1 or more, got {value!r}"
+        if key in number and value is not None and not _is_number(value):
+            yield f"{where}.{key} must be a number, got {value!r}"
+    jaccard = options.get("jaccard")
+    if isinstance(jaccard, int | float) and not 0 < jaccard <= 1:
+        yield f"{where}.jaccard must be above 0 and at most 1, got {jaccard!r}"
+    if options.get("action") not in (None, "remove", "mark"):
+        yield f"{where}.action must be remove or mark, got {options['action']!r}"
+    if name == "personal_data":
+        for kind, action in options.items():
+            if kind in PERSONAL and action not in ("mask", "drop", "leave"):
+                yield f"{where}.{kind} must be mask, drop or leave, got {action!r}"
+    if name in _MAPPING_FIRST:
+        yield from _share_faults(name, options.get(_MAPPING_FIRST[name]), where)
+    low, high = options.get("min"), options.get("max")
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+        yield f"{where}: min {low} is above max {high}, so that no row is kept"
+
+
+def _share_faults(name: str, shares: Any, where: str) -> Iterator[str]:
+    if not isinstance(shares, dict) or not shares:
+        yield f"{where} must be a block of names and shares, such as {{train: 0.8, test: 0.2}}"
+        return
+    for key, value in shares.items():
+        if not _is_number(value) or value <= 0:
+            yield f"{where}.{key} must be a number above 0, got {value!r}"
+            return
+        if name == "split" and not str(key).isidentifier():
+            yield f"{where}: {key!r} is no name of a split: use letters, digits and _"
+    if name == "split" and abs(sum(shares.values()) - 1) > 1e-6:
+        words = " + ".join(f"{value:g}" for value in shares.values())
+        yield f"{where}: the shares must add up to 1; {words} = {sum(shares.values()):g}"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_step(step: Any) -> bool:
+    return isinstance(step, str) or (isinstance(step, dict) and len(step) == 1)
+
+
+def step_name(step: str | Mapping[str, Any]) -> str:
+    """Return the kind of a step; one without options is just its name."""
+    return step if isinstance(step, str) else str(next(iter(step)))
+
+
+def step_options(step: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step's options; a bare value is that of its first option."""
+    name = step_name(step)
+    value = None if isinstance(step, str) else step[name]
+    known = STEPS[name]
+    if name in _MAPPING_FIRST and isinstance(value, dict) and not set(value) & set(known):
+        return {_MAPPING_FIRST[name]: value}
+    if isinstance(value, dict):
+        return dict(value)
+    return {} if value is None or value is True else {known[0]: value}
+
+
+def source_name(source: Mapping[str, Any], number: int) -> str:
+    """Return the name of a source: the given one, else that of its file or dataset."""
+    given = source.get("name") or source.get("path") or source.get("repository")
+    text = str(given or f"source{number}")
+    return text if source.get("name") else Path(text.rstrip("/")).name.split(".")[0] or text
+
+
+def source_type(source: Mapping[str, Any], path: Path | None = None) -> str | None:
+    """Return the type of a source, or of one of its files; None if nothing says it."""
+    if source.get("type"):
+        return str(source["type"])
+    if source.get("repository"):
+        return "hub"
+    if source.get("url"):
+        return "sql"
+    suffixes = [each for each in (path or Path(str(source.get("path")))).suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def memory_bytes(text: Any) -> int | None:
+    """Return the bytes of a size such as 2G, None if it is none."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    given = str(text).strip().upper().removesuffix("B").removesuffix("I")
+    digits, unit = (given[:-1], given[-1:]) if given[-1:] in units else (given, "")
+    try:
+        value = float(digits)
+    except ValueError:
+        return None
+    size = int(value * units.get(unit, 1))
+    return size if size > 0 else None

@@ -1,0 +1,94 @@
+"""A prepared training set: the files of its directory, and how a recipe names it.
+
+<datasets root>/prepared/<name>/current -> <version>    the newest one, replaced atomically
+<datasets root>/prepared/<name>/<version>/
+    data/<split>/part-*.parquet      the rows
+    card.json                        what a reader needs: format, splits, counts, hashes
+    lineage.json                     inputs, recipe, versions, engine, counts of each step
+    removed/<step>/part-*.parquet    which rows each step removed, and in favour of which
+    bad_rows.jsonl                   what no format could read, with file, line and reason
+    report.html
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+
+CARD = "card.json"
+LINEAGE = "lineage.json"
+BAD_ROWS = "bad_rows.jsonl"
+REPORT = "report.html"
+DATA = "data"
+REMOVED = "removed"
+CURRENT = "current"
+FOLDER = "prepared"
+COMPONENT = "trainer.data.prepared.prepared_dataset"
+# The keys of a recipe that take prepared:NAME@SPLIT.
+BLOCKS = ("dataset", "dataset_val")
+# Row ids: the number of the input file, then the line or row in it.
+ROW_BITS = 40
+
+_REFERENCE = re.compile(r"prepared:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63})@(?P<split>\w+)")
+
+
+def reference(value: Any) -> tuple[str, str] | None:
+    """Return (name, split) of a text such as prepared:support@train, None for anything else."""
+    found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return (found["name"], found["split"]) if found else None
+
+
+def dataset_block(name: str, split: str, before: Any) -> dict[str, Any]:
+    """Return the dataset block that prepared:NAME@SPLIT stands for.
+
+    before: the block that it replaces, whose packing stays.
+    """
+    kept = ("packed", "split_across_pack", "train_on_input")
+    old = before if isinstance(before, dict) else {}
+    return {
+        "_component_": COMPONENT,
+        "data_dir": f"${{datasets_root}}/{FOLDER}/{name}/{CURRENT}/{DATA}/{split}",
+        **{key: old[key] for key in kept if key in old},
+    }
+
+
+def expanded(value: Any, before: Any = None) -> Any:
+    """Return the block that a text such as prepared:support@train stands for; else the value."""
+    found = reference(value)
+    return dataset_block(*found, before) if found else value
+
+
+def version_folder(data_dir: Path) -> Path | None:
+    """Return the version of a training set that a block's data_dir lies in, None if it is none."""
+    folder = data_dir.resolve()
+    if folder.parent.name == DATA and (folder.parent.parent / CARD).is_file():
+        return folder.parent.parent
+    return None
+
+
+def card_of(data_dir: Path) -> dict[str, Any] | None:
+    """Return the card of the training set that data_dir belongs to, None if it has none."""
+    version = version_folder(data_dir)
+    card = files.read_json_or_none(version / CARD) if version else None
+    return card if isinstance(card, dict) else None
+
+
+def changes(data_dir: Path) -> list[str]:
+    """Say what differs between a split's files and its card; a touched file is hashed again."""
+    version, card = version_folder(data_dir), card_of(data_dir)
+    if version is None or card is None:
+        return [f"{data_dir} has no {CARD}"]
+    split = data_dir.resolve().name
+    noted = {each["file"]: each for each in card["splits"].get(split, {}).get("files", [])}
+    there = {str(path.relative_to(version)) for path in data_dir.resolve().glob("*.parquet")}
+    found = [f"{name} is gone" for name in sorted(set(noted) - there)]
+    found += [f"{name} was added" for name in sorted(there - set(noted))]
+    for name in sorted(there & set(noted)):
+        facts, known = (version / name).stat(), noted[name]
+        same = facts.st_size == known["bytes"]
+        if same and facts.st_mtime_ns != known["mtime_ns"]:
+            same = files.sha256(version / name) == known["sha256"]
+        if not same:
+            found.append(f"{name} has changed")
+    return found

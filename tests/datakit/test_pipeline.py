@@ -1,0 +1,162 @@
+"""A whole preparation: nothing is done twice, and a set appears whole or not at all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ibis
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from datakit import output
+from datakit import run as preparation
+from datakit.engines import tasks
+from datakit.engines.duck import DuckEngine
+from datakit.errors import DataError
+from runspec import prepared
+from tests.datakit.kit import lines, qa, written
+
+STEPS = ["exact_duplicates", "personal_data", {"split": {"train": 0.8, "val": 0.2}}]
+
+
+def settings(folder: Path, name: str = "set", **more) -> dict:
+    recipe = {"sources": [{"path": "data.jsonl", "format": "qa"}], "steps": STEPS, "threads": 1}
+    where = {"name": name, "root": str(folder / "datasets"), "base": str(folder)}
+    return {**where, "engine": "duckdb", "recipe": {**recipe, **more}}
+
+
+@pytest.fixture
+def raw(tmp_path) -> Path:
+    records = [qa(f"question {n}", f"answer {n % 60} me{n % 60}@x.org") for n in range(90)]
+    lines(tmp_path / "data.jsonl", [*records, records[0], records[1], "{broken"])
+    return tmp_path
+
+
+def test_what_a_set_holds(raw):
+    told = preparation.prepare(settings(raw, max_bad_share=0.1))
+    folder = Path(told["folder"])
+    assert (raw / "datasets/prepared/set/current").resolve() == folder
+    found = written(folder / "data")
+    assert len(found) == 90 == told["rows"] and sum(told["splits"].values()) == 90
+    assert found[0]["messages"] == [
+        {"role": "user", "content": "question 0"},
+        {"role": "assistant", "content": "answer 0 [EMAIL]"},
+    ]
+    lineage = json.loads((folder / "lineage.json").read_text())
+    assert [step["rows_out"] for step in lineage["steps"]] == [90, 90, 90]
+    assert lineage["steps"][0]["samples"][0]["kept_id"] == 1
+    assert lineage["steps"][1]["changed"][0]["after"].endswith("[EMAIL]")
+    assert lineage["bad_rows"] == 1 and 'line": 93' in (folder / "bad_rows.jsonl").read_text()
+    removed = pq.read_table(folder / "removed" / "01-exact_duplicates").to_pylist()
+    assert {(row["_id"], row["kept_id"]) for row in removed} == {(91, 1), (92, 2)}
+    page = (folder / "report.html").read_text()
+    assert "question 0" in page and "<script" not in page
+    assert not prepared.changes(folder / "data" / "train")
+    assert not (folder.parent / ".work").exists()
+    # The same rows again are the same version, and another recipe is another one.
+    assert preparation.prepare(settings(raw, max_bad_share=0.1))["folder"] == told["folder"]
+    other = preparation.prepare(settings(raw, max_bad_share=0.1, seed=1))
+    assert other["folder"] != told["folder"] and folder.is_dir()
+    part = next((folder / "data" / "train").glob("*.parquet"))
+    pq.write_table(pq.read_table(part).slice(1), part)
+    assert prepared.changes(folder / "data" / "train") == [f"data/train/{part.name} has changed"]
+
+
+def test_the_hash_is_of_the_rows_and_not_of_their_order(tmp_path):
+    hashes = ["%032x" % (n * 7919) for n in range(100)]
+    for name, order in (("a", hashes), ("b", hashes[::-1]), ("c", hashes[:-1])):
+        pq.write_table(pa.table({"md5": order}), tmp_path / name, row_group_size=30)
+    assert output.content_hash(tmp_path / "a") == output.content_hash(tmp_path / "b")
+    assert output.content_hash(tmp_path / "a") != output.content_hash(tmp_path / "c")
+
+
+def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
+    """The run is killed when it writes its output; the next one does no step again."""
+    given = settings(raw, max_bad_share=0.1)
+    file = raw / "settings.json"
+    file.write_text(json.dumps(given))
+    killed = (
+        "import os, sys; from datakit import output, run; "
+        "output._splits = lambda folder: os.kill(os.getpid(), 9); run.main()"
+    )
+    argv = [sys.executable, "-c", killed, str(file)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder = raw / "datasets" / "prepared" / "set"
+    assert not (folder / "current").exists() and list(folder.glob(".tmp-*"))
+    times = {path: path.stat().st_mtime_ns for path in (folder / ".work").rglob("*.parquet")}
+    assert len(times) >= 4
+    kept = {}
+    before = output.write
+
+    def look(*arguments):
+        kept.update({path: path.stat().st_mtime_ns for path in times})
+        return before(*arguments)
+
+    monkeypatch.setattr(output, "write", look)
+    told = preparation.prepare(given)
+    assert kept == times and told["rows"] == 90 and not list(folder.glob(".tmp-*"))
+
+
+def test_two_runs_on_one_name_do_not_mix(raw):
+    with (
+        preparation._alone(raw / "datasets" / "prepared" / "set"),
+        pytest.raises(DataError, match=f"another run .process {os.getpid()} on .* prepares set"),
+    ):
+        preparation.prepare(settings(raw, max_bad_share=0.1))
+
+
+def die_once(target: Path, mark: str) -> None:
+    """A task whose process is killed the first time."""
+    if not Path(mark).exists():
+        Path(mark).touch()
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    target.write_text("done")
+
+
+def test_a_killed_worker_costs_its_task(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    jobs = [
+        tasks.Task(
+            "tests.datakit.test_pipeline:die_once",
+            str(tmp_path / f"{n}.out"),
+            {"mark": str(tmp_path / ("mark" if n == 1 else "data"))},
+        )
+        for n in range(3)
+    ]
+    (tmp_path / "data").touch()
+    seen = []
+    tasks.run_here(jobs, 2, lambda: seen.append(1))
+    assert [path.read_text() for path in sorted(tmp_path.glob("*.out"))] == ["done"] * 3
+    assert (tmp_path / "mark").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.long
+def test_memory_is_capped_and_the_rest_spills(tmp_path, duck):
+    """Two million rows are sorted within 100 MB: what does not fit goes to the disk."""
+    small = DuckEngine(200 * 2**20, tmp_path, 1)
+    try:
+        numbers = ibis.range(2_000_000).unnest().name("n").as_table()
+        table = numbers.mutate(key=numbers.n.cast("string").hexdigest("md5"))
+        small.write(table.order_by("key"), tmp_path / "sorted")
+        limit = small.con.raw_sql("SELECT current_setting('memory_limit')").fetchone()
+        assert limit == ("100.0 MiB",)
+        assert pq.read_table(tmp_path / "sorted", columns=["key"])["key"][0].as_py() < "0001"
+    finally:
+        small.close()
+    assert not list(tmp_path.glob("cookbook-duckdb-*"))
+
+
+def test_no_disk_for_spilling(raw, monkeypatch):
+    with pytest.raises(DataError, match="temp_dir: there is no folder /nowhere"):
+        preparation.prepare(settings(raw, temp_dir="/nowhere"))
+    monkeypatch.setattr(preparation, "_LEAST_FREE", 2**62)
+    with pytest.raises(DataError, match="MiB free, and the engine spills there"):
+        preparation.prepare(settings(raw))
+    assert not list((raw / "datasets" / "prepared" / "set").glob("[!.]*"))

@@ -1,0 +1,176 @@
+"""Each step: which rows it keeps, changes and removes, and what it says of wrong options."""
+
+import json
+import random
+
+import pytest
+
+from datakit.errors import DataError
+from tests.datakit.kit import lines, qa, rows, run
+
+
+def answers(made, on) -> list[str]:
+    return [row["answer"] for row in rows(made, on)]
+
+
+def test_conditions_and_lengths(tmp_path, duck):
+    records = [
+        qa("short", "a", quality=0.9, kind="x"),
+        qa("a longer question", "b", quality=0.85, kind="y"),
+        qa("a longer question", "c", quality=0.2, kind="y"),
+        qa("a longer question", "d", quality=None, kind="z"),
+    ]
+    lines(tmp_path / "data.jsonl", records)
+    source = {"keep": {"quality": "number", "kind": "text"}}
+    steps = [{"filter": "quality >= 0.85 and not contains(kind, 'q')"}]
+    assert answers(run(tmp_path, steps, duck, source=source), duck) == ["a", "b"]
+    steps = [{"length": {"min": 10, "column": "prompt"}}]
+    assert answers(run(tmp_path, steps, duck, source=source), duck) == ["b", "c", "d"]
+    steps = [{"filter": "kind in ['x', 'z'] or 10 < len(text) * quality <= 20"}]
+    assert answers(run(tmp_path, steps, duck, source=source), duck) == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        ("qualty > 1", "no column 'qualty' (did you mean quality?)"),
+        ("__import__('os').system('id')", "cannot be used in a condition"),
+        ("quality >", "cannot read the condition"),
+        ("quality + 1", "is no condition"),
+        ("quality == [1]", "cannot be used in a condition"),
+        ("len(quality) > 2", "does not fit its columns"),
+    ],
+)
+def test_a_wrong_condition_is_one_line(tmp_path, duck, condition, words):
+    lines(tmp_path / "data.jsonl", [qa("q", "a", quality=1)])
+    source = {"keep": {"quality": "number"}}
+    with pytest.raises(DataError) as error:
+        run(tmp_path, [{"filter": condition}], duck, source=source)
+    (fault,) = error.value.faults
+    assert words in fault and "\n" not in fault and error.value.exit_code == 2
+
+
+def test_exact_duplicates_keep_the_first_or_the_best(tmp_path, duck):
+    records = [qa("q", "a", n=1), qa("q", "A!", n=3), qa("q", "a", n=2), qa("p", "a", n=0)]
+    lines(tmp_path / "data.jsonl", records)
+    source = {"keep": {"n": "whole"}}
+    steps = ["exact_duplicates"]
+    assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [1, 3, 0]
+    steps = [{"exact_duplicates": {"keep": "n"}}]
+    assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [3, 2, 0]
+    steps = [{"exact_duplicates": {"normalise": True, "keep": "n"}}]
+    assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [3, 0]
+    steps = [{"exact_duplicates": {"columns": ["answer"], "keep": "-n"}}]
+    assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [3, 0]
+
+
+PERSONAL = [
+    ("write to jo.h-n+1@mail.example.co.uk.", "write to [EMAIL]."),
+    ("IBAN DE89 3704 0044 0532 0130 00 ok", "IBAN [IBAN] ok"),
+    ("IBAN DE89 3704 0044 0532 0130 01 no", "IBAN DE89 3704 0044 0532 0130 01 no"),
+    ("card 4111 1111 1111 1111.", "card [CARD]."),
+    ("card 4111 1111 1111 1112.", "card 4111 1111 1111 1112."),
+    ("call +49 170 1234567 now", "call [PHONE] now"),
+    ("call (030) 1234-5678 now", "call [PHONE] now"),
+    ("order 1234567 of 2026-11-22, 10.5.3.20", "order 1234567 of 2026-11-22, 10.5.3.20"),
+]
+
+
+def test_personal_data_is_masked_and_secrets_are_dropped(tmp_path, duck):
+    key = "hf_" + "a1B2" * 8
+    chat = [
+        {"role": "user", "content": "one\nmail@example.org"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "four"},
+    ]
+    records = [{"messages": chat}]
+    records += [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
+        for text in [*(text for text, _ in PERSONAL), f"my key is {key}"]
+    ]
+    lines(tmp_path / "data.jsonl", records)
+    made = run(tmp_path, ["personal_data"], duck, source={"format": "messages"})
+    first, *others = rows(made, duck)
+    assert json.loads(first["messages"])[0]["content"] == "one\n[EMAIL]"
+    assert first["prompt"] == "one\n[EMAIL]\ntwo\nthree"
+    assert [row["answer"] for row in others] == [masked for _, masked in PERSONAL]
+    found = made.records[0]["notes"]["rows_with"]
+    assert found == {"email": 2, "phone": 2, "iban": 1, "card": 1, "secret": 1}
+    steps = [{"personal_data": {"email": "drop", "secret": "leave", "phone": "leave"}}]
+    made = run(tmp_path, steps, duck, source={"format": "messages"})
+    texts = answers(made, duck)
+    assert len(texts) == 8 and texts[-1].endswith(key) and "call +49 170 1234567 now" in texts
+
+
+def test_templates_set_prompt_and_system_and_cannot_reach_the_system(tmp_path, duck):
+    lines(tmp_path / "data.jsonl", [qa("q{}", "a", kind="bill")])
+    source = {"keep": {"kind": "text"}}
+    template = {"prompt": "Kind: {{ kind }}\n{{ prompt }}", "system": "Be {{ 'brief' }}."}
+    made = run(tmp_path, [{"template": template}], duck, source=source)
+    (row,) = rows(made, duck)
+    assert row["prompt"] == "Kind: bill\nq{}"
+    told = json.loads(row["messages"])
+    assert [each["role"] for each in told] == ["system", "user", "assistant"]
+    assert told[0]["content"] == "Be brief."
+    for text, words in (
+        ("{{ promt }}", "unknown field 'promt' (did you mean prompt?)"),
+        ("{{ kind", "fix the template"),
+        ("{{ kind.__class__.__mro__[1].__subclasses__() }}", "fix the template"),
+    ):
+        with pytest.raises(DataError) as error:
+            run(tmp_path, [{"template": {"prompt": text}}], duck, source=source)
+        assert words in error.value.faults[0]
+
+
+def test_evaluation_texts_are_removed(tmp_path, duck):
+    chance = random.Random(2)
+    words = [f"w{n}" for n in range(500)]
+    test = " ".join(chance.choices(words, k=30))
+    inside = " ".join([*chance.choices(words, k=20), *test.split()[5:18], "end"])
+    almost = " ".join([*chance.choices(words, k=20), *test.split()[5:17], "end"])
+    lines(tmp_path / "data.jsonl", [qa("q", test), qa("q", inside), qa("q", almost)])
+    lines(tmp_path / "eval.jsonl", [{"label": "bill", "turns": [{"text": test}]}])
+    made = run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck)
+    assert answers(made, duck) == [almost]
+
+
+def test_languages(tmp_path, duck):
+    records = [
+        qa("Where is my order?", "It was sent yesterday and arrives on Monday."),
+        qa("Wo ist meine Bestellung?", "Sie wurde gestern verschickt und kommt am Montag an."),
+    ]
+    lines(tmp_path / "data.jsonl", records)
+    made = run(tmp_path, [{"language": "de"}], duck)
+    assert [row["language"] for row in rows(made, duck)] == ["de"]
+    assert made.records[0]["notes"]["languages"] == {"de": 1, "en": 1}
+    with pytest.raises(DataError, match="'german' is not known"):
+        run(tmp_path, [{"language": "german"}], duck)
+
+
+def test_quality_is_the_share_of_rules_met(tmp_path, duck):
+    good = "The parcel was sent on Monday, and it arrives within two days."
+    bad = "## ## 12 34 56 ## ... ... 99 ## ## 1 2 3 ##"
+    lines(tmp_path / "data.jsonl", [qa("Where is it?", good), qa("??", bad)])
+    made = run(tmp_path, [{"quality": 0.7}], duck)
+    (row,) = rows(made, duck)
+    assert row["answer"] == good and row["quality_score"] == 1.0
+
+
+def test_mixtures_and_caps(tmp_path, duck):
+    lines(tmp_path / "a.jsonl", [qa("q", f"a{n}") for n in range(100)])
+    lines(tmp_path / "b.jsonl", [qa("q", f"b{n}") for n in range(30)])
+    sources = [{"path": f"{name}.jsonl", "format": "qa"} for name in "ab"]
+    weights = {"mixture": {"a": 2, "b": 1}}
+    made = run(tmp_path, [weights], duck, sources=sources)
+    first = answers(made, duck)
+    assert [sum(text[0] == name for text in first) for name in "ab"] == [60, 30]
+    # Rows that are added do not exchange the others.
+    lines(tmp_path / "a.jsonl", [qa("q", f"a{n}") for n in range(110)])
+    again = set(answers(run(tmp_path, [weights], duck, sources=sources), duck))
+    assert len(again & set(first)) > 80
+    capped = run(tmp_path, [{"cap": {"by": "source", "rows": 7}}], duck, sources=sources)
+    assert capped.rows.count == 14
+    with pytest.raises(DataError, match="180 of a, which has 110: set rows=90 or less"):
+        steps = [{"mixture": {"weights": {"a": 2, "b": 1}, "rows": 270}}]
+        run(tmp_path, steps, duck, sources=sources)

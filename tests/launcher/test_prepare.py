@@ -1,0 +1,118 @@
+"""cookbook prepare and cookbook data, as a user types them."""
+
+import json
+
+import pytest
+
+from launcher.checks import files
+from launcher.recipes import recipe as recipes
+from tests.datakit.kit import lines, qa
+
+RECIPE = """
+sources:
+  - path: raw.jsonl
+    format: qa
+    keep: {quality: number}
+steps:
+  - filter: quality >= 0.5
+  - exact_duplicates
+  - split: {train: 0.8, val: 0.2}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe file, its data beside it."""
+    records = [qa(f"question {n}", f"answer {n % 70}", quality=n % 4 / 3) for n in range(200)]
+    lines(tmp_path / "raw.jsonl", records)
+    path = tmp_path / "mine.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_from_raw_data_to_a_dataset_of_a_recipe(user, recipe, tmp_path):
+    plan = user.cookbook("prepare", recipe, "--dry-run")
+    assert plan.returncode == 0 and "step    filter: {'where': 'quality >= 0.5'}" in plan.stdout
+    preview = user.cookbook("prepare", recipe, "--preview", "--rows", "20")
+    assert preview.returncode == 0 and "01-filter: 20 -> 10 rows" in preview.stdout
+    assert not user.root.exists()
+    done = user.cookbook("prepare", recipe, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["rows"] == 100 and set(told["splits"]) == {"train", "val"}
+    other = user.cookbook("prepare", recipe, "steps.0.filter=quality >= 0.9", "--name", "strict")
+    assert other.returncode == 0, other.stderr
+    assert "prepared strict: 50 rows" in other.stdout
+    listed = user.cookbook("data", "show")
+    assert [line.split()[:2] for line in listed.stdout.splitlines()[1:]] == [
+        ["mine", "100"],
+        ["strict", "50"],
+    ]
+    shown = user.cookbook("data", "show", "mine")
+    assert "step     01-filter                       200 ->          100" in shown.stdout
+    origin = user.cookbook("data", "show", "mine", "--row", "3")
+    assert origin.stdout.strip() == f"{tmp_path}/raw.jsonl, line 3"
+    diff = user.cookbook("data", "diff", "mine", "strict").stdout
+    assert "step 1: filter: quality >= 0.5 and filter: quality >= 0.9" in diff
+    assert "01-filter removed 100 and 150 rows" in diff
+    # The set is a dataset of a recipe, which check looks at.
+    loaded = recipes.load("demo", ["dataset=prepared:mine@train", "dataset_val=prepared:mine@val"])
+    block = loaded.resolved(user.root, "run")["dataset"]
+    folder = user.root / "datasets/prepared/mine/current/data/train"
+    assert block["data_dir"] == str(folder) and block["packed"] is False
+    part = next(folder.glob("*.parquet"))
+    part.write_bytes(part.read_bytes()[:-1])
+    for split, words in (
+        ("train", "has changed since it was prepared"),
+        ("trian", "does not exist: it has train, val"),
+        ("val", ""),
+    ):
+        found = files._prepared("dataset", folder.with_name(split))
+        assert [words in each.line for each in found] == [True] * bool(words)
+    assert "warning  train: data/train" in user.cookbook("data", "show", "mine").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["steps.0={filtr: a > 1}"], "there is no step 'filtr' (did you mean filter?)"),
+        (["steps.2={split: {train: 0.8, val: 0.1}}"], "must add up to 1; 0.8 + 0.1 = 0.9"),
+        (["steps.7.filter=a"], "steps has 3 places, steps.0 to steps.2"),
+        (["sources.0.format=qna"], "sources.0.format must be one of"),
+        (["engine=duckdb", "--nodes", "2"], "duckdb runs on one node, and 2 are asked for"),
+        (["--watch"], "nothing is queued without --nodes"),
+        (["resources.gpus_per_node=8"], "resources.gpus_per_node is not used"),
+        (["sources.0.path=no.jsonl"], "no.jsonl: fix path of the source"),
+        (["steps.0.filter=qualty > 1"], "there is no column 'qualty' (did you mean quality?)"),
+    ],
+)
+def test_what_is_wrong_is_one_line(user, recipe, arguments, words):
+    done = user.cookbook("prepare", recipe, *arguments)
+    assert done.returncode in (1, 2) and words in done.stderr, done.stderr
+    assert all(line.startswith(("error: ", "00-read")) for line in done.stderr.splitlines())
+    folder = user.root / "datasets" / "prepared" / "mine"
+    assert not list(folder.glob("[!.]*"))
+
+
+def test_a_job_on_one_node(slurm_user, recipe):
+    shown = slurm_user.cookbook("prepare", recipe, "--nodes", "1", "--mem", "4G", "--dry-run")
+    assert "#SBATCH --mem=4G\n" in shown.stdout and "gpu" not in shown.stdout.lower().replace(
+        "# it looks at gpus, and no gpu is used", ""
+    )
+    done = slurm_user.cookbook("prepare", recipe, "--nodes", "1", "--watch")
+    assert done.returncode == 0, done.stderr
+    assert "COMPLETED" in done.stdout
+    assert "mine" in slurm_user.cookbook("data", "show").stdout
+
+
+@pytest.mark.long
+def test_spark_on_two_nodes_gives_what_duckdb_gives(slurm_user, recipe):
+    pytest.importorskip("pyspark")
+    here = slurm_user.cookbook("prepare", recipe, "--name", "here")
+    assert here.returncode == 0, here.stderr
+    done = slurm_user.cookbook("prepare", recipe, "memory=600M", "--nodes", "2", "--watch")
+    assert done.returncode == 0, done.stderr
+    (run,) = slurm_user.runs()
+    assert list((run / "spark_events").iterdir())
+    diff = slurm_user.cookbook("data", "diff", "here", "mine").stdout
+    assert diff.strip() == "engine: duckdb and spark"
