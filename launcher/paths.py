@@ -11,6 +11,9 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 RECIPES = REPO_ROOT / "configs" / "recipes"
 BASES = REPO_ROOT / "configs" / "base"
 CLUSTERS = REPO_ROOT / "configs" / "clusters"
+EVALS = REPO_ROOT / "configs" / "evals"
+GATES = REPO_ROOT / "configs" / "gates"
+SERVE = REPO_ROOT / "configs" / "serve"
 GPUS = REPO_ROOT / "configs" / "gpus.yaml"
 TEMPLATES = REPO_ROOT / "templates"
 # What cookbook download writes into a model's folder.

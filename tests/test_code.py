@@ -19,7 +19,7 @@ FLOORS = [
     ["launcher.recipes", "launcher.executors"],
     ["launcher.site"],
     ["launcher.runs", "launcher.sizing", "launcher.render"],
-    ["launcher.checks", "launcher.observe", "launcher.hub"],
+    ["launcher.checks", "launcher.observe", "launcher.hub", "launcher.tracking"],
     ["launcher.workflows"],
     ["launcher.cli", "launcher.__main__", "launcher"],
     ["trainer.errors", "trainer.config"],
