@@ -1,4 +1,4 @@
-"""Evaluate a finished model, alone or against another: torchrun ... -m trainer.evaluate <run>/train.yaml
+"""Evaluate a finished model, alone or against another: -m trainer.evaluate <run>/train.yaml
 
 Each rank answers its own shards of the samples and saves each; a start after a kill goes on with
 the shards that are missing. Rank 0 computes the table once all are there. What a sample gets does

@@ -85,9 +85,9 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
             if as_json:
                 click.echo(json.dumps(known, indent=1))
                 return
-            for each, aliases in known.items():
+            for one, aliases in known.items():
                 listed = ", ".join(f"{alias} v{number}" for alias, number in aliases.items())
-                click.echo(f"{each}  {listed}")
+                click.echo(f"{one}  {listed}")
             if not known:
                 note("no model is registered yet: cookbook register RUN --as NAME")
             return
@@ -100,8 +100,8 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
         click.echo(json.dumps(told, indent=1))
         return
     for each in versions:
-        aliases = f"  [{', '.join(each.aliases)}]" if each.aliases else ""
-        click.echo(f"v{each.number}{aliases}  {_time(each.created)}  {each.folder}")
+        named = f"  [{', '.join(each.aliases)}]" if each.aliases else ""
+        click.echo(f"v{each.number}{named}  {_time(each.created)}  {each.folder}")
         shown = ("run", "job_id", "gpu_hours", "commit", "data_sha256")
         facts = [f"{key} {str(each.tags[key])[:40]}" for key in shown if each.tags.get(key)]
         facts += [f"{k[5:]} {v}" for k, v in sorted(each.tags.items()) if k.startswith("eval.")]

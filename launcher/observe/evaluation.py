@@ -29,9 +29,10 @@ def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
     theirs = result.get("against")
     yield plain(f"{result.get('suite')}: {ours.get('name')}" + _versus(theirs))
     settings = result.get("settings") or {}
+    share = 100 * float(settings.get("confidence") or 0)
     yield (
         f"seed {settings.get('seed')}, {settings.get('dtype')}, {_decoding(settings)}, template "
-        f"{settings.get('template')}; intervals at {100 * float(settings.get('confidence') or 0):g}%"
+        f"{settings.get('template')}; intervals at {share:g}%"
     )
     rows = [["TASK", "METRIC", "GROUP", "N", "THIS MODEL", *(_COMPARED if theirs else [])]]
     for task, block in (result.get("tasks") or {}).items():
@@ -92,12 +93,12 @@ def _notes(result: Mapping[str, Any]) -> Iterator[str]:
         if found:
             overlap = next((v for k, v in found.items() if k.startswith("overlap")), 0)
             yield (
-                f"{task}: of {found['samples']:,} samples the training set holds {found['exact']:,} "
-                f"as a whole, and shares 13 words in a row with {overlap:,}"
+                f"{task}: of {found['samples']:,} samples the training set holds "
+                f"{found['exact']:,} as a whole, and shares 13 words in a row with {overlap:,}"
             )
         for side, count in (block.get("too_long") or {}).items():
             if count:
-                yield f"{task}: {count:,} samples are too long for the model ({side}): scored as wrong"
+                yield f"{task}: {count:,} samples are too long ({side}): scored as wrong"
         if block.get("kind") == "perplexity" and result.get("against"):
             yield f"{task}: the difference is in nats per token"
 

@@ -226,6 +226,7 @@ def find(folder: Path, name: str) -> Path:
     if not path.is_file():
         known = sorted(each.stem for each in folder.glob("*.yaml"))
         raise UsageFault(
-            f"there are no gates {name!r}{nearest(name, known)}: one of {', '.join(known)}, or a path"
+            f"there are no gates {name!r}{nearest(name, known)}: one of "
+            f"{', '.join(known)}, or a path"
         )
     return path

@@ -28,7 +28,7 @@ RUN_TAG = "cookbook.run"
 
 
 def import_runs(client: Any, store: Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
-    """Write runs into the store; yield each run's name and what was done, or why it was passed over.
+    """Write runs into the store; yield each run's name and what was done or why not.
 
     One run that cannot be read keeps no other from being imported.
     """
@@ -112,7 +112,7 @@ def _experiment(client: Any, store: Store, name: str) -> str:
 def _parameters(
     client: Any, run_id: str, settings: Mapping[str, Any], before: Mapping[str, str]
 ) -> dict[str, str]:
-    """Log the settings; return as tags those that a resume changed, since MLflow keeps the first."""
+    """Log the settings; return as tags those that a resume changed: MLflow keeps the first."""
     from mlflow.entities import Param
 
     texts = {key: _text(value) for key, value in settings.items()}
@@ -180,7 +180,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
     tasks = result.get("tasks")
     for task, block in tasks.items() if isinstance(tasks, dict) else ():
         for metric, groups in (block.get("metrics") or {}).items():
-            value = ((groups.get("all") or {}).get("candidate") or {}).get("value")
+            value: Any = ((groups.get("all") or {}).get("candidate") or {}).get("value")
             if _is_figure(value):
                 found[f"{result.get('suite')}.{task}.{metric}"] = float(value)
     return found

@@ -1,4 +1,4 @@
-"""Registered models: versions by reference or by copy, aliases, and who changed them, when and why."""
+"""Registered models: versions by reference or by copy, aliases, and the history of both."""
 
 import getpass
 import json
@@ -204,6 +204,7 @@ def _write_model(place: Path, folder: Path, copy: bool) -> None:
         (place / "model").symlink_to(folder.resolve())
     settings = files.read_json_or_none(folder / "config.json")
     if isinstance(settings, dict):
+        dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
         kinds = settings.get("architectures") or ["AutoModelForCausalLM"]
         (place / "components").mkdir()
         (place / "components" / "tokenizer").symlink_to(Path("..") / "model")
@@ -218,7 +219,7 @@ def _write_model(place: Path, folder: Path, copy: bool) -> None:
             source_model_name=folder.name,
             task="text-generation",
             tokenizer_type="PreTrainedTokenizerFast",
-            torch_dtype=f"torch.{settings.get('dtype') or settings.get('torch_dtype') or 'float32'}",
+            torch_dtype=f"torch.{dtype}",
         )
         model.add_flavor("python_function", loader_module="mlflow.transformers", python_version="3")
     (place / "input_example.json").write_text(json.dumps(example) + "\n", encoding="utf-8")

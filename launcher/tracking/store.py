@@ -1,4 +1,4 @@
-"""Opening MLflow's store: SQLite beside the runs, written by one process, or a server by its URI."""
+"""Opening MLflow's store: SQLite beside the runs that one process writes, or a server."""
 
 import fcntl
 import logging

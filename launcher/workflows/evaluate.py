@@ -1,4 +1,4 @@
-"""From a model and a suite to an evaluation job: what is evaluated, against what, and by which file."""
+"""From a model and a suite to an evaluation job: what is evaluated, against what, by which file."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

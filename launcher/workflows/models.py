@@ -1,11 +1,12 @@
 """What a user may name where a model is wanted: a run, a folder, or models:/NAME@ALIAS."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.checks.files import whole
 from launcher.errors import UsageFault
+from launcher.recipes.recipe import Recipe
 from launcher.runs import directory
 from launcher.runs.directory import Run
 from launcher.runs.find import find
@@ -81,6 +82,17 @@ def registered(site: Site, uri: str) -> registry.Version:
     store = stores.at(site.root, site.tracking)
     with stores.opened(store, write=False) as client:
         return registry.version(client, name, alias or number)
+
+
+def in_recipe(recipe: Recipe, site: Site) -> Recipe:
+    """Return a recipe whose checkpoint_dir is a folder where it named models:/NAME@ALIAS."""
+    block = recipe.config.get("checkpointer")
+    given = block.get("checkpoint_dir") if isinstance(block, dict) else None
+    if not (isinstance(block, dict) and isinstance(given, str) and given.startswith("models:/")):
+        return recipe
+    folder = str(resolve(site, given).folder)
+    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": folder}}
+    return replace(recipe, config=config)
 
 
 def _run_of(folder: Path) -> Run | None:

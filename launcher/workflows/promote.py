@@ -121,7 +121,8 @@ def rollback(site: Site, name: str, alias: str, why: str | None) -> tuple[int, V
         before = registry.previous(store, name, alias, now)
         if before is None:
             raise UsageFault(
-                f"{alias} of {name} has named no version before v{now}: see cookbook registry {name}"
+                f"{alias} of {name} has named no version before v{now}: see "
+                f"cookbook registry {name}"
             )
         registry.version(client, name, str(before))
         registry.set_alias(

@@ -1,4 +1,4 @@
-"""The result of an evaluation: every metric of both models, overall and by group, and the samples."""
+"""The result of an evaluation: every metric of both models, by group, and the samples."""
 
 import json
 import math

@@ -16,7 +16,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """Return text as SQuAD's official script compares it: lower case, no punctuation or articles."""
+    """Return text as SQuAD's script compares it: lower case, no punctuation or articles."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 

@@ -1,4 +1,4 @@
-"""Bootstrap intervals and paired tests of scores per sample; the same seed gives the same numbers."""
+"""Bootstrap intervals and paired tests of scores per sample; one seed gives one answer."""
 
 import math
 
