@@ -28,6 +28,8 @@ _COMMANDS = {
     "replay": ("results", "Submit a run again from its provenance."),
     "profile": ("profile", "Say where the time of a run's profiled steps goes."),
     "eval": ("evaluate", "Evaluate a model, alone or against another."),
+    "serve": ("serve", "Serve a model under OpenAI's protocol, as a job."),
+    "query": ("query", "Ask a served model, once or a whole file."),
     "register": ("registry", "Register a model as the next version of a name."),
     "promote": ("registry", "Give an alias to a version that passes its gates."),
     "registry": ("registry", "List registered models, versions and their history."),

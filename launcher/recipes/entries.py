@@ -18,6 +18,7 @@ from launcher.recipes import stock
 from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, task_faults
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
+from runspec.keys.serve import SERVE
 from runspec.keys.sft import SFT
 
 if TYPE_CHECKING:
@@ -108,6 +109,11 @@ ENTRIES = {
         command=trainer_command("trainer.evaluate"),
         resumes=True,
         faults=task_faults,
+    ),
+    "serve": Entry(
+        keys={**COMMON, **SERVE},
+        command=trainer_command("serving.replica"),
+        resumes=True,
     ),
     "torchtune:": Entry(
         keys={**COMMON, **_TORCHTUNE},

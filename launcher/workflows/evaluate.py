@@ -94,7 +94,7 @@ def plan(
     if other is not None:
         settings |= {"against": str(other.folder), "against_name": other.name}
     if candidate.run is not None and not recipe.config.get("training_data"):
-        settings["training_data"] = _training_data(candidate.run)
+        settings["training_data"] = training_data(candidate.run)
     return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
 
 
@@ -120,7 +120,7 @@ def _base(candidate: Model) -> Model:
     return models.of_folder(Path(str(folder)))
 
 
-def _training_data(run: Run) -> list[str]:
+def training_data(run: Run) -> list[str]:
     """Return the JSON lines files that a run was trained on and that are still there."""
     listed = run.provenance.get("data")
     names = [str(each.get("file")) for each in listed or [] if isinstance(each, dict)]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, TASK
 from runspec.keys.key import REQUIRED, Key, may_change
+from runspec.keys.serve import SERVE
 from runspec.keys.sft import GROUPS, SFT
 
 _INTRODUCTION = """\
@@ -33,6 +34,7 @@ def markdown() -> str:
     sections += [
         _section("`entry: eval`", EVAL.values()),
         _section("`entry: eval`. A task, under `tasks.NAME`", TASK.values()),
+        _section("`entry: serve`", SERVE.values()),
         _section("`entry: script:PATH`", SCRIPT.values()),
     ]
     return "\n".join([_INTRODUCTION, *sections])
@@ -49,7 +51,7 @@ def _row(key: Key) -> str:
         default = "" if key.default is None else f"`{json.dumps(key.default)}`"
     change = (
         "may change"
-        if may_change({**COMMON, **SFT, **SCRIPT, **EVAL, **TASK}, key.name)
+        if may_change({**COMMON, **SFT, **SCRIPT, **EVAL, **TASK, **SERVE}, key.name)
         else "same"
     )
     text = f"{key.help} Not used: {key.unused}." if key.unused else key.help
