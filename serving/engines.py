@@ -21,9 +21,10 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is started, and its address: a socket, or a port of loopback with a key."""
+    """How an engine is started, what it calls its model, and its address: a socket or a port."""
 
     argv: list[str]
+    model: str
     socket: Path | None
     port: int = 0
 
@@ -55,14 +56,14 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: 
         argv += ["--served-model-name", str(config["endpoint"]), "--dtype", str(config["dtype"])]
         if adapter:
             argv += ["--enable-lora", "--lora-modules", f"{config['endpoint']}={model}"]
-        return Engine([*argv, *more], socket)
+        return Engine([*argv, *more], str(config["endpoint"]), socket)
     if config["engine"] == "sglang":
         argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", base]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key]
         argv += ["--served-model-name", str(config["endpoint"]), "--tp-size", str(max(1, gpus))]
         if adapter:
             argv += ["--lora-paths", f"{config['endpoint']}={model}"]
-        return Engine([*argv, *more], None, port)
+        return Engine([*argv, *more], str(config["endpoint"]), None, port)
     argv = [sys.executable, "-m", "serving.transformers_engine", str(socket), model]
     argv += ["--device", str(config["device"]), "--dtype", str(config["dtype"])]
-    return Engine([*argv, *more], socket)
+    return Engine([*argv, *more], model, socket)

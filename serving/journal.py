@@ -21,7 +21,7 @@ from typing import Any
 # Never of use in a training set: mail addresses, phone numbers, keys.
 REDACTED = (
     r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}",
-    r"\+?\d[\d ()/-]{7,}\d",
+    r"(?<!\w)\+?\d[\d ()/-]{7,}\d(?!\w)",
     r"\b(?:sk|hf|ghp|xox[abp])[-_][A-Za-z0-9_-]{16,}",
 )
 COLUMNS = (
@@ -39,6 +39,8 @@ COLUMNS = (
     "answer_tokens",
     "parameters",
 )
+# What people write; an id is none, however many digits it has.
+_TEXTS = {"messages", "answer", "parameters"}
 _NUMBERS = {"time", "latency_s", "first_token_s"}
 _WHOLE = {"status", "prompt_tokens", "answer_tokens"}
 
@@ -103,7 +105,9 @@ class Journal:
         os.write(self._file, json.dumps(value, ensure_ascii=False).encode() + b"\n")
 
     def _clean(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: self._redacted(value) for key, value in row.items()}
+        return {
+            key: self._redacted(value) if key in _TEXTS else value for key, value in row.items()
+        }
 
     def _redacted(self, value: Any) -> Any:
         if isinstance(value, str):

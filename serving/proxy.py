@@ -40,6 +40,7 @@ class Proxy:
         key: what a request must bring.
         journal: where requests are logged, None for no log.
         count: how many tokens a text has, None if nobody knows; limit: what the model takes.
+        model: the engine's own name of its model, for whatever a request calls it.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Proxy:
         count: Callable[[str], int] | None = None,
         limit: int | None = None,
         ready: Callable[[], bool] = lambda: True,
+        model: str | None = None,
     ) -> None:
         self.settings, self.key, self.pool, self.journal = settings, key, pool, journal
-        self.count, self.limit, self.ready = count, limit, ready
+        self.count, self.limit, self.ready, self.model = count, limit, ready, model
         self.metrics = Metrics()
         self._allowed, self._refilled = 0.0, time.monotonic()
 
@@ -128,6 +130,8 @@ class Proxy:
                 return self._refuse(400, f"the body is not JSON: {error}")
             if too_long := await self._too_long(asked):
                 return self._refuse(400, too_long)
+            if self.model is not None:
+                body = json.dumps({**asked, "model": self.model}).encode()
         return await self._logged(request, body, asked)
 
     async def _too_long(self, asked: Mapping[str, Any]) -> str:

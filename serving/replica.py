@@ -92,7 +92,14 @@ class Replica:
         )
         count, limit = _tokenizer(Path(self.config["model"]))
         proxy = Proxy(
-            self.config, self.key, self.pool, journal, count, limit, lambda: self.pool.healthy
+            self.config,
+            self.key,
+            self.pool,
+            journal,
+            count,
+            limit,
+            lambda: self.pool.healthy,
+            self.engine.model,
         )
         runner = web.AppRunner(proxy.app(), access_log=None, handler_cancellation=True)
         await runner.setup()

@@ -1,7 +1,7 @@
 """From the log of requests to a data source: python -m serving.source FOLDER TARGET [options]
 
-Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, the answer
-included), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
+Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, with the
+answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
 the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
 earlier one, and a label takes the answer's place in messages.
 """

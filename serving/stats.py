@@ -1,4 +1,4 @@
-"""What an endpoint's log says: latency, throughput, errors, tokens, drift: -m serving.stats FOLDER"""
+"""What an endpoint's log says of latency, errors, tokens and drift: -m serving.stats FOLDER"""
 
 import argparse
 import json
