@@ -30,15 +30,18 @@ _POLL_S = 0.5
 def load(path: Path) -> dict[str, Any]:
     """Return the settings of train.yaml with the defaults of the keys."""
     given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    config = {key: entry.default for key, entry in EVAL.items()} | {
-        key: value for key, value in given.items() if value is not None
-    }
+    config = load_defaults() | {key: value for key, value in given.items() if value is not None}
     defaults = {key: entry.default for key, entry in TASK.items()}
     config["tasks"] = {
         name: defaults | {key: value for key, value in task.items() if value is not None}
         for name, task in config["tasks"].items()
     }
     return config
+
+
+def load_defaults() -> dict[str, Any]:
+    """Return the defaults of the keys of `entry: eval`."""
+    return {key: entry.default for key, entry in EVAL.items()}
 
 
 def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: int) -> bool:
