@@ -34,7 +34,7 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
     rows = list(rows)
     good = [row for row in rows if row["status"] == 200]
     statuses = Counter(str(row["status"]) for row in rows)
-    times = [row["time"] for row in rows if row["time"]]
+    times = [row["time"] for row in rows if row["time"] is not None]
     span = max(times) - min(times) if len(times) > 1 else 0.0
     per_token = [
         (row["latency_s"] - row["first_token_s"]) / (row["answer_tokens"] - 1)
