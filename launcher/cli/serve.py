@@ -23,7 +23,7 @@ from launcher.workflows.serve import Endpoint
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
+@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--name", metavar="NAME", help="Of the endpoint. [default: the registered name]")
 @click.option("--config", default="default", show_default=True, help="Of configs/serve, or a path.")
 @click.option("--replicas", type=click.IntRange(min=1), help="Copies. [default: one per node]")
@@ -43,7 +43,7 @@ from launcher.workflows.serve import Endpoint
 @common.json_option
 @common.cluster_option
 def serve(
-    words: tuple[str, ...],
+    given: tuple[str, ...],
     name: str | None,
     config: str,
     replicas: int | None,
@@ -69,7 +69,7 @@ def serve(
     """
     site = sites.load(cluster)
     actions = [listed, url is not None, stopped is not None, stats is not None, keep is not None]
-    if sum(actions) + bool(words) != 1:
+    if sum(actions) + bool(given) != 1:
         raise UsageFault("give MODEL, or one of --list, --url, --stop, --stats and --keep")
     if since and stats is None:
         raise UsageFault("--since belongs to --stats: leave it out")
@@ -86,7 +86,7 @@ def serve(
     elif stats is not None:
         _stats(site, workflow.find(site, stats), since, as_json)
     else:
-        model, overrides = words[0], list(words[1:])
+        model, overrides = given[0], list(given[1:])
         if "=" in model and not model.startswith("models:/"):
             raise UsageFault(f"MODEL comes first, before {model}")
         if replicas is not None:
