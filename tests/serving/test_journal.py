@@ -64,7 +64,9 @@ def test_a_living_journal_is_read_and_left_alone(tmp_path):
     (file,) = tmp_path.glob("requests-*.parquet")
     assert pq.read_table(file).column("request_id").to_pylist() == ["r1"]
     journal.answered("r2", answer())
-    assert {each["request_id"]: each["status"] for each in read(tmp_path)} == {"r1": 200, "r2": 200}
+    found = list(read(tmp_path))
+    assert {each["request_id"]: each["status"] for each in found} == {"r1": 200, "r2": 200}
+    assert all("hello" in each["messages"] for each in found)
     assert file.stat().st_mode & 0o077 == 0
 
 
