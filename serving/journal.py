@@ -86,15 +86,23 @@ class Journal:
 
     def rotate(self) -> None:
         """Begin a new journal, and make Parquet of the one before."""
+        before = self.switch()
+        if before is not None:
+            turn_over(*before)
+
+    def switch(self) -> tuple[int, Path, set[str]] | None:
+        """Begin a new journal; return the one before for turn_over, None if it has no answer yet.
+
+        It is quick, and must not run beside accepted and answered; turn_over may.
+        """
         if not self.rows:
-            return
+            return None
         before, path = self._file, self.path
         self._begin()
         # Those that are still being answered go into the new journal.
         for line in self._open.values():
             self._write({"accepted": line})
-        to_parquet(path, leave_out=set(self._open))
-        os.close(before)
+        return before, path, set(self._open)
 
     def close(self) -> None:
         """End the journal, with all that was accepted."""
@@ -119,6 +127,12 @@ class Journal:
         if isinstance(value, dict):
             return {key: self._redacted(each) for key, each in value.items()}
         return value
+
+
+def turn_over(file: int, path: Path, leave_out: set[str]) -> None:
+    """Make Parquet of a journal that its process has switched away from."""
+    to_parquet(path, leave_out)
+    os.close(file)
 
 
 def recover(folder: Path) -> int:

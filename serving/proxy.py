@@ -57,7 +57,8 @@ class Proxy:
         self.settings, self.key, self.pool, self.journal = settings, key, pool, journal
         self.count, self.limit, self.ready, self.model = count, limit, ready, model
         self.metrics = Metrics()
-        self._allowed, self._refilled = 0.0, time.monotonic()
+        self._allowed = max(1.0, float(settings.get("rate_per_s") or 0))
+        self._refilled = time.monotonic()
 
     def app(self) -> web.Application:
         """Return the application; its paths are those of OpenAI's protocol, /health, /metrics."""

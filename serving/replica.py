@@ -24,7 +24,7 @@ from runspec import files
 from runspec.keys.serve import SERVE
 from serving import backends, engines
 from serving.backends import Backend
-from serving.journal import Journal
+from serving.journal import Journal, turn_over
 
 # An engine that dies so often within a minute each is not started again.
 _DEATHS, _SHORT_S = 5, 60.0
@@ -101,7 +101,9 @@ class Replica:
             lambda: self.pool.healthy,
             self.engine.model,
         )
-        runner = web.AppRunner(proxy.app(), access_log=None, handler_cancellation=True)
+        runner = web.AppRunner(
+            proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2
+        )
         await runner.setup()
         try:
             await self._start_engine(ended)
@@ -114,7 +116,9 @@ class Replica:
                 if journal.rows >= int(self.config["log_rows"]) or (
                     time.time() - journal.since > 60 * float(self.config["log_minutes"])
                 ):
-                    await asyncio.to_thread(journal.rotate)
+                    before = journal.switch()
+                    if before is not None:
+                        await asyncio.to_thread(turn_over, *before)
                 if endpoints.drain_mark(self.endpoint, self.name).exists():
                     self.state = "draining"
                 try:
@@ -124,12 +128,13 @@ class Replica:
             await self._drain(proxy)
             return "stopped"
         finally:
-            await runner.cleanup()
-            await self._end_engine()
-            journal.close()
-            shutil.rmtree(self.place, ignore_errors=True)
+            # First what others see: Slurm may leave only seconds.
             (self.endpoint / endpoints.BACKENDS / f"{self.name}.json").unlink(missing_ok=True)
             endpoints.drain_mark(self.endpoint, self.name).unlink(missing_ok=True)
+            await runner.cleanup()
+            journal.close()
+            await self._end_engine()
+            shutil.rmtree(self.place, ignore_errors=True)
 
     async def _open(self, site: Any, runner: Any) -> None:
         node = self.config["bind"] == "node"
