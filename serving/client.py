@@ -20,7 +20,8 @@ import aiohttp
 from runspec import endpoint as endpoints
 from runspec import files
 
-_TRIES = 8
+# An engine that is started again may take so long.
+_PATIENCE_S = 120.0
 # What another try cannot change.
 _FINAL = {400, 401, 404, 413, 422}
 
@@ -51,8 +52,8 @@ class Client:
 
     async def ask(self, body: dict[str, Any], stream: bool = False) -> str:
         """Return an answer's text; print it as it comes if stream is set."""
-        reason = ""
-        for attempt in range(_TRIES):
+        reason, attempt, deadline = "", 0, time.monotonic() + _PATIENCE_S
+        while True:
             try:
                 address = f"{self.url}/v1/chat/completions"
                 headers = {"Authorization": f"Bearer {self.key}"}
@@ -73,8 +74,10 @@ class Client:
                 if reason:
                     raise
                 reason = "nothing serves it now"
-            await asyncio.sleep(min(8.0, 0.25 * 2**attempt))
-        raise Refused(f"{reason}, {_TRIES} times")
+            attempt += 1
+            if time.monotonic() > deadline:
+                raise Refused(f"{reason}, {attempt} times in {_PATIENCE_S:.0f} s")
+            await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
 
 
 async def _whole(answer: aiohttp.ClientResponse) -> str:

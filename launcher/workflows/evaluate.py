@@ -83,6 +83,8 @@ def plan(
         recipe = recipe_file.load(str(suite_file(suite)), [*overrides, *given], resources)
         if recipe.entry_name != "eval":
             faults.append(f"{recipe.path} is no suite: its entry is {recipe.entry_name}, not eval")
+        else:
+            faults += _missing_data(recipe, site)
     except CookbookError as error:
         faults += error.faults
     if faults or candidate is None:
@@ -96,6 +98,18 @@ def plan(
     if candidate.run is not None and not recipe.config.get("training_data"):
         settings["training_data"] = training_data(candidate.run)
     return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
+
+
+def _missing_data(recipe: Recipe, site: Site) -> list[str]:
+    """Return the data files of a suite that are not there; nodes may have their own paths."""
+    tasks = recipe.resolved(site.root, "run").get("tasks") or {}
+    named = {name: str(task["data"]) for name, task in tasks.items() if task.get("data")}
+    return [
+        f"tasks.{name}.data: there is no file {data}: set tasks.{name}.data="
+        for name, data in named.items()
+        if not any(Path(data).is_relative_to(each) for each in site.node_paths)
+        and not Path(data).expanduser().is_file()
+    ]
 
 
 def results_folder(site: Site, model: Model) -> Path:

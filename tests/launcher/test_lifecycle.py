@@ -60,7 +60,7 @@ def test_a_successor_and_a_killed_engine_fail_no_request(kit: Kit, tmp_path):
     started = kit.cookbook("serve", str(model), "--name", "takeover", "--json")
     assert started.returncode == 0, started.stderr
     questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    questions.write_text("".join(json.dumps({"prompt": f"job {k}"}) + "\n" for k in range(150)))
+    questions.write_text("".join(json.dumps({"prompt": f"job {k}"}) + "\n" for k in range(60)))
     argv = [sys.executable, "-m", "launcher", "query", "takeover", f"--input={questions}"]
     argv += [f"--output={answers}", "--max-tokens=16", "--in-flight=4"]
     try:
@@ -71,7 +71,7 @@ def test_a_successor_and_a_killed_engine_fail_no_request(kit: Kit, tmp_path):
         _, words = asking.communicate(timeout=300)
         assert asking.returncode == 0 and "0 failed" in words, words
         rows = [json.loads(line) for line in answers.read_text().splitlines()]
-        assert [row["line"] for row in rows] == list(range(1, 151))
+        assert [row["line"] for row in rows] == list(range(1, 61))
         (listed,) = json.loads(kit.cookbook("serve", "--list", "--json").stdout)
         (run,) = listed["runs"]
         (engine,) = engine_of(run)
