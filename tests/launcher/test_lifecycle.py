@@ -13,7 +13,8 @@ from tests.launcher.kit import Kit, until
 SCRIPT = Path(__file__).parents[2] / "examples" / "lifecycle" / "run.sh"
 
 
-@pytest.mark.long
+# It takes minutes; the parts have tests of their own.
+@pytest.mark.named
 def test_the_example_goes_from_data_to_a_champion_and_back(slurm_user: Kit):
     path = f"{Path(sys.executable).parent}:{slurm_user.env['PATH']}"
     env = {**slurm_user.env, "PATH": path, "OMP_NUM_THREADS": "1"}
