@@ -8,7 +8,6 @@ import sys
 import click
 
 from launcher.cli.common import cluster_option, flag, json_option, note, runs_root
-from launcher.cli.track import track_at_the_end
 from launcher.errors import UsageFault
 from launcher.observe.status import chosen, row, table
 from launcher.observe.status import since as since_time
@@ -108,5 +107,8 @@ def watch_to_the_end(*runs: Run, live: bool = False) -> int:
     for run, state in zip(runs, states, strict=True):
         for line in summary(run, state):
             click.echo(line)
+    # Imported late: status needs none of it.
+    from launcher.cli.track import track_at_the_end
+
     track_at_the_end(runs)
     return 0 if all(state.word == "COMPLETED" for state in states) else 1

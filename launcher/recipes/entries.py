@@ -36,7 +36,7 @@ class Entry:
     keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole config
     of the kit's trainer, with its layout and weights), "components" (only that they exist and take
     their arguments) or "". resumes: it continues from its last checkpoint when it is started again.
-    faults: what its table of keys does not see of a recipe.
+    purpose: train, evaluate or serve. faults: what its table of keys does not see of a recipe.
     """
 
     keys: Keys
@@ -48,6 +48,7 @@ class Entry:
     can_estimate: bool = False
     can_profile: bool = False
     resumes: bool = False
+    purpose: str = "train"
     faults: Callable[[Mapping[str, Any]], Iterable[Fault]] = lambda config: ()
 
     @property
@@ -108,12 +109,14 @@ ENTRIES = {
         keys={**COMMON, **EVAL},
         command=trainer_command("trainer.evaluate"),
         resumes=True,
+        purpose="evaluate",
         faults=task_faults,
     ),
     "serve": Entry(
         keys={**COMMON, **SERVE},
         command=trainer_command("serving.replica"),
         resumes=True,
+        purpose="serve",
     ),
     "torchtune:": Entry(
         keys={**COMMON, **_TORCHTUNE},

@@ -81,7 +81,7 @@ def plan(
     given = [f"candidate={candidate.folder}" if candidate else "candidate=unknown"]
     try:
         recipe = recipe_file.load(str(suite_file(suite)), [*overrides, *given], resources)
-        if recipe.entry_name != "eval":
+        if recipe.entry.purpose != "evaluate":
             faults.append(f"{recipe.path} is no suite: its entry is {recipe.entry_name}, not eval")
         else:
             faults += _missing_data(recipe, site)

@@ -179,7 +179,7 @@ def start(
     texts = [f"{key}={value}" for key, value in given.items() if key != "version"]
     recipe = recipe_file.load(str(file), [*overrides, *texts], resources)
     recipe.config["version"] = model.name
-    if recipe.entry_name != "serve":
+    if recipe.entry.purpose != "serve":
         raise UsageFault(f"{file} serves nothing: its entry is {recipe.entry_name}, not serve")
     recipe = sites.complete(recipe, site, local)
     planned = submission.plan(recipe, site, f"serve-{chosen.name}"[:64])
