@@ -9,7 +9,10 @@
     |   |-- SlurmMissing               no Slurm command on this machine
     |   `-- SlurmTimeout               Slurm did not answer; the job may exist all the same
     |-- HubFault              exit 1   a model or dataset cannot be fetched from the hub
-    `-- RunFault              exit 1   a run's directory or files cannot be used
+    |-- RunFault              exit 1   a run's directory or files cannot be used
+    |-- StoreFault            exit 1   the tracking store or registry cannot be used
+    |-- GateFault             exit 1   a model version does not pass the gates of an alias
+    `-- EndpointFault         exit 1   a served model cannot be reached or does not answer
 
 An error carries one or more faults. Each fault is one line that says what is wrong, where,
 and what to type next; all faults that can be found are found before the error is raised.
@@ -66,3 +69,15 @@ class HubFault(CookbookError):
 
 class RunFault(CookbookError):
     """A run's directory or one of its files cannot be read or written."""
+
+
+class StoreFault(CookbookError):
+    """The tracking store or the registry is locked, of another version, or not reachable."""
+
+
+class GateFault(CookbookError):
+    """A model version does not pass the gates of an alias; one fault per gate, with figures."""
+
+
+class EndpointFault(CookbookError):
+    """A served model cannot be reached, or does not answer as it should."""

@@ -43,7 +43,9 @@ _KEYS = (
 )
 # What a recipe and a site may both say: the recipe's comes first.
 _SHARED = {
-    name: key for name, key in COMMON.items() if name.startswith(("share", "resources", "notify"))
+    name: key
+    for name, key in COMMON.items()
+    if name.startswith(("share", "resources", "notify", "tracking"))
 }
 KEYS = {key.name: key for key in _KEYS} | _SHARED
 
@@ -71,6 +73,7 @@ class Site:
     resources: dict[str, Any] = field(default_factory=dict)
     notify: dict[str, Any] = field(default_factory=dict)
     share: str = "private"
+    tracking: str | None = None
 
     @property
     def root(self) -> Path:

@@ -40,7 +40,7 @@ def weights(context: Context) -> Iterable[Finding]:
         words = f"lacks {len(missing)} of the recipe's checkpoint_files, first {missing[0]}"
         remedy = f"{_download(context)}, or set checkpointer.checkpoint_files="
         return [failed("model", f"checkpointer.checkpoint_dir {folder} {words}", remedy)]
-    return _whole(folder, [name for name in names if name not in pickles])
+    return whole(folder, [name for name in names if name not in pickles])
 
 
 def _download(context: Context) -> str:
@@ -50,7 +50,7 @@ def _download(context: Context) -> str:
     return "download the model there"
 
 
-def _whole(folder: Path, names: list[str]) -> list[Finding]:
+def whole(folder: Path, names: list[str]) -> list[Finding]:
     """Check the weights against their headers, the model's index and the download's record."""
     found: list[Finding] = []
     index = folder / "model.safetensors.index.json"

@@ -30,6 +30,14 @@ _COMMANDS = {
     "diff": ("results", "Say what differs between two runs."),
     "replay": ("results", "Submit a run again from its provenance."),
     "profile": ("profile", "Say where the time of a run's profiled steps goes."),
+    "eval": ("evaluate", "Evaluate a model, alone or against another."),
+    "serve": ("serve", "Serve a model under OpenAI's protocol, as a job."),
+    "query": ("query", "Ask a served model, once or a whole file."),
+    "requests": ("requests", "Make a data source of a served model's requests."),
+    "register": ("registry", "Register a model as the next version of a name."),
+    "promote": ("registry", "Give an alias to a version that passes its gates."),
+    "registry": ("registry", "List registered models, versions and their history."),
+    "track": ("track", "Write runs into MLflow."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
 }
 
@@ -44,7 +52,8 @@ class _Lazy(click.Group):
         if cmd_name not in _COMMANDS:
             ctx.fail(f"No such command {cmd_name!r}{nearest(cmd_name, _COMMANDS)}.")
         module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name)
+        # eval is a function of Python's own.
+        command: click.Command = getattr(module, {"eval": "evaluate"}.get(cmd_name, cmd_name))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

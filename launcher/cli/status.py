@@ -118,4 +118,8 @@ def watch_to_the_end(*runs: Run, live: bool = False) -> int:
     for run, state in zip(runs, states, strict=True):
         for line in summary(run, state):
             click.echo(line)
+    # Imported late: status needs none of it.
+    from launcher.cli.track import track_at_the_end
+
+    track_at_the_end(runs)
     return 0 if all(state.word == "COMPLETED" for state in states) else 1

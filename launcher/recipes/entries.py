@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ from launcher import paths
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import stock
 from runspec.keys.common import COMMON, SCRIPT
-from runspec.keys.key import REQUIRED, Key, Keys, children, may_change
+from runspec.keys.evaluate import EVAL, task_faults
+from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
+from runspec.keys.serve import SERVE
 from runspec.keys.sft import SFT
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class Entry:
     keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole config
     of the kit's trainer, with its layout and weights), "components" (only that they exist and take
     their arguments) or "". resumes: it continues from its last checkpoint when it is started again.
+    purpose: train, evaluate or serve. faults: what its table of keys does not see of a recipe.
     """
 
     keys: Keys
@@ -45,6 +48,8 @@ class Entry:
     can_estimate: bool = False
     can_profile: bool = False
     resumes: bool = False
+    purpose: str = "train"
+    faults: Callable[[Mapping[str, Any]], Iterable[Fault]] = lambda config: ()
 
     @property
     def max_retries(self) -> int:
@@ -99,6 +104,19 @@ ENTRIES = {
         can_estimate=True,
         can_profile=True,
         resumes=True,
+    ),
+    "eval": Entry(
+        keys={**COMMON, **EVAL},
+        command=trainer_command("trainer.evaluate"),
+        resumes=True,
+        purpose="evaluate",
+        faults=task_faults,
+    ),
+    "serve": Entry(
+        keys={**COMMON, **SERVE},
+        command=trainer_command("serving.replica"),
+        resumes=True,
+        purpose="serve",
     ),
     "torchtune:": Entry(
         keys={**COMMON, **_TORCHTUNE},

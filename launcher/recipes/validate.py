@@ -23,6 +23,7 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     yield from key_faults(
         {key: value for key, value in config.items() if key in known or not entry.other_keys}, known
     )
+    yield from entry.faults(config)
     yield from variable_faults(config.get("env"), "env")
     yield from _secrets_faults(config.get("secrets"))
     arguments = config.get("args")

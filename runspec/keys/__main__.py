@@ -4,7 +4,9 @@ import json
 from collections.abc import Iterable
 
 from runspec.keys.common import COMMON, SCRIPT
+from runspec.keys.evaluate import EVAL, TASK
 from runspec.keys.key import REQUIRED, Key, may_change
+from runspec.keys.serve import SERVE
 from runspec.keys.sft import GROUPS, SFT
 
 _INTRODUCTION = """\
@@ -29,7 +31,13 @@ def markdown() -> str:
     sections = [_section("Every recipe", COMMON.values())]
     for title, keys in GROUPS.items():
         sections.append(_section(f"`entry: sft`. {title}", (SFT[k.name] for k in keys)))
-    return "\n".join([_INTRODUCTION, *sections, _section("`entry: script:PATH`", SCRIPT.values())])
+    sections += [
+        _section("`entry: eval`", EVAL.values()),
+        _section("`entry: eval`. A task, under `tasks.NAME`", TASK.values()),
+        _section("`entry: serve`", SERVE.values()),
+        _section("`entry: script:PATH`", SCRIPT.values()),
+    ]
+    return "\n".join([_INTRODUCTION, *sections])
 
 
 def _section(title: str, keys: Iterable[Key]) -> str:
@@ -41,7 +49,11 @@ def _row(key: Key) -> str:
     default = "required"
     if key.default is not REQUIRED:
         default = "" if key.default is None else f"`{json.dumps(key.default)}`"
-    change = "may change" if may_change({**COMMON, **SFT, **SCRIPT}, key.name) else "same"
+    change = (
+        "may change"
+        if may_change({**COMMON, **SFT, **SCRIPT, **EVAL, **TASK, **SERVE}, key.name)
+        else "same"
+    )
     text = f"{key.help} Not used: {key.unused}." if key.unused else key.help
     text = f"{key.help} Refused: {key.refused}." if key.refused else text
     return f"| `{key.name}` | {key.expects} | {default} | {change} | {text} |\n"

@@ -60,6 +60,12 @@ _KEYS = (
     ),
     Key("notify.form", "json | slack | teams", "What the webhook takes.", "json"),
     Key(
+        "tracking",
+        "text",
+        "Where the end of cookbook watch writes the run: mlflow, for a store beside the runs, or "
+        "the address of an MLflow server. cookbook track writes any run.",
+    ),
+    Key(
         "share",
         "private | group",
         "Who may read the run's directory, checkpoints and export: you, or your group too.",

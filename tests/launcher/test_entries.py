@@ -76,7 +76,8 @@ def test_without_its_row_it_is_not_known(tmp_path):
     with pytest.raises(RecipeFault) as fault:
         recipes.load(str(path))
     (told,) = fault.value.faults
-    assert told.startswith("entry 'toy' is not known: it is one of sft, torchtune:..., script:...")
+    known = "sft, eval, serve, torchtune:..., script:..."
+    assert told.startswith(f"entry 'toy' is not known: it is one of {known}")
     assert told.endswith(f"in {path}, line 2")
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,7 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
         render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
 
 
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed here")
 def test_what_the_environment_lacks_is_found_before_the_queue():
     path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# From data to a served champion, and back to data: bash examples/lifecycle/run.sh [--local]
+# Takes minutes on two cores; nothing is downloaded. --local: without Slurm.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
+how=("$@")
+step() { printf '\n== %s\n' "$*"; }
+run_of() { python -c 'import json, sys; print(json.load(sys.stdin)["run"])'; }
+
+step "data"
+data=$root/datasets/help-desk
+python "$here/data.py" "$data"
+wc -l "$data"/*.jsonl
+
+step "a base model: the demo's, which has seen a few of the requests"
+base=$(cookbook submit demo "dataset.data_files=$data/base.jsonl" epochs=15 save_every_n_steps=1000 \
+  generate=null --nodes 1 --name base --json "${how[@]}" | run_of)
+cookbook watch "$base" --plain
+
+step "QLoRA on all intents"
+tuned=$(cookbook submit "$here/intent.yaml" "checkpointer.checkpoint_dir=$root/runs/$base/export" \
+  "dataset.data_files=$data/train.jsonl" --name intent --json "${how[@]}" | run_of)
+cookbook watch "$tuned" --plain
+
+step "evaluation against the base"
+cookbook eval "$tuned" --suite "$here/suite.yaml" --against base --watch --samples 2 \
+  "tasks.likelihood.data=$data/test.jsonl" "tasks.intent.data=$data/test.jsonl" "${how[@]}"
+
+step "registry: candidate, gates, champion"
+cookbook register "$tuned" --as support-intent
+cookbook promote support-intent --to champion --gates "$here/gates.yaml" --why "the first one"
+cookbook registry support-intent
+
+step "serve, ask, ask a file"
+cookbook serve models:/support-intent@champion --time 01:00:00 "${how[@]}"
+trap 'cookbook serve --stop support-intent' EXIT
+cookbook query support-intent "My order has not arrived" --max-tokens 6
+head -n 20 "$data/test.jsonl" >"$data/questions.jsonl"
+rm -f "$data/answers.jsonl"
+cookbook query support-intent --input "$data/questions.jsonl" --output "$data/answers.jsonl" --max-tokens 6
+head -n 3 "$data/answers.jsonl"
+
+step "monitoring, and the log as data"
+cookbook serve --stats support-intent
+cookbook requests support-intent --since 7d
+wc -l "$root/datasets/requests-support-intent/messages.jsonl"

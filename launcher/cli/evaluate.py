@@ -1,0 +1,102 @@
+"""cookbook eval"""
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from launcher import site as sites
+from launcher.checks import preflight
+from launcher.cli import common
+from launcher.cli.common import note
+from launcher.cli.runs import interruption_told
+from launcher.cli.status import watch_to_the_end
+from launcher.errors import RunFault, UsageFault
+from launcher.executors import title
+from launcher.observe import evaluation as shown
+from launcher.runs.directory import Run
+from launcher.workflows import evaluate as workflow
+from launcher.workflows import models
+from launcher.workflows import submit as submission
+
+
+@click.command(name="eval")
+@click.argument("model")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--suite", default="slurm_qa", show_default=True, help="Name or YAML file.")
+@click.option("--against", metavar="MODEL", help="base, a run, a folder, or models:/NAME@ALIAS.")
+@common.resource_options
+@click.option("--samples", type=click.IntRange(min=0), default=0, help="Show answers that differ.")
+@common.flag("--results", "only_results", help="Show the newest result; start nothing.")
+@common.flag("--watch", help="Follow the job to its end, and show the result.")
+@common.flag("--dry-run", help="Print the job script and submit nothing.")
+@common.flag("--local", help="Run on this host, without Slurm.")
+@common.json_option
+@common.cluster_option
+def evaluate(
+    model: str,
+    overrides: tuple[str, ...],
+    suite: str,
+    against: str | None,
+    samples: int,
+    only_results: bool,
+    watch: bool,
+    dry_run: bool,
+    local: bool,
+    as_json: bool,
+    cluster: str | None,
+    **resources: Any,
+) -> None:
+    """Evaluate MODEL on a suite, as a Slurm job: a run, a folder, or models:/NAME@ALIAS.
+
+    KEY=VALUE replaces a key of the suite: tasks.answers.limit=100, batch_size=32.
+    """
+    site = sites.load(cluster)
+    if only_results:
+        found = workflow.results(site, models.resolve(site, model))
+        if not found:
+            raise UsageFault(f"{model} has no result yet: make one with: cookbook eval {model}")
+        _show(found[0], as_json, samples)
+        return
+    planned = workflow.plan(site, model, suite, against, overrides, resources)
+    recipe = sites.complete(planned.recipe, site, local)
+    for line in recipe.notes:
+        note(f"note: {line}")
+    run_plan = submission.plan(recipe, site)
+    checked = submission.context(run_plan, local)
+    if dry_run:
+        click.echo(run_plan.script, nl=False)
+        for fault in preflight.faults(checked):
+            note(f"warning: eval would refuse this: {fault}")
+        return
+    with interruption_told(Run(run_plan.path)):
+        run = submission.submit(run_plan, checked, note)
+    if not watch:
+        if as_json:
+            told = {"run": run.name, "job_id": run.job_id, "path": str(run.path)}
+            click.echo(json.dumps(told))
+        else:
+            click.echo(f"submitted {run.name} as {title(run.job_id)}")
+            click.echo(f"  the result  cookbook eval {model} --results")
+        return
+    # What a program reads comes alone.
+    code = _followed(run) if as_json else watch_to_the_end(run)
+    result = shown.of_run(run)
+    if result is None:
+        raise RunFault(f"{run.name} left no result: see cookbook logs --first-error {run.name}")
+    _show(result, as_json, samples)
+    sys.exit(code)
+
+
+def _followed(run: Run) -> int:
+    from launcher.observe.watch import watch_all
+
+    return 0 if watch_all([run], note)[0].word == "COMPLETED" else 1
+
+
+def _show(result: dict[str, Any], as_json: bool, samples: int) -> None:
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+    else:
+        click.echo("\n".join(shown.lines(result, samples)))

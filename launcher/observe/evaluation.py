@@ -1,0 +1,122 @@
+"""An evaluation's result as a table: base against tuned, with intervals and p-values."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher.observe.text import plain
+from launcher.runs.directory import Run
+from runspec import files
+
+_WIDEST = 100
+
+
+def of_run(run: Run) -> dict[str, Any] | None:
+    """Return the result that an evaluation's run has written, None if there is none."""
+    for path in sorted((run.path / files.EVALS).glob("*.json")):
+        found = files.read_json_or_none(path)
+        if isinstance(found, dict) and "tasks" in found:
+            return found
+    return None
+
+
+def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
+    """Yield a result for people to read.
+
+    Args:
+        samples: how many samples with different answers are shown side by side.
+    """
+    ours = result.get("candidate") or {}
+    theirs = result.get("against")
+    yield plain(f"{result.get('suite')}: {ours.get('name')}" + _versus(theirs))
+    settings = result.get("settings") or {}
+    share = 100 * float(settings.get("confidence") or 0)
+    yield (
+        f"seed {settings.get('seed')}, {settings.get('dtype')}, {_decoding(settings)}, template "
+        f"{settings.get('template')}; intervals at {share:g}%"
+    )
+    rows = [["TASK", "METRIC", "GROUP", "N", "THIS MODEL", *(_COMPARED if theirs else [])]]
+    for task, block in (result.get("tasks") or {}).items():
+        for metric, groups in (block.get("metrics") or {}).items():
+            for group, figures in groups.items():
+                count = figures.get("samples", block.get("samples", ""))
+                row = [task, metric, group, str(count), _value(figures.get("candidate"))]
+                if theirs:
+                    row += _compared(figures)
+                rows.append(row)
+    yield ""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        yield plain("  ".join(cells).rstrip())
+    yield from _notes(result)
+    yield from _differing(result, samples)
+
+
+_COMPARED = ["OTHER MODEL", "DIFFERENCE", "P"]
+
+
+def _versus(theirs: Mapping[str, Any] | None) -> str:
+    return f" against {theirs.get('name')}" if theirs else ""
+
+
+def _decoding(settings: Mapping[str, Any]) -> str:
+    heat = float(settings.get("temperature") or 0)
+    words = f"temperature {heat:g}, top_p {settings.get('top_p')}" if heat else "greedy"
+    return f"{words}, at most {settings.get('max_new_tokens')} new tokens"
+
+
+def _value(figures: Any) -> str:
+    if not isinstance(figures, dict) or not isinstance(figures.get("value"), int | float):
+        return "-"
+    text = f"{figures['value']:.4g}"
+    if figures.get("low") is not None:
+        text += f" [{figures['low']:.4g}, {figures['high']:.4g}]"
+    elif figures.get("stderr"):
+        text += f" +- {float(figures['stderr']):.2g}" if _is_number(figures["stderr"]) else ""
+    return text
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _compared(figures: Mapping[str, Any]) -> list[str]:
+    change = figures.get("difference")
+    p = (change or {}).get("p", figures.get("p"))
+    shown = "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+    return [_value(figures.get("against")), _value(change), shown]
+
+
+def _notes(result: Mapping[str, Any]) -> Iterator[str]:
+    for task, block in (result.get("tasks") or {}).items():
+        found = block.get("contamination")
+        if found:
+            overlap = next((v for k, v in found.items() if k.startswith("overlap")), 0)
+            yield (
+                f"{task}: of {found['samples']:,} samples the training set holds "
+                f"{found['exact']:,} as a whole, and shares 13 words in a row with {overlap:,}"
+            )
+        for side, count in (block.get("too_long") or {}).items():
+            if count:
+                yield f"{task}: {count:,} samples are too long ({side}): scored as wrong"
+        if block.get("kind") == "perplexity" and result.get("against"):
+            yield f"{task}: the difference is in nats per token"
+
+
+def _differing(result: Mapping[str, Any], samples: int) -> Iterator[str]:
+    for task, block in (result.get("tasks") or {}).items():
+        found = block.get("differing")
+        if not found or not samples:
+            continue
+        yield f"\n{task}: {found['count']:,} answers differ"
+        for each in found["first"][:samples]:
+            yield plain(f"  prompt     {_cut(each['prompt'])}")
+            yield plain(f"  reference  {_cut(each['reference'])}")
+            yield plain(f"  this       {_cut(each['candidate'])}")
+            yield plain(f"  other      {_cut(each['against'])}")
+            yield ""
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."

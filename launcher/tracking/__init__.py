@@ -1,0 +1,1 @@
+"""Tracking and the model registry: MLflow's, in a store that one process at a time writes."""

@@ -1,0 +1,227 @@
+"""Registered models: versions by reference or by copy, aliases, and the history of both."""
+
+import getpass
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from launcher.errors import StoreFault, UsageFault, nearest
+from launcher.tracking.store import Store
+from runspec import files
+
+ALIASES = ("candidate", "staging", "champion")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_TAG = 4900
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered version: its number, the folder of its weights, its aliases and tags."""
+
+    name: str
+    number: int
+    folder: Path
+    aliases: tuple[str, ...] = ()
+    created: float = 0.0
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def add(
+    client: Any, store: Store, name: str, folder: Path, copy: bool, tags: Mapping[str, Any]
+) -> Version:
+    """Register a model folder as the next version of a name, with the alias candidate.
+
+    Args:
+        copy: keep a copy of the weights; else the version refers to the folder, which must stay.
+        tags: what is known of it.
+
+    Raises:
+        UsageFault: the name is not one.
+        StoreFault: its files cannot be written.
+    """
+    _check_name(name)
+    if not any(each.name == name for each in client.search_registered_models(f"name = '{name}'")):
+        client.create_registered_model(name)
+    last = max((int(each.version) for each in _versions(client, name)), default=0)
+    place = store.models / name / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+    try:
+        _write_model(place, folder, copy)
+    except OSError as error:
+        shutil.rmtree(place, ignore_errors=True)
+        raise StoreFault(
+            f"cannot write {place}: {error.strerror or error}: check the disk"
+        ) from error
+    weights = place / "model" if copy else folder.resolve()
+    known = {**tags, "cookbook.folder": weights, "cookbook.by": "copy" if copy else "reference"}
+    try:
+        made = client.create_model_version(
+            name,
+            source=place.as_uri(),
+            tags={key: str(value)[:_TAG] for key, value in known.items() if value is not None},
+        )
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    number = int(made.version)
+    _record(store, name, "register", number, before=last or None, why=None)
+    set_alias(client, store, name, "candidate", number, why="registered")
+    return version(client, name, str(number))
+
+
+def version(client: Any, name: str, wanted: str) -> Version:
+    """Return a version by its number or an alias; UsageFault if there is none."""
+    _check_name(name)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        if wanted.isdigit():
+            found = client.get_model_version(name, wanted)
+        else:
+            found = client.get_model_version_by_alias(name, wanted)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        raise UsageFault(_absent(client, name, wanted)) from error
+    return _of(client, found)
+
+
+def _absent(client: Any, name: str, wanted: str) -> str:
+    names = sorted(each.name for each in client.search_registered_models())
+    if name not in names:
+        known = f"there are {', '.join(names)}" if names else "register one with: cookbook register"
+        return f"no model is registered as {name!r}{nearest(name, names)}: {known}"
+    aliases = aliases_of(client, name)
+    what = (
+        f"version {wanted}" if wanted.isdigit() else f"alias {wanted!r}{nearest(wanted, aliases)}"
+    )
+    listed = ", ".join(f"{alias} (v{number})" for alias, number in aliases.items()) or "no alias"
+    return f"{name} has no {what}; it has {listed}: see cookbook registry {name}"
+
+
+def aliases_of(client: Any, name: str) -> dict[str, int]:
+    """Return the aliases of a registered model and the versions that they name."""
+    found = client.get_registered_model(name).aliases
+    return {alias: int(number) for alias, number in sorted(found.items())}
+
+
+def versions(client: Any, name: str) -> list[Version]:
+    """Return the versions of a registered model, newest first."""
+    found = [_of(client, each) for each in _versions(client, name)]
+    return sorted(found, key=lambda each: each.number, reverse=True)
+
+
+def names(client: Any) -> list[str]:
+    """Return the names of all registered models."""
+    return sorted(each.name for each in client.search_registered_models())
+
+
+def set_alias(
+    client: Any, store: Store, name: str, alias: str, number: int, why: str | None
+) -> None:
+    """Let an alias name a version, and record who did it, when, why, and what it named before."""
+    if alias not in ALIASES:
+        raise UsageFault(f"the alias {alias!r} is not one of {', '.join(ALIASES)}")
+    before = aliases_of(client, name).get(alias)
+    client.set_registered_model_alias(name, alias, str(number))
+    _record(store, name, alias, number, before, why)
+
+
+def previous(store: Store, name: str, alias: str, now: int | None) -> int | None:
+    """Return the version that an alias named before the one it names now, None if none did."""
+    moves = [each for each in history(store, name) if each.get("change") == alias]
+    for each in reversed(moves):
+        if each.get("version") == now and each.get("before") not in (None, now):
+            return int(each["before"])
+    return None
+
+
+def history(store: Store, name: str) -> list[dict[str, Any]]:
+    """Return the changes of a registered model, oldest first."""
+    return [
+        each
+        for each in files.read_json_lines(store.history)
+        if isinstance(each, dict) and each.get("model") == name
+    ]
+
+
+def _record(
+    store: Store, name: str, change: str, number: int, before: int | None, why: str | None
+) -> None:
+    line = {"time": time.time(), "user": getpass.getuser(), "model": name, "change": change}
+    store.folder.mkdir(parents=True, exist_ok=True)
+    files.append_json_line(store.history, {**line, "version": number, "before": before, "why": why})
+
+
+def _check_name(name: str) -> None:
+    if not NAME.match(name):
+        raise UsageFault(
+            f"the model name {name!r} may hold only letters, digits, '.', '_' and '-', beginning "
+            "with a letter or digit, 64 at most"
+        )
+
+
+def _versions(client: Any, name: str) -> list[Any]:
+    return list(client.search_model_versions(f"name = '{name}'"))
+
+
+def _of(client: Any, found: Any) -> Version:
+    tags = dict(found.tags)
+    place = Path(unquote(urlparse(str(found.source)).path))
+    aliases = tuple(
+        alias
+        for alias, number in aliases_of(client, found.name).items()
+        if number == int(found.version)
+    )
+    folder = Path(tags.get("cookbook.folder") or place / "model")
+    created = float(found.creation_timestamp or 0) / 1000
+    return Version(found.name, int(found.version), folder, aliases, created, tags)
+
+
+def _write_model(place: Path, folder: Path, copy: bool) -> None:
+    """Write an MLflow model whose weights are a folder, or a copy of it.
+
+    mlflow.transformers.load_model reads it, and so does every tool that takes models:/NAME@ALIAS.
+    An adapter has no flavour of MLflow's that needs no base: only its files are kept.
+    """
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+
+    example = {"prompt": "What is Slurm used for?"}
+    text = Schema([ColSpec(DataType.string, "prompt")])
+    answer = Schema([ColSpec(DataType.string, "answer")])
+    model = Model(signature=ModelSignature(inputs=text, outputs=answer))
+    place.mkdir(parents=True)
+    if copy:
+        shutil.copytree(folder, place / "model")
+    else:
+        (place / "model").symlink_to(folder.resolve())
+    settings = files.read_json_or_none(folder / "config.json")
+    if isinstance(settings, dict):
+        dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+        kinds = settings.get("architectures") or ["AutoModelForCausalLM"]
+        (place / "components").mkdir()
+        (place / "components" / "tokenizer").symlink_to(Path("..") / "model")
+        model.add_flavor(
+            "transformers",
+            code=None,
+            components=["tokenizer"],
+            framework="pt",
+            instance_type="TextGenerationPipeline",
+            model_binary="model",
+            pipeline_model_type=kinds[0],
+            source_model_name=folder.name,
+            task="text-generation",
+            tokenizer_type="PreTrainedTokenizerFast",
+            torch_dtype=f"torch.{dtype}",
+        )
+        model.add_flavor("python_function", loader_module="mlflow.transformers", python_version="3")
+    (place / "input_example.json").write_text(json.dumps(example) + "\n", encoding="utf-8")
+    model.saved_input_example_info = {"artifact_path": "input_example.json", "type": "json_object"}
+    model.save(str(place / "MLmodel"))

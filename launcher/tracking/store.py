@@ -1,0 +1,175 @@
+"""Opening MLflow's store: SQLite beside the runs that one process writes, or a server."""
+
+import fcntl
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import StoreFault, UsageFault
+
+# Another command's import of a few runs takes this long at most.
+_WAIT_S = 20.0
+_INSTALL = "bash setup.sh --with mlflow"
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where tracking lies: folder holds the kit's own files of it, uri is what MLflow opens."""
+
+    folder: Path
+    uri: str
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it is the SQLite file beside the runs."""
+        return self.uri.startswith("sqlite:")
+
+    @property
+    def artifacts(self) -> Path:
+        """The folder of artefacts of the embedded store."""
+        return self.folder / "artifacts"
+
+    @property
+    def models(self) -> Path:
+        """The folder of registered model versions."""
+        return self.folder / "models"
+
+    @property
+    def history(self) -> Path:
+        """Who changed the registry, when and why: one JSON line per change."""
+        return self.folder / "history.jsonl"
+
+
+def at(root: Path, given: str | None = None) -> Store:
+    """Return the store of a site.
+
+    Args:
+        root: the site's shared folder.
+        given: "mlflow" or nothing for the file beside the runs, else the address of a server.
+
+    Raises:
+        UsageFault: given is neither.
+    """
+    folder = root / "tracking"
+    if given in (None, "", "mlflow"):
+        return Store(folder, f"sqlite:///{folder / 'mlflow.db'}")
+    if str(given).startswith(("http://", "https://", "sqlite:///")):
+        return Store(folder, str(given))
+    raise UsageFault(
+        f"tracking: {given!r} is neither mlflow nor an address that begins with http:// or "
+        "https://: write tracking: mlflow"
+    )
+
+
+@contextmanager
+def opened(store: Store, write: bool = True) -> Iterator[Any]:
+    """Yield an MlflowClient of the store; one command at a time writes the embedded one.
+
+    Raises:
+        StoreFault: MLflow is not installed, or the store is locked, of another version, broken or
+            not reachable.
+    """
+    if not write and store.embedded and not (store.folder / "mlflow.db").exists():
+        raise StoreFault(
+            f"nothing is tracked in {store.folder} yet: import runs with: cookbook track"
+        )
+    with _lock(store, write), _told(store):
+        yield _client(store)
+
+
+def _client(store: Store) -> Any:
+    # What MLflow would send about its use, and what it would print.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    # A server that is away is told at once, not after minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    warnings.filterwarnings("ignore", module="mlflow")
+    for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        # Imported late: it takes seconds, and most commands need none of it.
+        from mlflow import MlflowClient
+    except ImportError as error:
+        raise StoreFault(f"MLflow is not installed ({error.name}): {_INSTALL}") from error
+    for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
+
+
+@contextmanager
+def _told(store: Store) -> Iterator[None]:
+    """Turn what MLflow and its database raise into one line."""
+    try:
+        yield
+    except Exception as error:
+        kind = f"{type(error).__module__}.{type(error).__name__}"
+        if not kind.startswith(("mlflow.", "sqlalchemy.", "sqlite3.", "alembic.", "requests.")):
+            raise
+        first = (str(error).strip().splitlines() or [kind])[0]
+        raise StoreFault(f"{_where(store)}: {_meaning(store, str(error), first)}") from error
+
+
+def _where(store: Store) -> str:
+    return str(store.folder / "mlflow.db") if store.embedded else f"the MLflow server {store.uri}"
+
+
+def _meaning(store: Store, text: str, first: str) -> str:
+    if "database schema" in text or "locate revision" in text:
+        return (
+            "another version of MLflow made it; use that version, or keep a copy and run: "
+            f"mlflow db upgrade {store.uri}"
+        )
+    if "locked" in text:
+        return "another program has locked it: wait for it, or end it, and repeat the command"
+    if "not a database" in text or "malformed" in text:
+        return "it is no SQLite database: move it away, then import the runs with: cookbook track"
+    if "readonly" in text or "unable to open" in text:
+        return f"it cannot be written ({first}): check its permissions and the disk"
+    if "Max retries" in text or "Connection" in text:
+        return "it does not answer: check its address and the tunnel to it"
+    return first[:300]
+
+
+@contextmanager
+def _lock(store: Store, write: bool) -> Iterator[None]:
+    if not write or not store.embedded:
+        yield
+        return
+    path = store.folder / ".lock"
+    try:
+        store.folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise StoreFault(
+            f"cannot write {store.folder}: {error.strerror}: check the folder, or set COOKBOOK_ROOT"
+        ) from error
+    with file:
+        deadline = time.monotonic() + float(os.environ.get("COOKBOOK_STORE_WAIT_S", _WAIT_S))
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise StoreFault(
+                        f"{path} is locked by another cookbook command "
+                        f"({file.read() or 'unknown'}): repeat the command once that has ended"
+                    ) from error
+                time.sleep(0.2)
+            except OSError as error:
+                raise StoreFault(
+                    f"cannot lock {path}: {error.strerror}: mount its filesystem with locks (flock)"
+                ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

@@ -1,0 +1,152 @@
+"""From a model and a suite to an evaluation job: what is evaluated, against what, by which file."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, yamlfile
+from launcher.errors import CookbookError, RecipeFault, UsageFault, nearest
+from launcher.recipes import recipe as recipe_file
+from launcher.recipes.recipe import Recipe
+from launcher.runs.directory import Run
+from launcher.site import Site
+from launcher.workflows import models
+from launcher.workflows.models import Model
+from runspec import files
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that could be submitted: its recipe, and the models it is about."""
+
+    recipe: Recipe
+    candidate: Model
+    against: Model | None
+
+
+def suites() -> list[str]:
+    """Return the names of the suites that the kit ships."""
+    return sorted(path.stem for path in paths.EVALS.glob("*.yaml"))
+
+
+def suite_file(name: str) -> Path:
+    """Return the file of a suite, given its name or the path of a YAML file."""
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).expanduser().absolute()
+        if not path.is_file():
+            raise RecipeFault(f"there is no suite file {name}: give a suite's name, or its path")
+        return path
+    path = paths.EVALS / f"{name}.yaml"
+    if "/" in name or not path.is_file():
+        known = suites()
+        raise RecipeFault(
+            f"there is no suite {name!r}{nearest(name, known)}: it is one of {', '.join(known)}, "
+            "or the path of a YAML file"
+        )
+    return path
+
+
+def plan(
+    site: Site,
+    wanted: str,
+    suite: str,
+    against: str | None,
+    overrides: Sequence[str] = (),
+    resources: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Work out an evaluation without starting anything.
+
+    Args:
+        wanted: a run, a model folder, or models:/NAME@ALIAS.
+        against: base, or what wanted may be; None for no comparison.
+
+    Raises:
+        UsageFault, RecipeFault: every fault of what was given.
+    """
+    faults: list[str] = []
+    candidate, other = None, None
+    try:
+        candidate = models.resolve(site, wanted)
+    except CookbookError as error:
+        faults += error.faults
+    try:
+        if against == "base" and candidate is not None:
+            other = _base(candidate)
+        elif against not in (None, "base"):
+            other = models.resolve(site, str(against))
+    except CookbookError as error:
+        faults += error.faults
+    given = [f"candidate={candidate.folder}" if candidate else "candidate=unknown"]
+    try:
+        recipe = recipe_file.load(str(suite_file(suite)), [*overrides, *given], resources)
+        if recipe.entry.purpose != "evaluate":
+            faults.append(f"{recipe.path} is no suite: its entry is {recipe.entry_name}, not eval")
+        else:
+            faults += _missing_data(recipe, site)
+    except CookbookError as error:
+        faults += error.faults
+    if faults or candidate is None:
+        raise UsageFault(list(dict.fromkeys(faults)))
+    settings: dict[str, Any] = {
+        "candidate_name": candidate.name,
+        "results": str(results_folder(site, candidate)),
+    }
+    if other is not None:
+        settings |= {"against": str(other.folder), "against_name": other.name}
+    if candidate.run is not None and not recipe.config.get("training_data"):
+        settings["training_data"] = training_data(candidate.run)
+    return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
+
+
+def _missing_data(recipe: Recipe, site: Site) -> list[str]:
+    """Return the data files of a suite that are not there; nodes may have their own paths."""
+    tasks = recipe.resolved(site.root, "run").get("tasks") or {}
+    named = {name: str(task["data"]) for name, task in tasks.items() if task.get("data")}
+    return [
+        f"tasks.{name}.data: there is no file {data}: set tasks.{name}.data="
+        for name, data in named.items()
+        if not any(Path(data).is_relative_to(each) for each in site.node_paths)
+        and not Path(data).expanduser().is_file()
+    ]
+
+
+def results_folder(site: Site, model: Model) -> Path:
+    """Return where the results about a model lie: beside its run, else under the shared folder."""
+    if model.run is not None:
+        return model.run.path / files.EVALS
+    mark = hashlib.sha256(str(model.folder).encode()).hexdigest()[:8]
+    return site.root / files.EVALS / f"{model.folder.name}-{mark}"
+
+
+def _base(candidate: Model) -> Model:
+    """Return the model that a run was trained from."""
+    if candidate.run is None:
+        raise UsageFault(
+            f"--against base: {candidate.folder} belongs to no run, so its base is not known: name "
+            "the base's folder instead"
+        )
+    config = yamlfile.load(candidate.run.path / files.RECIPE)
+    folder = (config.get("checkpointer") or {}).get("checkpoint_dir")
+    if not folder:
+        raise UsageFault(f"--against base: the recipe of {candidate.run.name} names no base model")
+    return models.of_folder(Path(str(folder)))
+
+
+def training_data(run: Run) -> list[str]:
+    """Return the JSON lines files that a run was trained on and that are still there."""
+    listed = run.provenance.get("data")
+    names = [str(each.get("file")) for each in listed or [] if isinstance(each, dict)]
+    return [name for name in names if name.endswith((".jsonl", ".json")) and Path(name).is_file()]
+
+
+def results(site: Site, model: Model) -> list[dict[str, Any]]:
+    """Return the evaluations of a model as it is now, newest first."""
+    found = []
+    for path in results_folder(site, model).glob("*.json"):
+        result = files.read_json_or_none(path)
+        if isinstance(result, dict) and isinstance(result.get("tasks"), dict):
+            same = (result.get("candidate") or {}).get("folder") == str(model.folder.resolve())
+            found += [{**result, "file": str(path)}] if same else []
+    return sorted(found, key=lambda each: float(each.get("created") or 0), reverse=True)

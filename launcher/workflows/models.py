@@ -1,0 +1,123 @@
+"""What a user may name where a model is wanted: a run, a folder, or models:/NAME@ALIAS."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.checks.files import whole
+from launcher.errors import UsageFault
+from launcher.recipes.recipe import Recipe
+from launcher.runs import directory
+from launcher.runs.directory import Run
+from launcher.runs.find import find
+from launcher.site import Site
+from launcher.tracking import registry
+from launcher.tracking import store as stores
+from runspec import files
+
+_REGISTERED = re.compile(r"models:/([^@/]+)(?:@([^@/]+)|/(\d+))\Z")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model folder, how people call it, and the run or registered version that it belongs to."""
+
+    folder: Path
+    name: str
+    run: Run | None = None
+    version: registry.Version | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.folder / "adapter_config.json").is_file()
+
+
+def resolve(site: Site, wanted: str) -> Model:
+    """Return the model that a user names.
+
+    Raises:
+        UsageFault: there is no such model, or the folder is not complete.
+        StoreFault: the registry cannot be read.
+    """
+    if wanted.startswith("models:/"):
+        version = registered(site, wanted)
+        return _complete(
+            Model(
+                version.folder,
+                f"{version.name} v{version.number}",
+                _run_of(version.folder),
+                version,
+            )
+        )
+    path = Path(wanted).expanduser()
+    if "/" in wanted or path.is_dir():
+        return of_folder(path.absolute())
+    run = find(directory.runs_root(site.root), wanted)
+    export = run.path / files.EXPORT
+    if not export.is_dir():
+        raise UsageFault(
+            f"{run.name} has exported no model yet: see cookbook status {run.name}, and wait for "
+            f"its end or continue it with: cookbook resume {run.name}"
+        )
+    merged = (export / "config.json").is_file() and any(export.glob("*.safetensors"))
+    return _complete(Model(export if merged else export / files.ADAPTER, run.name, run))
+
+
+def of_folder(folder: Path) -> Model:
+    """Return the model in a folder; UsageFault if it is not there or not complete."""
+    if not folder.is_dir():
+        raise UsageFault(
+            f"there is no model folder {folder}: give a run, a folder, or models:/NAME@ALIAS"
+        )
+    run = _run_of(folder)
+    return _complete(Model(folder, run.name if run else folder.name, run))
+
+
+def registered(site: Site, uri: str) -> registry.Version:
+    """Return the version that models:/NAME@ALIAS or models:/NAME/VERSION names."""
+    found = _REGISTERED.match(uri)
+    if found is None:
+        raise UsageFault(f"{uri!r} is not models:/NAME@ALIAS or models:/NAME/VERSION")
+    name, alias, number = found.groups()
+    store = stores.at(site.root, site.tracking)
+    with stores.opened(store, write=False) as client:
+        return registry.version(client, name, alias or number)
+
+
+def in_recipe(recipe: Recipe, site: Site) -> Recipe:
+    """Return a recipe whose checkpoint_dir is a folder where it named models:/NAME@ALIAS."""
+    block = recipe.config.get("checkpointer")
+    given = block.get("checkpoint_dir") if isinstance(block, dict) else None
+    if not (isinstance(block, dict) and isinstance(given, str) and given.startswith("models:/")):
+        return recipe
+    folder = str(resolve(site, given).folder)
+    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": folder}}
+    return replace(recipe, config=config)
+
+
+def _run_of(folder: Path) -> Run | None:
+    """Return the run whose export a folder is, None if it is none."""
+    folder = folder.resolve()
+    for above in (folder.parent, folder.parent.parent):
+        if (above / files.SUBMISSION).is_file():
+            return Run(above)
+    return None
+
+
+def _complete(model: Model) -> Model:
+    """Return the model; UsageFault lists what is missing or cut short in its folder."""
+    folder = model.folder
+    config = "adapter_config.json" if model.is_adapter else "config.json"
+    faults = []
+    if not (folder / config).is_file():
+        faults.append(f"{folder} is no model folder: it has no {config}")
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        faults.append(f"{folder} holds no weights (*.safetensors): the export is not complete")
+    else:
+        faults += [each.line for each in whole(folder, names) if each.state == "failed"]
+    if not model.is_adapter and not any(folder.glob("tokenizer*")):
+        faults.append(f"{folder} has no tokenizer: copy the base model's tokenizer files there")
+    if faults:
+        raise UsageFault(faults)
+    return model

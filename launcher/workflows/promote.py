@@ -1,0 +1,131 @@
+"""Registering a model, moving an alias through its gates, and moving it back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import GateFault, UsageFault
+from launcher.observe.outcome import outcome
+from launcher.runs.states import state_of
+from launcher.site import Site
+from launcher.tracking import gates, importer, registry
+from launcher.tracking import store as stores
+from launcher.tracking.registry import Version
+from launcher.workflows import evaluate
+from launcher.workflows.models import Model, of_folder
+
+
+def register(site: Site, model: Model, name: str, copy: bool) -> Version:
+    """Register a model as the next version of a name; it gets the alias candidate."""
+    store = stores.at(site.root, site.tracking)
+    tags = _tags(site, model)
+    with stores.opened(store) as client:
+        if model.run is not None:
+            for _ in importer.import_runs(client, store, [model.run]):
+                pass
+        return registry.add(client, store, name, model.folder, copy, tags)
+
+
+def _tags(site: Site, model: Model) -> dict[str, Any]:
+    tags: dict[str, Any] = {"cookbook.evaluated_as": model.folder.resolve()}
+    for result in evaluate.results(site, model)[:1]:
+        tags |= {f"eval.{key}": f"{value:.6g}" for key, value in importer.figures(result).items()}
+    run = model.run
+    if run is None:
+        return tags
+    kit = run.provenance.get("kit") or {}
+    known = outcome(run, state_of(run))
+    return tags | {
+        "run": run.name,
+        "recipe": run.submission.get("recipe"),
+        "job_id": run.job_id,
+        "gpu_hours": known["gpu_hours"],
+        "val_loss": known["val_loss"],
+        "commit": kit.get("commit"),
+        "uncommitted_changes": bool(kit.get("diff")),
+        "config_sha256": run.provenance.get("config_sha256"),
+        "data_sha256": importer.data_hash(run),
+    }
+
+
+def promote(
+    site: Site,
+    name: str,
+    alias: str,
+    number: int | None,
+    gates_file: Path,
+    why: str | None,
+    say: Callable[[str], None],
+) -> Version:
+    """Let an alias name a version that passes the alias's gates.
+
+    Args:
+        number: the version; None for the candidate.
+
+    Raises:
+        GateFault: gates that it does not pass, with figures; nothing is changed.
+    """
+    guarded, rules = gates.load(gates_file)
+    store = stores.at(site.root, site.tracking)
+    with stores.opened(store) as client:
+        chosen = registry.version(client, name, str(number) if number else "candidate")
+        present = registry.aliases_of(client, name)
+        if present.get(alias) == chosen.number:
+            raise UsageFault(f"{name} v{chosen.number} is the {alias} already")
+        if alias in guarded:
+            subject = gates.Subject(
+                f"{name} v{chosen.number}",
+                chosen.folder,
+                _results(site, chosen),
+                {
+                    each: _evaluated(registry.version(client, name, each))
+                    if each in present
+                    else None
+                    for each in registry.ALIASES
+                },
+            )
+            failed = []
+            for verdict in gates.judge(rules, subject):
+                words = verdict.words.replace("models:/NAME@", f"models:/{name}@")
+                words = words.replace(
+                    "cookbook eval ...", f"cookbook eval models:/{name}@candidate"
+                )
+                say(f"{'passed' if verdict.passed else 'FAILED'}  {words}")
+                failed += [] if verdict.passed else [words]
+            if failed:
+                head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
+                raise GateFault([f"{head} {words}" for words in failed])
+        registry.set_alias(client, store, name, alias, chosen.number, why)
+        return registry.version(client, name, alias)
+
+
+def _evaluated(version: Version) -> Path:
+    """Return the folder under which a version was evaluated."""
+    return Path(version.tags.get("cookbook.evaluated_as") or version.folder)
+
+
+def _results(site: Site, version: Version) -> list[dict[str, Any]]:
+    """Return the evaluations of a version, under each folder that it is known by."""
+    found = []
+    for folder in dict.fromkeys((version.folder, _evaluated(version))):
+        if folder.is_dir():
+            found += evaluate.results(site, of_folder(folder))
+    return sorted(found, key=lambda each: float(each.get("created") or 0), reverse=True)
+
+
+def rollback(site: Site, name: str, alias: str, why: str | None) -> tuple[int, Version]:
+    """Let an alias name the version that it named before; return what it named, and the version."""
+    store = stores.at(site.root, site.tracking)
+    with stores.opened(store) as client:
+        now = registry.version(client, name, alias).number
+        before = registry.previous(store, name, alias, now)
+        if before is None:
+            raise UsageFault(
+                f"{alias} of {name} has named no version before v{now}: see "
+                f"cookbook registry {name}"
+            )
+        registry.version(client, name, str(before))
+        registry.set_alias(
+            client, store, name, alias, before, f"rollback: {why or 'no reason given'}"
+        )
+        return now, registry.version(client, name, alias)

@@ -1,0 +1,52 @@
+"""The files of an endpoint, a served model under one name: endpoints/<name>/ in the shared folder.
+
+endpoint.json   what is served, by which runs, and the settings of its front
+key             the API key; only its owner may read it
+backends/       one file per replica, which the replica renews; .drain-<replica> asks it to drain
+shares.json     the share of the traffic of each version
+gateway.json    the address and process of the gateway
+requests/       the log of requests and answers
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+
+ENDPOINT, KEY, GATEWAY, SHARES = "endpoint.json", "key", "gateway.json", "shares.json"
+BACKENDS, REQUESTS = "backends", "requests"
+# A replica renews its file every second or so; one that does not is gone.
+STALE_S = 20.0
+
+
+def tell(folder: Path, name: str, facts: dict[str, Any]) -> None:
+    """Write a replica's file."""
+    place = folder / BACKENDS
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.write_json(place / f"{name}.json", {**facts, "time": time.time()}, mode=0o600)
+
+
+def replicas(folder: Path) -> list[dict[str, Any]]:
+    """Return what the living replicas of an endpoint say of themselves, ready ones first."""
+    found = []
+    for path in sorted((folder / BACKENDS).glob("*.json")):
+        facts = files.read_json_or_none(path)
+        if not isinstance(facts, dict) or not isinstance(facts.get("time"), int | float):
+            continue
+        if time.time() - facts["time"] < STALE_S:
+            found.append({**facts, "name": path.stem})
+    return sorted(found, key=lambda each: each.get("state") != "ready")
+
+
+def drain_mark(folder: Path, name: str) -> Path:
+    """Return the file whose presence asks a replica to take no more requests."""
+    return folder / BACKENDS / f".drain-{name}"
+
+
+def shares(folder: Path) -> dict[str, float]:
+    """Return the share of the traffic that each version gets, {} for an even spread."""
+    found = files.read_json_or_none(folder / SHARES)
+    if not isinstance(found, dict):
+        return {}
+    return {str(key): float(value) for key, value in found.items()}

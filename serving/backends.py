@@ -1,0 +1,63 @@
+"""The replicas behind an endpoint as a gateway knows them, and which of them gets a request."""
+
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runspec import endpoint
+
+# A replica that has just failed is asked last for so long.
+BEAT_S = 3.0
+
+
+@dataclass
+class Backend:
+    """One replica: its address, what it serves, and how busy this process keeps it."""
+
+    name: str
+    url: str
+    version: str = ""
+    socket: str | None = None
+    draining: bool = False
+    in_flight: int = 0
+    failed_at: float = 0.0
+    session: Any = field(default=None, repr=False)
+
+
+class Pool:
+    """The replicas of an endpoint as a gateway knows them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.known: dict[str, Backend] = {}
+        self.shares: dict[str, float] = {}
+
+    def refresh(self) -> None:
+        """Read the replicas' files: new ones are used, draining ones get no more requests."""
+        self.shares = endpoint.shares(self.folder)
+        present = {}
+        for facts in endpoint.replicas(self.folder):
+            if facts.get("state") not in ("ready", "draining"):
+                continue
+            name = facts["name"]
+            backend = self.known.get(name) or Backend(name, str(facts["url"]))
+            backend.url, backend.version = str(facts["url"]), str(facts.get("version") or "")
+            backend.draining = facts["state"] == "draining"
+            present[name] = backend
+        self.known = present
+
+    def choose(self, tried: set[str]) -> Backend | None:
+        """Return the least busy replica of a version drawn by its share, None if there is none."""
+        usable = [b for b in self.known.values() if not b.draining and b.name not in tried]
+        if not usable:
+            return None
+        # One that has just failed is asked last.
+        fresh = [b for b in usable if time.monotonic() - b.failed_at > BEAT_S] or usable
+        versions = sorted({b.version for b in fresh})
+        weights = [self.shares.get(version, 0.0 if self.shares else 1.0) for version in versions]
+        if len(versions) > 1 and sum(weights) > 0:
+            (chosen,) = random.choices(versions, weights)
+            fresh = [b for b in fresh if b.version == chosen]
+        return min(fresh, key=lambda b: (b.in_flight, random.random()))

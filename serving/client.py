@@ -1,0 +1,269 @@
+"""Ask an endpoint, once or for a whole file: python -m serving.client FOLDER [options]
+
+A file is asked with many requests in flight. Answers are written in the order of the questions; a
+second start goes on after the last one that is written. A request that fails is tried again, at the
+endpoint's address of that moment.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from runspec import endpoint as endpoints
+from runspec import files
+
+# An engine that is started again may take so long.
+_PATIENCE_S = 120.0
+# What another try cannot change.
+_FINAL = {400, 401, 404, 413, 422}
+
+
+class Refused(Exception):
+    """The endpoint refuses a request, or does not answer; the text says why."""
+
+
+class Client:
+    """Asks an endpoint; its address is read again before every try."""
+
+    def __init__(self, folder: Path | None, url: str | None, key: str) -> None:
+        self.folder, self.given, self.key = folder, url, key
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    @property
+    def url(self) -> str:
+        if self.given is not None:
+            return self.given.removesuffix("/v1")
+        assert self.folder is not None
+        gateway = files.read_json_or_none(self.folder / endpoints.GATEWAY)
+        if isinstance(gateway, dict):
+            return str(gateway["url"])
+        ready = [r for r in endpoints.replicas(self.folder) if r.get("state") == "ready"]
+        if not ready:
+            raise Refused("nothing serves it now: see cookbook serve --list")
+        return str(ready[0]["url"])
+
+    async def ask(self, body: dict[str, Any], stream: bool = False) -> str:
+        """Return an answer's text; print it as it comes if stream is set."""
+        reason, attempt, deadline = "", 0, time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                address = f"{self.url}/v1/chat/completions"
+                headers = {"Authorization": f"Bearer {self.key}"}
+                async with self.session.post(
+                    address,
+                    json={**body, "stream": stream},
+                    headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=600, sock_connect=10),
+                ) as answer:
+                    if answer.status == 200:
+                        return await (_streamed(answer) if stream else _whole(answer))
+                    reason = f"it answered {answer.status}: {_words(await answer.text())}"
+                    if answer.status in _FINAL:
+                        raise Refused(reason)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                reason = f"it does not answer ({type(error).__name__})"
+            except Refused:
+                if reason:
+                    raise
+                reason = "nothing serves it now"
+            attempt += 1
+            if time.monotonic() > deadline:
+                raise Refused(f"{reason}, {attempt} times in {_PATIENCE_S:.0f} s")
+            await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> str:
+    value = await answer.json(content_type=None)
+    return str(value["choices"][0]["message"]["content"] or "")
+
+
+async def _streamed(answer: aiohttp.ClientResponse) -> str:
+    texts = []
+    async for line in answer.content:
+        text = line.decode("utf-8", errors="replace").strip()
+        if not text.startswith("data:") or text.endswith("[DONE]"):
+            continue
+        for choice in json.loads(text[5:]).get("choices") or []:
+            piece = (choice.get("delta") or {}).get("content")
+            if piece:
+                print(piece, end="", flush=True)
+                texts.append(piece)
+    print(flush=True)
+    return "".join(texts)
+
+
+def _words(text: str) -> str:
+    try:
+        found = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        found = text
+    return " ".join(str(found).split())[:300]
+
+
+def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return the request of a line: messages, or a prompt or question; Refused if it has none."""
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise Refused(f"{place}: it is no JSON object")
+    messages = row.get("messages")
+    if messages is None:
+        text = row.get("prompt", row.get("question"))
+        if not isinstance(text, str):
+            raise Refused(f"{place}: it has no messages, prompt or question")
+        messages = [{"role": "user", "content": text}]
+    own = {key: row[key] for key in ("max_tokens", "temperature", "top_p", "seed") if key in row}
+    return {**settings, **own, "messages": messages}
+
+
+async def batch(
+    client: Client, source: Path, target: Path, settings: dict[str, Any], in_flight: int
+) -> tuple[int, int]:
+    """Answer a file's lines in order; return how many are answered, and how many failed.
+
+    Raises:
+        Refused: the file cannot be read, or the output belongs to other questions.
+    """
+    rows = _rows(source, settings)
+    done = _done(target, rows)
+    if done:
+        print(f"{done:,} of {len(rows):,} are answered already", file=sys.stderr)
+    gate, failed, began = asyncio.Semaphore(in_flight), 0, time.monotonic()
+
+    async def one(number: int) -> dict[str, Any]:
+        try:
+            return {"answer": await client.ask(rows[number][1])}
+        except Refused as error:
+            return {"answer": None, "error": str(error)}
+        finally:
+            gate.release()
+
+    tasks: dict[int, asyncio.Task[dict[str, Any]]] = {}
+    started = done
+    with open(target, "a", encoding="utf-8") as out:
+        for number in range(done, len(rows)):
+            while started < len(rows) and started - number < 4 * in_flight:
+                if gate.locked() and started > number:
+                    break
+                await gate.acquire()
+                tasks[started] = asyncio.create_task(one(started))
+                started += 1
+            answer = await tasks.pop(number)
+            failed += answer["answer"] is None
+            line = {"line": number + 1, "hash": rows[number][0], **answer}
+            # In order, and whole: what is written is not asked again.
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.flush()
+    seconds = time.monotonic() - began
+    count = len(rows) - done
+    if count:
+        print(f"{count:,} requests in {seconds:.1f} s, {failed:,} failed", file=sys.stderr)
+    return len(rows), failed
+
+
+def _rows(source: Path, settings: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    rows, faults = [], []
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"--input {source} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            body = body_of(json.loads(line), settings, f"{source}, line {number}")
+            rows.append((hashlib.sha256(line.encode()).hexdigest()[:16], body))
+        except ValueError as error:
+            faults.append(f"{source}, line {number}: not JSON: {error}")
+        except Refused as error:
+            faults.append(str(error))
+    if faults:
+        raise Refused("\n".join(faults[:10]))
+    if not rows:
+        raise Refused(f"--input {source} holds no question")
+    return rows
+
+
+def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
+    """Return how many lines are answered; a line that was cut short, or failed, is removed."""
+    if not target.exists():
+        return 0
+    kept: list[str] = []
+    for text in target.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+            same = line["hash"] == rows[len(kept)][0]
+        except (ValueError, KeyError, IndexError, TypeError):
+            same, line = None, {}
+        if same is False or (same is None and not kept and text.strip()):
+            raise Refused(
+                f"--output {target} holds the answers of other questions: choose another file"
+            )
+        if not same or line.get("answer") is None:
+            break
+        kept.append(text + "\n")
+    files.write_text(target, "".join(kept))
+    return len(kept)
+
+
+async def run(options: argparse.Namespace) -> int:
+    key_file = options.key_file or (options.folder / endpoints.KEY if options.folder else None)
+    key = (
+        key_file.read_text(encoding="utf-8").strip() if key_file else os.environ.get("API_KEY", "")
+    )
+    settings: dict[str, Any] = {"model": options.model or "default"}
+    for name in ("max_tokens", "temperature", "seed"):
+        if getattr(options, name) is not None:
+            settings[name] = getattr(options, name)
+    client = Client(options.folder, options.url, key)
+    try:
+        if options.input:
+            _, failed = await batch(
+                client, options.input, options.output, settings, options.in_flight
+            )
+            return 1 if failed else 0
+        body = body_of({"prompt": options.prompt}, settings, "the question")
+        text = await client.ask(body, stream=options.stream)
+        if not options.stream:
+            print(json.dumps({"answer": text}) if options.json else text)
+        return 0
+    except (Refused, OSError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 1
+    finally:
+        await client.session.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m serving.client", description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--url")
+    parser.add_argument("--key-file", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--prompt")
+    parser.add_argument("--input", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--in-flight", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    try:
+        return asyncio.run(run(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\ninterrupted: what is answered is written", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

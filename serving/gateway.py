@@ -1,0 +1,79 @@
+"""One address for an endpoint whose replicas come and go: python -m serving.gateway FOLDER
+
+It reads the files of the replicas, spreads requests over those that are ready, by the shares of
+their versions, and asks another one if one does not answer. cookbook serve starts it on the login
+node; it listens on 127.0.0.1.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+from runspec.endpoint import ENDPOINT, GATEWAY
+from runspec.keys.serve import SERVE
+from runspec.states import process_start
+from serving import backends
+
+
+async def run(folder: Path, port: int, host: str) -> int:
+    """Serve until the process is told to end."""
+    from aiohttp import web
+
+    from serving.proxy import Proxy
+
+    settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
+    settings |= files.read_json(folder / ENDPOINT)["settings"]
+    # The fronts of the replicas see every request: they log.
+    key = Path(settings["key_file"]).read_text(encoding="utf-8").strip()
+    pool = backends.Pool(folder)
+    pool.refresh()
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    proxy = Proxy(settings, key, pool)
+    runner = web.AppRunner(proxy.app(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        words = f"port {port} of {host} cannot be opened ({error.strerror})"
+        print(f"error: {words}: leave --port out, or choose another", file=sys.stderr)
+        return 1
+    url = f"http://{host}:{runner.addresses[0][1]}"
+    facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+    facts["process_start"] = process_start(os.getpid())
+    files.write_json(folder / GATEWAY, facts, mode=0o600)
+    print(f"gateway of {folder.name}: {url}", flush=True)
+    while not ended.is_set():
+        pool.refresh()
+        try:
+            await asyncio.wait_for(ended.wait(), 0.5)
+        except TimeoutError:
+            continue
+    deadline = time.monotonic() + 20
+    while proxy.metrics.in_flight and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    await runner.cleanup()
+    (folder / GATEWAY).unlink(missing_ok=True)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m serving.gateway", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1")
+    options = parser.parse_args()
+    return asyncio.run(run(options.folder, options.port, options.host))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

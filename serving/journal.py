@@ -1,0 +1,221 @@
+"""The log of requests: a journal that a kill cannot tear, and Parquet files made of it.
+
+A request is written to the journal when it is accepted, and its answer when it is sent. A line is
+one write to a file opened for appending, so that a process that is killed loses nothing it has
+accepted. Whole journals become Parquet: those of living processes from time to time, those of dead
+ones by whoever comes next.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# Never of use in a training set: mail addresses, phone numbers, keys.
+REDACTED = (
+    r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}",
+    r"(?<!\w)\+?\d[\d ()/-]{7,}\d(?!\w)",
+    r"\b(?:sk|hf|ghp|xox[abp])[-_][A-Za-z0-9_-]{16,}",
+)
+COLUMNS = (
+    "request_id",
+    "time",
+    "endpoint",
+    "model",
+    "messages",
+    "answer",
+    "status",
+    "stream",
+    "latency_s",
+    "first_token_s",
+    "prompt_tokens",
+    "answer_tokens",
+    "parameters",
+)
+# What people write; an id is none, however many digits it has.
+_TEXTS = {"messages", "answer", "parameters"}
+_NUMBERS = {"time", "latency_s", "first_token_s"}
+_WHOLE = {"status", "prompt_tokens", "answer_tokens"}
+
+
+class Journal:
+    """One process's log of requests under a folder."""
+
+    def __init__(self, folder: Path, share: float = 1.0, redact: Iterable[str] = ()) -> None:
+        self.folder, self.share = folder, share
+        self._patterns = [re.compile(each) for each in (*REDACTED, *redact)]
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        recover(folder)
+        self._count = 0
+        self._open: dict[str, dict[str, Any]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        mark = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+        self.path = self.folder / f"journal-{mark}.jsonl"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
+        self._file = os.open(self.path, flags, 0o600)
+        # The kernel takes the lock away when the process ends: then anybody may read the rest.
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self.since, self.rows = time.time(), 0
+
+    def wants(self, request_id: str) -> bool:
+        """Whether a request is among those that are logged; the same id gets the same answer."""
+        place = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
+        return place < self.share * 2**64
+
+    def accepted(self, row: Mapping[str, Any]) -> None:
+        """Write a request that is about to be answered."""
+        line = self._clean(row)
+        self._open[line["request_id"]] = line
+        self._write({"accepted": line})
+
+    def answered(self, request_id: str, answer: Mapping[str, Any]) -> None:
+        """Write what came of it."""
+        line = {"request_id": request_id, **self._clean(answer)}
+        self._open.pop(request_id, None)
+        self._write({"answered": line})
+        self.rows += 1
+
+    def rotate(self) -> None:
+        """Begin a new journal, and make Parquet of the one before."""
+        before = self.switch()
+        if before is not None:
+            turn_over(*before)
+
+    def switch(self) -> tuple[int, Path, set[str]] | None:
+        """Begin a new journal; return the one before for turn_over, None if it has no answer yet.
+
+        It is quick, and must not run beside accepted and answered; turn_over may.
+        """
+        if not self.rows:
+            return None
+        before, path = self._file, self.path
+        self._begin()
+        # Those that are still being answered go into the new journal.
+        for line in self._open.values():
+            self._write({"accepted": line})
+        return before, path, set(self._open)
+
+    def close(self) -> None:
+        """End the journal, with all that was accepted."""
+        os.close(self._file)
+        recover(self.folder)
+
+    def _write(self, value: Any) -> None:
+        os.write(self._file, json.dumps(value, ensure_ascii=False).encode() + b"\n")
+
+    def _clean(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: self._redacted(value) if key in _TEXTS else value for key, value in row.items()
+        }
+
+    def _redacted(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for pattern in self._patterns:
+                value = pattern.sub("<redacted>", value)
+            return value
+        if isinstance(value, list):
+            return [self._redacted(each) for each in value]
+        if isinstance(value, dict):
+            return {key: self._redacted(each) for key, each in value.items()}
+        return value
+
+
+def turn_over(file: int, path: Path, leave_out: set[str]) -> None:
+    """Make Parquet of a journal that its process has switched away from."""
+    to_parquet(path, leave_out)
+    os.close(file)
+
+
+def recover(folder: Path) -> int:
+    """Make Parquet of the journals of processes that have ended; return how many there were."""
+    count = 0
+    for path in sorted(folder.glob("journal-*.jsonl")):
+        try:
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                to_parquet(path)
+                count += 1
+        except (BlockingIOError, FileNotFoundError):
+            continue
+    return count
+
+
+def rows_of(path: Path, leave_out: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Return the requests of a journal; one without an answer has the status 0."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # the last line of a disk that was full
+        for kind in ("accepted", "answered"):
+            if kind in line:
+                found.setdefault(line[kind]["request_id"], {"status": 0}).update(line[kind])
+    skip = set(leave_out)
+    return [row for key, row in found.items() if key not in skip]
+
+
+def to_parquet(path: Path, leave_out: Iterable[str] = ()) -> Path | None:
+    """Replace a journal by a Parquet file; return it, None if the journal held nothing."""
+    rows = rows_of(path, leave_out)
+    target = None
+    if rows:
+        target = path.with_name(path.name.replace("journal-", "requests-")).with_suffix(".parquet")
+        _write(target, rows)
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return target
+
+
+def _write(target: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {}
+    for name in COLUMNS:
+        values = [row.get(name) for row in rows]
+        if name in _NUMBERS:
+            columns[name] = pa.array(values, pa.float64())
+        elif name in _WHOLE:
+            columns[name] = pa.array(values, pa.int64())
+        elif name == "stream":
+            columns[name] = pa.array(values, pa.bool_())
+        else:
+            texts = [v if isinstance(v, str) or v is None else json.dumps(v) for v in values]
+            columns[name] = pa.array(texts, pa.string())
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    pq.write_table(pa.table(columns), temporary)
+    os.chmod(temporary, 0o600)
+    os.replace(temporary, target)
+
+
+def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Yield the requests since a time, those in living journals too; each request once."""
+    import pyarrow.parquet as pq
+
+    seen: set[str] = set()
+    recover(folder)
+    for path in sorted(folder.glob("requests-*.parquet")):
+        for row in pq.read_table(path).to_pylist():
+            if (row["time"] or 0) >= since and row["request_id"] not in seen:
+                seen.add(row["request_id"])
+                yield row
+    for path in sorted(folder.glob("journal-*.jsonl")):
+        with suppress(FileNotFoundError):
+            for row in rows_of(path):
+                if (row.get("time") or 0) >= since and row["request_id"] not in seen:
+                    seen.add(row["request_id"])
+                    row = {name: row.get(name) for name in COLUMNS} | row
+                    for name in ("messages", "parameters"):
+                        value = row.get(name)
+                        row[name] = value if isinstance(value, str) else json.dumps(value)
+                    yield row

@@ -1,0 +1,66 @@
+"""Counters and latencies of a gateway, as text for Prometheus."""
+
+import bisect
+from collections import Counter, deque
+from collections.abc import Sequence
+
+_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+# Of so many of the newest requests the quantiles are computed.
+_KEPT = 10_000
+
+
+class Histogram:
+    """Seconds in buckets, and the newest ones as they are."""
+
+    def __init__(self) -> None:
+        self.buckets = [0] * (len(_BOUNDS) + 1)
+        self.total, self.count = 0.0, 0
+        self.newest: deque[float] = deque(maxlen=_KEPT)
+
+    def add(self, seconds: float) -> None:
+        self.buckets[bisect.bisect_left(_BOUNDS, seconds)] += 1
+        self.total += seconds
+        self.count += 1
+        self.newest.append(seconds)
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """Return the value below which a share of the values lies, None if there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+class Metrics:
+    """What a gateway has seen since it started."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[int] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.in_flight = 0
+        self.latency, self.first_token, self.per_token = Histogram(), Histogram(), Histogram()
+
+    def text(self, endpoint: str) -> str:
+        """Return the exposition format, version 0.0.4."""
+        label = f'endpoint="{endpoint}"'
+        lines = ["# TYPE cookbook_requests_total counter"]
+        for status, count in sorted(self.requests.items()):
+            lines.append(f'cookbook_requests_total{{{label},status="{status}"}} {count}')
+        lines.append("# TYPE cookbook_tokens_total counter")
+        for kind, count in sorted(self.tokens.items()):
+            lines.append(f'cookbook_tokens_total{{{label},kind="{kind}"}} {count}')
+        lines += [
+            "# TYPE cookbook_in_flight gauge",
+            f"cookbook_in_flight{{{label}}} {self.in_flight}",
+        ]
+        for name in ("latency", "first_token", "per_token"):
+            found: Histogram = getattr(self, name)
+            full, below = f"cookbook_{name}_seconds", 0
+            lines.append(f"# TYPE {full} histogram")
+            for bound, count in zip((*_BOUNDS, "+Inf"), found.buckets, strict=True):
+                below += count
+                lines.append(f'{full}_bucket{{{label},le="{bound}"}} {below}')
+            lines += [
+                f"{full}_sum{{{label}}} {found.total}",
+                f"{full}_count{{{label}}} {found.count}",
+            ]
+        return "\n".join(lines) + "\n"

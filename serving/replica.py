@@ -1,0 +1,328 @@
+"""One replica of an endpoint, its engine and its front: -m serving.replica <run>/train.yaml
+
+torchrun starts it as each rank. The first rank of a replica starts the engine on a Unix socket,
+waits until it answers, opens the front on a port and tells the endpoint; the other ranks of a
+replica of several GPUs only hold their GPU. An engine that dies is started again.
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runspec import endpoint as endpoints
+from runspec import files
+from runspec.keys.serve import SERVE
+from serving import backends, engines
+from serving.backends import Backend
+from serving.journal import Journal, turn_over
+
+# An engine that dies so often within a minute each is not started again.
+_DEATHS, _SHORT_S = 5, 60.0
+
+
+class ServeError(Exception):
+    """What ends a replica, in one line."""
+
+
+class Own:
+    """The one backend of a front: the engine beside it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.healthy = backend, False
+        self.known = {backend.name: backend}
+
+    def choose(self, tried: set[str]) -> Backend | None:
+        return None if tried or not self.healthy else self.backend
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the settings of train.yaml with the defaults of the keys."""
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = {key: entry.default for key, entry in SERVE.items()}
+    return config | {key: value for key, value in given.items() if value is not None}
+
+
+class Replica:
+    """A replica's engine, front and file."""
+
+    def __init__(self, config: dict[str, Any], run_dir: Path, number: int, gpus: list[int]) -> None:
+        self.config, self.run_dir, self.number, self.gpus = config, run_dir, number, gpus
+        self.name = f"{run_dir.name}-{number}"
+        self.endpoint = Path(config["endpoint_dir"])
+        key_file = Path(config["key_file"])
+        if key_file.stat().st_mode & 0o077:
+            raise ServeError(f"others may read {key_file}: chmod 600 {key_file}")
+        self.key = key_file.read_text(encoding="utf-8").strip()
+        self.place = Path(tempfile.mkdtemp(prefix="cookbook-serve-"))
+        self.engine = engines.command(
+            config, self.place, len(gpus), _free_port(), secrets.token_urlsafe(24)
+        )
+        where = str(self.engine.socket) if self.engine.socket else None
+        url = "http://engine" if where else f"http://127.0.0.1:{self.engine.port}"
+        self.pool = Own(Backend(self.name, url, str(config.get("version") or ""), where))
+        self.process: asyncio.subprocess.Process | None = None
+        self.state, self.url = "starting", ""
+        self.deaths: list[float] = []
+
+    async def run(self) -> str:
+        """Serve until the stop file appears or the process is told to end; return the state."""
+        # Imported late: what checks the settings needs no HTTP.
+        from aiohttp import web
+
+        from serving.proxy import Proxy
+
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ended.set)
+        journal = Journal(
+            self.endpoint / endpoints.REQUESTS,
+            float(self.config["log_share"]),
+            self.config["redact"] or (),
+        )
+        count, limit = _tokenizer(Path(self.config["model"]))
+        proxy = Proxy(
+            self.config,
+            self.key,
+            self.pool,
+            journal,
+            count,
+            limit,
+            lambda: self.pool.healthy,
+            self.engine.model,
+        )
+        runner = web.AppRunner(
+            proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2
+        )
+        await runner.setup()
+        try:
+            await self._start_engine(ended)
+            if not ended.is_set():
+                await self._open(web.TCPSite, runner)
+                self.state = "ready"
+            while not ended.is_set() and not (self.run_dir / files.STOP).exists():
+                self._tell(proxy)
+                await self._look_after(ended)
+                if journal.rows >= int(self.config["log_rows"]) or (
+                    time.time() - journal.since > 60 * float(self.config["log_minutes"])
+                ):
+                    before = journal.switch()
+                    if before is not None:
+                        await asyncio.to_thread(turn_over, *before)
+                if endpoints.drain_mark(self.endpoint, self.name).exists():
+                    self.state = "draining"
+                try:
+                    await asyncio.wait_for(ended.wait(), 1.0)
+                except TimeoutError:
+                    continue
+            await self._drain(proxy)
+            return "stopped"
+        finally:
+            # First what others see: Slurm may leave only seconds.
+            (self.endpoint / endpoints.BACKENDS / f"{self.name}.json").unlink(missing_ok=True)
+            endpoints.drain_mark(self.endpoint, self.name).unlink(missing_ok=True)
+            await runner.cleanup()
+            journal.close()
+            await self._end_engine()
+            shutil.rmtree(self.place, ignore_errors=True)
+
+    async def _open(self, site: Any, runner: Any) -> None:
+        node = self.config["bind"] == "node"
+        host = socket.gethostname() if node else "127.0.0.1"
+        port = int(self.config["port"])
+        try:
+            # With 0 the kernel chooses a free one.
+            await site(runner, "0.0.0.0" if node else host, port).start()
+        except OSError as error:
+            words = f"port {port} of {socket.gethostname()} cannot be opened ({error.strerror})"
+            raise ServeError(f"{words}: leave port out, or choose another") from None
+        self.url = f"http://{host}:{runner.addresses[0][1]}"
+        print(f"ready: {self.url}", flush=True)
+
+    def _tell(self, proxy: Any) -> None:
+        facts = {
+            "state": self.state if self.pool.healthy or self.state != "ready" else "starting",
+            "url": self.url,
+            "run": self.run_dir.name,
+            "job_id": os.environ.get("SLURM_JOB_ID"),
+            "host": os.environ.get("NODE_NAME") or socket.gethostname(),
+            "version": self.config.get("version"),
+            "model": self.config["model"],
+            "in_flight": proxy.metrics.in_flight,
+            "bind": self.config["bind"],
+        }
+        endpoints.tell(self.endpoint, self.name, facts)
+
+    async def _start_engine(self, ended: asyncio.Event) -> None:
+        """Start the engine and wait until it answers."""
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_TORCHRUN}
+        environment |= {"HF_HUB_OFFLINE": "1"}
+        if self.gpus and os.environ.get("CUDA_VISIBLE_DEVICES", "") != "":
+            visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[k] for k in self.gpus)
+        if self.engine.socket is not None:
+            self.engine.socket.unlink(missing_ok=True)
+        self.process = await asyncio.create_subprocess_exec(
+            *self.engine.argv, env=environment, stdin=asyncio.subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + float(self.config["start_timeout_s"])
+        told = 0.0
+        while not ended.is_set() and not (self.run_dir / files.STOP).exists():
+            if self.process.returncode is not None:
+                code = self.process.returncode
+                raise ServeError(f"the engine ended with exit status {code}: see the lines above")
+            if await self._answers():
+                self.pool.healthy = True
+                return
+            if time.monotonic() > deadline:
+                limit = self.config["start_timeout_s"]
+                raise ServeError(
+                    f"the engine was not healthy within {limit} s: raise start_timeout_s"
+                )
+            if time.monotonic() - told > backends.BEAT_S:
+                told = time.monotonic()
+                starting = {"state": "starting", "run": self.run_dir.name, "url": self.url}
+                endpoints.tell(self.endpoint, self.name, starting)
+            await asyncio.sleep(0.3)
+
+    async def _answers(self) -> bool:
+        import aiohttp
+
+        from serving.proxy import _session
+
+        try:
+            timeout = aiohttp.ClientTimeout(total=5)
+            address = f"{self.pool.backend.url}/health"
+            async with _session(self.pool.backend).get(address, timeout=timeout) as answer:
+                return bool(answer.status == 200)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def _look_after(self, ended: asyncio.Event) -> None:
+        """Start an engine again that has died."""
+        if self.process is None or self.process.returncode is None:
+            return
+        self.pool.healthy = False
+        now = time.monotonic()
+        self.deaths = [each for each in self.deaths if now - each < _SHORT_S * _DEATHS] + [now]
+        code = self.process.returncode
+        if len(self.deaths) > _DEATHS:
+            raise ServeError(f"the engine died {len(self.deaths)} times, last with status {code}")
+        print(f"the engine died with exit status {code}: it is started again", flush=True)
+        await self._start_engine(ended)
+        print("the engine answers again", flush=True)
+
+    async def _drain(self, proxy: Any) -> None:
+        """Let the requests that are under way end; new ones find another replica."""
+        self.state = "draining"
+        self._tell(proxy)
+        deadline = time.monotonic() + 20
+        while proxy.metrics.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
+    async def _end_engine(self) -> None:
+        if self.pool.backend.session is not None:
+            await self.pool.backend.session.close()
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), 10)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} | {
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "TORCHELASTIC_RUN_ID",
+}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _tokenizer(model: Path) -> tuple[Any, int | None]:
+    """Return what counts a text's tokens, and how many the model takes; None if nobody knows."""
+    adapter = files.read_json_or_none(model / "adapter_config.json")
+    base = Path(str(adapter["base_model_name_or_path"])) if isinstance(adapter, dict) else model
+    settings = files.read_json_or_none(base / "config.json")
+    limit = (settings or {}).get("max_position_embeddings")
+    if not (base / "tokenizer.json").is_file() or not isinstance(limit, int):
+        return None, None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    return (lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)), limit
+
+
+def main(arguments: list[str]) -> int:
+    """Serve by the given train.yaml; exit status 0, 1, 2 for wrong usage."""
+    if len(arguments) != 1:
+        print("usage: python -m serving.replica <run>/train.yaml", file=sys.stderr)
+        return 2
+    path = Path(arguments[0]).absolute()
+    run_dir, attempt = path.parent, os.environ.get("COOKBOOK_ATTEMPT", "0")
+    rank, local, per_node, world = (
+        int(os.environ.get(name, default))
+        for name, default in (
+            ("RANK", "0"),
+            ("LOCAL_RANK", "0"),
+            ("LOCAL_WORLD_SIZE", "1"),
+            ("WORLD_SIZE", "1"),
+        )
+    )
+    try:
+        config = load(path)
+        nodes = max(1, world // per_node)
+        size = max(1, per_node * nodes // int(config["replicas"] or nodes))
+        if size > per_node or per_node % size or world % size:
+            raise ServeError(
+                f"{config['replicas']} replicas do not fit {nodes} nodes x {per_node} GPUs: each "
+                "needs the same number of GPUs of one node"
+            )
+        if local % size:
+            return _hold(run_dir)
+        if lacks := engines.missing(str(config["engine"])):
+            raise ServeError(lacks)
+        replica = Replica(config, run_dir, rank // size, list(range(local, local + size)))
+        state = asyncio.run(replica.run())
+    except (ServeError, OSError, ValueError) as error:
+        print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
+        host = os.environ.get("NODE_NAME") or socket.gethostname()
+        record = {"rank": rank, "host": host, "time": time.time(), "type": "ServeError"}
+        record |= {"message": str(error), "permanent": isinstance(error, ServeError)}
+        folder = run_dir / files.LOGS / attempt
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_json(folder / f"error_rank_{rank}.json", record)
+        return 1
+    if rank == 0:
+        number = int(attempt) if attempt.isdigit() else 0
+        told = {"state": state, "attempt": number, "step": 0, "total_steps": 0}
+        files.write_json(run_dir / files.PROGRESS, {**told, "updated": time.time()})
+    return 0
+
+
+def _hold(run_dir: Path) -> int:
+    """Wait for the end beside the replica's first rank."""
+    while not (run_dir / files.STOP).exists():
+        time.sleep(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

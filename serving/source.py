@@ -1,0 +1,99 @@
+"""From the log of requests to a data source: python -m serving.source FOLDER TARGET [options]
+
+Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, with the
+answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
+the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
+earlier one, and a label takes the answer's place in messages.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from runspec import endpoint as endpoints
+from runspec import files
+from serving import journal
+from serving.stats import since_time
+
+FEEDBACK = "feedback.jsonl"
+COLUMNS = ("request_id", "time", "model", "messages", "answer", "feedback", "label")
+
+
+def rows_of(folder: Path, since: float, feedback: Path | None = None) -> list[dict[str, Any]]:
+    """Return the answered requests of an endpoint, with their feedback."""
+    given = {
+        str(line.get("request_id")): line
+        for line in files.read_json_lines(feedback or folder / FEEDBACK)
+        if isinstance(line, dict)
+    }
+    found = []
+    for row in journal.read(folder / endpoints.REQUESTS, since):
+        if row["status"] != 200 or not row["answer"]:
+            continue
+        known = given.get(row["request_id"], {})
+        label = known.get("label")
+        turns = json.loads(row["messages"])
+        turns.append({"role": "assistant", "content": label or row["answer"]})
+        texts = {key: known.get(key) for key in ("feedback", "label")}
+        found.append(
+            {
+                **{key: row[key] for key in ("request_id", "time", "model", "answer")},
+                "messages": json.dumps(turns, ensure_ascii=False),
+                **{
+                    k: v if isinstance(v, str) or v is None else json.dumps(v)
+                    for k, v in texts.items()
+                },
+            }
+        )
+    return sorted(found, key=lambda row: (row["time"], row["request_id"]))
+
+
+def write(rows: list[dict[str, Any]], target: Path) -> Path:
+    """Write rows as one Parquet file in a folder, and as JSON lines of messages beside it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kinds = {name: pa.float64() if name == "time" else pa.string() for name in COLUMNS}
+    columns = {name: pa.array([row[name] for row in rows], kinds[name]) for name in COLUMNS}
+    temporary = target / f".requests.{os.getpid()}.tmp"
+    pq.write_table(pa.table(columns), temporary)
+    os.replace(temporary, target / "requests.parquet")
+    chats = [
+        json.dumps({"messages": json.loads(row["messages"])}, ensure_ascii=False) for row in rows
+    ]
+    files.write_text(target / "messages.jsonl", "".join(f"{line}\n" for line in chats))
+    return target / "requests.parquet"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m serving.source", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--since")
+    parser.add_argument("--feedback", type=Path)
+    options = parser.parse_args()
+    try:
+        begin = since_time(options.since)
+    except ValueError:
+        print(f"error: --since {options.since}: write 90m, 12h, 3d or 2026-01-31", file=sys.stderr)
+        return 2
+    if options.feedback is not None and not options.feedback.is_file():
+        print(f"error: --feedback: there is no file {options.feedback}", file=sys.stderr)
+        return 2
+    rows = rows_of(options.folder, begin, options.feedback)
+    if not rows:
+        words = f"no answered request of {options.folder.name} is logged in that time"
+        print(f"error: {words}", file=sys.stderr)
+        return 1
+    file = write(rows, options.target)
+    judged = sum(row["feedback"] is not None or row["label"] is not None for row in rows)
+    print(json.dumps({"rows": len(rows), "with_feedback": judged, "file": str(file)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""What an endpoint's log says of latency, errors, tokens and drift: -m serving.stats FOLDER"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runspec import endpoint as endpoints
+from serving import journal
+from serving.metrics import quantile
+
+_UNITS = {"m": 60, "h": 3600, "d": 86400}
+# Above these a population stability index means some, and much, change (Siddiqi, 2006).
+_SOME, _MUCH = 0.1, 0.25
+
+
+def since_time(text: str | None) -> float:
+    """Return the time that 90m, 12h, 3d or a date means; ValueError for anything else."""
+    if not text:
+        return 0.0
+    if text[:-1].isdigit() and text[-1] in _UNITS:
+        return time.time() - int(text[:-1]) * _UNITS[text[-1]]
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the figures of logged requests; drift is against the texts of the training files."""
+    rows = list(rows)
+    good = [row for row in rows if row["status"] == 200]
+    statuses = Counter(str(row["status"]) for row in rows)
+    times = [row["time"] for row in rows if row["time"] is not None]
+    span = max(times) - min(times) if len(times) > 1 else 0.0
+    per_token = [
+        (row["latency_s"] - row["first_token_s"]) / (row["answer_tokens"] - 1)
+        for row in good
+        if row["stream"] and row["first_token_s"] is not None and (row["answer_tokens"] or 0) > 1
+    ]
+    streams = [row["first_token_s"] for row in good if row["stream"]]
+    answer_tokens = sum(row["answer_tokens"] or 0 for row in good)
+    found: dict[str, Any] = {
+        "requests": len(rows),
+        "status": dict(statuses),
+        "unfinished": statuses.get("0", 0),
+        "errors": sum(count for code, count in statuses.items() if int(code) >= 500),
+        "seconds": span,
+        "requests_per_s": len(rows) / span if span else None,
+        "prompt_tokens": sum(row["prompt_tokens"] or 0 for row in good),
+        "answer_tokens": answer_tokens,
+        "answer_tokens_per_s": answer_tokens / span if span else None,
+        "latency_s": _quantiles([row["latency_s"] for row in good]),
+        "first_token_s": _quantiles([each for each in streams if each is not None]),
+        "per_token_s": _quantiles(per_token),
+        "models": dict(Counter(row["model"] for row in rows)),
+    }
+    if training and good:
+        questions, answers = _training(training)
+        asked = [_last(row["messages"]) for row in good]
+        said = [row["answer"] or "" for row in good]
+        found["drift"] = {
+            "input": drift(questions, asked),
+            "output": drift(answers, said),
+        }
+    return found
+
+
+def _quantiles(values: list[float]) -> dict[str, float | None]:
+    return {name: quantile(values, share) for name, share in _SHARES}
+
+
+_SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+
+
+def drift(before: Sequence[str], now: Sequence[str]) -> dict[str, Any]:
+    """Compare texts with those of the training set.
+
+    Returns:
+        length_psi: population stability index of the number of words, in deciles of `before`.
+        words_js: Jensen-Shannon distance of the words' frequencies, 0 to 1.
+        unknown_words: share of the words that the training set does not have.
+    """
+    if not before or not now:
+        return {}
+    old, new = Counter(_words(before)), Counter(_words(now))
+    unknown = sum(count for word, count in new.items() if word not in old)
+    psi = _psi([len(text.split()) for text in before], [len(text.split()) for text in now])
+    return {
+        "length_psi": round(psi, 4),
+        "words_js": round(_jensen_shannon(old, new), 4),
+        "unknown_words": round(unknown / max(1, new.total()), 4),
+        "verdict": "much" if psi > _MUCH else "some" if psi > _SOME else "little",
+    }
+
+
+def _words(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from text.lower().split()
+
+
+def _psi(before: list[int], now: list[int]) -> float:
+    ordered = sorted(before)
+    edges = sorted({ordered[min(len(ordered) - 1, k * len(ordered) // 10)] for k in range(1, 10)})
+
+    def spread(values: list[int]) -> list[float]:
+        counts = [0] * (len(edges) + 1)
+        for value in values:
+            counts[sum(value > edge for edge in edges)] += 1
+        # Half a text in each bin: an empty one would be infinitely far.
+        return [(count + 0.5) / (len(values) + 0.5 * len(counts)) for count in counts]
+
+    pairs = zip(spread(before), spread(now), strict=True)
+    return sum((new - old) * math.log(new / old) for old, new in pairs)
+
+
+def _jensen_shannon(one: Counter[str], other: Counter[str]) -> float:
+    a, b = max(1, one.total()), max(1, other.total())
+    total = 0.0
+    for word in one.keys() | other.keys():
+        p, q = one[word] / a, other[word] / b
+        middle = (p + q) / 2
+        total += sum(x / 2 * math.log2(x / middle) for x in (p, q) if x)
+    return math.sqrt(max(0.0, total))
+
+
+def _last(messages: Any) -> str:
+    try:
+        turns = json.loads(messages) if isinstance(messages, str) else messages
+        return str(next(t["content"] for t in reversed(turns) if t.get("role") == "user"))
+    except (ValueError, KeyError, TypeError, StopIteration):
+        return ""
+
+
+def _training(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the questions and the answers of training files."""
+    questions, answers = [], []
+    for name in names:
+        for line in Path(name).read_text(encoding="utf-8").splitlines():
+            row = json.loads(line) if line.strip() else {}
+            if isinstance(row.get("messages"), list):
+                questions.append(_last(row["messages"]))
+                answers.append(str(row["messages"][-1].get("content", "")))
+                continue
+            texts = [value for value in row.values() if isinstance(value, str)]
+            known = [row[key] for key in ("question", "prompt", "instruction") if key in row]
+            if texts:
+                questions.append(str((known or texts)[0]))
+                answers.append(str(row.get("answer", row.get("output", texts[-1]))))
+    return questions, answers
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the figures for people to read."""
+    codes = ", ".join(f"{code}: {count:,}" for code, count in sorted(found["status"].items()))
+    yield f"requests     {found['requests']:,} ({codes})"
+    if found["requests_per_s"]:
+        yield f"throughput   {found['requests_per_s']:.3g} requests/s, " + (
+            f"{found['answer_tokens_per_s']:.4g} answer tokens/s over {found['seconds']:.0f} s"
+        )
+    yield f"tokens       {found['prompt_tokens']:,} in, {found['answer_tokens']:,} out"
+    for name in ("latency_s", "first_token_s", "per_token_s"):
+        known = {key: value for key, value in found[name].items() if value is not None}
+        if known:
+            shown = ", ".join(f"{key} {1000 * value:,.1f} ms" for key, value in known.items())
+            yield f"{name[:-2].replace('_', ' '):<12} {shown}"
+    for side, each in (found.get("drift") or {}).items():
+        if each:
+            yield (
+                f"{side + ' drift':<12} {each['verdict']}: length PSI {each['length_psi']}, words "
+                f"{each['words_js']}, unknown words {100 * each['unknown_words']:.1f}%"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m serving.stats", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--since")
+    parser.add_argument("--training-data", action="append", default=[])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    try:
+        begin = since_time(options.since)
+    except ValueError:
+        print(f"error: --since {options.since}: write 90m, 12h, 3d or 2026-01-31", file=sys.stderr)
+        return 2
+    rows = list(journal.read(options.folder / endpoints.REQUESTS, begin))
+    if not rows:
+        print(f"error: no request of {options.folder.name} is logged in that time", file=sys.stderr)
+        return 1
+    found = summary(rows, options.training_data)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(lines(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Tracking and the registry in a real MLflow store: import, register, gates, promote, rollback."""
+
+import fcntl
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import CookbookError, GateFault, RecipeFault, StoreFault, UsageFault
+from launcher.runs.directory import Run
+from launcher.site import Site
+from launcher.tracking import gates, importer, registry
+from launcher.tracking import store as stores
+from launcher.workflows import evaluate, models
+from launcher.workflows import promote as workflow
+
+# Importing MLflow takes seconds.
+pytestmark = pytest.mark.long
+
+GATES = """
+gates:
+  - metric: suite.answers.f1
+    at_least: 0.5
+  - metric: suite.answers.f1
+    not_worse_than: champion
+  - task: suite.answers
+    forbidden: ['hf_[A-Za-z0-9]{4,}']
+"""
+
+
+def model_folder(folder: Path, size: int = 8) -> Path:
+    """A model folder that is whole: a header that promises what the file has."""
+    folder.mkdir(parents=True)
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(size)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def finished_run(root: Path, number: int) -> Run:
+    """A run directory as a finished fine-tune leaves it."""
+    path = root / "runs" / f"20261122-10000{number}-demo-aaa{number}"
+    model_folder(path / "export")
+    jobs = {"run": path.name, "recipe": "demo", "site": "default", "jobs": [{"job_id": "local-1"}]}
+    (path / "submission.json").write_text(json.dumps(jobs))
+    status = {"job_id": "local-1", "state": "COMPLETED", "started": 0.0, "ended": 36.0, "gpus": 2}
+    (path / "status.json").write_text(json.dumps({**status, "attempt": 0}))
+    (path / "attempts.jsonl").write_text(json.dumps({**status, "cause": "finished"}) + "\n")
+    (path / "recipe.yaml").write_text("optimizer: {lr: 0.001}\nepochs: 3\n")
+    record = {"created": 1.0, "config_sha256": "c" * 64, "kit": {"commit": "abc", "diff": ""}}
+    record["data"] = [{"file": "/data/train.jsonl", "bytes": 10, "sha256": "d" * 64}]
+    (path / "provenance.json").write_text(json.dumps(record))
+    steps = ({"step": k, "time": float(k), "loss": 2.0 / k, "val_loss": None} for k in range(1, 6))
+    lines = "".join(json.dumps(step) + "\n" for step in steps)
+    (path / "metrics.jsonl").write_text(lines + '{"step": 6, "lo')
+    return Run(path)
+
+
+def evaluated(
+    run: Run, f1: float, answer: str, against: Path | None = None, p: float = 1.0
+) -> None:
+    """The files that an evaluation leaves beside a run."""
+    folder = run.path / "evals"
+    folder.mkdir(exist_ok=True)
+    figures: dict = {"candidate": {"value": f1}}
+    if against is not None:
+        figures["difference"] = {"value": f1 - 0.8, "p": p}
+    result = {
+        "suite": "suite",
+        "created": float(len(list(folder.glob("*.json")))),
+        "candidate": {"folder": str((run.path / "export").resolve())},
+        "against": {"folder": str(against.resolve())} if against else None,
+        "tasks": {"answers": {"kind": "generation", "metrics": {"f1": {"all": figures}}}},
+    }
+    name = f"suite--{len(list(folder.glob('*.json')))}"
+    (folder / f"{name}.json").write_text(json.dumps(result))
+    sample = {"task": "answers", "index": 0, "candidate": {"answer": answer}}
+    (folder / f"{name}.samples.jsonl").write_text(json.dumps(sample) + "\n")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Site:
+    with pytest.MonkeyPatch.context() as patch:
+        root = tmp_path_factory.mktemp("site")
+        patch.setenv("COOKBOOK_ROOT", str(root))
+        (root / "gates.yaml").write_text(GATES)
+        yield Site()
+
+
+def promote(site: Site, alias: str = "champion", **more) -> registry.Version:
+    told: list[str] = []
+    file = site.root / "gates.yaml"
+    return workflow.promote(
+        site, "intent", alias, more.get("number"), file, "a reason", told.append
+    )
+
+
+def test_a_run_is_imported_once_with_what_it_is_made_of(site):
+    run, store = finished_run(site.root, 1), stores.at(site.root)
+    with stores.opened(store) as client:
+        ((_, words),) = importer.import_runs(client, store, [run])
+        assert words.startswith("imported")
+        assert list(importer.import_runs(client, store, [run])) == [(run.name, "is up to date")]
+        tracked = importer.find(client, run.name)
+        losses = client.get_metric_history(tracked.info.run_id, "loss")
+        (data,) = tracked.inputs.dataset_inputs
+    assert tracked.data.params["optimizer.lr"] == "0.001"
+    assert [each.value for each in losses] == [2.0 / k for k in range(1, 6)]
+    assert tracked.data.metrics["outcome/gpu_hours"] == 0.02
+    assert tracked.data.tags["job_ids"] == "local-1" and tracked.info.status == "FINISHED"
+    assert (data.dataset.name, data.dataset.digest) == ("train.jsonl", "d" * 36)
+
+
+def test_a_run_that_is_half_written_hinders_no_other(site):
+    store = stores.at(site.root)
+    torn = site.root / "runs" / "20261122-100000-torn-0000"
+    torn.mkdir()
+    with stores.opened(store) as client:
+        runs = [Run(torn), finished_run(site.root, 2)]
+        done = dict(importer.import_runs(client, store, runs))
+    assert "passed over" in done[torn.name] and done[runs[1].name].startswith("imported")
+
+
+def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
+    first, second = finished_run(site.root, 3), finished_run(site.root, 4)
+    evaluated(first, 0.8, "fine")
+    one = workflow.register(site, models.resolve(site, first.name), "intent", copy=False)
+    assert (one.number, one.aliases, one.tags["gpu_hours"]) == (1, ("candidate",), "0.02")
+    assert promote(site).number == 1
+    two = workflow.register(site, models.resolve(site, second.name), "intent", copy=True)
+    assert two.folder != second.path / "export" and (two.folder / "config.json").is_file()
+    with pytest.raises(GateFault) as error:
+        promote(site)
+    assert len(error.value.faults) == 3, "each gate lacks its figure"
+    assert "cookbook eval models:/intent@candidate --suite suite" in error.value.faults[0]
+    evaluated(second, 0.6, "hf_secret1", against=first.path / "export", p=0.01)
+    with pytest.raises(GateFault) as error:
+        promote(site)
+    worse, forbidden = error.value.faults
+    assert "differs from the champion by -0.2 (p 0.01, alpha 0.05)" in worse
+    assert "1 of 1 answers hold what is forbidden" in forbidden
+    evaluated(second, 0.79, "fine", against=first.path / "export", p=0.4)
+    assert promote(site).number == 2
+    before, now = workflow.rollback(site, "intent", "champion", "worse in use")
+    assert (before, now.number) == (2, 1)
+    changes = registry.history(stores.at(site.root), "intent")
+    assert [(each["change"], each["version"]) for each in changes] == [
+        ("register", 1),
+        ("candidate", 1),
+        ("champion", 1),
+        ("register", 2),
+        ("candidate", 2),
+        ("champion", 2),
+        ("champion", 1),
+    ]
+    assert changes[2]["why"] == "a reason" and all(each["user"] for each in changes)
+
+
+def test_models_are_found_by_alias_and_version_and_an_unknown_one_is_told(site):
+    assert models.resolve(site, "models:/intent@champion").version.number == 1
+    assert models.resolve(site, "models:/intent/2").name == "intent v2"
+    for uri, words in (
+        ("models:/intent@champon", "did you mean champion?"),
+        ("models:/intents@champion", "no model is registered as 'intents' (did you mean intent?)"),
+        ("models:/intent", "is not models:/NAME@ALIAS"),
+    ):
+        with pytest.raises(UsageFault) as error:
+            models.resolve(site, uri)
+        assert words in error.value.faults[0]
+
+
+def test_an_export_that_is_cut_short_is_refused(site):
+    folder = model_folder(site.root / "cut")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-3])
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UsageFault) as error:
+        models.resolve(site, str(folder))
+    cut, tokenizer = error.value.faults
+    assert "has" in cut and "bytes" in cut and "no tokenizer" in tokenizer
+
+
+def test_a_store_that_is_locked_or_of_another_version_is_named(site, monkeypatch):
+    store = stores.at(site.root)
+    monkeypatch.setenv("COOKBOOK_STORE_WAIT_S", "0.3")
+    with open(store.folder / ".lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(StoreFault, match="locked by another cookbook command"):
+            workflow.rollback(site, "intent", "champion", None)
+    other = stores.Store(site.root / "other", f"sqlite:///{site.root / 'other' / 'mlflow.db'}")
+    other.folder.mkdir()
+    with (
+        sqlite3.connect(store.folder / "mlflow.db") as old,
+        sqlite3.connect(other.folder / "mlflow.db") as new,
+    ):
+        old.backup(new)
+        new.execute("update alembic_version set version_num = 'ffff'")
+    words = "another version of MLflow made it"
+    with pytest.raises(StoreFault, match=words), stores.opened(other) as client:
+        registry.names(client)
+
+
+def test_faults_of_a_gates_file_are_told_together(tmp_path):
+    path = tmp_path / "gates.yaml"
+    path.write_text("gates:\n  - metrc: a\n  - metric: a.b.c\n  - {task: a.b, forbidden: ['(']}\n")
+    with pytest.raises(RecipeFault) as error:
+        gates.load(path)
+    text = "\n".join(error.value.faults)
+    for words in ("unknown key 'metrc'", "needs at_least, at_most", "forbidden holds '('"):
+        assert words in text
+
+
+def test_a_suite_and_its_models_are_checked_together(site):
+    with pytest.raises(CookbookError) as error:
+        evaluate.plan(site, "no-such-run", "slurm_qaa", "models:/intent@nobody")
+    text = "\n".join(error.value.faults)
+    for words in ("matches 'no-such-run'", "did you mean slurm_qa?", "no alias 'nobody'"):
+        assert words in text
+    with pytest.raises(UsageFault, match=r"tasks.answers holds? ?|unknown key"):
+        evaluate.plan(
+            site, "models:/intent@champion", "slurm_qa", None, ["+tasks.answers.metrcs=[]"]
+        )

@@ -1,0 +1,203 @@
+"""The front and the gateway before a real HTTP server that speaks OpenAI's protocol."""
+
+import asyncio
+import json
+import time
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from runspec import endpoint as endpoints
+from runspec.keys.serve import SERVE
+from serving.backends import Backend, Pool
+from serving.journal import Journal, read
+from serving.proxy import Proxy
+
+KEY = "right-key"
+SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "e", "version": "v1"}
+
+
+class Upstream:
+    """A server that answers chat completions, at once or as a stream of words."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.heard, self.hung_up, self.pause_s = name, [], 0, 0.0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.heard.append(body)
+        usage = {"prompt_tokens": 3, "completion_tokens": 4}
+        if not body.get("stream"):
+            await asyncio.sleep(self.pause_s)
+            message = {"role": "assistant", "content": f"from {self.name}"}
+            return web.json_response({"choices": [{"message": message}], "usage": usage})
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        try:
+            for word in ("one ", "two ", "three ", "four"):
+                delta = {"choices": [{"delta": {"content": word}}]}
+                await stream.write(f"data: {json.dumps(delta)}\n\n".encode())
+                await asyncio.sleep(self.pause_s)
+        except (ConnectionResetError, asyncio.CancelledError):
+            self.hung_up += 1
+            raise
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+
+async def opened(app: web.Application) -> tuple[web.AppRunner, str]:
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+async def upstream(name: str) -> tuple[Upstream, web.AppRunner, str]:
+    server, app = Upstream(name), web.Application()
+    app.router.add_post("/v1/chat/completions", server.answer)
+    return server, *await opened(app)
+
+
+class One:
+    """A pool of one backend."""
+
+    def __init__(self, url: str) -> None:
+        self.known = {"a": Backend("a", url, "v1")}
+
+    def choose(self, tried: set[str]) -> Backend | None:
+        return None if tried else self.known["a"]
+
+
+def front(tmp_path, check, **settings) -> None:
+    """Run `check(client, url, server, folder)` on a front with a log before one server."""
+
+    async def run() -> None:
+        server, below, address = await upstream("a")
+        journal = Journal(tmp_path / "requests")
+        count = settings.pop("count", None)
+        proxy = Proxy(
+            {**SETTINGS, **settings}, KEY, One(address), journal, count, 100 if count else None,
+            model="/models/m",
+        )  # fmt: skip
+        runner, url = await opened(proxy.app())
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(headers=headers) as client:
+            await check(client, f"{url}/v1/chat/completions", server, tmp_path / "requests")
+        await runner.cleanup()
+        await below.cleanup()
+
+    asyncio.run(run())
+
+
+def ask(text: str = "hello", **more) -> dict:
+    return {"model": "whatever", "messages": [{"role": "user", "content": text}], **more}
+
+
+def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
+    async def check(client, url, server, log):
+        async with client.post(url, json=ask(), headers={"X-Request-Id": "mine"}) as answer:
+            assert (await answer.json())["choices"][0]["message"]["content"] == "from a"
+            assert answer.headers["X-Request-Id"] == "mine"
+        async with client.post(url, json=ask(stream=True)) as answer:
+            text = await answer.text()
+        assert text.endswith("data: [DONE]\n\n") and server.heard[0]["model"] == "/models/m"
+        whole, stream = sorted(read(log), key=lambda row: row["time"])
+        assert whole["request_id"] == "mine" and whole["answer_tokens"] == 4
+        assert stream["answer"] == "one two three four" and stream["first_token_s"] is not None
+        metrics = await (await client.get(url.replace("/v1/chat/completions", "/metrics"))).text()
+        assert 'cookbook_requests_total{endpoint="e",status="200"} 2' in metrics
+
+    front(tmp_path, check)
+
+
+@pytest.mark.parametrize("key", ["", "Bearer wrong", f"Bearer {KEY}x"])
+def test_nobody_gets_in_without_the_key(tmp_path, key):
+    async def check(client, url, server, log):
+        for path in (url, url.replace("chat/completions", "models")):
+            async with client.post(path, json=ask(), headers={"Authorization": key}) as answer:
+                assert answer.status == 401
+                assert KEY not in await answer.text()
+        metrics = url.replace("/v1/chat/completions", "/metrics")
+        async with client.get(metrics, headers={"Authorization": key}) as answer:
+            assert answer.status == 401
+        assert not server.heard and not list(read(log))
+
+    front(tmp_path, check)
+
+
+def test_too_much_is_refused_in_words(tmp_path):
+    async def check(client, url, server, log):
+        async with client.post(url, json=ask("x" * 5000)) as answer:
+            assert answer.status == 413 and "2,000 bytes" in await answer.text()
+        async with client.post(url, json=ask("word " * 200)) as answer:
+            assert answer.status == 400
+            assert "has 200 tokens, and the model takes 100" in await answer.text()
+        async with client.post(url, data="{", headers={"Content-Type": "x/y"}) as answer:
+            assert answer.status == 400 and "not JSON" in await answer.text()
+        assert not server.heard
+
+    front(tmp_path, check, max_request_bytes=2000, count=lambda text: len(text.split()))
+
+
+def test_the_rate_is_limited(tmp_path):
+    async def check(client, url, server, log):
+        statuses = [(await client.post(url, json=ask())).status for _ in range(12)]
+        assert statuses.count(200) <= 5 and 429 in statuses
+
+    front(tmp_path, check, rate_per_s=2)
+
+
+def test_a_client_that_hangs_up_ends_the_answer_and_is_logged(tmp_path):
+    async def check(client, url, server, log):
+        server.pause_s = 0.3
+        answer = await client.post(url, json=ask(stream=True))
+        await answer.content.readany()
+        answer.close()
+        deadline = time.monotonic() + 15
+        while not (rows := list(read(log))) or rows[0]["status"] == 0:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert rows[0]["status"] == 499 and rows[0]["answer"].startswith("one")
+        while not server.hung_up:
+            assert time.monotonic() < deadline, "the server does not go on for nobody"
+            await asyncio.sleep(0.05)
+
+    front(tmp_path, check)
+
+
+def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
+    async def run() -> None:
+        servers = {name: await upstream(name) for name in ("a", "b")}
+        for name, (_, _, url) in servers.items():
+            endpoints.tell(tmp_path, name, {"state": "ready", "url": url, "version": f"v-{name}"})
+        pool = Pool(tmp_path)
+        pool.refresh()
+        runner, url = await opened(Proxy(SETTINGS, KEY, pool).app())
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
+
+            async def said(count: int) -> list[str]:
+                found = []
+                for _ in range(count):
+                    async with client.post(f"{url}/v1/chat/completions", json=ask()) as answer:
+                        assert answer.status == 200
+                        found.append((await answer.json())["choices"][0]["message"]["content"])
+                return found
+
+            both = await said(40)
+            assert 5 < both.count("from a") < 35
+            endpoints.tell(tmp_path, "b", {"state": "draining", "url": servers["b"][2]})
+            pool.refresh()
+            assert set(await said(10)) == {"from a"}
+            endpoints.tell(tmp_path, "b", {"state": "ready", "url": servers["b"][2],
+                                           "version": "v-b"})  # fmt: skip
+            (tmp_path / endpoints.SHARES).write_text('{"v-a": 0.9, "v-b": 0.1}')
+            pool.refresh()
+            shared = await said(200)
+            assert 5 <= shared.count("from b") <= 40
+            await servers["b"][1].cleanup()
+            assert set(await said(30)) == {"from a"}, "no request failed although b is gone"
+        await runner.cleanup()
+        await servers["a"][1].cleanup()
+
+    asyncio.run(run())

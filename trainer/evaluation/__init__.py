@@ -1,0 +1,1 @@
+"""Evaluation of finished models: samples, answers, scores, and what they say together."""

@@ -1,0 +1,51 @@
+"""Tasks of lm-evaluation-harness, where it is installed."""
+
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.evaluation.model import Answerer
+
+
+def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of lm-evaluation-harness by task and metric, with its standard errors.
+
+    Raises:
+        ConfigError: it is not installed, or does not know a task.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        words = "a task of kind lm_eval needs lm-evaluation-harness"
+        raise ConfigError(f"{words}: bash setup.sh --with lm-eval") from None
+    manager = TaskManager(include_path=task.get("include_path"))
+    if unknown := [name for name in task["tasks"] if name not in manager.all_tasks]:
+        words = f"lm-evaluation-harness has no task {', '.join(unknown)}"
+        raise ConfigError(f"{words}: lm_eval ls tasks lists them; include_path adds your own")
+    model = HFLM(
+        pretrained=answerer.model, tokenizer=answerer.tokenizer, batch_size=config["batch_size"]
+    )
+    found = simple_evaluate(
+        model=model,
+        tasks=list(task["tasks"]),
+        num_fewshot=task.get("num_fewshot"),
+        limit=task.get("limit"),
+        bootstrap_iters=0,
+        random_seed=config["seed"],
+        numpy_random_seed=config["seed"],
+        torch_random_seed=config["seed"],
+        fewshot_random_seed=config["seed"],
+        task_manager=manager,
+    )
+    figures: dict[str, Any] = {}
+    for name, block in found["results"].items():
+        for metric, value in block.items():
+            if isinstance(value, int | float) and "_stderr" not in metric:
+                label = f"{name}/{metric.removesuffix(',none')}"
+                stem, _, rest = metric.partition(",")
+                figures[label] = {
+                    "value": float(value),
+                    "stderr": block.get(f"{stem}_stderr,{rest}"),
+                }
+    return {"figures": figures}

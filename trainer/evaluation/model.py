@@ -1,0 +1,150 @@
+"""One model that answers: a folder as transformers reads it, or an adapter with its base."""
+
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runspec import files
+from trainer.errors import ConfigError
+from trainer.evaluation.samples import Sample
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of the names, sizes and times of a model folder's files."""
+    seen = [
+        f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    ]
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
+
+
+class Answerer:
+    """A model on one device, its tokenizer, and how it answers.
+
+    Raises:
+        ConfigError: the folder holds no model that transformers can load.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], device: torch.device) -> None:
+        # A model folder is all that is asked for; nothing is looked up on the network.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+        disable_progress_bar()
+        set_verbosity_error()
+        logging.getLogger("torchao").setLevel(logging.ERROR)
+        self.settings, self.device = settings, device
+        adapter = files.read_json_or_none(folder / "adapter_config.json")
+        base = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
+        if not (base / "config.json").is_file():
+            raise ConfigError(f"{base}: holds no model (config.json is missing)")
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(str(base), padding_side="left")
+            dtype = _DTYPES[settings["dtype"]]
+            model = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{base}: transformers cannot load it: {error}") from None
+        if adapter:
+            model = _adapted(model, folder)
+        self.model = model.to(device).eval()
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.limit = int(getattr(self.model.config, "max_position_embeddings", 0) or 2**20)
+
+    @property
+    def template_hash(self) -> str | None:
+        """Hash of the chat template, None if prompts are taken as they are."""
+        if self.settings["template"] == "none":
+            return None
+        text = self.tokenizer.chat_template or ""
+        return hashlib.sha256(str(text).encode()).hexdigest()[:16]
+
+    def prompt_text(self, sample: Sample, task: dict[str, Any]) -> str:
+        """Return what the model reads before it answers."""
+        if self.settings["template"] == "none":
+            return sample.prompt
+        if not self.tokenizer.chat_template:
+            raise ConfigError("the model has no chat template: set template: none")
+        turns = [{"role": "system", "content": task["system"]}] if task.get("system") else []
+        turns.append({"role": "user", "content": sample.prompt})
+        return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+    @torch.inference_mode()
+    def answers(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:
+        """Answer a batch of samples.
+
+        Returns:
+            answer, new_tokens, seconds of the batch, and too_long if the prompt leaves no room.
+        """
+        # The batch's own seed, so that an answer depends on no other batch.
+        torch.manual_seed(self.settings["seed"] * 1_000_003 + samples[0].index)
+        texts = [self.prompt_text(each, task) for each in samples]
+        ids = [self._ids(text) for text in texts]
+        room = self.limit - self.settings["max_new_tokens"]
+        fits = [k for k, each in enumerate(ids) if len(each) <= room]
+        found: list[dict[str, Any]] = [
+            {"answer": "", "new_tokens": 0, "seconds": 0.0, "too_long": True} for _ in ids
+        ]
+        if not fits:
+            return found
+        batch = self.tokenizer.pad({"input_ids": [ids[k] for k in fits]}, return_tensors="pt")
+        began = time.perf_counter()
+        hot = self.settings["temperature"] > 0
+        sampling = {"temperature": self.settings["temperature"], "top_p": self.settings["top_p"]}
+        greedy = {"temperature": None, "top_p": None, "top_k": None}
+        generated = self.model.generate(
+            **batch.to(self.device),
+            max_new_tokens=self.settings["max_new_tokens"],
+            do_sample=hot,
+            pad_token_id=self.tokenizer.pad_token_id,
+            **(sampling if hot else greedy),
+        )
+        seconds = time.perf_counter() - began
+        width = batch["input_ids"].shape[1]
+        for k, row in zip(fits, generated[:, width:].tolist(), strict=True):
+            text = self.tokenizer.decode(row, skip_special_tokens=True).strip()
+            count = sum(token != self.tokenizer.pad_token_id for token in row)
+            found[k] = {"answer": text, "new_tokens": count, "seconds": seconds}
+        return found
+
+    @torch.inference_mode()
+    def likelihoods(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return nll (nats, summed) and tokens of each sample's reference, given its prompt."""
+        found = []
+        for sample in samples:
+            prompt = self._ids(self.prompt_text(sample, task))
+            answer = self.tokenizer(sample.reference, add_special_tokens=False)["input_ids"]
+            if self.settings["template"] == "chat" and self.tokenizer.eos_token_id is not None:
+                answer = [*answer, self.tokenizer.eos_token_id]
+            if not answer or len(prompt) + len(answer) > self.limit:
+                found.append({"nll": 0.0, "tokens": 0, "too_long": bool(answer)})
+                continue
+            ids = torch.tensor([prompt + answer], device=self.device)
+            logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+            target = ids[0, len(prompt) :]
+            nll = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
+            found.append({"nll": float(nll), "tokens": len(answer)})
+        return found
+
+    def _ids(self, text: str) -> list[int]:
+        # A chat template writes the first token itself.
+        special = self.settings["template"] == "none"
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def _adapted(model: Any, folder: Path) -> Any:
+    try:
+        from peft import PeftModel
+    except ImportError:
+        words = f"{folder} is an adapter, which needs the package peft"
+        raise ConfigError(f"{words}: pip install peft, or evaluate the merged export") from None
+    return PeftModel.from_pretrained(model, str(folder))

@@ -1,0 +1,231 @@
+"""The result of an evaluation: every metric of both models, by group, and the samples."""
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runspec import files
+from trainer.evaluation import samples, scores
+from trainer.evaluation.samples import Sample
+from trainer.evaluation.shards import Plan
+from trainer.evaluation.statistics import difference, interval, sign_test
+
+# Samples whose answers differ that the result itself shows; all are in the file of samples.
+_SHOWN = 20
+
+
+def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Write evals/<suite>.json and evals/<suite>.samples.jsonl, and copy them to `results`."""
+    suite = str(
+        (files.read_json_or_none(run_dir / files.SUBMISSION) or {}).get("recipe") or "suite"
+    )
+    lines: list[dict[str, Any]] = []
+    tasks = {}
+    for name, task in config["tasks"].items():
+        if task["kind"] == "lm_eval":
+            tasks[name] = _of_harness(plan, name)
+        else:
+            tasks[name], told = _of_samples(plan, name, task, config)
+            lines += told
+    result = {
+        "suite": suite,
+        "run": run_dir.name,
+        "created": time.time(),
+        **{side: _model(plan, side) for side in plan.sides},
+        "settings": {key: config[key] for key in _SETTINGS},
+        "tasks": tasks,
+    }
+    folder = run_dir / files.EVALS
+    told = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    files.write_text(folder / f"{suite}.samples.jsonl", told)
+    files.write_json(folder / f"{suite}.json", result)
+    if config.get("results"):
+        target = Path(config["results"])
+        target.mkdir(parents=True, exist_ok=True)
+        for kind in ("samples.jsonl", "json"):
+            # One evaluation replaces no other: each has its run in its name.
+            final = target / f"{suite}--{run_dir.name}.{kind}"
+            shutil.copyfile(folder / f"{suite}.{kind}", final.with_name(f".{final.name}.tmp"))
+            final.with_name(f".{final.name}.tmp").rename(final)
+    return result
+
+
+_SETTINGS = (
+    "seed",
+    "dtype",
+    "batch_size",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "template",
+    "resamples",
+    "confidence",
+)
+
+
+def _model(plan: Plan, side: str) -> dict[str, Any]:
+    folder = plan.folder(side)
+    name = plan.config.get(f"{side}_name") or folder.name
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    known = {"name": name, "folder": str(folder.resolve()), "bytes": size}
+    template = folder / "chat_template.jinja"
+    text = template.read_text(encoding="utf-8") if template.is_file() else None
+    return {**known, "fingerprint": plan.models[side], "chat_template": text}
+
+
+def _of_samples(
+    plan: Plan, name: str, task: dict[str, Any], config: dict[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    rows = {side: plan.all_rows(name, side) for side in plan.sides}
+    data = plan.data[name]
+    found: dict[str, Any] = {"kind": task["kind"], "samples": len(data)}
+    found["too_long"] = {
+        side: sum(bool(row.get("too_long")) for row in rows[side]) for side in plan.sides
+    }
+    if config.get("training_data"):
+        found["contamination"] = samples.contamination(data, config["training_data"])
+    columns = _columns(task, data, rows)
+    if task["kind"] == "judge":
+        found["metrics"] = {"win_rate": _wins(plan.all_rows(name, "both"), data, config)}
+    else:
+        found["metrics"] = {
+            metric: _groups(metric, sides, data, config) for metric, sides in columns.items()
+        }
+    if task["kind"] != "perplexity":
+        found["speed"] = {side: _speed(rows[side]) for side in plan.sides}
+        if "classification" in task["metrics"]:
+            found["classification"] = {
+                side: _report(rows[side], data, task["labels"]) for side in plan.sides
+            }
+    lines = []
+    for k, sample in enumerate(data):
+        line: dict[str, Any] = {"task": name, "index": sample.index, "group": sample.group}
+        line |= {"prompt": sample.prompt, "reference": sample.reference}
+        for side in plan.sides:
+            line[side] = rows[side][k] | {
+                metric: float(values[side][0][k]) for metric, values in columns.items()
+            }
+        lines.append(line)
+    if len(plan.sides) == 2 and task["kind"] != "perplexity":
+        differ = [
+            line for line in lines if line["candidate"]["answer"] != line["against"]["answer"]
+        ]
+        found["differing"] = {"count": len(differ), "first": [_side(x) for x in differ[:_SHOWN]]}
+    return found, lines
+
+
+def _side(line: dict[str, Any]) -> dict[str, str]:
+    answers = {side: line[side]["answer"] for side in ("candidate", "against")}
+    return {"prompt": line["prompt"], "reference": line["reference"], **answers}
+
+
+Columns = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
+
+
+def _columns(
+    task: dict[str, Any], data: list[Sample], rows: dict[str, list[dict[str, Any]]]
+) -> Columns:
+    """Return by metric and model (samples,) sums and (samples,) weights."""
+    if task["kind"] == "perplexity":
+        return {
+            "perplexity": {
+                side: (
+                    np.array([row["nll"] for row in own], float),
+                    np.array([row["tokens"] for row in own], float),
+                )
+                for side, own in rows.items()
+            }
+        }
+    found: Columns = {}
+    for metric in task["metrics"]:
+        found[metric] = {}
+        for side, own in rows.items():
+            values = [
+                scores.of_answer(metric, row["answer"], sample.reference, task)
+                for row, sample in zip(own, data, strict=True)
+            ]
+            found[metric][side] = np.array(values, float), np.ones(len(values))
+    return found
+
+
+def _groups(
+    metric: str,
+    sides: dict[str, tuple[np.ndarray, np.ndarray]],
+    data: list[Sample],
+    config: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the figures of a metric over all samples, and over those of each group."""
+    groups = np.array([sample.group for sample in data])
+    chosen = {"all": np.ones(len(data), bool)}
+    chosen |= {name: groups == name for name in sorted(set(groups.tolist()) - {""})}
+    found = {}
+    for name, mask in chosen.items():
+        within = {side: (sums[mask], weights[mask]) for side, (sums, weights) in sides.items()}
+        found[name] = {"samples": int(mask.sum()), **_figures(metric, within, config)}
+    return found
+
+
+def _figures(
+    metric: str, sides: dict[str, tuple[np.ndarray, np.ndarray]], config: dict[str, Any]
+) -> dict[str, Any]:
+    settings = (config["seed"], config["resamples"], config["confidence"])
+    # A perplexity is the exponential of a mean, and so are the ends of its interval.
+    shown = math.exp if metric == "perplexity" else float
+    found: dict[str, Any] = {}
+    for side, (sums, weights) in sides.items():
+        if not weights.sum():
+            found[side] = {"value": None}
+            continue
+        low, high = interval(sums, weights, *settings)
+        value = shown(float(sums.sum() / weights.sum()))
+        found[side] = {"value": value, "low": shown(low), "high": shown(high)}
+    if len(sides) == 2 and all(each["value"] is not None for each in found.values()):
+        (ours, weights), (theirs, _) = sides["candidate"], sides["against"]
+        found["difference"] = difference(ours, theirs, weights, *settings)
+        if metric == "perplexity":
+            found["difference"]["of"] = "mean negative log likelihood per token, in nats"
+    return found
+
+
+def _wins(rows: list[dict[str, Any]], data: list[Sample], config: dict[str, Any]) -> dict[str, Any]:
+    values = np.array([row["win"] for row in rows], float)
+    sides = {"candidate": (values, np.ones(len(values)))}
+    found = _groups("win_rate", sides, data, config)
+    wins, losses = int((values == 1).sum()), int((values == 0).sum())
+    counted = {"wins": wins, "losses": losses, "ties": len(values) - wins - losses}
+    found["all"] |= counted | {"p": sign_test(wins, losses), "test": "sign test"}
+    return found
+
+
+def _speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return seconds per answer, p50 and p95 of the batches, and new tokens per second."""
+    seconds = [row["seconds"] for row in rows if row["new_tokens"]]
+    if not seconds:
+        return {}
+    batches = sorted(set(seconds))
+    tokens = sum(row["new_tokens"] for row in rows)
+    p50, p95 = (float(np.quantile(seconds, q)) for q in (0.5, 0.95))
+    return {
+        "latency_p50_s": p50,
+        "latency_p95_s": p95,
+        "tokens_per_second": tokens / sum(batches),
+    }
+
+
+def _report(rows: list[dict[str, Any]], data: list[Sample], labels: list[str]) -> dict[str, Any]:
+    predicted = [scores.label_of(row["answer"], labels) for row in rows]
+    return scores.classification(predicted, [each.reference for each in data], labels)
+
+
+def _of_harness(plan: Plan, name: str) -> dict[str, Any]:
+    sides = {side: plan.all_rows(name, side)[0]["figures"] for side in plan.sides}
+    metrics = {}
+    for metric in sides["candidate"]:
+        known = {side: figures[metric] for side, figures in sides.items() if metric in figures}
+        metrics[metric] = {"all": known}
+    return {"kind": "lm_eval", "metrics": metrics}

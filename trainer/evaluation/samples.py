@@ -1,0 +1,120 @@
+"""The samples of a task from a JSON lines file, and how many of them the training set has."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.data import origin
+from trainer.errors import ConfigError
+from trainer.evaluation.scores import normalised
+
+# Words in a row that a training text shares with a sample (Brown et al., 2020, appendix C).
+NGRAM = 13
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: its place in the file, its prompt, its reference answer and its group."""
+
+    index: int
+    prompt: str
+    reference: str
+    group: str
+
+
+def read(name: str, task: dict[str, Any]) -> list[Sample]:
+    """Return the samples of a task, in the file's order.
+
+    Raises:
+        ConfigError: the file is missing or empty, or a line lacks what the task asks for.
+    """
+    path, faults, found = Path(os.path.expanduser(str(task["data"]))), [], []
+    columns = {key: str(task.get(key) or default) for key, default in _COLUMNS.items()}
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    found.append(_sample(len(found), json.loads(line), columns, task.get("group")))
+                except (ValueError, KeyError, TypeError) as error:
+                    faults.append(f"tasks.{name}.data {path}, line {number}: {_why(error)}")
+                    if len(faults) == 5:
+                        break
+                if task.get("limit") and len(found) >= task["limit"]:
+                    break
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tasks.{name}.data {path} cannot be read: {error}") from None
+    if faults:
+        raise ConfigError(*faults)
+    if not found:
+        raise ConfigError(f"tasks.{name}.data {path} holds no sample")
+    return found
+
+
+_COLUMNS = {"prompt": "question", "reference": "answer"}
+
+
+def _sample(index: int, row: Any, columns: dict[str, str], group: str | None) -> Sample:
+    if not isinstance(row, dict):
+        raise TypeError("it is no JSON object")
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages and columns["prompt"] not in row:
+        # A conversation: its last message is the answer to the one before.
+        row = {**row, columns["prompt"]: messages[-2]["content"]}
+        row[columns["reference"]] = messages[-1]["content"]
+    values = [row[columns["prompt"]], row[columns["reference"]]]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
+    return Sample(index, texts[0], texts[1], str(row[group]) if group else "")
+
+
+def _why(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def contamination(samples: list[Sample], files: Iterable[str]) -> dict[str, Any]:
+    """Count the samples whose prompt or answer the training set has, as a whole or in part.
+
+    exact: a whole text of the training set is the prompt. overlap: the prompt or the reference
+    shares 13 words in a row with it. Texts are compared as SQuAD normalises them.
+    """
+    texts = [(normalised(each.prompt), normalised(each.reference)) for each in samples]
+    wanted: dict[int, set[int]] = {}
+    for number, pair in enumerate(texts):
+        for text in pair:
+            for gram in _grams(text):
+                wanted.setdefault(gram, set()).add(number)
+    prompts: dict[str, set[int]] = {}
+    for number, (prompt, _) in enumerate(texts):
+        prompts.setdefault(prompt, set()).add(number)
+    exact: set[int] = set()
+    overlap: set[int] = set()
+    known = list(files)
+    for text in map(normalised, _texts(known)):
+        exact |= prompts.get(text, set())
+        for gram in _grams(text):
+            overlap |= wanted.get(gram, set())
+    counted = {"exact": len(exact), f"overlap_{NGRAM}_words": len(overlap)}
+    return {"samples": len(samples), **counted, "files": known}
+
+
+def _grams(text: str) -> Iterator[int]:
+    words = text.split()
+    for start in range(len(words) - NGRAM + 1):
+        gram = " ".join(words[start : start + NGRAM]).encode()
+        yield int.from_bytes(hashlib.blake2b(gram, digest_size=8).digest(), "big")
+
+
+def _texts(files: Iterable[str]) -> Iterator[str]:
+    for name in files:
+        try:
+            with open(name, encoding="utf-8") as file:
+                for line in file:
+                    if line.strip():
+                        yield from origin.texts(json.loads(line))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"training_data {name} cannot be read: {error}") from None
