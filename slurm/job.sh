@@ -106,6 +106,7 @@ choose_nodes() {
     LEFT_OUT=
   else
     say "attempts failed on $LEFT_OUT, and the partition has too few other nodes"
+    LEFT_OUT=
     HOSTS=$(cut -d, -f"1-$NODES" <<<"$HOSTS")
     return 0
   fi

@@ -117,6 +117,7 @@ class SlurmCluster:
     name: str
     root: Path
     env: dict[str, str]
+    options: tuple[str, ...] = ()
 
     @property
     def state(self) -> Path:
@@ -126,6 +127,12 @@ class SlurmCluster:
         """subprocess.run on this cluster, text captured; raises TimeoutExpired after 60 s."""
         options = {"env": self.env, "timeout": 60, "capture_output": True, "text": True} | options
         return subprocess.run(argv, **options)
+
+    def start_dead_daemons(self) -> None:
+        """Start the daemons that have died; the others run on."""
+        place = ["--name", self.name, "--state", str(self.root)]
+        done = self.run([CLUSTER_SH, "up", *place, *self.options], timeout=120)
+        assert done.returncode == 0, done.stderr
 
 
 @contextmanager
@@ -174,7 +181,7 @@ def _start(root: Path, name: str, place: list[str], options: Sequence[str]) -> S
     argv = ["bash", "-c", use, "use", CLUSTER_SH, "env", *place]
     used = subprocess.check_output(argv, env=env, text=True)
     env["SLURM_CONF"], env["PATH"] = used.splitlines()
-    return SlurmCluster(name=name, root=root, env=env)
+    return SlurmCluster(name=name, root=root, env=env, options=tuple(options))
 
 
 @pytest.fixture

@@ -208,8 +208,10 @@ def test_links_and_tree_of_the_readme_exist():
         assert (ROOT / name).exists(), name
     tree = re.search(r"```\n(slurm-cookbook/.*?)```", text, re.DOTALL)
     assert tree
+    paths = [f"/{path.relative_to(ROOT)}" for path in tracked("*")]
     for line in tree.group(1).splitlines()[1:]:
         entry = line.partition("#")[0].strip(" │├└─")
         if entry and " " not in entry:
-            found = list(ROOT.rglob(entry.rstrip("/")))
+            name = f"/{entry.rstrip('/')}"
+            found = any(f"{path}/".find(f"{name}/") >= 0 for path in paths)
             assert found, f"the README's tree names {entry}"

@@ -62,6 +62,8 @@ def test_the_pages_show_every_command():
         "replay",
         "profile",
         "sweep",
+        "prepare",
+        "data",
         "eval",
         "serve",
         "query",

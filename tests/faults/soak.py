@@ -77,12 +77,6 @@ class Cost:
     noticed_s: float | None
 
 
-def _daemons(scene: Scene) -> None:
-    """Start the daemons that have died."""
-    place = ["--name", scene.cluster.name, "--state", str(scene.cluster.root)]
-    scene.cluster.run(["bash", "slurm/dev-cluster/cluster.sh", "up", *place, *SHAPE], timeout=120)
-
-
 def _kill(pids: list[int], how: signal.Signals = signal.SIGKILL) -> None:
     for pid in pids:
         os.kill(pid, how)
@@ -131,7 +125,7 @@ def lose(scene: Scene, node: str) -> float:
     while "DOWN" not in scene.cluster.run(["scontrol", "show", "node", node]).stdout:
         time.sleep(0.5)
     noticed_s = time.time() - began
-    _daemons(scene)
+    scene.cluster.start_dead_daemons()
     return noticed_s
 
 
@@ -139,7 +133,7 @@ def kill_the_controller_and_a_rank(scene: Scene) -> None:
     (pid,) = [int(path.read_text()) for path in scene.cluster.state.rglob("slurmctld.pid")]
     _kill([pid, rank(scene.run, 1)])
     time.sleep(15)
-    _daemons(scene)
+    scene.cluster.start_dead_daemons()
 
 
 FAULTS: dict[str, Callable[[Scene], float | None]] = {

@@ -12,18 +12,11 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from tests.conftest import SlurmCluster
 from tests.faults.conftest import user_of
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, processes_of_node, rank, trains
 from tests.launcher.kit import ranks_of, report, until
 
 AWAY_S = 25
-
-
-def restart_daemons(cluster: SlurmCluster, *shape: str) -> None:
-    place = ["--name", cluster.name, "--state", str(cluster.root)]
-    argv = ["bash", "slurm/dev-cluster/cluster.sh", "up", *place, *shape]
-    assert cluster.run(argv, timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -52,7 +45,7 @@ def test_a_controller_that_is_away_while_a_rank_dies_costs_no_run(
             if how == signal.SIGSTOP:
                 os.kill(controller, signal.SIGCONT)
             else:
-                restart_daemons(cluster, *shape)
+                cluster.start_dead_daemons()
         lines = ended(user, run, "COMPLETED", timeout=300)
         causes = [line["cause"] for line in lines if line["cause"] != "controller"]
         assert causes == ["killed", "finished"], report(run)
@@ -74,7 +67,7 @@ def test_a_requeue_waits_for_the_controller(new_cluster, root, undisturbed: Undi
             waits = "waiting to go back into the queue"
             until(lambda: waits in (run / "status.json").read_text(), 120, lambda: report(run))
         finally:
-            restart_daemons(cluster, *shape)
+            cluster.start_dead_daemons()
         first, second = ended(user, run, "COMPLETED", timeout=300)
         assert (first["cause"], second["restart_count"]) == ("time_limit", 1), report(run)
         undisturbed.is_equalled_by(run)

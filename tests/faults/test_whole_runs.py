@@ -95,9 +95,7 @@ def test_a_lost_node_costs_no_result(root: Path, new_cluster, undisturbed: Undis
         node = ["scontrol", "show", "node", "n2"]
         until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
         # The node comes back: up starts daemons that have died.
-        place = ["--name", cluster.name, "--state", str(cluster.root)]
-        back = cluster.run(["bash", "slurm/dev-cluster/cluster.sh", "up", *place, *shape])
-        assert back.returncode == 0, back.stderr
+        cluster.start_dead_daemons()
         user.wait(run, "COMPLETED", "FAILED")
         told = attempts(run)
         assert told[-1]["cause"] == "finished" and len(told) > 1, report(run)

@@ -5,29 +5,42 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files, prepared
+from trainer.config import instantiate
 from trainer.errors import ConfigError
 
+_BY_FORMAT = {
+    "text": {"_component_": "torchtune.datasets.text_completion_dataset", "column": "text"},
+    "messages": {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "conversation_column": "messages",
+        "conversation_style": "openai",
+    },
+}
 
-def prepared_dataset(
-    tokenizer: Any,
-    *,
-    data_dir: str,
-    train_on_input: bool = False,
-    packed: bool = False,
-    **more: Any,
-) -> Any:
+
+def prepared_dataset(tokenizer: Any, **block: Any) -> Any:
     """A split of a prepared set, as torchtune's dataset for its format.
 
     Args:
         tokenizer: with tokenize_messages, or encode for plain texts.
-        data_dir: the folder of the split's Parquet files.
-        train_on_input: train on the prompt's tokens too.
-        packed: taken from the config by the trainer's own packing; here it is always false.
+        block: the keys of the config's dataset block.
 
     Raises:
         ConfigError: there is no such split, or its format is of another method.
     """
-    folder = Path(data_dir)
+    return instantiate("dataset", by_files(block), tokenizer)
+
+
+def by_files(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dataset block that names the files of a prepared split, and how they are read.
+
+    Args:
+        block: has `data_dir`, the folder of the split's Parquet files.
+
+    Raises:
+        ConfigError: as prepared_dataset.
+    """
+    folder = Path(str(block["data_dir"]))
     shards = sorted(str(path) for path in folder.glob("*.parquet"))
     if not shards:
         name = folder.parts[-4] if len(folder.parts) > 3 else folder.name
@@ -35,27 +48,16 @@ def prepared_dataset(
         there = sorted(path.name for path in version.glob("*/")) if version.is_dir() else []
         words = f"it has {', '.join(there)}" if there else "prepare it with: cookbook prepare"
         raise ConfigError(f"dataset: no prepared set {name} with a split {folder.name}: {words}")
-    card = _card(folder)
-    common = {"source": "parquet", "data_files": shards, "split": "train", "packed": False, **more}
-    if card["format"] == "text":
-        from torchtune.datasets import text_completion_dataset
-
-        return text_completion_dataset(tokenizer, column="text", **common)
-    if card["format"] == "messages":
-        from torchtune.datasets import chat_dataset
-
-        return chat_dataset(
-            tokenizer,
-            conversation_column="messages",
-            conversation_style="openai",
-            train_on_input=train_on_input,
-            **common,
+    read = _BY_FORMAT.get(_card(folder)["format"])
+    if read is None:
+        raise ConfigError(
+            f"dataset: {folder} holds preference pairs, which this method does not train on: "
+            "prepare it with output.format=messages to train on the chosen answers"
         )
-    raise ConfigError(
-        f"dataset: {folder} holds preference pairs, which this method does not train on: "
-        "prepare it "
-        "with output.format=messages to train on the chosen answers"
-    )
+    # A dataset of plain text has no prompt that could be left out.
+    own = {"_component_", "data_dir", *(["train_on_input"] if "column" in read else [])}
+    others = {key: value for key, value in block.items() if key not in own}
+    return {**read, "source": "parquet", "data_files": shards, "split": "train", **others}
 
 
 def _card(folder: Path) -> Mapping[str, Any]:

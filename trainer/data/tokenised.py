@@ -33,6 +33,7 @@ TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+PREPARED = "trainer.data.prepared.prepared_dataset"
 CHAT = "torchtune.datasets.chat_dataset"
 CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
 PROGRESS_EVERY_S = 15.0
@@ -99,6 +100,10 @@ def open_dataset(
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
     """
     block = {k: v for k, v in block.items() if k not in ("packed", "split_across_pack")}
+    if block["_component_"] == PREPARED:
+        from trainer.data import prepared  # other runs do not pay for it
+
+        block = prepared.by_files(block)
 
     def find() -> tuple[Path, Any]:
         # Data of the hub changes under one name: only the opened dataset tells its version.
