@@ -44,4 +44,5 @@ head -n 3 "$data/answers.jsonl"
 step "monitoring, and the log as data"
 cookbook serve --stats support-intent
 cookbook requests support-intent --since 7d
-wc -l "$root/datasets/requests-support-intent/messages.jsonl"
+cookbook prepare "$root/datasets/requests-support-intent/requests-support-intent.yaml"
+cookbook data show requests-support-intent

@@ -33,5 +33,5 @@ def requests(
         click.echo(json.dumps({**told, "folder": str(made.folder), "recipe": str(made.recipe)}))
         return
     click.echo(f"{made.rows:,} requests, {made.with_feedback:,} with feedback: {made.folder}")
-    note(f"  data recipe    {made.recipe}")
+    note(f"  prepare it     cookbook prepare {made.recipe}")
     note(f"  training data  dataset.data_files={made.folder / 'messages.jsonl'}")

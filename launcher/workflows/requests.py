@@ -5,6 +5,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.errors import EndpointFault
@@ -50,16 +51,25 @@ def export(site: Site, endpoint: Endpoint, since: str | None, feedback: Path | N
         raise EndpointFault(words.removeprefix("error: "))
     told = json.loads(done.stdout.splitlines()[-1])
     recipe = folder / f"requests-{endpoint.name}.yaml"
-    content = {
-        "description": f"Requests and answers of the endpoint {endpoint.name}",
-        "sources": [
-            {
-                "name": f"requests-{endpoint.name}",
-                "path": str(folder / "requests.parquet"),
-                "format": "messages",
-                "keep": {"request_id": "text", "feedback": "text", "label": "text"},
-            }
-        ],
-    }
+    content = data_recipe(endpoint.name, folder)
     files.write_text(recipe, yamlfile.dump(content))
     return Source(folder, recipe, int(told["rows"]), int(told["with_feedback"]))
+
+
+def data_recipe(name: str, folder: Path) -> dict[str, Any]:
+    """Return a data recipe that makes a training set of an endpoint's log, as `folder` holds it."""
+    source = {
+        "name": f"requests-{name}",
+        "path": str(folder / "requests.parquet"),
+        "format": "messages",
+        "keep": {"request_id": "text", "feedback": "text", "label": "text"},
+    }
+    return {
+        "description": f"Requests and answers of the endpoint {name}",
+        "sources": [source],
+        "steps": [
+            "exact_duplicates",
+            "personal_data",
+            {"split": {"shares": {"train": 0.9, "val": 0.1}}},
+        ],
+    }

@@ -2,11 +2,16 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
+from launcher import yamlfile
 from launcher.checks import files
 from launcher.recipes import recipe as recipes
+from launcher.workflows import requests
+from serving import source
 from tests.datakit.kit import lines, qa
+from trainer.data.prepared import by_files
 
 RECIPE = """
 sources:
@@ -70,6 +75,28 @@ def test_from_raw_data_to_a_dataset_of_a_recipe(user, recipe, tmp_path):
         found = files._prepared("dataset", folder.with_name(split))
         assert [words in each.line for each in found] == [True] * bool(words)
     assert "warning  train: data/train" in user.cookbook("data", "show", "mine").stdout
+
+
+def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path):
+    asked = {"model": "m", "feedback": None, "label": None}
+    log = []
+    for n in range(60):
+        question = {"role": "user", "content": f"question {n % 40}, mail me{n % 40}@x.org"}
+        answer = {"role": "assistant", "content": f"answer {n % 40}"}
+        turns = json.dumps([question, answer])
+        log.append({**asked, "request_id": f"r{n}", "time": n, "answer": "", "messages": turns})
+    source.write(log, tmp_path)
+    path = tmp_path / "requests-helper.yaml"
+    path.write_text(yamlfile.dump(requests.data_recipe("helper", tmp_path)))
+    done = user.cookbook("prepare", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"] == 40
+    folder = user.root / "datasets/prepared/requests-helper/current/data/train"
+    block = by_files({"_component_": "x", "data_dir": str(folder), "train_on_input": False})
+    (shard,) = block["data_files"]
+    rows = pq.read_table(shard)["messages"].to_pylist()
+    assert all("@x.org" not in turn["content"] for turns in rows for turn in turns)
+    assert {turn["role"] for turns in rows for turn in turns} == {"user", "assistant"}
 
 
 @pytest.mark.parametrize(
