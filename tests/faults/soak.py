@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -158,13 +159,24 @@ def inject(scene: Scene, name: str) -> Cost:
     deadline = began + RECOVERED_S
     while not (scene.beat().get("attempt", 0) > number and scene.beat().get("steps", 0) >= 1):
         if time.time() > deadline:
-            log = (scene.run / "logs" / "job.log").read_text()[-3000:]
-            sys.exit(f"{name}: no step within {RECOVERED_S} s\n{log}")
+            sys.exit(f"{name}: no step within {RECOVERED_S} s\n{_evidence(scene.run)}")
         time.sleep(0.2)
     seconds = time.time() - began
     ended = next(line for line in attempts(scene.run) if line["attempt"] == number)
     lost = before - max(int(ended["checkpoint_step"]), 0)
     return Cost(name, str(ended["cause"]), max(lost, 0), seconds, noticed_s)
+
+
+def _evidence(run: Path) -> str:
+    """Return the ends of the newest logs, and the processes of the run."""
+    logs = [run / "logs" / "job.log", *sorted((run / "logs" / "latest").glob("*.log"))]
+    found = [f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs]
+    for pid in processes_of(run):
+        with suppress(OSError):
+            told = Path(f"/proc/{pid}/status").read_text().splitlines()[:3]
+            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            found.append(f"{pid} {told[2]} {command[:120]}")
+    return "\n".join(found)
 
 
 def trains(scene: Scene, steps: int) -> None:
