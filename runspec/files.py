@@ -44,6 +44,7 @@ CHECKPOINTS = "checkpoints"
 EXPORT = "export"
 ADAPTER = "adapter"
 EVALS = "evals"
+SHARDS = "shards"  # of an evaluation, in its EVALS
 # The directory of a sweep: what it is, and its runs by the number of their task.
 SWEEP = "sweep.json"
 TASKS = "tasks"

@@ -25,6 +25,7 @@ from slurm.history import (
     latest_checkpoint,
     next_attempt,
     read_object,
+    saved_work,
     series_of,
     used_up,
 )
@@ -72,7 +73,7 @@ def begin(
         fruitless = count_fruitless(run_dir)
         if fruitless > (max_retries or _MAX_LOST):
             message = (
-                f"{fruitless} attempts brought no new checkpoint, the last of them ended without "
+                f"{fruitless} attempts saved nothing new, the last of them ended without "
                 f"a word; continue with: cookbook resume {run_dir.name}"
             )
             _refuse(run_dir, {**status, **this_job()}, "lost", message)
@@ -104,7 +105,7 @@ def begin(
         "gpus": _gpus(),
         "started": time.time(),
         "updated": time.time(),
-        "checkpoint_at_start": checkpoint,
+        "saved_at_start": saved_work(run_dir),
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
     files.write_json(run_dir / files.STATUS, {**started, **process_of(job_id)})

@@ -78,6 +78,15 @@ def latest_checkpoint(run_dir: Path) -> int:
     return max(files.checkpoint_steps(run_dir), default=-1)
 
 
+def saved_work(run_dir: Path) -> int:
+    """Return a number that grows whenever a run saves work that no later attempt does again.
+
+    That is the step of the newest checkpoint, or of an evaluation how many shards are done.
+    """
+    shards = list((run_dir / files.EVALS / files.SHARDS).glob("*.json"))
+    return max(latest_checkpoint(run_dir), len(shards) or -1)
+
+
 def gained_by(run_dir: Path, status: dict[str, Any]) -> bool:
-    """Whether the attempt of this status brought a newer checkpoint."""
-    return latest_checkpoint(run_dir) > int(status.get("checkpoint_at_start", -1))
+    """Whether the attempt of this status saved work."""
+    return saved_work(run_dir) > int(status.get("saved_at_start", -1))

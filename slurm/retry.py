@@ -175,7 +175,7 @@ def decide(
     if cause == cause_before == "out_of_memory":
         return Verdict("FAILED", "failed", cause, f"{message}; twice in a row", node)
     if fruitless > max_retries:
-        message += f"; {fruitless} attempts brought no new checkpoint" if max_retries else ""
+        message += f"; {fruitless} attempts saved nothing new" if max_retries else ""
         return Verdict("FAILED", "failed", cause, message, node)
 
     if used_up:

@@ -187,7 +187,7 @@ class Recipe:
 
     @property
     def max_retries(self) -> int:
-        """How many failed attempts in a row, with no new checkpoint between them, are retried."""
+        """How many failed attempts in a row, with nothing new saved between them, are retried."""
         given = self.config.get("max_retries")
         return self.entry.max_retries if given is None else int(given)
 

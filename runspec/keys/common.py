@@ -33,7 +33,7 @@ _KEYS = (
     Key(
         "max_retries",
         "count",
-        "Failed attempts in a row, with no new checkpoint between them, that are retried. "
+        "Failed attempts in a row, with nothing new saved between them, that are retried. "
         "Default: 3 if the entry resumes from checkpoints, else 0.",
     ),
     Key(

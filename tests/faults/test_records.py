@@ -79,7 +79,7 @@ def test_a_broken_status_does_not_keep_a_job_from_its_end(run_dir, text):
 def test_attempts_that_end_without_a_word_are_counted(run_dir, capsys):
     for number in range(3):
         assert attempt.begin(run_dir, ["n1"], HEAD, max_retries=2).startswith(f"{number} ")
-    with pytest.raises(SystemExit, match="3 attempts brought no new checkpoint"):
+    with pytest.raises(SystemExit, match="3 attempts saved nothing new"):
         attempt.begin(run_dir, ["n1"], HEAD, max_retries=2)
     assert status(run_dir)["state"] == "FAILED"
     assert "cookbook resume" in status(run_dir)["message"]

@@ -200,10 +200,20 @@ def test_retries_end_when_nothing_is_gained_and_go_on_while_something_is(run_dir
     assert [line["gained"] for line in told] == [True, False, True, False, False]
     assert told[-1]["checkpoint_step"] == 20
     status = json.loads((run_dir / "status.json").read_text())
-    assert (
-        status["state"] == "FAILED" and "2 attempts brought no new checkpoint" in status["message"]
-    )
+    assert status["state"] == "FAILED" and "2 attempts saved nothing new" in status["message"]
     assert (run_dir / "logs" / "latest").resolve().name == "4"
+
+
+def test_an_evaluation_gains_by_its_shards(run_dir):
+    shards = run_dir / "evals" / "shards"
+    shards.mkdir(parents=True)
+    for number, gained in enumerate([True, False, True]):
+        attempt.begin(run_dir, ["n1"], "127.0.0.1")
+        if gained:
+            (shards / f"{number}.json").write_text("{}")
+        attempt.end(run_dir, number, 1, max_retries=3)
+    told = read_json_lines(run_dir / "attempts.jsonl")
+    assert [line["gained"] for line in told] == [True, False, True]
 
 
 def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypatch):

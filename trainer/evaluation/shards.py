@@ -18,7 +18,6 @@ from trainer.evaluation.model import Answerer, fingerprint
 from trainer.evaluation.samples import Sample
 from trainer.evaluation.scores import normalised
 
-FOLDER = "shards"
 _DEPENDS = ("seed", "dtype", "batch_size", "max_new_tokens", "temperature", "top_p", "template")
 
 
@@ -46,7 +45,7 @@ class Plan:
 
     def __init__(self, config: dict[str, Any], run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
-        self.folder_of_shards = run_dir / files.EVALS / FOLDER
+        self.folder_of_shards = run_dir / files.EVALS / files.SHARDS
         self.sides = [side for side in ("candidate", "against") if config.get(side)]
         for side in self.sides:
             if not self.folder(side).is_dir():
