@@ -15,6 +15,7 @@ CLUSTERS = REPO_ROOT / "configs" / "clusters"
 EVALS = REPO_ROOT / "configs" / "evals"
 GATES = REPO_ROOT / "configs" / "gates"
 SERVE = REPO_ROOT / "configs" / "serve"
+FAMILIES = REPO_ROOT / "configs" / "families.yaml"
 GPUS = REPO_ROOT / "configs" / "gpus.yaml"
 TEMPLATES = REPO_ROOT / "templates"
 # What cookbook download writes into a model's folder.

@@ -46,6 +46,7 @@ def test_shown_commands_exist(path):
 def test_the_pages_show_every_command():
     shown = {arguments[0] for path in PAGES for arguments in commands(path)}
     assert shown == {
+        "models",
         "recipes",
         "check",
         "estimate",

@@ -11,6 +11,7 @@ from launcher.errors import CookbookError, nearest
 
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
+    "models": ("models", "List the families of models, and what each can be trained with."),
     "recipes": ("recipes", "List the recipes, or show one with everything resolved."),
     "doctor": ("check", "Check whether this site can run the kit."),
     "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),

@@ -225,11 +225,12 @@ def write_larger(name: str, folder: Path) -> Path:
     return folder
 
 
-def write(family: str, folder: Path, tokenizer: Path | None = None) -> Path:
+def write(family: str, folder: Path, tokenizer: Path | None = None, **sizes: Any) -> Path:
     """Write a random model, norms and biases included, with another folder's tokenizer."""
     kind, settings = FAMILIES[family]
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **settings}))
+    given = {**SIZES, **settings, **sizes}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
