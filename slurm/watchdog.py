@@ -19,7 +19,7 @@ from runspec.states import process_start
 from slurm.history import used_up
 
 POLL_S = 1.0
-# A hang is so many median steps at least.
+# A hang is so many median steps, or longest saves, at least.
 SLOW_STEPS = 5
 # Until two steps are done nobody knows how long one takes, and the second may compile, too.
 UNKNOWN_S = 600.0
@@ -61,17 +61,26 @@ class Watch:
         if beat is not None and beat != self._beat:
             self._beat, self._changed = beat, now
         known = self._beat if isinstance(self._beat, dict) else {}
-        step_s = known.get("median_step_s")
-        # The first step compiles; what is no step (a save, a validation, the export) has no limit.
-        if not self.timeout_s or known.get("phase") != "training":
-            return None
+        usual_s, usual, least_s = self._usual(known)
         still_s = now - self._changed
-        least_s = UNKNOWN_S if step_s is None else SLOW_STEPS * step_s
-        if still_s < max(least_s, self.timeout_s):
+        if not self.timeout_s or least_s is None or still_s < max(least_s, self.timeout_s):
             return None
-        usual = "" if step_s is None else f" (median {step_s:.2f} s)"
-        message = f"no step for {still_s:.0f} s after step {known['step']}{usual}"
+        what = "no step" if known["phase"] == "training" else f"{known['phase']} has not ended"
+        told = "" if usual_s is None else f" ({usual} {usual_s:.2f} s)"
+        message = f"{what} for {still_s:.0f} s after step {known['step']}{told}"
         return {"type": "Hang", "message": message}
+
+    def _usual(self, known: dict[str, Any]) -> tuple[float | None, str, float | None]:
+        """Return how long it takes usually, in words, and the limit; None where it has no limit.
+
+        The first step compiles, and nobody knows how long a first save, a first validation, the
+        start and the export may take: ranks that wait there end by torch's own time-out.
+        """
+        if known.get("phase") == "training":
+            step_s = known.get("median_step_s")
+            return step_s, "median", UNKNOWN_S if step_s is None else SLOW_STEPS * step_s
+        longest_s = (known.get("longest_s") or {}).get(known.get("phase"))
+        return longest_s, "longest before", None if longest_s is None else SLOW_STEPS * longest_s
 
 
 def stop_limit_s(lead_s: float) -> float:

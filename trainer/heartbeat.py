@@ -15,7 +15,7 @@ _WRITE_EVERY_S = 2.0
 
 
 class Heartbeat:
-    """logs/<attempt>/heartbeat.json: the phase, the step, and the median time of a step.
+    """logs/<attempt>/heartbeat.json: phase, step, median time of a step, longest of other phases.
 
     slurm/watchdog.py reads it. Rank 0 meets all ranks at each step, so it stops when one does.
 
@@ -26,6 +26,7 @@ class Heartbeat:
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / files.HEARTBEAT if folder is not None and folder.is_dir() else None
         self._times: deque[float] = deque(maxlen=101)
+        self._longest: dict[str, float] = {}
         self._phase, self._step, self._steps = "starting", 0, 0
         self._began, self._written = time.monotonic(), 0.0
         self._write()
@@ -44,11 +45,13 @@ class Heartbeat:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside may take its time: it is no step."""
+        """What happens inside is no step, and is measured for the next time."""
         before, self._phase = self._phase, name
+        began = time.monotonic()
         self._write()
         yield
         self._phase, self._began = before, time.monotonic()
+        self._longest[name] = max(self._began - began, self._longest.get(name, 0.0))
         self._write()
 
     def leave(self, name: str) -> None:
@@ -65,6 +68,7 @@ class Heartbeat:
             "step": self._step,
             "steps": self._steps,
             "median_step_s": median(self._times) if self._times else None,
+            "longest_s": self._longest,
         }
         # No rename and no fsync: training waits for this. A full disk ends no run here.
         with suppress(OSError):

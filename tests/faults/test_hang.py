@@ -1,14 +1,18 @@
 """A rank that stands still: noticed, named, and started again."""
 
+import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from runspec import files
 from slurm.watchdog import Watch, laggards, stop_limit_s
 from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
 from tests.launcher.kit import Kit, report
+from trainer.heartbeat import Heartbeat
 
 BEAT = {"phase": "training", "step": 7, "steps": 3, "median_step_s": 2.0}
 
@@ -40,6 +44,30 @@ def test_no_step_within_the_time_is_a_hang():
 )
 def test_what_is_no_step_may_take_its_time(beat):
     assert looks(Watch(timeout_s=5, stop_s=100), beat, 0, 3600) == [None, None]
+
+
+def test_a_save_that_takes_much_longer_than_those_before_is_a_hang():
+    saving = {**BEAT, "phase": "saving", "longest_s": {"saving": 3.0}}
+    assert looks(Watch(timeout_s=5, stop_s=100), saving, 0, 14, 15) == [None, None, "Hang"]
+    assert looks(Watch(timeout_s=60, stop_s=100), saving, 0, 59, 60) == [None, None, "Hang"]
+    told = Watch(timeout_s=5, stop_s=100)
+    assert told.look(saving, False, 0) is None
+    fault = told.look(saving, False, 20)
+    assert fault and fault["message"] == (
+        "saving has not ended for 20 s after step 7 (longest before 3.00 s)"
+    )
+    validating = {**saving, "phase": "validating"}
+    assert looks(Watch(timeout_s=5, stop_s=100), validating, 0, 3600) == [None, None]
+
+
+def test_the_heartbeat_tells_the_longest_save(tmp_path: Path):
+    beat = Heartbeat(tmp_path)
+    beat.step(1)
+    for seconds in (0.02, 0.0):
+        with beat.phase("saving"):
+            time.sleep(seconds)
+    told = json.loads((tmp_path / files.HEARTBEAT).read_text())
+    assert told["phase"] == "training" and 0.02 <= told["longest_s"]["saving"] < 10
 
 
 def test_a_hang_after_the_first_step_is_noticed_though_nobody_knows_a_steps_time():
