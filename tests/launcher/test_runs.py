@@ -226,6 +226,7 @@ def test_a_job_that_slurm_has_requeued_already_is_no_failure(kit: Kit, slurm, tm
     assert finish("1") == (1, "FAILED")
 
 
+@pytest.mark.long
 def test_a_controller_that_hangs_during_submit_gets_exactly_one_job(kit: Kit, slurm) -> None:
     (pid,) = [int(path.read_text()) for path in slurm.state.rglob("slurmctld.pid")]
     slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])

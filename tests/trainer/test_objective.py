@@ -89,6 +89,7 @@ def test_it_trains_the_same_on_every_layout_resumes_and_exports(
     assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
 
 
+@pytest.mark.long
 def test_it_is_submitted_by_one_row_of_the_table(
     tmp_path: Path, model_folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
