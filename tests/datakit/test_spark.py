@@ -46,7 +46,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.named
 def test_both_engines_give_the_same_rows(tmp_path, duck):
     pytest.importorskip("pyspark")
     from datakit.engines.spark import SparkEngine

@@ -132,7 +132,7 @@ def test_a_job_on_one_node(slurm_user, recipe):
     assert "mine" in slurm_user.cookbook("data", "show").stdout
 
 
-@pytest.mark.long
+@pytest.mark.named
 def test_spark_on_two_nodes_gives_what_duckdb_gives(slurm_user, recipe):
     pytest.importorskip("pyspark")
     here = slurm_user.cookbook("prepare", recipe, "--name", "here")
