@@ -2,8 +2,8 @@
 
 import getpass
 import json
-import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Mapping
@@ -50,7 +50,11 @@ def add(
     if not any(each.name == name for each in client.search_registered_models(f"name = '{name}'")):
         client.create_registered_model(name)
     last = max((int(each.version) for each in _versions(client, name)), default=0)
-    place = store.models / name / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+    place = (
+        store.models
+        / name
+        / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
+    )
     try:
         _write_model(place, folder, copy)
     except OSError as error:
