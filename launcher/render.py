@@ -63,27 +63,15 @@ def job_script(
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
     config = recipe.resolved(cluster.root, str(run_dir))
-    site_file = f"configs/clusters/{cluster.name}.yaml"
-    if faults := _setup_faults(cluster.job_setup, site_file):
-        raise RecipeFault(faults)
     return _template("job.sbatch.j2").render(
+        **_common(cluster, resources, run_dir, job_name),
         recipe=recipe,
-        site=cluster,
-        resources=resources,
-        run_dir=run_dir,
         sweep_dir=sweep_dir,
-        script=run_dir / files.JOB_SCRIPT,
-        job_name=job_name,
-        token=token(run_dir.name),
         gpus=gpus,
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
-        export=slurm.EXPORT,
         signal_lead_s=lead_s,
-        repo_root=paths.REPO_ROOT,
-        venv=paths.venv_root(),
         own_environment=config.get("env") or {},
         own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
-        site_file=site_file,
         files=files,
         command=recipe.entry.command(recipe, config),
     )
@@ -121,24 +109,32 @@ def prepare_script(
     cluster: Site, asked: Resources, run_dir: Path, job_name: str, engine: str, nodes: int
 ) -> str:
     """Return the job script that prepares data with an engine."""
-    resources = with_site_defaults(asked, cluster)
+    return _template("prepare.sbatch.j2").render(
+        **_common(cluster, with_site_defaults(asked, cluster), run_dir, job_name),
+        nodes=nodes,
+        engine=engine,
+    )
+
+
+def _common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) -> dict[str, object]:
+    """Return what every job script of a run needs."""
     site_file = f"configs/clusters/{cluster.name}.yaml"
     if faults := _setup_faults(cluster.job_setup, site_file):
         raise RecipeFault(faults)
-    return _template("prepare.sbatch.j2").render(
-        site=cluster,
-        resources=resources,
-        nodes=nodes,
-        engine=engine,
-        run_dir=run_dir,
-        script=run_dir / files.JOB_SCRIPT,
-        job_name=job_name,
-        token=token(run_dir.name),
-        export=slurm.EXPORT,
-        repo_root=paths.REPO_ROOT,
-        venv=paths.venv_root(),
-        site_file=site_file,
-    )
+    requeue = "requeue=expedite" if cluster.expedited_requeue else "requeue"
+    return {
+        "site": cluster,
+        "site_file": site_file,
+        "resources": resources,
+        "run_dir": run_dir,
+        "script": run_dir / files.JOB_SCRIPT,
+        "job_name": job_name,
+        "token": token(run_dir.name),
+        "export": slurm.EXPORT,
+        "requeue": requeue if cluster.requeue else "no-requeue",
+        "repo_root": paths.REPO_ROOT,
+        "venv": paths.venv_root(),
+    }
 
 
 def _setup_faults(lines: Sequence[str], origin: str) -> list[str]:

@@ -16,6 +16,11 @@ def python() -> Path:
     return paths.venv_root() / "bin" / "python"
 
 
+def environment() -> dict[str, str]:
+    """Return the variables with which one of the kit's own modules runs in it."""
+    return {**os.environ, "PYTHONPATH": str(paths.REPO_ROOT)}
+
+
 def site_packages() -> Path | None:
     """Return the folder of the packages, None if there is no virtual environment."""
     return next(paths.venv_root().glob("lib/python*/site-packages"), None)
@@ -55,7 +60,7 @@ def ask_trainer(
         return subprocess.run(
             [str(python()), "-m", f"trainer.{module}", str(file), *arguments],
             cwd=paths.REPO_ROOT,
-            env={**os.environ, "PYTHONPATH": str(paths.REPO_ROOT), "OMP_NUM_THREADS": "1"},
+            env={**environment(), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -1,13 +1,17 @@
 """Options and arguments of several commands."""
 
+import json
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher import site as sites
+
+if TYPE_CHECKING:
+    from launcher.runs.directory import Run
 
 Command = Callable[..., Any]
 
@@ -67,6 +71,17 @@ def runs_root(cluster: str | None) -> Path:
     from launcher.runs import directory
 
     return directory.runs_root(sites.load(cluster).root)
+
+
+def tell_submitted(run: "Run", as_json: bool) -> None:
+    """Print which run was started, as which job and where."""
+    from launcher.executors import title
+
+    if as_json:
+        click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
+    else:
+        click.echo(f"submitted {run.name} as {title(run.job_id)}")
+        click.echo(f"  directory  {run.path}")
 
 
 # Prints what is no result.

@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, flag, json_option, note
+from launcher.cli.common import cluster_option, flag, json_option, note, tell_submitted
 from launcher.errors import UsageFault
-from launcher.executors import title
+from runspec import files
 
 _RESOURCES = ("time", "partition", "account", "qos", "mem")
 
@@ -85,14 +85,10 @@ def prepare(
         sys.exit(workflow.here(planned, (rows or 1000) if preview else None, as_json))
     path, contents = workflow.job_plan(planned)
     if dry_run:
-        click.echo(contents["job.sbatch"], nl=False)
+        click.echo(contents[files.JOB_SCRIPT], nl=False)
         return
     run = workflow.submit(planned, path, contents, local)
-    if as_json:
-        click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
-    else:
-        click.echo(f"submitted {run.name} as {title(run.job_id)}")
-        click.echo(f"  directory  {run.path}")
+    tell_submitted(run, as_json)
     if watch:
         from launcher.cli.status import watch_to_the_end
 

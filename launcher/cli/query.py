@@ -1,6 +1,5 @@
 """cookbook query"""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,5 +57,5 @@ def query(
             argv.append(f"--{key.replace('_', '-')}={text}")
     argv += ["--stream"] if stream else []
     argv += ["--json"] if as_json else []
-    environment = {**os.environ, "PYTHONPATH": str(paths.REPO_ROOT)}
-    sys.exit(subprocess.run(argv, cwd=paths.REPO_ROOT, env=environment).returncode)
+    done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
+    sys.exit(done.returncode)

@@ -1,7 +1,6 @@
 """cookbook serve"""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -192,8 +191,8 @@ def _stats(site: Site, endpoint: Endpoint, since: str | None, as_json: bool) -> 
     for run in _trained(site, endpoint):
         argv += ["--training-data", run]
     argv += ["--json"] if as_json else []
-    environment = {**os.environ, "PYTHONPATH": str(paths.REPO_ROOT)}
-    sys.exit(subprocess.run(argv, cwd=paths.REPO_ROOT, env=environment).returncode)
+    done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
+    sys.exit(done.returncode)
 
 
 def _trained(site: Site, endpoint: Endpoint) -> list[str]:

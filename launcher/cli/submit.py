@@ -1,6 +1,5 @@
 """cookbook submit"""
 
-import json
 import sys
 
 import click
@@ -11,7 +10,6 @@ from launcher.cli import common
 from launcher.cli.common import note
 from launcher.cli.runs import interruption_told
 from launcher.cli.status import watch_to_the_end
-from launcher.executors import title
 from launcher.recipes import recipe as recipe_file
 from launcher.runs.directory import Run
 from launcher.workflows import models
@@ -68,12 +66,8 @@ def submit(
         return
     with interruption_told(Run(planned.path)):
         run = workflow.submit(planned, checked, note, no_check)
-    if as_json:
-        click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
-    else:
-        click.echo(f"submitted {run.name} as {title(run.job_id)}")
-        click.echo(f"  directory  {run.path}")
-        if not watch:
-            click.echo(f"  follow it  cookbook watch {run.name}   or   cookbook logs -f {run.name}")
+    common.tell_submitted(run, as_json)
+    if not as_json and not watch:
+        click.echo(f"  follow it  cookbook watch {run.name}   or   cookbook logs -f {run.name}")
     if watch:
         sys.exit(watch_to_the_end(run))

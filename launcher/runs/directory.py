@@ -1,11 +1,9 @@
 """A run directory: making one, reading its files, and letting one command at a time change it."""
 
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,7 @@ from typing import Any
 
 from launcher.errors import CookbookError, RunFault
 from launcher.executors import Job, token
-from launcher.runs import snapshot
+from launcher.runs import lock, snapshot
 from runspec import files
 
 
@@ -284,11 +282,7 @@ def create(
 
 @contextmanager
 def locked(run: Run) -> Iterator[int]:
-    """Let one command at a time start or end a run's jobs; yield the open file that is locked.
-
-    The kernel removes the lock when all processes that have the file open have ended, however they
-    end.
-    """
+    """Let one command at a time start or end a run's jobs; yield the open file that is locked."""
     path = run.path / files.LOCK
     try:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
@@ -296,18 +290,13 @@ def locked(run: Run) -> Iterator[int]:
         raise RunFault(f"cannot change {run.name}: {path}: {error.strerror}") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
+            lock.take(file)
+        except lock.Held as error:
             raise RunFault(
-                f"another cookbook command ({file.read() or 'unknown'}) is changing {run.name}: "
-                "try again in a moment"
+                f"another cookbook command ({error}) is changing {run.name}: try again in a moment"
             ) from error
         except OSError as error:
             raise RunFault(
                 f"cannot lock {path}: {error.strerror}: mount its filesystem with locks (flock)"
             ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
         yield file.fileno()

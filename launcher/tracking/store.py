@@ -1,10 +1,7 @@
 """Opening MLflow's store: SQLite beside the runs that one process writes, or a server."""
 
-import fcntl
 import logging
 import os
-import socket
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import StoreFault, UsageFault
+from launcher.runs import lock
 
 # Another command's import of a few runs takes this long at most.
 _WAIT_S = 20.0
@@ -152,24 +150,15 @@ def _lock(store: Store, write: bool) -> Iterator[None]:
             f"cannot write {store.folder}: {error.strerror}: check the folder, or set COOKBOOK_ROOT"
         ) from error
     with file:
-        deadline = time.monotonic() + float(os.environ.get("COOKBOOK_STORE_WAIT_S", _WAIT_S))
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise StoreFault(
-                        f"{path} is locked by another cookbook command "
-                        f"({file.read() or 'unknown'}): repeat the command once that has ended"
-                    ) from error
-                time.sleep(0.2)
-            except OSError as error:
-                raise StoreFault(
-                    f"cannot lock {path}: {error.strerror}: mount its filesystem with locks (flock)"
-                ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        try:
+            lock.take(file, float(os.environ.get("COOKBOOK_STORE_WAIT_S", _WAIT_S)))
+        except lock.Held as error:
+            raise StoreFault(
+                f"{path} is locked by another cookbook command ({error}): repeat the command once "
+                "that has ended"
+            ) from error
+        except OSError as error:
+            raise StoreFault(
+                f"cannot lock {path}: {error.strerror}: mount its filesystem with locks (flock)"
+            ) from error
         yield

@@ -95,17 +95,12 @@ def here(planned: Plan, preview: int | None, as_json: bool) -> int:
         sys.stdout.flush()
         try:
             # -P would hide the kit's own packages from spawned workers.
-            return subprocess.run(argv, env=_environment(), cwd=paths.REPO_ROOT).returncode
+            environment = {**venv.environment(), "OMP_NUM_THREADS": "1"}
+            return subprocess.run(argv, env=environment, cwd=paths.REPO_ROOT).returncode
         except OSError as error:
             raise PreflightFault(
                 f"{argv[0]} cannot be started ({error.strerror}): bash setup.sh --with data"
             ) from error
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(paths.REPO_ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
@@ -163,14 +158,8 @@ def described(planned: Plan) -> list[str]:
     recipe = planned.settings["recipe"]
     steps: Sequence[Any] = recipe.get("steps") or []
     lines = [f"{planned.name}: {planned.engine} on this machine, into {planned.folder}"]
-    lines += [
-        f"  source  {each.get('path') or each.get('repository') or each.get('url')} "
-        f"({each['format']})"
-        for each in recipe["sources"]
-    ]
+    for each in recipe["sources"]:
+        place = each.get("path") or each.get("repository") or each.get("url")
+        lines.append(f"  source  {place} ({each['format']})")
     lines += [f"  step    {step_name(step)}: {step_options(step) or 'as usual'}" for step in steps]
     return lines
-
-
-def _place(source: Mapping[str, Any]) -> Any:
-    return source.get("path") or source.get("repository") or source.get("url")

@@ -1,7 +1,6 @@
 """From the log of an endpoint to a data source, with a data recipe that names it."""
 
 import json
-import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ def export(site: Site, endpoint: Endpoint, since: str | None, feedback: Path | N
     done = subprocess.run(
         argv,
         cwd=paths.REPO_ROOT,
-        env={**os.environ, "PYTHONPATH": str(paths.REPO_ROOT)},
+        env=venv.environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

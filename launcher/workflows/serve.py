@@ -239,7 +239,7 @@ def start_gateway(endpoint: Endpoint, port: int = 0) -> str:
         process = subprocess.Popen(
             argv,
             cwd=paths.REPO_ROOT,
-            env={**os.environ, "PYTHONPATH": str(paths.REPO_ROOT)},
+            env=venv.environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

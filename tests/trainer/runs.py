@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.model_sizes import DEMO as MODEL_SIZES
@@ -20,6 +21,28 @@ from tests.trainer.forks import Ranks, environment
 
 # Far more than a start takes, as two workers share the cores.
 START_LIMIT_S = 300
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder, by name."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def randomise_adapter(module: torch.nn.Module) -> None:
+    """Give an adapter weights that do something: LoRA's B and DoRA's magnitudes."""
+    from trainer.storage import weights
+
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in weights.named_parameters(module):
+            if key.endswith("lora_b.weight"):
+                parameter.normal_(std=0.05)
+            if key.endswith("magnitude"):
+                parameter *= 1 + 0.1 * torch.randn_like(parameter)
 
 
 def write_config(

@@ -12,6 +12,7 @@ from tests.trainer.runs import (
     assert_same_tensors,
     metrics,
     progress,
+    tensors,
     train,
 )
 from tests.trainer.transformers_cases import write
@@ -28,7 +29,6 @@ from tests.trainer.transformers_runs import (
     Runs,
     assert_same_training,
     config_of,
-    tensors,
     train_all,
 )
 from trainer.config import load

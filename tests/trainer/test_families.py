@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.trainer.runs import metrics, train, write_config
+from tests.trainer.runs import metrics, randomise_adapter, tensors, train, write_config
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layers.batch import Documents
@@ -193,14 +192,6 @@ def logits(folder: Path, *batches: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(batch).logits for batch in batches or (TOKENS,)], dim=1)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return found
-
-
 def config_of(name: str, folder: Path, source: Path, dataset: Path, **changes: Any) -> Path:
     checkpointer = {"checkpoint_dir": str(source), "model_type": CASES[name][4]}
     changes = {"model": builder(name)} | changes
@@ -257,13 +248,8 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     path = config_of(name, tmp_path, sources[name], dataset, model=builder(name, lora))
     config = load(path)
     model = models.build(config, world)
-    torch.manual_seed(2)
+    randomise_adapter(model.module)
     with torch.no_grad():
-        for key, parameter in weights.named_parameters(model.module):
-            if key.endswith("lora_b.weight"):
-                parameter.normal_(std=0.05)
-            if key.endswith("magnitude"):
-                parameter *= 1 + 0.1 * torch.randn_like(parameter)
         trained = model.module(TOKENS)
     folder = exports.export(model, config, world)
     base = AutoModelForCausalLM.from_pretrained(sources[name], attn_implementation="eager")

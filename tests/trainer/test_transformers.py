@@ -12,7 +12,17 @@ from transformers import AutoModelForImageTextToText
 
 from runspec.flops import of_shape
 from runspec.shape import of_config_json
-from tests.trainer.runs import curve, finish, kill_rank, metrics, start, train, wait_for_step
+from tests.trainer.runs import (
+    curve,
+    finish,
+    kill_rank,
+    metrics,
+    randomise_adapter,
+    start,
+    tensors,
+    train,
+    wait_for_step,
+)
 from tests.trainer.transformers_cases import (
     EXPERTS,
     FAMILIES,
@@ -43,7 +53,6 @@ from tests.trainer.transformers_runs import (
     assert_same_training,
     config_of,
     logits,
-    tensors,
     train_all,
     write_sources,
 )
@@ -57,7 +66,6 @@ from trainer.models import build as models
 from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed
 from trainer.storage import export as exports
-from trainer.storage import weights
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +179,8 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     block = LORA | {"_component_": "transformers", "use_dora": use_dora}
     config = load(config_of(tmp_path, source, dataset, model=block))
     model = models.build(config, world)
-    torch.manual_seed(2)
+    randomise_adapter(model.module)
     with torch.no_grad():
-        for key, parameter in weights.named_parameters(model.module):
-            if key.endswith("lora_b.weight"):
-                parameter.normal_(std=0.05)
-            if key.endswith("magnitude"):
-                parameter *= 1 + 0.1 * torch.randn_like(parameter)
         trained = model.module(TOKENS)
     folder = exports.export(model, config, world)
     with torch.inference_mode():
@@ -237,11 +240,8 @@ def test_the_text_part_of_a_larger_model(
     assert any("vision" in key for key in before)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
-    torch.manual_seed(2)
+    randomise_adapter(model.module)
     with torch.no_grad():
-        for key, parameter in weights.named_parameters(model.module):
-            if key.endswith("lora_b.weight"):
-                parameter.normal_(std=0.05)
         trained = model.module(TOKENS)
     folder = exports.export(model, config, world)
     with torch.inference_mode():

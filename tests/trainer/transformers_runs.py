@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from tests.trainer.runs import (
     assert_same_curve,
@@ -48,14 +47,6 @@ def config_of(folder: Path, source: Path, dataset: Path, **changes: Any) -> Path
     return write_config(
         folder, source, dataset, **{"model": None, "checkpointer": checkpointer} | changes
     )
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return found
 
 
 def logits(folder: Path, *parts: torch.Tensor) -> torch.Tensor:

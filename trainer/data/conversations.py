@@ -119,7 +119,7 @@ def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, An
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else message
             raise ConfigError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
-        # A table has a column for every key of any message, with null where there is none.
+        # A table has a column for every key of any message, and null if a message has none.
         turn = {key: _without_null(value) for key, value in message.items() if value is not None}
         marked.append(bool(turn.pop(MARK, False)))
         if calls := turn.get("tool_calls"):
