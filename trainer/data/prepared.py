@@ -18,17 +18,18 @@ _BY_FORMAT = {
 }
 
 
-def prepared_dataset(tokenizer: Any, **block: Any) -> Any:
+def prepared_dataset(tokenizer: Any, *, data_dir: str, **block: Any) -> Any:
     """A split of a prepared set, as torchtune's dataset for its format.
 
     Args:
         tokenizer: with tokenize_messages, or encode for plain texts.
-        block: the keys of the config's dataset block.
+        data_dir: the folder of the split's Parquet files.
+        block: the other keys of the config's dataset block.
 
     Raises:
         ConfigError: there is no such split, or its format is of another method.
     """
-    return instantiate("dataset", by_files(block), tokenizer)
+    return instantiate("dataset", by_files({"data_dir": data_dir, **block}), tokenizer)
 
 
 def by_files(block: Mapping[str, Any]) -> dict[str, Any]:

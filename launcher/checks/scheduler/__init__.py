@@ -41,13 +41,17 @@ def limits(context: Context) -> Iterable[Finding]:
     if all(refused):  # one that takes the job is enough
         found += dict.fromkeys(fault for faults in refused for fault in faults)
     found += partition.node_faults(context, chosen)
-    configured = slurm.configuration().get("SlurmctldParameters", "")
-    if context.cluster.expedited_requeue and _EXPEDITE not in configured.split(","):
+    if context.cluster.expedited_requeue and not _expedites():
         words = f"expedited_requeue needs Slurm 25.11 with SlurmctldParameters={_EXPEDITE}"
         remedy = f"remove it from configs/clusters/{context.cluster.name}.yaml"
         found.append(failed("requeue", words, remedy))
     names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
     return found or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
+
+
+def _expedites() -> bool:
+    """Whether this Slurm starts a job that lost a node again at once."""
+    return _EXPEDITE in slurm.configuration().get("SlurmctldParameters", "").split(",")
 
 
 def test_only(context: Context) -> Iterable[Finding]:
