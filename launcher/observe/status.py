@@ -151,7 +151,9 @@ def _state(word: str) -> str:
     if word.strip().upper() in STATES:
         return word.strip().upper()
     hint = nearest(word.strip().upper(), STATES)
-    raise UsageFault(f"--state {word}: there is no such state{hint}: choose of {', '.join(STATES)}")
+    raise UsageFault(
+        f"--state {word}: there is no such state{hint}: choose one of {', '.join(STATES)}"
+    )
 
 
 def since(text: str) -> str:

@@ -61,7 +61,7 @@ def find(name: str) -> Path:
     hint = "" if is_path else nearest(name, names())
     listed = ", ".join(names())
     raise RecipeFault(
-        f"there is no sweep {name!r}{hint}: choose of {listed}, or give the path of a YAML file "
+        f"there is no sweep {name!r}{hint}: choose one of {listed}, or give the path of a YAML file "
         "that ends in .yaml"
     )
 
