@@ -61,8 +61,8 @@ def find(name: str) -> Path:
     hint = "" if is_path else nearest(name, names())
     listed = ", ".join(names())
     raise RecipeFault(
-        f"there is no sweep {name!r}{hint}: choose one of {listed}, or give the path of a YAML file "
-        "that ends in .yaml"
+        f"there is no sweep {name!r}{hint}: choose one of {listed}, or give the path of a "
+        "YAML file that ends in .yaml"
     )
 
 
