@@ -1,7 +1,7 @@
 """cookbook track"""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import click
 
@@ -11,17 +11,21 @@ from launcher.errors import CookbookError, UnknownRun
 from launcher.observe.outcome import configuration
 from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
-from launcher.tracking import importer
+from launcher.tracking import importer, weights_and_biases
 from launcher.tracking import store as stores
 
 
 @click.command()
 @click.argument("wanted", nargs=-1, metavar="[RUN]...")
-@click.option("--uri", metavar="URI", help="An MLflow server. [default: the site's tracking]")
+@click.option(
+    "--uri",
+    metavar="WHERE",
+    help="An MLflow server's address, mlflow, or wandb[:[ENTITY/]PROJECT]. [default: the site's]",
+)
 @json_option
 @cluster_option
 def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str | None) -> None:
-    """Write all runs, or each RUN, into MLflow: parameters, metrics, tags, artefacts, lineage.
+    """Write all runs, or each RUN, to MLflow or W&B: parameters, metrics, tags, files, lineage.
 
     It can be repeated: what is new is added. Nodes write files only; this command alone writes the
     store.
@@ -30,34 +34,46 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
     runs = [find(root, each) for each in wanted] if wanted else every(root)
     if not runs:
         raise UnknownRun(none_yet(root))
-    store = stores.at(site.root, uri or site.tracking)
+    where = uri or site.tracking
+    store = stores.at(site.root, where)
     done = []
-    with stores.opened(store) as client:
-        for name, words in importer.import_runs(client, store, dict.fromkeys(runs)):
-            done.append({"run": name, "done": words})
-            if words.startswith("passed over"):
-                note(f"{name}: {words}")
-            elif not as_json:
-                click.echo(f"{name}: {words}")
+    for name, words in _imported(store, where, dict.fromkeys(runs)):
+        done.append({"run": name, "done": words})
+        if words.startswith("passed over"):
+            note(f"{name}: {words}")
+        elif not as_json:
+            click.echo(f"{name}: {words}")
     if as_json:
-        click.echo(json.dumps({"uri": store.uri, "runs": done}, indent=1))
+        click.echo(json.dumps({"uri": where or store.uri, "runs": done}, indent=1))
+    elif weights_and_biases.is_meant(where):
+        if folder := weights_and_biases.offline(store):
+            note(f"upload them with: wandb sync {folder}/offline-run-*")
     elif store.embedded:
         serve = f"mlflow server --backend-store-uri {store.uri} --host 127.0.0.1 --port 5000"
         note(f"look at them with: {serve}")
 
 
+def _imported(
+    store: stores.Store, where: str | None, runs: Iterable[Run]
+) -> Iterator[tuple[str, str]]:
+    """Write runs; yield each one's name and what was done."""
+    if where and weights_and_biases.is_meant(where):
+        yield from weights_and_biases.import_runs(store, where, runs)
+        return
+    with stores.opened(store) as client:
+        yield from importer.import_runs(client, store, runs)
+
+
 def track_at_the_end(runs: Iterable[Run]) -> None:
-    """Write runs that have ended into the store that their recipe or site names, if one does."""
+    """Write runs that have ended where their recipe or site says, if one does."""
     for run in runs:
         site = sites.load(run.submission.get("site"))
         wanted = configuration(run).get("tracking") or site.tracking
         if not wanted:
             continue
         try:
-            store = stores.at(site.root, str(wanted))
-            with stores.opened(store) as client:
-                for name, words in importer.import_runs(client, store, [run]):
-                    note(f"tracking: {name} {words}")
+            for name, words in _imported(stores.at(site.root, str(wanted)), str(wanted), [run]):
+                note(f"tracking: {name} {words}")
         except CookbookError as error:
             # The run's own end counts; it can be imported at any time.
             note(f"warning: not tracked: {error.faults[0]}; then: cookbook track {run.name}")

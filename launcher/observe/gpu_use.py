@@ -56,6 +56,12 @@ def curve(run: Run) -> list[tuple[float, float]]:
     return sorted(points)
 
 
+def mean(run: Run) -> float | None:
+    """Return the mean utilisation over the whole run, 0 to 1; None if nothing was sampled."""
+    points = curve(run)
+    return round(fmean(busy for _, busy in points) / 100, 4) if points else None
+
+
 def _files(logs: Path) -> list[Path]:
     return sorted(logs.glob(files.GPU_USE.format("*")))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from launcher import yamlfile
 from launcher.errors import CookbookError
+from launcher.observe import gpu_use
 from launcher.observe.status import row
 from launcher.runs.directory import Run
 from launcher.runs.states import State
@@ -77,6 +78,7 @@ def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any
         "best_val_loss": progress.get("best_val_loss"),
         "tokens_per_second_per_gpu": values["tokens_per_second_per_gpu"],
         "mfu": values["mfu"],
+        "gpu_use": gpu_use.mean(run),
         "peak_predicted_gib": predicted_gib(run, values["node_count"], values["gpus_per_node"]),
         "peak_measured_gib": max(peaks, default=progress.get("peak_memory_reserved_gb")),
         "used_s": values["used_s"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher import yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.tracking.importer import figures
+from launcher.tracking.facts import figures
 from runspec.keys.key import Key, faults
 
 _KEYS = {

@@ -4,43 +4,27 @@ Nodes write files only. This importer reads them and is the one that writes the 
 repeated at any time, and writes what is new.
 """
 
-import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import CookbookError
-from launcher.observe.outcome import configuration, outcome
+from launcher.observe.outcome import configuration
 from launcher.runs.directory import Run
-from launcher.runs.states import State, judged
+from launcher.runs.states import State
+from launcher.tracking import facts
 from launcher.tracking.store import Store
 from runspec import files
 
 # MLflow's limits of one call, and of a value.
 _METRICS, _PARAMS, _TEXT = 1000, 100, 5000
-_ARTEFACTS = (files.RECIPE, files.JOB_SCRIPT, files.PROVENANCE, files.ATTEMPTS, files.SAMPLES)
 _ENDS = {"COMPLETED": "FINISHED", "CANCELLED": "KILLED", "FAILED": "FAILED"}
-# Fields of a logged step that are no measurement.
-_NOT_METRICS = ("step", "time", "epoch_step", "attempt")
 RUN_TAG = "cookbook.run"
 
 
 def import_runs(client: Any, store: Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
-    """Write runs into the store; yield each run's name and what was done or why not.
-
-    One run that cannot be read keeps no other from being imported.
-    """
-    for run, state in judged(runs):
-        if run.torn or not run.submission:
-            yield run.name, "passed over: it is no whole run directory"
-            continue
-        try:
-            done = _import(client, store, run, state)
-        except (CookbookError, OSError, ValueError, KeyError, TypeError) as error:
-            done = f"passed over: {str(error).splitlines()[0] if str(error) else type(error)}"
-        yield run.name, done
+    """Write runs into the store; yield each run's name and what was done or why not."""
+    return facts.each(runs, lambda run, state: _import(client, store, run, state))
 
 
 def find(client: Any, run_name: str) -> Any:
@@ -53,7 +37,7 @@ def find(client: Any, run_name: str) -> Any:
 
 def _import(client: Any, store: Store, run: Run, state: State) -> str:
     tracked = find(client, run.name)
-    mark = _fingerprint(run, state)
+    mark = facts.fingerprint(run, state)
     if tracked is not None and tracked.data.tags.get("cookbook.imported") == mark:
         return "is up to date"
     made = run.submission
@@ -66,17 +50,17 @@ def _import(client: Any, store: Store, run: Run, state: State) -> str:
         tracked = client.create_run(experiment, start_time=first, tags=tags)
     run_id = tracked.info.run_id
     changed = _parameters(client, run_id, configuration(run), tracked.data.params)
-    metrics = [*_steps(run), *_figures(run, state), *_evaluations(run)]
+    metrics = list(_metrics(run, state))
     for begin in range(0, len(metrics), _METRICS):
         client.log_batch(run_id, metrics=metrics[begin : begin + _METRICS])
-    for name in _ARTEFACTS:
+    for name in facts.ARTEFACTS:
         if (run.path / name).is_file():
             client.log_artifact(run_id, str(run.path / name))
     for path in sorted((run.path / files.EVALS).glob("*.json")):
         client.log_artifact(run_id, str(path), files.EVALS)
     if new:
         _lineage(client, run_id, run)
-    for key, value in {**_tags(run, state), **changed, "cookbook.imported": mark}.items():
+    for key, value in {**facts.tags(run, state), **changed, "cookbook.imported": mark}.items():
         client.set_tag(run_id, key, str(value)[:_TEXT])
     if state.ended:
         ended = run.status.get("ended") or run.status.get("updated")
@@ -85,19 +69,6 @@ def _import(client: Any, store: Store, run: Run, state: State) -> str:
     else:
         client.update_run(run_id, "SCHEDULED" if state.word == "PENDING" else "RUNNING")
     return f"{'imported' if new else 'updated'}: {len(metrics):,} values"
-
-
-def _fingerprint(run: Run, state: State) -> str:
-    """Return what changes whenever there is something new to import."""
-    seen = [state.word]
-    evals = sorted((run.path / files.EVALS).glob("*.json"))
-    for path in [run.path / files.METRICS, run.path / files.STATUS, *evals]:
-        try:
-            facts = path.stat()
-        except OSError:
-            continue
-        seen.append(f"{path.name} {facts.st_size} {facts.st_mtime_ns}")
-    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
 
 
 def _experiment(client: Any, store: Store, name: str) -> str:
@@ -136,84 +107,18 @@ def _key(text: str) -> str:
     return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in text)[:250]
 
 
-def _metric(name: str, value: float, when: float, step: int) -> Any:
+def _metrics(run: Run, state: State) -> Iterator[Any]:
+    """Yield all values; MLflow keeps one of a step that is there already."""
     from mlflow.entities import Metric
 
-    return Metric(_key(name), float(value), int(1000 * when), step)
-
-
-def _is_figure(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _steps(run: Run) -> Iterator[Any]:
-    """Yield the logged steps; MLflow keeps one value for a step that is there already."""
-    for line in run.metrics:
-        step, when = line.get("step"), line.get("time")
-        if not isinstance(step, int) or not isinstance(when, int | float):
-            continue
-        for name, value in line.items():
-            if name not in _NOT_METRICS and _is_figure(value):
-                yield _metric(name, value, when, step)
-
-
-def _figures(run: Run, state: State) -> Iterator[Any]:
-    """Yield what came of the run as a whole."""
-    when = run.status.get("updated") or 0
-    for name, value in outcome(run, state).items():
-        if name not in ("step", "loss", "val_loss") and _is_figure(value):
-            yield _metric(f"outcome/{name}", value, float(when), 0)
-
-
-def _evaluations(run: Run) -> Iterator[Any]:
-    for path in sorted((run.path / files.EVALS).glob("*.json")):
-        result = files.read_json_or_none(path)
-        if not isinstance(result, dict):
-            continue
-        for name, value in figures(result).items():
-            yield _metric(f"eval/{name}", value, float(result.get("created") or 0), 0)
-
-
-def figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the candidate's figures of an evaluation by suite.task.metric."""
-    found = {}
-    tasks = result.get("tasks")
-    for task, block in tasks.items() if isinstance(tasks, dict) else ():
-        for metric, groups in (block.get("metrics") or {}).items():
-            value: Any = ((groups.get("all") or {}).get("candidate") or {}).get("value")
-            if _is_figure(value):
-                found[f"{result.get('suite')}.{task}.{metric}"] = float(value)
-    return found
-
-
-def data_hash(run: Run) -> str | None:
-    """Return one hash of the run's local data files, None if it names none."""
-    listed = run.provenance.get("data")
-    hashes = [str(each.get("sha256")) for each in listed or [] if isinstance(each, dict)]
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest() if hashes else None
-
-
-def _tags(run: Run, state: State) -> dict[str, Any]:
-    record, made, status = run.provenance, run.submission, run.status
-    kit, model = record.get("kit") or {}, record.get("model") or {}
-    found = {
-        "cookbook.state": state.word,
-        "cookbook.path": run.path,
-        "recipe": made.get("recipe"),
-        "site": made.get("site"),
-        "job_ids": ", ".join(str(job.get("job_id")) for job in run.all_jobs),
-        "nodes": ", ".join(map(str, status.get("nodes") or [])),
-        "cause": status.get("cause"),
-        "config_sha256": record.get("config_sha256"),
-        "data_sha256": data_hash(run),
-        "model_folder": model.get("folder"),
-        "model_revision": model.get("revision"),
-        "mlflow.source.name": " ".join(map(str, record.get("command") or [])),
-        "mlflow.source.git.commit": kit.get("commit"),
-        "uncommitted_changes": bool(kit.get("diff")),
-        "export": run.path / files.EXPORT if (run.path / files.EXPORT).is_dir() else None,
-    }
-    return {key: value for key, value in found.items() if value not in (None, "")}
+    for step, when, measured in facts.steps(run):
+        for name, value in measured.items():
+            yield Metric(_key(name), float(value), int(1000 * when), step)
+    updated = float(run.status.get("updated") or 0)
+    for name, value in facts.outcomes(run, state).items():
+        yield Metric(_key(name), value, int(1000 * updated), 0)
+    for name, value, when in facts.evaluations(run):
+        yield Metric(_key(name), value, int(1000 * when), 0)
 
 
 def _lineage(client: Any, run_id: str, run: Run) -> None:

@@ -4,13 +4,14 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import StoreFault, UsageFault
 from launcher.runs import lock
+from runspec.keys.key import KINDS
 
 # Another command's import of a few runs takes this long at most.
 _WAIT_S = 20.0
@@ -50,20 +51,18 @@ def at(root: Path, given: str | None = None) -> Store:
 
     Args:
         root: the site's shared folder.
-        given: "mlflow" or nothing for the file beside the runs, else the address of a server.
+        given: a tracking setting; None for mlflow, the file beside the runs. With wandb the
+            registry, which W&B does not keep, is that file, too.
 
     Raises:
-        UsageFault: given is neither.
+        UsageFault: given is no tracking setting.
     """
-    folder = root / "tracking"
-    if given in (None, "", "mlflow"):
+    folder, where = root / "tracking", given or "mlflow"
+    if not KINDS["tracker"].test(where):
+        raise UsageFault(f"tracking: {given!r} is not {KINDS['tracker'].words}")
+    if where == "mlflow" or where.startswith("wandb"):
         return Store(folder, f"sqlite:///{folder / 'mlflow.db'}")
-    if str(given).startswith(("http://", "https://", "sqlite:///")):
-        return Store(folder, str(given))
-    raise UsageFault(
-        f"tracking: {given!r} is neither mlflow nor an address that begins with http:// or "
-        "https://: write tracking: mlflow"
-    )
+    return Store(folder, where)
 
 
 @contextmanager
@@ -78,13 +77,15 @@ def opened(store: Store, write: bool = True) -> Iterator[Any]:
         raise StoreFault(
             f"nothing is tracked in {store.folder} yet: import runs with: cookbook track"
         )
-    with _lock(store, write), _told(store):
+    needed = write and store.embedded
+    with written_by_one(store.folder) if needed else nullcontext(), _told(store):
         yield _client(store)
 
 
 def _client(store: Store) -> Any:
     # What MLflow would send about its use, and what it would print.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
     # A server that is away is told at once, not after minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -137,17 +138,19 @@ def _meaning(store: Store, text: str, first: str) -> str:
 
 
 @contextmanager
-def _lock(store: Store, write: bool) -> Iterator[None]:
-    if not write or not store.embedded:
-        yield
-        return
-    path = store.folder / ".lock"
+def written_by_one(folder: Path) -> Iterator[None]:
+    """Hold the lock of a store's folder, which is made if it is not there.
+
+    Raises:
+        StoreFault: the folder cannot be written or locked, or another command holds the lock.
+    """
+    path = folder / ".lock"
     try:
-        store.folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise StoreFault(
-            f"cannot write {store.folder}: {error.strerror}: check the folder, or set COOKBOOK_ROOT"
+            f"cannot write {folder}: {error.strerror}: check the folder, or set COOKBOOK_ROOT"
         ) from error
     with file:
         try:

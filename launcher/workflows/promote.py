@@ -8,7 +8,7 @@ from launcher.errors import GateFault, UsageFault
 from launcher.observe.outcome import outcome
 from launcher.runs.states import state_of
 from launcher.site import Site
-from launcher.tracking import gates, importer, registry
+from launcher.tracking import facts, gates, importer, registry
 from launcher.tracking import store as stores
 from launcher.tracking.registry import Version
 from launcher.workflows import evaluate
@@ -29,7 +29,7 @@ def register(site: Site, model: Model, name: str, copy: bool) -> Version:
 def _tags(site: Site, model: Model) -> dict[str, Any]:
     tags: dict[str, Any] = {"cookbook.evaluated_as": model.folder.resolve()}
     for result in evaluate.results(site, model)[:1]:
-        tags |= {f"eval.{key}": f"{value:.6g}" for key, value in importer.figures(result).items()}
+        tags |= {f"eval.{key}": f"{value:.6g}" for key, value in facts.figures(result).items()}
     run = model.run
     if run is None:
         return tags
@@ -44,7 +44,7 @@ def _tags(site: Site, model: Model) -> dict[str, Any]:
         "commit": kit.get("commit"),
         "uncommitted_changes": bool(kit.get("diff")),
         "config_sha256": run.provenance.get("config_sha256"),
-        "data_sha256": importer.data_hash(run),
+        "data_sha256": facts.data_hash(run),
     }
 
 

@@ -61,9 +61,10 @@ _KEYS = (
     Key("notify.form", "json | slack | teams", "What the webhook takes.", "json"),
     Key(
         "tracking",
-        "text",
-        "Where the end of cookbook watch writes the run: mlflow, for a store beside the runs, or "
-        "the address of an MLflow server. cookbook track writes any run.",
+        "tracker",
+        "Where the end of cookbook watch writes the run: mlflow, for a store beside the runs, the "
+        "address of an MLflow server, or wandb, wandb:PROJECT, wandb:ENTITY/PROJECT. cookbook "
+        "track writes any run.",
     ),
     Key(
         "share",

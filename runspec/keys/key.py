@@ -115,6 +115,10 @@ KINDS = {
         "a host such as gate.example.org or me@gate.example.org",
         _text(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:@[A-Za-z0-9][A-Za-z0-9._-]*)?"),
     ),
+    "tracker": Kind(
+        "mlflow, an MLflow server's http(s) address, wandb, wandb:PROJECT or wandb:ENTITY/PROJECT",
+        _text(r"mlflow|https?://\S+|sqlite:///\S+|wandb(?::(?:[\w.-]+/)?[\w.-]+)?"),
+    ),
     "interface": Kind(
         "a network interface such as ib0", _text(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}")
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.observe import gpu_use, report
+from launcher.observe import gpu_use, report, results
 from launcher.observe.live import View
 from launcher.runs.directory import Run
 from launcher.runs.states import State
@@ -99,7 +99,7 @@ def test_means_and_the_most_memory_make_a_line():
     }
 
 
-def test_watch_and_report_show_it(tmp_path):
+def test_watch_results_and_report_show_it(tmp_path):
     run = made(tmp_path)
     with (run.path / "metrics.jsonl").open("w") as metrics:
         for step in range(1, 101):
@@ -116,5 +116,8 @@ def test_watch_and_report_show_it(tmp_path):
     shown = console.export_text()
     assert "GPU use on n0: 90 %" in shown and "GPU use on n4" not in shown
     assert "the least busy of 6 nodes; the mean of all is 92 %" in shown
+    (row,), keys = results.compare([run])
+    assert row["gpu_use"] == 0.925
+    assert "GPU USE" in results.shown([row], keys, "table")
     report.write([run], tmp_path / "r.html")
     assert "GPU utilisation, mean of all GPUs (%)" in (tmp_path / "r.html").read_text()
