@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def _directive(value: Any) -> str:
     return text
 
 
-def _template(name: str) -> jinja2.Template:
+@cache
+def _environment() -> jinja2.Environment:
+    """Return the templates' environment; a sweep renders many scripts of one template."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(paths.TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -48,7 +51,11 @@ def _template(name: str) -> jinja2.Template:
     environment.filters["secret_lines"] = lambda secrets: "\n".join(
         f"{name}={path}" for name, path in secrets.items()
     )
-    return environment.get_template(name)
+    return environment
+
+
+def _template(name: str) -> jinja2.Template:
+    return _environment().get_template(name)
 
 
 def job_script(

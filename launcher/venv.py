@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from launcher import paths, yamlfile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from subprocess import CompletedProcess
 
 
@@ -44,9 +45,12 @@ def torch_build() -> tuple[str | None, str | None]:
 
 
 def ask_trainer(
-    module: str, config: dict[str, Any], *arguments: str, timeout_s: float | None = None
+    module: str,
+    configs: "Sequence[dict[str, Any]]",
+    *arguments: str,
+    timeout_s: float | None = None,
 ) -> "CompletedProcess[str]":
-    """Run one of the trainer's modules in the virtual environment on a train.yaml of config.
+    """Run one of the trainer's modules in the virtual environment on a train.yaml of each config.
 
     OSError if there is no virtual environment; subprocess.TimeoutExpired after timeout_s.
     """
@@ -55,10 +59,14 @@ def ask_trainer(
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "train.yaml"
-        file.write_text(yamlfile.dump(config), encoding="utf-8")
+        names = []
+        for number, config in enumerate(configs):
+            file = Path(folder) / str(number) / "train.yaml"
+            file.parent.mkdir()
+            file.write_text(yamlfile.dump(config), encoding="utf-8")
+            names.append(str(file))
         return subprocess.run(
-            [str(python()), "-m", f"trainer.{module}", str(file), *arguments],
+            [str(python()), "-m", f"trainer.{module}", *names, *arguments],
             cwd=paths.REPO_ROOT,
             env={**environment(), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

@@ -32,6 +32,7 @@ JOB_LOG = "logs/job.log"
 HEARTBEAT = "heartbeat.json"
 STACKS = "stack_rank_{}.log"
 ASK_FOR_STACKS = ".ask_for_stacks"
+END_RANKS = ".end_ranks"
 # Inside logs/<attempt>: how busy each node's GPUs were.
 GPU_USE = "gpus_node_{}.jsonl"
 # What the trainer writes.

@@ -75,16 +75,26 @@ if command -v nvidia-smi >/dev/null; then
   "$VENV/bin/python" -P -m slurm.gpu_use $$ >/dev/null 2>&1 </dev/null &
 fi
 
-# Asks this node's ranks for their stacks once the job script's watchdog wants them. torchrun takes
-# the place of this shell, so its process id says when to end.
-show_stacks_when_asked() {
+# Does what the job script's watchdog asks for: has this node's ranks write their stacks, and ends them
+# where srun cannot. torchrun takes the place of this shell, so its process id says when to end.
+signal_ranks() {
   local file node pid
-  while sleep 2 && kill -0 $$; do
-    [ -e "$LOGS/.ask_for_stacks" ] || continue
-    for file in "$LOGS"/stack_rank_*.log; do
-      read -r node pid <"$file" && [ "$node" = "$NODE_NAME" ] && kill -USR2 "$pid"
-    done
-    return
+  for file in "$LOGS"/stack_rank_*.log; do
+    read -r node pid <"$file" && [ "$node" = "$NODE_NAME" ] && kill "-$1" "$pid"
   done
 }
-show_stacks_when_asked >/dev/null 2>&1 </dev/null &
+obey_the_watchdog() {
+  local asked=''
+  while sleep 2 && kill -0 $$; do
+    if [ -z "$asked" ] && [ -e "$LOGS/.ask_for_stacks" ]; then
+      asked=yes
+      signal_ranks USR2
+    elif [ -e "$LOGS/.end_ranks" ]; then
+      # With its ranks gone, torchrun ends, too.
+      signal_ranks KILL
+      sleep 10
+      kill -KILL $$
+    fi
+  done
+}
+obey_the_watchdog >/dev/null 2>&1 </dev/null &

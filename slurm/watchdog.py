@@ -1,8 +1,9 @@
 """Ends an attempt whose ranks hang, or do not stop in time: python -P -m slurm.watchdog PID
 
-It also asks the ranks to stop when the run has used its GPU-hours. slurm/job.sh starts it beside
-each attempt, with RUN_DIR, LOGS, HANG_TIMEOUT_S, SIGNAL_LEAD_S and MAX_GPU_HOURS set. PID is srun,
-or what starts the nodes if there is no Slurm. Standard library only.
+It also ends the ranks that srun cannot end, and asks the ranks to stop when the run has used its
+GPU-hours. slurm/job.sh starts it beside each attempt, with RUN_DIR, LOGS, HANG_TIMEOUT_S,
+SIGNAL_LEAD_S and MAX_GPU_HOURS set. PID is srun, or what starts the nodes if there is no Slurm.
+Standard library only.
 """
 
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ UNKNOWN_S = 600.0
 # So long the ranks may take to write their stacks, and srun to end before it is killed. Without
 # Slurm that is torchrun, which waits for its ranks for 30 s.
 ANSWER_S, END_S = 12.0, 45.0
+# What srun says when a task has ended and the others have not for its --wait seconds: it has Slurm
+# end them. A controller that died just after the step began does not know the step, and does not.
+LEFT_BEHIND, LEFT_S = b"First task exited", 15.0
 # What remains of the warning's lead for ending the ranks and for the queue.
 RESERVE_S = 60.0
 
@@ -81,6 +86,34 @@ class Watch:
             return step_s, "median", UNKNOWN_S if step_s is None else SLOW_STEPS * step_s
         longest_s = (known.get("longest_s") or {}).get(known.get("phase"))
         return longest_s, "longest before", None if longest_s is None else SLOW_STEPS * longest_s
+
+
+@dataclass
+class LeftBehind:
+    """Reads in the job's log, from where the attempt began, that srun waits for tasks to end."""
+
+    log: Path
+    _read: int = 0
+    _since: float | None = None
+
+    def __post_init__(self) -> None:
+        with suppress(OSError):
+            self._read = self.log.stat().st_size
+
+    def look(self, now: float) -> bool:
+        """Return whether srun has said so LEFT_S ago; now: a monotonic clock, in seconds."""
+        if self._since is None:
+            try:
+                with self.log.open("rb") as file:
+                    file.seek(self._read)
+                    text = file.read()
+            except OSError:
+                return False
+            # A line that is being written is read again.
+            whole = text.rpartition(b"\n")[0]
+            self._read += len(whole)
+            self._since = now if LEFT_BEHIND in whole else None
+        return self._since is not None and now - self._since >= LEFT_S
 
 
 def stop_limit_s(lead_s: float) -> float:
@@ -154,15 +187,17 @@ def _wait(done: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _end(pid: int) -> None:
-    """End srun and so the ranks: by TERM, which it passes on, else by KILL."""
+def _end(pid: int, logs: Path) -> None:
+    """End srun and so the ranks: by TERM, which it passes on, else by KILL and by the nodes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.kill(pid, number)
         except ProcessLookupError:
             return
         if _wait(lambda: process_start(pid) is None, END_S):
-            return
+            break
+    if number == signal.SIGKILL:
+        (logs / files.END_RANKS).touch()
 
 
 def _is_used_up(run_dir: Path) -> bool:
@@ -178,19 +213,24 @@ def main() -> None:
     run_dir, logs = Path(os.environ["RUN_DIR"]), Path(os.environ["LOGS"])
     stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
     watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
-    asked = False
+    left_behind = LeftBehind(run_dir / files.JOB_LOG)
+    asked = told = False
     while process_start(pid) is not None and os.getppid() == script:
         if not asked and _is_used_up(run_dir):
             asked = True
             print("cookbook: max_gpu_hours is reached: the ranks save and stop", file=sys.stderr)
             (run_dir / files.STOP).touch()
+        if not told and left_behind.look(time.monotonic()):
+            told = True
+            print("cookbook: srun could not end the other ranks: nodes end them", file=sys.stderr)
+            (logs / files.END_RANKS).touch()
         beat = files.read_json_or_none(logs / files.HEARTBEAT)
         fault = watch.look(beat, (run_dir / files.STOP).exists(), time.monotonic())
         if fault is not None:
             ask_for_stacks(logs)
             record(logs, fault)
             print(f"cookbook: {fault['message']}: the attempt is ended", file=sys.stderr)
-            _end(pid)
+            _end(pid, logs)
             return
         time.sleep(POLL_S)
 

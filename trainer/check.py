@@ -1,8 +1,8 @@
-"""Whether a config's components exist, take their arguments and fit: python -m trainer.check <yaml>
+"""Whether the components of configs exist and fit: python -m trainer.check YAML ...
 
-Prints one JSON object: {"faults": [one line each], "found": the components}. Weights and data are
-not read, nothing is computed and no rank is started. With --stock only the components themselves
-are checked, because torchtune's own recipes give them further arguments.
+Prints a JSON object for each file: {"faults": [one line each], "found": the components}. Weights
+and data are not read, nothing is computed and no rank is started. With --stock only the components
+themselves are checked, because torchtune's own recipes give them further arguments.
 """
 
 import inspect
@@ -122,20 +122,23 @@ def _tried(found: list[str], task: Callable[[], Any]) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the verdict on the given file; exit status 0, or 2 for wrong usage."""
-    paths = [word for word in arguments if word != "--stock"]
-    if len(paths) != 1:
-        print("usage: python -m trainer.check [--stock] <run>/train.yaml", file=sys.stderr)
+    """Print the verdict on each given file, a line each; exit status 0, or 2 for wrong usage."""
+    stock, paths = "--stock" in arguments, [word for word in arguments if word != "--stock"]
+    if not paths:
+        print("usage: python -m trainer.check [--stock] <run>/train.yaml ...", file=sys.stderr)
         return 2
-    found: list[str] = []
-    content = _tried(found, lambda: configs.read_yaml(Path(paths[0])))
-    if content is not None and "--stock" in arguments:
-        found += component_faults(content, complete=False)
-    elif content is not None:
-        found += faults(content)
-    names = [block["_component_"].rpartition(".")[2] for _, block in _blocks("", content or {})]
-    print(json.dumps({"faults": found, "found": ", ".join(dict.fromkeys(names))}))
+    for path in paths:
+        print(json.dumps(_verdict(Path(path), stock)))
     return 0
+
+
+def _verdict(path: Path, stock: bool) -> dict[str, Any]:
+    found: list[str] = []
+    content = _tried(found, lambda: configs.read_yaml(path))
+    if content is not None:
+        found += component_faults(content, complete=False) if stock else faults(content)
+    names = [block["_component_"].rpartition(".")[2] for _, block in _blocks("", content or {})]
+    return {"faults": found, "found": ", ".join(dict.fromkeys(names))}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,24 +114,52 @@ def _imports(script: Path, code_root: Path | None) -> list[Finding]:
 
 def components(context: Context) -> Iterable[Finding]:
     """Ask the trainer, in the jobs' environment, if the recipe's components exist and fit."""
-    recipe = context.recipe
-    if not recipe.entry.checked:
+    if not context.recipe.entry.checked:
         raise Skipped("the script is your own")
     if not context.prepared:
         raise Skipped("the model is made at submission")
-    config = recipe.train_config(context.cluster.root, "run")
-    stock = recipe.entry.checked != "complete"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    kept = cache / "slurm-cookbook" / "checks" / f"{_cache_key(config, stock)}.json"
+    config, stock = _question(context)
+    kept = _kept(config, stock)
     answer = read_json_or_none(kept)
     if not isinstance(answer, dict):
-        answer = _ask(config, stock)
-        # If it cannot be kept, it is asked again next time.
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, answer)
+        (answer,) = _ask([config], stock)
+        _keep(kept, answer)
     faults = [failed("components", fault) for fault in answer["faults"]]
     return faults or [ok("components", str(answer["found"]))]
+
+
+def ask_ahead(contexts: Iterable[Context]) -> None:
+    """Let one process of the trainer answer for all recipes: its start takes most of the time."""
+    open_questions: dict[bool, dict[Path, dict[str, Any]]] = {}
+    for context in contexts:
+        if context.recipe.entry.checked and context.prepared:
+            config, stock = _question(context)
+            if not isinstance(read_json_or_none(kept := _kept(config, stock)), dict):
+                open_questions.setdefault(stock, {})[kept] = config
+    for stock, asked in open_questions.items():
+        # What keeps it from answering is told by the recipe's own check.
+        with contextlib.suppress(Skipped):
+            answers = _ask(list(asked.values()), stock)
+            for kept, answer in zip(asked, answers, strict=True):
+                _keep(kept, answer)
+
+
+def _question(context: Context) -> tuple[dict[str, Any], bool]:
+    """Return the config that the trainer is asked about, and if it is one for stock code."""
+    recipe = context.recipe
+    return recipe.train_config(context.cluster.root, "run"), recipe.entry.checked != "complete"
+
+
+def _kept(config: dict[str, Any], stock: bool) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "slurm-cookbook" / "checks" / f"{_cache_key(config, stock)}.json"
+
+
+def _keep(kept: Path, answer: dict[str, Any]) -> None:
+    # If it cannot be kept, it is asked again next time.
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, answer)
 
 
 def _cache_key(config: dict[str, Any], stock: bool) -> str:
@@ -146,15 +174,19 @@ def _cache_key(config: dict[str, Any], stock: bool) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _ask(config: dict[str, Any], stock: bool) -> dict[str, Any]:
+def _ask(configs: Sequence[dict[str, Any]], stock: bool) -> list[dict[str, Any]]:
+    options, limit_s = ["--stock"] if stock else [], 300 + 30 * (len(configs) - 1)
     try:
-        done = venv.ask_trainer("check", config, *(["--stock"] if stock else []), timeout_s=300)
-        return dict(json.loads(done.stdout.splitlines()[-1]))
+        done = venv.ask_trainer("check", configs, *options, timeout_s=limit_s)
+        lines = done.stdout.splitlines()[-len(configs) :]
+        if len(lines) != len(configs):
+            raise ValueError("an answer is missing")
+        return [dict(json.loads(line)) for line in lines]
     except OSError as error:
         words = f"{venv.python()} cannot be started ({error.strerror}): make the virtual"
         raise Skipped(f"{words} environment with: bash setup.sh") from error
     except subprocess.TimeoutExpired as error:
-        raise Skipped("the trainer did not answer within five minutes") from error
+        raise Skipped(f"the trainer did not answer within {limit_s // 60} minutes") from error
     except (ValueError, IndexError) as error:
         words = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise Skipped(f"the trainer in {paths.venv_root()} does not answer: {words}") from error

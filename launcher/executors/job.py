@@ -1,6 +1,6 @@
 """The job of a run, and what an executor does with it: start it, report its state, cancel it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,11 +52,14 @@ class JobState:
 class Executor(Protocol):
     """What runs job scripts: Slurm, or this host."""
 
-    def start(self, script: Path, token: str, lease: int) -> dict[str, Any]:
+    def start(
+        self, script: Path, token: str, lease: int, earlier: Collection[str]
+    ) -> dict[str, Any]:
         """Start a job script and return what finds the job again: fields of a Job.
 
         lease is the open file that locks the run: it stays locked until the job is there, or
-        nothing can make it any more, even if this process is killed.
+        nothing can make it any more, even if this process is killed. earlier: the ids of the jobs
+        that the run has had.
 
         Raises:
             SlurmFault: Slurm refused the script, and there is no job.

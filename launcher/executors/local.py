@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ _END_S = 40
 class LocalExecutor:
     """Runs a job script as a process of this host, in a session of its own."""
 
-    def start(self, script: Path, token: str, lease: int) -> dict[str, Any]:
+    def start(
+        self, script: Path, token: str, lease: int, earlier: Collection[str]
+    ) -> dict[str, Any]:
         with open(script.parent / files.JOB_LOG, "ab") as log:
             process = subprocess.Popen(
                 ["bash", str(script)],

@@ -170,7 +170,7 @@ def trace(train_config: dict[str, Any], ranks: int) -> dict[str, Any]:
     PreflightFault if it cannot be traced. See `python -m trainer.trace`.
     """
     try:
-        done = venv.ask_trainer("trace", train_config, "--ranks", str(ranks))
+        done = venv.ask_trainer("trace", [train_config], "--ranks", str(ranks))
     except OSError as error:
         raise PreflightFault(
             f"cannot trace: {error}: set up the environment with: bash setup.sh"

@@ -134,7 +134,9 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
     with interrupted_later():
         run.write(files.SUBMISSION, {**before, "starting": known})
         try:
-            job = executor.start(run.path / files.JOB_SCRIPT, executors.token(run.name), lease)
+            earlier = {str(job.get("job_id")) for job in before["jobs"]}
+            script, token = run.path / files.JOB_SCRIPT, executors.token(run.name)
+            job = executor.start(script, token, lease, earlier)
         except SlurmTimeout:
             raise
         except (SlurmFault, OSError):

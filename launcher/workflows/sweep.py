@@ -10,6 +10,7 @@ from typing import Any
 from launcher import executors, render
 from launcher import site as sites
 from launcher.checks import preflight
+from launcher.checks.recipe import ask_ahead
 from launcher.errors import (
     CookbookError,
     PreflightFault,
@@ -151,11 +152,14 @@ def faults(
 ) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     found: dict[str, list[str]] = {}
+    contexts = {number: context(run, local, elsewhere) for number, run in planned.runs.items()}
+    if not skip:
+        ask_ahead(contexts.values())
     for cell in planned.cells:
         run = planned.runs[cell.number]
         failed = [
             finding
-            for finding in preflight.check(context(run, local, elsewhere), skip)
+            for finding in preflight.check(contexts[cell.number], skip)
             if finding.state == "failed"
         ]
         for finding in failed:
@@ -261,7 +265,10 @@ def _start_arrays(sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parall
                 continue
             script, known = sweep.path / files.ARRAY_SCRIPT.format(place), {"tasks": list(tasks)}
             try:
-                job = executor.start_array(script, told["token"], lease, tasks, parallel, after)
+                earlier = {str(job["job_id"]) for job in sweep.record["jobs"]}
+                job = executor.start_array(
+                    script, told["token"], lease, earlier, tasks, parallel, after
+                )
             except SlurmTimeout:
                 raise
             except SlurmFault as fault:

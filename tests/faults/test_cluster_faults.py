@@ -53,6 +53,28 @@ def test_a_controller_that_is_away_while_a_rank_dies_costs_no_run(
         undisturbed.is_equalled_by(run)
 
 
+@pytest.mark.named
+def test_ranks_that_slurm_has_forgotten_are_ended(new_cluster, root, undisturbed: Undisturbed):
+    """A controller that dies as a step begins has not saved it, and later cannot end it."""
+    with new_cluster("forgets", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, root)
+        _, run = user.submit(*SHORT)
+        trains(run)
+        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        os.kill(rank(run, 1), signal.SIGKILL)
+        # The job has been saved long ago, this step has not.
+        until(lambda: (run / "logs" / "1" / "node_1.log").exists(), 60, lambda: report(run))
+        os.kill(controller, signal.SIGKILL)
+        until(lambda: len(ranks_of(run)) == 2, 60, lambda: report(run))
+        os.kill(rank(run, 1), signal.SIGKILL)
+        time.sleep(10)
+        cluster.start_dead_daemons()
+        lines = ended(user, run, "COMPLETED", timeout=300)
+        assert [line["cause"] for line in lines] == ["killed", "killed", "finished"], report(run)
+        assert "srun could not end the other ranks" in (run / "logs" / "job.log").read_text()
+        undisturbed.is_equalled_by(run)
+
+
 @pytest.mark.long
 def test_a_requeue_waits_for_the_controller(new_cluster, root, undisturbed: Undisturbed):
     shape = ["--requeue-delay", "5"]

@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from runspec import files
-from slurm.watchdog import Watch, laggards, stop_limit_s
+from slurm.watchdog import LEFT_S, LeftBehind, Watch, laggards, stop_limit_s
 from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
 from tests.launcher.kit import Kit, report
 from trainer.heartbeat import Heartbeat
@@ -97,14 +98,31 @@ def test_the_one_that_lags_is_silent_or_waits_for_nobody(tmp_path: Path):
     assert laggards(tmp_path) == [(2, "n3", "does not answer")]
 
 
-@pytest.mark.long
-def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Undisturbed):
-    _, run = user.submit(*SHORT, "hang_timeout_s=5")
+def test_sruns_word_of_ranks_that_do_not_end_is_read_once_it_is_whole(tmp_path: Path):
+    log = tmp_path / "job.log"
+    log.write_text("srun: First task exited 60s ago\n")
+    watch = LeftBehind(log)
+    with log.open("a") as file:
+        file.write("srun: error: n3: task 1\nsrun: First task")
+        file.flush()
+        assert not watch.look(0.0) and not watch.look(1000.0)
+        file.write(" exited 60s ago\n")
+    assert not watch.look(1001.0)
+    assert not watch.look(1001.0 + LEFT_S - 1) and watch.look(1001.0 + LEFT_S)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param([], marks=pytest.mark.long), pytest.param(["--local"], marks=pytest.mark.named)],
+)
+def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Undisturbed, where):
+    _, run = user.submit(*SHORT, "hang_timeout_s=5", *where)
     trains(run)
     os.kill(rank(run, 1), signal.SIGSTOP)
     first, second = ended(user, run, "COMPLETED")
     assert first["cause"] == "hang", report(run)
-    assert "rank 1 on n2 does not answer" in first["message"], first
+    host = socket.gethostname() if where else "n2"
+    assert f"rank 1 on {host} does not answer" in first["message"], first
     assert "no step for" in first["message"]
     stacks = (run / "logs" / "0" / "stack_rank_0.log").read_text()
     assert "most recent call first" in stacks and "trainer/loop.py" in stacks

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,44 @@ def test_tensorboard_shows_curves_and_traces_on_loopback_only(kit: Kit, demo) ->
     assert server.returncode == 0
 
 
+@pytest.mark.long
+def test_tensorboard_on_a_node_ends_with_its_job(kit: Kit, demo, slurm, tmp_path) -> None:
+    run, _ = demo
+    log = tmp_path / "log"
+
+    def queued() -> str:
+        return slurm.run(["squeue", "--noheader", "--name=cookbook-tensorboard"]).stdout
+
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "launcher", "tensorboard", run.name, "--on-node"],
+            env=kit.env,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        pattern = r"ssh -N -J (\S+) -L (\d+):127\.0\.0\.1:\2 "
+        told = until(lambda: re.search(pattern, log.read_text()), 60, log.read_text)
+        # The way to the node leads through the host on which this was typed.
+        assert told[1].endswith(socket.getfqdn()) or told[1].endswith(socket.gethostname())
+        tags = f"http://127.0.0.1:{told[2]}/data/plugin/scalars/tags"
+
+        def shown() -> bool:
+            try:
+                with urllib.request.urlopen(tags, timeout=10) as answer:
+                    return run.name in json.loads(answer.read())
+            except OSError:
+                return False
+
+        until(shown, 60, log.read_text)
+        assert queued()
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(30)
+    assert server.returncode == 0 and "Traceback" not in log.read_text()
+    until(lambda: not queued(), 30)
+
+
 # The queue ----------------------------------------------------------------------------------
 
 
@@ -226,31 +266,47 @@ def test_a_job_that_slurm_has_requeued_already_is_no_failure(kit: Kit, slurm, tm
     assert finish("1") == (1, "FAILED")
 
 
-@pytest.mark.long
-def test_a_controller_that_hangs_during_submit_gets_exactly_one_job(kit: Kit, slurm) -> None:
+def under_a_hang(kit: Kit, slurm, argv: list[str], begun: Callable[[], Path | None]) -> tuple:
+    """Run a command whose controller hangs from when begun says so; return run, job, all jobs."""
     (pid,) = [int(path.read_text()) for path in slurm.state.rglob("slurmctld.pid")]
-    slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
-    submitting = subprocess.Popen(
-        [sys.executable, "-m", "launcher", "submit", "--json", *SHORT],
-        env=kit.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    whole = [sys.executable, "-m", "launcher", *argv]
+    process = subprocess.Popen(whole, env=kit.env, stderr=subprocess.PIPE, text=True)
     try:
-        # Once its folder is there, sbatch is next.
-        before = set(kit.runs())
-        (run,) = until(
-            lambda: [p for p in set(kit.runs()) - before if not p.name.startswith(".")], 20
-        )
+        deadline = time.monotonic() + 120
+        while (run := begun()) is None:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.002)
         os.kill(pid, signal.SIGSTOP)
         time.sleep(14)
     finally:
         os.kill(pid, signal.SIGCONT)
-    output, errors = submitting.communicate(timeout=120)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    made = json.loads((run / "submission.json").read_text())["jobs"][-1]["job_id"]
     jobs = slurm.run(["squeue", "--noheader", "--states=all", "--format=%i|%k"]).stdout.splitlines()
     mine = [line.partition("|")[0] for line in jobs if line.endswith(f"cookbook:{run.name}")]
-    assert submitting.returncode == 0, errors
-    assert mine == [json.loads(output)["job_id"]]
-    kit.cookbook("cancel", run.name)
-    slurm.run(["scontrol", "update", "partitionname=gpu", "state=up"])
+    return run, made, sorted(mine, key=int)
+
+
+@pytest.mark.long
+def test_a_controller_that_hangs_gets_exactly_one_job_per_command(kit: Kit, slurm) -> None:
+    slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
+    before = set(kit.runs())
+
+    def made() -> Path | None:
+        # Once its folder is there, sbatch is next.
+        return next((p for p in set(kit.runs()) - before if not p.name.startswith(".")), None)
+
+    def starting() -> Path | None:
+        return run if '"starting"' in (run / "submission.json").read_text() else None
+
+    try:
+        run, job, mine = under_a_hang(kit, slurm, ["submit", *SHORT], made)
+        assert mine == [job]
+        kit.cookbook("cancel", run.name)
+        # The ended job has the run's comment too, and is not the one that resume has made.
+        _, second, mine = under_a_hang(kit, slurm, ["resume", run.name], starting)
+        assert mine == [job, second]
+        kit.cookbook("cancel", run.name)
+    finally:
+        slurm.run(["scontrol", "update", "partitionname=gpu", "state=up"])

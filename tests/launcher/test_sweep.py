@@ -1,6 +1,7 @@
 """cookbook sweep: a file's cells, their predictions, and their runs as tasks of a job array."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,42 @@ def test_a_sweep_is_a_job_array_that_is_resumed_where_it_failed(slurm_user: Kit,
         "kind=large": "OUT_OF_MEMORY",
         "kind=late": "COMPLETED",
     }
+
+
+@pytest.mark.long
+def test_cells_that_ask_for_different_jobs_are_arrays_one_after_the_other(
+    slurm_user: Kit, slurm, study
+):
+    user, whole = slurm_user, json.loads(Path(study).read_text())
+    cells = [
+        {"name": f"{kind} {minutes}", "set": {"parameters.kind": kind, "resources.time": minutes}}
+        for kind, minutes in (("a", 5), ("b", 6), ("c", 5))
+    ]
+    whole.pop("grid")
+    path = written(Path(study).parent, **whole, list=cells)
+    begun = user.cookbook("sweep", path, "--json")
+    assert begun.returncode == 0, begun.stderr
+    told = json.loads(begun.stdout)
+    assert len(told["jobs"]) == 2
+    until(lambda: states(user, told["sweep"]) == ["COMPLETED"] * 3, 90)
+    # The limit of one at a time holds for both arrays together.
+    seen = (user.root / "times").read_text().splitlines()
+    assert seen == [f"{kind} {word}" for kind in "acb" for word in ("begins", "ends")]
+
+
+def test_cells_that_do_not_fit_are_left_out_on_demand(user: Kit):
+    words = ("sweep", "one_gpu", "--dry-run", "--no-check")
+    cells = json.loads(user.cookbook(*words, "--json").stdout)["cells"]
+    large = [cell["name"] for cell in cells if not cell["fits"]]
+    assert 0 < len(large) < len(cells)
+    done = user.cookbook(*words, "--fitting")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "predicted not to fit" in line]
+    assert [line.rpartition(": ")[2] for line in said] == large
+    tasks = re.search(r"--array=(\S+)%", done.stdout)[1].split(",")
+    spans = [[int(end) for end in each.split("-")] for each in tasks]
+    run = {number for span in spans for number in range(span[0], span[-1] + 1)}
+    assert run == {cell["cell"] for cell in cells if cell["fits"]}
 
 
 def test_what_waits_of_a_sweep_is_cancelled_by_its_name(slurm_user: Kit, slurm, study):

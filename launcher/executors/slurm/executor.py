@@ -1,7 +1,7 @@
 """Slurm as an executor of job scripts."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,22 @@ class SlurmExecutor:
     or a new database, gives it to another job.
     """
 
-    def start(self, script: Path, token: str, lease: int) -> dict[str, Any]:
+    def start(
+        self, script: Path, token: str, lease: int, earlier: Collection[str]
+    ) -> dict[str, Any]:
         here = _here()
-        job_id = jobs.submit(script, token, lease)
+        job_id = jobs.submit(script, token, lease, earlier)
         return {"job_id": job_id, **(here or _here())}
 
     def start_array(
-        self, script: Path, token: str, lease: int, tasks: Sequence[int], parallel: int, after: str
+        self,
+        script: Path,
+        token: str,
+        lease: int,
+        earlier: Collection[str],
+        tasks: Sequence[int],
+        parallel: int,
+        after: str,
     ) -> dict[str, Any]:
         """Start these tasks of a job array, so many at a time, as start() does one job.
 
@@ -37,7 +46,7 @@ class SlurmExecutor:
         here = _here()
         options = [f"--array={jobs.task_list(tasks)}%{parallel}"]
         options += [f"--dependency=afterany:{after}"] if after else []
-        job_id = jobs.submit(script, token, lease, options)
+        job_id = jobs.submit(script, token, lease, earlier, options)
         return {"job_id": job_id, **(here or _here())}
 
     def living_tasks(self, array: str) -> dict[int, str]:

@@ -4,7 +4,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,20 +34,25 @@ class QueuedJob:
     comment: str = ""
 
 
-def submit(script: Path, token: str, lease: int, options: Sequence[str] = ()) -> str:
+def submit(
+    script: Path, token: str, lease: int, earlier: Collection[str], options: Sequence[str] = ()
+) -> str:
     """Submit a script and return its job id; exactly one job exists afterwards, or none.
 
     sbatch keeps the file lease open: if this process is killed, a lock on it stays until then.
 
     A controller that hangs may have taken the job although sbatch timed out. So the queue is
     searched for the run's token (the job's comment) before sbatch is tried again.
+
+    Args:
+        earlier: ids of jobs that have the token too, and are not the one that this makes.
     """
     argv = ["sbatch", "--parsable", f"--comment={token}", *options, str(script)]
     for _ in range(3):
         try:
             answer = run(argv, timeout_s=60, lease=lease)
         except SlurmTimeout:
-            if found := _wait_for_token(token):
+            if found := _wait_for_token(token, earlier):
                 return found
             continue
         job_id = answer.strip().rpartition("\n")[2].split(";")[0]
@@ -61,19 +66,20 @@ def submit(script: Path, token: str, lease: int, options: Sequence[str] = ()) ->
     )
 
 
-def _wait_for_token(token: str) -> str | None:
-    """Return the id of the job that carries token, None if there is none, once Slurm answers."""
+def _wait_for_token(token: str, earlier: Collection[str]) -> str | None:
+    """Return the new job's id, None if there is none, once Slurm answers; it has the token."""
     answers = 0
     for pause_s in (0, 3, 3, 5, 10, 20):
         time.sleep(pause_s)
         try:
             # Any state: a short job may have ended while sbatch waited.
-            found = [job for job in queue(all_states=True) if job.comment == token]
+            named = [job.job_id for job in queue(all_states=True) if job.comment == token]
         except SlurmTimeout:
             continue
+        # Of an array every task is listed.
+        found = {job_id.partition("_")[0] for job_id in named}.difference(earlier)
         if found:
-            # Of an array every task is listed.
-            return found[-1].job_id.partition("_")[0]
+            return max(found, key=int)
         # A controller that wakes up may answer this question before it reads sbatch's request.
         answers += 1
         if answers == 2:
