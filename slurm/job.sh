@@ -150,9 +150,9 @@ launch_nodes() {
   if under_slurm; then
     # The step that lost a node is never cleared up: on the other nodes it keeps what it had.
     local beside=()
-    [ -z "${SILENT:-}" ] || beside=(--overlap --mem=0)
+    [ -z "${SILENT:-}${OLD_STEPS:-}" ] || beside=(--overlap --mem=0)
     # Since 22.05 srun does not take --cpus-per-task from the job.
-    exec "${limit[@]}" srun "${beside[@]}" --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
+    exec "${limit[@]}" srun "${beside[@]}" --job-name="attempt-$ATTEMPT" --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
       --kill-on-bad-exit=1 --wait=60 --export=ALL \
       --output="$LOGS/node_%t.log" --open-mode=append \
@@ -240,7 +240,31 @@ end_attempt() {
   ATTEMPT=
   [ $rc != 0 ] || read -r NEXT <"$LOGS/next" || NEXT=failed
   # A node that was lost a moment ago is part of the allocation until Slurm notices.
-  if [ "$NEXT" = run ] && under_slurm && await_controller; then find_silent_nodes; fi
+  if [ "$NEXT" = run ] && under_slurm && await_controller; then
+    find_silent_nodes
+    [ -n "${SILENT:-}" ] || await_old_step
+  fi
+}
+
+# Waits until Slurm has cleared up the step of the attempt that has ended. A controller that has died
+# may list for ever a step that ended long ago, with its CPUs: the next one starts beside it, once the
+# nodes have ended what may be left of the ranks. Sets OLD_STEPS, the ids of such steps.
+await_old_step() {
+  local since=$SECONDS old
+  while old=$(listed_steps | grep -vxF -e "${OLD_STEPS:--}"); do
+    if ((SECONDS - since >= 45)); then
+      say "Slurm still lists step ${old//$'\n'/, }, whose ranks have ended: the next attempt starts beside it"
+      OLD_STEPS=${OLD_STEPS:+$OLD_STEPS$'\n'}$old
+      return
+    fi
+    ((SECONDS - since < 30)) || touch "$LOGS/.end_ranks"
+    sleep 1
+  done
+}
+
+# The steps of this job that ran attempts, without those of somebody who looks at it.
+listed_steps() {
+  timeout 30 squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%j %i' 2>/dev/null | sed -n 's/^attempt-[0-9]* //p'
 }
 
 answers() { # number nodes; beside a step that Slurm is still clearing up, whose memory --overlap does not share
