@@ -16,7 +16,8 @@ from tests.faults.conftest import user_of
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, processes_of_node, rank, trains
 from tests.launcher.kit import ranks_of, report, until
 
-AWAY_S = 25
+# Longer than Slurm's own time-out of a message.
+AWAY_S = 12
 
 
 @pytest.mark.parametrize(
