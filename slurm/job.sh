@@ -44,6 +44,7 @@ begin_attempt() {
   local answer
   if under_slurm; then
     choose_nodes || return 1
+    pass_over_a_step
     # Slurm's address of a node is the one that its daemons use between the nodes. On the node itself
     # its name may mean 127.0.1.1, and the others may not know its host name.
     HEAD_ADDR=$(node_addresses "${HOSTS%%,*}")
@@ -138,6 +139,14 @@ await_controller() {
     said=yes
     sleep 2
   done
+}
+
+# An order to end a step that did not reach a lost node is sent again a minute later. By then the job may
+# run anew, on that node and with steps that are counted from 0 again, and the order would end its ranks.
+# So every other time it is run, its attempts have odd numbers: they are not those of the time before.
+pass_over_a_step() {
+  [ -z "${PASSED_OVER:-}" ] && PASSED_OVER=yes || return 0
+  ((${SLURM_RESTART_COUNT:-0} % 2 == 0)) || answers 1 "${HOSTS%%,*}"
 }
 
 node_addresses() { scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'; }
