@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import aiohttp
 from aiohttp import web
 
-from serving.backends import Backend
+from serving.backends import Backend, connections
 from serving.journal import Journal
 from serving.metrics import Metrics
 
@@ -24,6 +24,8 @@ _ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # What belongs to one connection only.
 _HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length", "authorization"}
 ID = "X-Request-Id"
+# A node that is lost refuses no connection, it is only silent.
+CONNECT_S = 3
 
 
 class Pool(Protocol):
@@ -194,7 +196,7 @@ class Proxy:
         if request.path in _ANSWERING:
             headers["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(
-            total=float(self.settings["request_timeout_s"]), sock_connect=10
+            total=float(self.settings["request_timeout_s"]), sock_connect=CONNECT_S
         )
         reason = "no replica is ready"
         while (backend := self.pool.choose(tried)) is not None:
@@ -203,7 +205,7 @@ class Proxy:
             sent = None
             try:
                 own = {**headers, "Authorization": f"Bearer {self.key}"}
-                async with _session(backend).request(
+                async with connections(backend).request(
                     request.method,
                     f"{backend.url}{request.path_qs}",
                     data=body or None,
@@ -260,17 +262,6 @@ _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY
 
 def _gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
-
-
-def _session(backend: Backend) -> aiohttp.ClientSession:
-    """Return the connections to a backend; they are kept open."""
-    if backend.session is None:
-        kind = aiohttp.UnixConnector if backend.socket else aiohttp.TCPConnector
-        place: dict[str, Any] = {"path": backend.socket} if backend.socket else {}
-        backend.session = aiohttp.ClientSession(
-            connector=kind(limit=0, keepalive_timeout=30, **place), auto_decompress=False
-        )
-    return backend.session
 
 
 def _plain(asked: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from launcher import paths, venv
 from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option
 from launcher.errors import UsageFault
-from launcher.workflows import serve as endpoints
+from launcher.workflows import endpoint as endpoints
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 

@@ -7,8 +7,8 @@ import click
 
 from launcher import site as sites
 from launcher.cli.common import cluster_option, json_option, note
+from launcher.workflows import endpoint as endpoints
 from launcher.workflows import requests as workflow
-from launcher.workflows import serve as endpoints
 
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 

@@ -1,0 +1,93 @@
+"""Faults of a served model on the one-host Slurm: no request fails, nothing of the log is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import paths
+from tests.faults.conftest import user_of
+from tests.faults.kit import processes_of_node
+from tests.launcher.kit import Kit, ranks_of, report, until
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A tiny model that has learnt nothing."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    data = paths.REPO_ROOT / "configs" / "datasets" / "slurm_qa.jsonl"
+    argv = [sys.executable, "-m", "trainer.demo", str(folder), "--dataset", str(data)]
+    subprocess.run(argv, check=True, capture_output=True)
+    return folder
+
+
+@contextmanager
+def asking(user: Kit, name: str, folder: Path, count: int) -> Iterator[Path]:
+    """Ask an endpoint many questions during the block; none of them may fail."""
+    questions, answers = folder / "questions.jsonl", folder / "answers.jsonl"
+    lines = (json.dumps({"prompt": f"job {k}"}) + "\n" for k in range(count))
+    questions.write_text("".join(lines))
+    argv = [sys.executable, "-m", "launcher", "query", name, f"--input={questions}"]
+    argv += [f"--output={answers}", "--max-tokens=16", "--in-flight=4"]
+    process = subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: answers.exists() and answers.stat().st_size > 0, 60)
+        yield answers
+        _, words = process.communicate(timeout=600)
+        assert process.returncode == 0 and ", 0 failed" in words, words
+    finally:
+        process.kill()
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [row["line"] for row in rows] == list(range(1, count + 1))
+
+
+def listed(user: Kit) -> dict[str, Any]:
+    (row,) = json.loads(user.cookbook("serve", "--list", "--json").stdout)
+    return row
+
+
+def words_of(user: Kit) -> str:
+    return "\n".join(report(run) for run in user.runs())
+
+
+def front_of(user: Kit, run: str) -> int:
+    return ranks_of(user.root / "runs" / run, "serving.replica")[0]
+
+
+# Two engines on two nodes of a busy machine take minutes.
+@pytest.mark.named
+def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tmp_path, model):
+    shape = ["--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
+    with new_cluster("served", *shape) as cluster:
+        user = user_of(cluster, tmp_path)
+        argv = ["serve", str(model), "--name", "two", "--replicas", "2", "bind=node"]
+        started = user.cookbook(*argv, "resources.exclusive=true", "--json", timeout=600)
+        assert started.returncode == 0, started.stderr + words_of(user)
+        try:
+            found = listed(user)
+            assert (found["ready"], found["replicas"], len(found["runs"])) == (2, 2, 2)
+            run = next(
+                user.root / "runs" / name
+                for name in found["runs"]
+                if json.loads((user.root / "runs" / name / "status.json").read_text())["nodes"]
+                == ["n2"]
+            )
+            job = json.loads((run / "status.json").read_text())["job_id"]
+            with asking(user, "two", tmp_path, 120):
+                for pid in processes_of_node("n2", job, cluster.state):
+                    os.kill(pid, signal.SIGKILL)
+                node = ["scontrol", "show", "node", "n2"]
+                until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
+                assert listed(user)["ready"] == 1
+                cluster.start_dead_daemons()
+            until(lambda: listed(user)["ready"] == 2, 300, lambda: words_of(user))
+            assert (run / "logs" / "1").is_dir(), "the same run, another attempt"
+        finally:
+            user.cookbook("serve", "--stop", "two")
