@@ -16,12 +16,16 @@ BEAT_S = 3.0
 
 @dataclass
 class Backend:
-    """One replica: its address, what it serves, and how busy this process keeps it."""
+    """One replica, or an engine: its address, what it serves, and how busy this process keeps it.
+
+    key: what it asks for, None for the key of the endpoint.
+    """
 
     name: str
     url: str
     version: str = ""
     socket: str | None = None
+    key: str | None = None
     draining: bool = False
     in_flight: int = 0
     failed_at: float = 0.0

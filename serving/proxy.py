@@ -204,7 +204,7 @@ class Proxy:
             backend.in_flight += 1
             sent = None
             try:
-                own = {**headers, "Authorization": f"Bearer {self.key}"}
+                own = {**headers, "Authorization": f"Bearer {backend.key or self.key}"}
                 async with connections(backend).request(
                     request.method,
                     f"{backend.url}{request.path_qs}",

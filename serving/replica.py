@@ -72,7 +72,8 @@ class Replica:
         )
         where = str(self.engine.socket) if self.engine.socket else None
         url = "http://engine" if where else f"http://127.0.0.1:{self.engine.port}"
-        self.pool = Own(Backend(self.name, url, str(config.get("version") or ""), where))
+        version = str(config.get("version") or "")
+        self.pool = Own(Backend(self.name, url, version, where, self.engine.key))
         self.process: asyncio.subprocess.Process | None = None
         self.state, self.url = "starting", ""
         self.deaths: list[float] = []
@@ -299,7 +300,7 @@ def main(arguments: list[str]) -> int:
             )
         if local % size:
             return _hold(run_dir)
-        if lacks := engines.missing(str(config["engine"])):
+        if lacks := engines.missing(str(config["engine"]), config.get("engine_python")):
             raise ServeError(lacks)
         replica = Replica(config, run_dir, rank // size, list(range(local, local + size)))
         state = asyncio.run(replica.run())

@@ -125,7 +125,7 @@ def launch(
 
 
 def _check(recipe: Recipe) -> None:
-    """Raise UsageFault if the replicas of a node cannot share it."""
+    """Raise UsageFault if the replicas of a node cannot share it, or the engine is not there."""
     copies = int(recipe.config.get("replicas_per_node") or 1)
     gpus, port = recipe.resources.gpus_per_node, recipe.config.get("port")
     faults = []
@@ -136,6 +136,12 @@ def _check(recipe: Recipe) -> None:
         )
     if copies > 1 and port:
         faults.append(f"port={port}: {copies} replicas of one node cannot share it: leave it out")
+    if not recipe.config.get("engine_python"):
+        argv = [str(venv.python()), "-m", "serving.engines", str(recipe.config["engine"])]
+        done = subprocess.run(
+            argv, cwd=paths.REPO_ROOT, env=venv.environment(), capture_output=True, text=True
+        )
+        faults += done.stdout.strip().splitlines()
     if faults:
         raise UsageFault(faults)
 

@@ -14,7 +14,7 @@ import pytest
 
 from launcher import paths
 from tests.faults.conftest import user_of
-from tests.faults.kit import processes_of_node
+from tests.faults.kit import processes_of, processes_of_node
 from tests.launcher.kit import Kit, ranks_of, report, until
 
 
@@ -31,6 +31,7 @@ def model(tmp_path_factory) -> Path:
 @contextmanager
 def asking(user: Kit, name: str, folder: Path, count: int) -> Iterator[Path]:
     """Ask an endpoint many questions during the block; none of them may fail."""
+    folder.mkdir(exist_ok=True)
     questions, answers = folder / "questions.jsonl", folder / "answers.jsonl"
     lines = (json.dumps({"prompt": f"job {k}"}) + "\n" for k in range(count))
     questions.write_text("".join(lines))
@@ -59,6 +60,44 @@ def words_of(user: Kit) -> str:
 
 def front_of(user: Kit, run: str) -> int:
     return ranks_of(user.root / "runs" / run, "serving.replica")[0]
+
+
+def engine_of(user: Kit, run: str) -> int:
+    """The process id of the engine of a run."""
+    pids = processes_of(user.root / "runs" / run)
+    (engine,) = [pid for pid in pids if b"transformers_engine" in _command(pid)]
+    return engine
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.long
+def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(
+    user: Kit, tmp_path: Path, model: Path
+):
+    name = "takeover"
+    started = user.cookbook("serve", str(model), "--name", name, "--json")
+    assert started.returncode == 0, started.stderr + words_of(user)
+    url = json.loads(started.stdout)["url"]
+    try:
+        with asking(user, name, tmp_path, 40):
+            replaced = user.cookbook("serve", str(model), "--name", name, "--replace")
+            assert replaced.returncode == 0, replaced.stderr + words_of(user)
+        (run,) = listed(user)["runs"]
+        os.kill(engine_of(user, run), signal.SIGKILL)
+        gateway = json.loads((user.root / "endpoints" / name / "gateway.json").read_text())
+        os.kill(gateway["pid"], signal.SIGKILL)
+        kept = user.cookbook("serve", "--keep", name, "--once")
+        assert kept.returncode == 0 and url.removesuffix("/v1") in kept.stderr, kept.stderr
+        with asking(user, name, tmp_path / "again", 12):
+            os.kill(front_of(user, run), signal.SIGKILL)
+        until(lambda: listed(user)["ready"] == 1, 90, lambda: words_of(user))
+        told = json.loads(user.cookbook("serve", "--stats", name, "--json").stdout)
+        assert told["status"].get("200", 0) == 52, told
+    finally:
+        user.cookbook("serve", "--stop", name)
 
 
 # Two engines on two nodes of a busy machine take minutes.

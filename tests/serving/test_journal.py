@@ -70,6 +70,15 @@ def test_a_living_journal_is_read_and_left_alone(tmp_path):
     assert file.stat().st_mode & 0o077 == 0
 
 
+def test_a_request_that_another_replica_answered_counts_as_answered(tmp_path):
+    lost, other = Journal(tmp_path), Journal(tmp_path)
+    for journal in (lost, other):
+        journal.accepted(row(1))
+    lost.accepted(row(2))
+    other.answered("r1", answer())
+    assert {each["request_id"]: each["status"] for each in read(tmp_path)} == {"r1": 200, "r2": 0}
+
+
 def test_private_things_stay_out_and_ids_stay_whole(tmp_path):
     journal = Journal(tmp_path, redact=["ACME-[0-9]+"])
     text = "me@example.org, +49 170 1234567, sk-abcdefghijklmnop123, ACME-77"
