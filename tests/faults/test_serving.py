@@ -130,3 +130,57 @@ def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tm
             assert (run / "logs" / "1").is_dir(), "the same run, another attempt"
         finally:
             user.cookbook("serve", "--stop", "two")
+
+
+# A job of two minutes is replaced before its limit: that takes two minutes.
+@pytest.mark.named
+def test_a_moved_alias_a_share_and_the_time_limit_fail_no_request(
+    new_cluster, tmp_path: Path, model: Path
+):
+    gates = tmp_path / "gates.yaml"
+    gates.write_text("aliases: [champion]\ngates: [{size_gib_at_most: 1}]\n")
+    promote = ["promote", "tiny", "--to", "champion", "--gates", str(gates)]
+    with new_cluster("kept", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, tmp_path)
+
+        def done(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
+            found = user.cookbook(*argv, timeout=600, **more)
+            assert found.returncode == 0, found.stderr + words_of(user)
+            return found
+
+        done("register", str(model), "--as", "tiny")
+        done(*promote)
+        done("register", str(model), "--as", "tiny")
+        done("serve", "models:/tiny@champion")
+        try:
+            shared = ["models:/tiny@candidate", "--name", "tiny", "--share", "0.5"]
+            with asking(user, "tiny", tmp_path / "share", 40):
+                done("serve", *shared)
+            assert listed(user)["versions"] == ["tiny v1", "tiny v2"]
+            told = json.loads(done("serve", "--stats", "tiny", "--json").stdout)
+            with asking(user, "tiny", tmp_path / "both", 40):
+                pass
+            after = json.loads(done("serve", "--stats", "tiny", "--json").stdout)["models"]
+            gained = after["tiny v2"] - told["models"].get("tiny v2", 0)
+            assert 8 <= gained <= 32, "about half of the traffic"
+            replace = ["serve", "models:/tiny@champion", "--name", "tiny", "--replace"]
+            done(*replace)
+            done(*promote)
+            with asking(user, "tiny", tmp_path / "moved", 40):
+                moved = done("serve", "--keep", "tiny", "--once")
+                assert "models:/tiny@champion is v2 now, and tiny v1 is served" in moved.stderr
+            assert listed(user)["versions"] == ["tiny v2"]
+            done(*replace, "--time", "2")
+            (before,) = listed(user)["runs"]
+            argv = [sys.executable, "-m", "launcher", "serve", "--keep", "tiny"]
+            keeper = subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
+            try:
+                with asking(user, "tiny", tmp_path / "limit", 300):
+                    until(lambda: listed(user)["runs"] not in ([before], []), 200)
+                until(lambda: len(listed(user)["runs"]) == 1, 100, lambda: words_of(user))
+            finally:
+                keeper.terminate()
+                _, words = keeper.communicate()
+            assert f"the time limit of {before} is" in words
+        finally:
+            user.cookbook("serve", "--stop", "tiny")

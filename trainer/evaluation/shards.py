@@ -131,9 +131,11 @@ class Plan:
         rows: list[dict[str, Any]] = []
         if answerer is None:
             ours, theirs = (self.rows(each) or [] for each in self._answers(shard))
-            for sample, own, other in zip(chosen, ours, theirs, strict=True):
-                texts = (sample.prompt, sample.reference, own["answer"], other["answer"])
-                rows.append({"win": judge.verdict(task, *texts)})
+            pairs = [
+                (sample.prompt, sample.reference, own["answer"], other["answer"])
+                for sample, own, other in zip(chosen, ours, theirs, strict=True)
+            ]
+            rows = [{"win": win} for win in judge.verdicts(task, pairs)]
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":
