@@ -90,8 +90,13 @@ def in_recipe(recipe: Recipe, site: Site) -> Recipe:
     given = block.get("checkpoint_dir") if isinstance(block, dict) else None
     if not (isinstance(block, dict) and isinstance(given, str) and given.startswith("models:/")):
         return recipe
-    folder = str(resolve(site, given).folder)
-    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": folder}}
+    model = resolve(site, given)
+    if model.is_adapter:
+        raise UsageFault(
+            f"checkpointer.checkpoint_dir: {given} is an adapter ({model.folder}), and a run "
+            "starts from whole weights: name a version whose run exported merged ones"
+        )
+    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": str(model.folder)}}
     return replace(recipe, config=config)
 
 

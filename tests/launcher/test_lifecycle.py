@@ -35,3 +35,60 @@ def test_the_example_goes_from_data_to_a_champion_and_back(slurm_user: Kit):
             assert key.read_bytes().strip() not in file.read_bytes(), file
     listed = json.loads(slurm_user.cookbook("serve", "--list", "--json").stdout)
     assert listed[0]["url"] is None, "the example ends what it has started"
+
+
+# MLflow's client, whose import takes seconds, loads the model as anybody's program would.
+LOAD = """
+import sys
+import mlflow
+mlflow.set_tracking_uri(sys.argv[1])
+pipeline = mlflow.transformers.load_model("models:/tiny@champion")
+print("answered", pipeline("What is Slurm?", max_new_tokens=3)[0]["generated_text"])
+"""
+
+
+@pytest.mark.named
+def test_a_registered_model_is_trained_evaluated_and_loaded_by_its_alias(user: Kit, tmp_path: Path):
+    model, rows = tmp_path / "model", SCRIPT.parents[2] / "configs" / "datasets" / "slurm_qa.jsonl"
+    argv = [sys.executable, "-m", "trainer.demo", str(model), "--dataset", str(rows)]
+    subprocess.run(argv, check=True, capture_output=True)
+    data, gates = tmp_path / "data.jsonl", tmp_path / "gates.yaml"
+    chats = [json.loads(line) for line in rows.read_text().splitlines()[:32]]
+    turns = (
+        [{"role": "user", "content": x["question"]}, {"role": "assistant", "content": x["answer"]}]
+        for x in chats
+    )
+    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    gates.write_text("gates: [{size_gib_at_most: 1}]\n")
+
+    def done(*words: str) -> str:
+        found = user.cookbook(*words, timeout=600)
+        assert found.returncode == 0, found.stdout + found.stderr
+        return found.stdout
+
+    done("register", str(model), "--as", "tiny")
+    done("promote", "tiny", "--to", "champion", "--gates", str(gates))
+    champion = "models:/tiny@champion"
+    recipe = [str(SCRIPT.with_name("intent.yaml")), f"checkpointer.checkpoint_dir={champion}"]
+    recipe += [f"dataset.data_files={data}", "epochs=1"]
+    done("check", *recipe, "--local")
+    done("estimate", *recipe)
+    done("submit", *recipe, "--name", "tuned", "--local", "--watch")
+    (run,) = user.runs()
+    assert f"checkpoint_dir: {model}" in (run / "recipe.yaml").read_text()
+    few = ["tasks.likelihood.limit=4", "tasks.answers.limit=4", "max_new_tokens=4", "--local"]
+    done("eval", champion, "--against", "tuned", "--watch", *few)
+    assert "tiny v1 against" in done("eval", champion, "--results")
+    questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
+    questions.write_text("".join(json.dumps(x["question"]) + "\n" for x in chats))
+    batch = ["query", champion, "--offline", "--input", str(questions), "--max-tokens", "4"]
+    done(*batch, "--output", str(answers), "--local", "--watch")
+    assert [json.loads(x)["line"] for x in answers.read_text().splitlines()] == [*range(1, 33)]
+    again = user.cookbook(*batch, "--output", str(answers), "--local")
+    assert again.returncode == 2 and "is there already" in again.stderr
+    # A run exports merged weights, which can be registered and trained on.
+    done("register", "tuned", "--as", "tiny")
+    store = f"sqlite:///{user.root / 'tracking' / 'mlflow.db'}"
+    argv = [sys.executable, "-c", LOAD, store]
+    loaded = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=user.env)
+    assert "answered What is Slurm?" in loaded.stdout, loaded.stderr[-2000:]
