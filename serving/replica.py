@@ -77,7 +77,7 @@ class Replica:
         self.process: asyncio.subprocess.Process | None = None
         self.state, self.url = "starting", ""
         self.deaths: list[float] = []
-        self.ready_since, self.minutes = 0.0, -1
+        self.began, self.ready_since, self.minutes = time.monotonic(), 0.0, -1
 
     async def run(self) -> str:
         """Serve until the stop file appears or the process is told to end; return the state."""
@@ -164,6 +164,7 @@ class Replica:
             "job_id": os.environ.get("SLURM_JOB_ID"),
             "host": os.environ.get("NODE_NAME") or socket.gethostname(),
             "version": self.config.get("version"),
+            "start_s": round(max(0.0, self.ready_since - self.began), 1),
             "model": self.config["model"],
             "in_flight": proxy.metrics.in_flight if proxy is not None else 0,
             "bind": self.config["bind"],

@@ -22,6 +22,7 @@ from launcher.workflows import endpoint as endpoints
 from launcher.workflows import keep as keeping
 from launcher.workflows import models
 from launcher.workflows import serve as workflow
+from launcher.workflows import stats as statistics
 from launcher.workflows.endpoint import Endpoint, Served
 from runspec.endpoint import reachable
 
@@ -41,7 +42,7 @@ from runspec.endpoint import reachable
 @click.option("--url", "url", metavar="NAME", help="Print the address of an endpoint.")
 @click.option("--stop", "stopped", metavar="NAME", help="End an endpoint's jobs and gateway.")
 @click.option("--stats", metavar="NAME", help="Latency, throughput, errors, tokens and drift.")
-@click.option("--since", metavar="TIME", help="Of --stats: 90m, 12h, 3d, 2026-01-31.")
+@common.since_option("Of --stats, requests since")
 @click.option("--keep", metavar="NAME", help="Look after an endpoint: alias, time limit, death.")
 @common.flag("--once", help="Of --keep: look once, as from cron.")
 @common.json_option
@@ -243,23 +244,7 @@ def _list(site: Site, as_json: bool) -> None:
 
 
 def _stats(site: Site, endpoint: Endpoint, since: str | None, as_json: bool) -> None:
-    argv = [str(venv.python()), "-m", "serving.stats", str(endpoint.folder)]
-    argv += ["--since", since] if since else []
-    for run in _trained(site, endpoint):
-        argv += ["--training-data", run]
+    argv = statistics.command(site, endpoint, since, note)
     argv += ["--json"] if as_json else []
     done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
     sys.exit(done.returncode)
-
-
-def _trained(site: Site, endpoint: Endpoint) -> list[str]:
-    """Return the files that the served model was trained on."""
-    from launcher.errors import CookbookError
-    from launcher.workflows.evaluate import training_data
-
-    try:
-        model = models.resolve(site, endpoint.served[-1].model)
-    except CookbookError as error:
-        note(f"warning: no drift is computed: {error.faults[0]}")
-        return []
-    return training_data(model.run) if model.run else []

@@ -12,11 +12,14 @@ _WIDEST = 100
 
 def of_run(run: Run) -> dict[str, Any] | None:
     """Return the result that an evaluation's run has written, None if there is none."""
-    for path in sorted((run.path / files.EVALS).glob("*.json")):
-        found = files.read_json_or_none(path)
-        if isinstance(found, dict) and "tasks" in found:
-            return found
-    return None
+    return next(iter(all_of(run)), None)
+
+
+def all_of(run: Run) -> list[dict[str, Any]]:
+    """Return the results in a run: an evaluation's own, or those of its model; newest first."""
+    read = [files.read_json_or_none(path) for path in (run.path / files.EVALS).glob("*.json")]
+    found = [each for each in read if isinstance(each, dict) and "tasks" in each]
+    return sorted(found, key=lambda each: float(each.get("created") or 0), reverse=True)
 
 
 def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:

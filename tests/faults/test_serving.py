@@ -132,11 +132,9 @@ def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tm
             user.cookbook("serve", "--stop", "two")
 
 
-# A job of two minutes is replaced before its limit: that takes two minutes.
+# Four engines, one after another.
 @pytest.mark.named
-def test_a_moved_alias_a_share_and_the_time_limit_fail_no_request(
-    new_cluster, tmp_path: Path, model: Path
-):
+def test_a_share_and_a_moved_alias_fail_no_request(new_cluster, tmp_path: Path, model: Path):
     gates = tmp_path / "gates.yaml"
     gates.write_text("aliases: [champion]\ngates: [{size_gib_at_most: 1}]\n")
     promote = ["promote", "tiny", "--to", "champion", "--gates", str(gates)]
@@ -170,17 +168,30 @@ def test_a_moved_alias_a_share_and_the_time_limit_fail_no_request(
                 moved = done("serve", "--keep", "tiny", "--once")
                 assert "models:/tiny@champion is v2 now, and tiny v1 is served" in moved.stderr
             assert listed(user)["versions"] == ["tiny v2"]
-            done(*replace, "--time", "2")
-            (before,) = listed(user)["runs"]
-            argv = [sys.executable, "-m", "launcher", "serve", "--keep", "tiny"]
-            keeper = subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
-            try:
-                with asking(user, "tiny", tmp_path / "limit", 300):
-                    until(lambda: listed(user)["runs"] not in ([before], []), 200)
-                until(lambda: len(listed(user)["runs"]) == 1, 100, lambda: words_of(user))
-            finally:
-                keeper.terminate()
-                _, words = keeper.communicate()
-            assert f"the time limit of {before} is" in words
         finally:
             user.cookbook("serve", "--stop", "tiny")
+
+
+# A job of three minutes is replaced before its limit.
+@pytest.mark.named
+def test_a_job_is_replaced_before_its_time_limit_without_a_failed_request(
+    new_cluster, tmp_path: Path, model: Path
+):
+    with new_cluster("limit", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, tmp_path)
+        started = user.cookbook("serve", str(model), "--name", "short", "--time", "3")
+        assert started.returncode == 0, started.stderr + words_of(user)
+        (before,) = listed(user)["runs"]
+        argv = [sys.executable, "-m", "launcher", "serve", "--keep", "short"]
+        keeper = subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
+        try:
+            with asking(user, "short", tmp_path / "limit", 400):
+                until(lambda: before not in listed(user)["runs"], 200, lambda: words_of(user))
+            assert len(listed(user)["runs"]) == 1
+        finally:
+            keeper.terminate()
+            _, words = keeper.communicate()
+            user.cookbook("serve", "--stop", "short")
+        assert f"the time limit of {before} is" in words
+        ended = json.loads((user.root / "runs" / before / "status.json").read_text())
+        assert ended["state"] == "CANCELLED", "it was ended before its limit, by the keeper"

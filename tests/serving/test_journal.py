@@ -110,7 +110,7 @@ def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     assert (rows[0]["feedback"], rows[1]["label"]) == ("bad", None)
     table = pq.read_table(source.write(rows, tmp_path / "out"))
     assert tuple(table.column_names) == source.COLUMNS and table.num_rows == 2
-    assert source.rows_of(tmp_path, since=1001.0)[0]["request_id"] == "r1"
+    assert source.rows_of(tmp_path, begin=1001.0)[0]["request_id"] == "r1"
 
 
 def test_drift_is_small_for_the_same_texts_and_large_for_others():
