@@ -75,7 +75,7 @@ def plan(
         if against == "base" and candidate is not None:
             other = _base(candidate)
         elif against not in (None, "base"):
-            other = models.resolve(site, str(against))
+            other = models.resolve(site, str(against), ("base",))
     except CookbookError as error:
         faults += error.faults
     given = [f"candidate={candidate.folder}" if candidate else "candidate=unknown"]
@@ -124,6 +124,8 @@ def batch(
             "well goes on with: cookbook resume RUN"
         )
     given = {"tasks.answers.data": source.absolute(), "tasks.answers.output": target.absolute()}
+    if not source.is_file() and not any(source.is_relative_to(each) for each in site.node_paths):
+        raise UsageFault(f"--input: there is no file {source}")
     known = {key: value for key, value in {**settings, **given}.items() if value is not None}
     overrides = [f"{key}={value}" for key, value in known.items()]
     return plan(site, wanted, "batch", None, overrides, resources).recipe
