@@ -53,7 +53,8 @@ async def run(folder: Path, port: int, host: str) -> int:
     files.write_json(folder / GATEWAY, facts, mode=0o600)
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
-        await pool.dismiss(pool.refresh())
+        # Beside the requests: a shared filesystem may take its time.
+        await pool.dismiss(await asyncio.to_thread(pool.refresh))
         try:
             await asyncio.wait_for(ended.wait(), 0.5)
         except TimeoutError:

@@ -22,7 +22,11 @@ from serving.metrics import Metrics
 
 _ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # What belongs to one connection only.
-_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length", "authorization"}
+_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"} | {
+    "accept-encoding",
+    "authorization",
+}
+_OWN = _HOP | {"content-encoding"}
 ID = "X-Request-Id"
 # A node that is lost refuses no connection, it is only silent.
 CONNECT_S = 3
@@ -124,7 +128,9 @@ class Proxy:
             limit = int(self.settings["max_request_bytes"])
             return self._refuse(413, f"the request has more than {limit:,} bytes")
         asked: dict[str, Any] = {}
-        if request.path in _ANSWERING:
+        # A gateway leaves it to the fronts to read what is asked.
+        reads = self.journal is not None or self.count is not None or self.model is not None
+        if reads and request.path in _ANSWERING:
             try:
                 asked = json.loads(body)
                 if not isinstance(asked, dict):
@@ -169,15 +175,15 @@ class Proxy:
             raise
         finally:
             self.metrics.in_flight -= 1
-            self._count_up(told, bool(asked))
+            row = told.row()
+            self._count_up(row, request.path in _ANSWERING)
             if keep and self.journal is not None:
-                self.journal.answered(request_id, told.row())
+                self.journal.answered(request_id, row)
 
-    def _count_up(self, told: "_Told", answers: bool) -> None:
-        self.metrics.requests[told.status] += 1
-        if not answers or told.status != 200:
+    def _count_up(self, row: Mapping[str, Any], answers: bool) -> None:
+        self.metrics.requests[row["status"]] += 1
+        if not answers or row["status"] != 200:
             return
-        row = told.row()
         self.metrics.latency.add(row["latency_s"])
         for kind in ("prompt", "answer"):
             self.metrics.tokens[kind] += row[f"{kind}_tokens"] or 0
@@ -192,7 +198,8 @@ class Proxy:
     ) -> web.StreamResponse:
         tried: set[str] = set()
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}
-        headers |= {ID: told.request_id}
+        # What an answer says is read here, so it must not be compressed.
+        headers |= {ID: told.request_id, "Accept-Encoding": "identity"}
         if request.path in _ANSWERING:
             headers["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(
@@ -215,14 +222,12 @@ class Proxy:
                     if answer.status in (502, 503) and len(tried) < 8:
                         reason = f"a replica answered {answer.status}"
                         continue
-                    told.version = backend.version
-                    sent = web.StreamResponse(status=answer.status)
-                    for name, value in answer.headers.items():
-                        if name.lower() not in (*_HOP, "content-encoding"):
-                            sent.headers[name] = value
-                    sent.headers[ID] = told.request_id
-                    await sent.prepare(request)
-                    told.status = answer.status
+                    if answer.content_type != "text/event-stream":
+                        # Whole, in one packet; and one that breaks off is asked of another.
+                        told.add(await answer.read())
+                        whole = web.Response(body=told.parts[-1])
+                        return await _send(whole, request, answer, told)
+                    sent = await _begin(web.StreamResponse(), request, answer, told)
                     async for chunk in answer.content.iter_any():
                         told.add(chunk)
                         await sent.write(chunk)
@@ -235,9 +240,9 @@ class Proxy:
                     return self._answer_of(504, f"no answer within {limit} s")
                 raise
             except (aiohttp.ClientError, OSError) as error:
-                backend.failed_at = time.monotonic()
                 if isinstance(error, aiohttp.ClientConnectionResetError) or _gone(request):
                     raise
+                backend.failed_at = time.monotonic()
                 if sent is not None:
                     # A part is sent: the client must see that the rest is missing.
                     told.status = 502
@@ -258,6 +263,35 @@ class Proxy:
 
 
 _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
+
+
+async def _begin(
+    response: web.StreamResponse,
+    request: web.Request,
+    answer: aiohttp.ClientResponse,
+    told: "_Told",
+) -> web.StreamResponse:
+    """Begin a response with the status and the headers of an answer."""
+    response.set_status(answer.status)
+    for name, value in answer.headers.items():
+        if name.lower() not in _OWN:
+            response.headers[name] = value
+    response.headers[ID] = told.request_id
+    await response.prepare(request)
+    told.status = answer.status
+    return response
+
+
+async def _send(
+    response: web.Response,
+    request: web.Request,
+    answer: aiohttp.ClientResponse,
+    told: "_Told",
+) -> web.StreamResponse:
+    """Send a whole answer; what it says is logged afterwards."""
+    await _begin(response, request, answer, told)
+    await response.write_eof()
+    return response
 
 
 def _gone(request: web.Request) -> bool:

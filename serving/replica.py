@@ -115,9 +115,10 @@ class Replica:
             if not ended.is_set():
                 await self._open(web.TCPSite, runner)
                 self.state, self.ready_since = "ready", time.monotonic()
-            while not ended.is_set() and not (self.run_dir / files.STOP).exists():
-                self._tell(proxy)
-                self._count_minutes()
+            asked = False
+            while not ended.is_set() and not asked:
+                # Beside the requests: a shared filesystem may take its time.
+                asked = await asyncio.to_thread(self._tell, proxy)
                 await self._look_after(ended)
                 if journal.rows >= int(self.config["log_rows"]) or (
                     time.time() - journal.since > 60 * float(self.config["log_minutes"])
@@ -125,8 +126,6 @@ class Replica:
                     before = journal.switch()
                     if before is not None:
                         await asyncio.to_thread(turn_over, *before)
-                if endpoints.drain_mark(self.endpoint, self.name).exists():
-                    self.state = "draining"
                 try:
                     await asyncio.wait_for(ended.wait(), 1.0)
                 except TimeoutError:
@@ -155,8 +154,14 @@ class Replica:
         self.url = f"http://{host}:{runner.addresses[0][1]}"
         print(f"ready: {self.url}", flush=True)
 
-    def _tell(self, proxy: Any) -> None:
-        """Write the replica's file; proxy: None while nothing can be in flight."""
+    def _tell(self, proxy: Any) -> bool:
+        """Write the replica's file, and return whether it was asked to stop.
+
+        Args:
+            proxy: None while nothing can be in flight.
+        """
+        if endpoints.drain_mark(self.endpoint, self.name).exists():
+            self.state = "draining"
         facts = {
             "state": self.state if self.pool.healthy or self.state != "ready" else "starting",
             "url": self.url,
@@ -170,6 +175,8 @@ class Replica:
             "bind": self.config["bind"],
         }
         endpoints.tell(self.endpoint, self.name, facts)
+        self._count_minutes()
+        return (self.run_dir / files.STOP).exists()
 
     def _count_minutes(self) -> None:
         """Record that it serves: an attempt that did is no failed try, however it ends."""
