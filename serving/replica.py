@@ -111,9 +111,14 @@ class Replica:
         )
         await runner.setup()
         try:
-            await self._start_engine(ended)
-            if not ended.is_set():
+            if self.config["port"]:
+                # Told before the engine takes minutes to start.
                 await self._open(web.TCPSite, runner)
+            await self._start_engine(ended)
+            if not ended.is_set() and not self.url:
+                await self._open(web.TCPSite, runner)
+            if not ended.is_set():
+                print(f"ready: {self.url}", flush=True)
                 self.state, self.ready_since = "ready", time.monotonic()
             asked = False
             while not ended.is_set() and not asked:
@@ -149,10 +154,10 @@ class Replica:
             # With 0 the kernel chooses a free one.
             await site(runner, "0.0.0.0" if node else host, port).start()
         except OSError as error:
-            words = f"port {port} of {socket.gethostname()} cannot be opened ({error.strerror})"
+            why = os.strerror(error.errno or 0)
+            words = f"port {port} of {socket.gethostname()} cannot be opened ({why})"
             raise ServeError(f"{words}: leave port out, or choose another") from None
         self.url = f"http://{host}:{runner.addresses[0][1]}"
-        print(f"ready: {self.url}", flush=True)
 
     def _tell(self, proxy: Any) -> bool:
         """Write the replica's file, and return whether it was asked to stop.

@@ -194,9 +194,10 @@ def check_port(endpoint: Endpoint, port: int) -> None:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
+        why = os.strerror(error.errno or 0)
         raise UsageFault(
-            f"--port {port} of 127.0.0.1 cannot be opened ({error.strerror}): leave --port out, or "
-            "choose another"
+            f"--port {port} of 127.0.0.1 cannot be opened ({why}): leave --port out, or choose "
+            "another"
         ) from error
 
 
