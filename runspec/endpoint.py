@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.states import process_start
 
 ENDPOINT, KEY, GATEWAY, SHARES = "endpoint.json", "key", "gateway.json", "shares.json"
 BACKENDS, REQUESTS = "backends", "requests"
@@ -53,6 +54,27 @@ def reachable(facts: Mapping[str, Any]) -> bool:
     What answers there on this host may be anybody's, and would be sent the key.
     """
     return facts.get("bind") == "node" or facts.get("machine") == socket.gethostname()
+
+
+def gateway(folder: Path) -> dict[str, Any] | None:
+    """Return the address and process of the gateway, None if none runs on this host or another."""
+    found = files.read_json_or_none(folder / GATEWAY)
+    if not isinstance(found, dict):
+        return None
+    here = found.get("host") == socket.gethostname()
+    if here and process_start(int(found["pid"])) != found.get("process_start"):
+        return None
+    return found
+
+
+def address(folder: Path) -> str | None:
+    """Return where this host reaches an endpoint: its gateway, else a ready replica, else None."""
+    found = gateway(folder)
+    # It listens on the loopback address of its host.
+    if found is not None and found.get("host") == socket.gethostname():
+        return str(found["url"])
+    near = [each for each in replicas(folder) if each.get("state") == "ready" and reachable(each)]
+    return str(near[0]["url"]) if near else None
 
 
 def drain_mark(folder: Path, name: str) -> Path:

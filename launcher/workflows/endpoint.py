@@ -1,6 +1,5 @@
 """An endpoint by its folder: the versions that it serves, its runs, its replicas, its address."""
 
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,7 +12,6 @@ from launcher.runs.states import states
 from launcher.site import Site
 from runspec import endpoint as endpoints
 from runspec import files
-from runspec.states import process_start
 
 
 @dataclass(frozen=True)
@@ -89,13 +87,7 @@ class Endpoint:
     @property
     def gateway(self) -> dict[str, Any] | None:
         """The gateway's address and process, None if none runs on this host or another."""
-        found = files.read_json_or_none(self.folder / endpoints.GATEWAY)
-        if not isinstance(found, dict):
-            return None
-        here = found.get("host") == socket.gethostname()
-        if here and process_start(int(found["pid"])) != found.get("process_start"):
-            return None
-        return found
+        return endpoints.gateway(self.folder)
 
     @property
     def url(self) -> str:
@@ -104,17 +96,14 @@ class Endpoint:
         Raises:
             EndpointFault: nothing serves it now, or this host cannot reach it.
         """
-        gateway = self.gateway
-        if gateway is not None:
-            return str(gateway["url"])
-        ready = [each for each in self.replicas if each.get("state") == "ready"]
-        near = [each for each in ready if endpoints.reachable(each)]
-        if near:
-            return str(near[0]["url"])
-        if ready:
+        found = endpoints.address(self.folder)
+        if found is not None:
+            return found
+        ready = [each["machine"] for each in self.replicas if each.get("state") == "ready"]
+        if there := [str(self.gateway["host"])] if self.gateway else ready:
             raise EndpointFault(
-                f"{self.name} listens on the loopback address of {ready[0]['machine']}, which this "
-                "host cannot reach: run the command there, or serve it with bind=node"
+                f"{self.name} listens on the loopback address of {there[0]}, which this host "
+                "cannot reach: run the command there, or serve it with bind=node"
             )
         model = self.served[-1].model if self.served else "MODEL"
         raise EndpointFault(

@@ -39,7 +39,7 @@ def of_runs(site: Site, runs: Sequence[Run], say: Say) -> list[tuple[str, list[s
     """Return the figures, as lines, of the endpoints that runs serve, or whose model they made."""
     chosen, found = [run.path.resolve() for run in runs], []
     for endpoint in endpoints.every(site):
-        model = Path(str(endpoint.settings.get("model") or "")).resolve()
+        model = Path(str(endpoint.settings.get("model") or "/")).resolve()
         serving = {name for served in endpoint.served for name in served.runs}
         if not any(path in model.parents or path.name in serving for path in chosen):
             continue

@@ -29,6 +29,11 @@ def test_a_loopback_address_of_another_host_is_not_used(endpoint):
     assert endpoint.url == "http://127.0.0.1:4000"
     file = endpoints.replica_file(endpoint.folder, "a")
     file.write_text(json.dumps({**json.loads(file.read_text()), "machine": "n17"}))
+    gateway = {"url": "http://127.0.0.1:4001", "host": "login2", "pid": 1, "process_start": "x"}
+    (endpoint.folder / endpoints.GATEWAY).write_text(json.dumps(gateway))
+    with pytest.raises(EndpointFault, match="loopback address of login2"):
+        _ = endpoint.url
+    (endpoint.folder / endpoints.GATEWAY).unlink()
     with pytest.raises(EndpointFault, match=r"loopback address of n17, .* serve it with bind=node"):
         _ = endpoint.url
 
