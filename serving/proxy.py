@@ -22,11 +22,9 @@ from serving.metrics import Metrics
 
 _ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # What belongs to one connection only.
-_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"} | {
-    "accept-encoding",
-    "authorization",
-}
-_OWN = _HOP | {"content-encoding"}
+_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
+_OF_REQUESTS = _HOP | {"accept-encoding", "authorization"}
+_OF_ANSWERS = _HOP | {"content-encoding"}
 ID = "X-Request-Id"
 # A node that is lost refuses no connection, it is only silent.
 CONNECT_S = 3
@@ -197,7 +195,7 @@ class Proxy:
         self, request: web.Request, body: bytes, told: "_Told"
     ) -> web.StreamResponse:
         tried: set[str] = set()
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_REQUESTS}
         # What an answer says is read here, so it must not be compressed.
         headers |= {ID: told.request_id, "Accept-Encoding": "identity"}
         if request.path in _ANSWERING:
@@ -209,7 +207,7 @@ class Proxy:
         while (backend := self.pool.choose(tried)) is not None:
             tried.add(backend.name)
             backend.in_flight += 1
-            sent = None
+            sent: web.StreamResponse | None = None
             try:
                 own = {**headers, "Authorization": f"Bearer {backend.key or self.key}"}
                 async with connections(backend).request(
@@ -225,8 +223,10 @@ class Proxy:
                     if answer.content_type != "text/event-stream":
                         # Whole, in one packet; and one that breaks off is asked of another.
                         told.add(await answer.read())
-                        whole = web.Response(body=told.parts[-1])
-                        return await _send(whole, request, answer, told)
+                        sent = web.Response(body=told.parts[-1])
+                        await _begin(sent, request, answer, told)
+                        await sent.write_eof()
+                        return sent
                     sent = await _begin(web.StreamResponse(), request, answer, told)
                     async for chunk in answer.content.iter_any():
                         told.add(chunk)
@@ -274,23 +274,11 @@ async def _begin(
     """Begin a response with the status and the headers of an answer."""
     response.set_status(answer.status)
     for name, value in answer.headers.items():
-        if name.lower() not in _OWN:
+        if name.lower() not in _OF_ANSWERS:
             response.headers[name] = value
     response.headers[ID] = told.request_id
     await response.prepare(request)
     told.status = answer.status
-    return response
-
-
-async def _send(
-    response: web.Response,
-    request: web.Request,
-    answer: aiohttp.ClientResponse,
-    told: "_Told",
-) -> web.StreamResponse:
-    """Send a whole answer; what it says is logged afterwards."""
-    await _begin(response, request, answer, told)
-    await response.write_eof()
     return response
 
 

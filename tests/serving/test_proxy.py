@@ -213,6 +213,38 @@ def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lo
     asyncio.run(run())
 
 
+def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path):
+    async def torn(request: web.Request) -> web.StreamResponse:
+        part = web.StreamResponse(headers={"Content-Length": "1000"})
+        part.content_type = "application/json"
+        await part.prepare(request)
+        await part.write(b'{"choices"')
+        assert request.transport is not None
+        request.transport.abort()
+        return part
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", torn)
+        broken, place = await opened(app)
+        _, whole, url = await upstream("a")
+        for name, address in (("a", url), ("torn", place)):
+            endpoints.tell(tmp_path, name, {"state": "ready", "url": address, "version": "v"})
+        pool = Pool(tmp_path)
+        pool.refresh()
+        gateway, address = await opened(Proxy(SETTINGS, KEY, pool).app())
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
+            for _ in range(8):
+                pool.known["torn"].failed_at = -100.0
+                async with client.post(f"{address}/v1/chat/completions", json=ask()) as answer:
+                    assert answer.status == 200
+                    assert (await answer.json())["choices"][0]["message"]["content"] == "from a"
+        for runner in (gateway, whole, broken):
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
 def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
     async def run() -> None:
         servers = {name: await upstream(name) for name in ("a", "b")}
