@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -94,7 +95,15 @@ def at(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-async def measure(urls: dict[str, str], requests: int, streams: int) -> dict[str, Any]:
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process, its threads' included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(
+    urls: dict[str, str], pids: dict[str, int], requests: int, streams: int
+) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in urls}
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(
@@ -103,9 +112,11 @@ async def measure(urls: dict[str, str], requests: int, streams: int) -> dict[str
         for url in urls.values():
             for _ in range(50):
                 await one(client, url)
+        before = {name: cpu_s(pid) for name, pid in pids.items()}
         for _ in range(requests):
             for name, url in urls.items():
                 seconds[name].append(await one(client, url))
+        used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
         began = time.perf_counter()
         held = await asyncio.gather(
             *(one(client, urls["gateway"], stream=True) for _ in range(streams)),
@@ -119,6 +130,11 @@ async def measure(urls: dict[str, str], requests: int, streams: int) -> dict[str
             f"p{int(100 * q)}_added_ms": round(1000 * (at(seconds[name], q) - at(base, q)), 3)
             for q in (0.5, 0.99)
         }
+    # Each round asks the engine three times, the front twice and the gateway once.
+    shares = {"engine": 3, "front": 2, "gateway": 1}
+    found["cpu_ms_per_request"] = {
+        name: round(1000 * used[name] / requests / count, 3) for name, count in shares.items()
+    }
     failed = [each for each in held if isinstance(each, BaseException)]
     found["streams"] = {"held": streams, "failed": len(failed), "seconds": round(took, 1)}
     found["streams"]["seconds_without_load"] = PIECES * PAUSE_S
@@ -144,7 +160,8 @@ def main() -> None:
                 process.start()
                 processes.append(process)
                 urls[kind] = below = told.get(timeout=60)
-            found = asyncio.run(measure(urls, options.requests, options.streams))
+            pids = dict(zip(urls, (each.pid or 0 for each in processes), strict=True))
+            found = asyncio.run(measure(urls, pids, options.requests, options.streams))
             logged = sum(row["status"] == 200 for row in read(Path(folder) / "requests"))
             found["logged"] = logged
         finally:

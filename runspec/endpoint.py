@@ -1,6 +1,6 @@
 """The files of an endpoint, a served model under one name: endpoints/<name>/ in the shared folder.
 
-endpoint.json   what is served, by which runs, and the settings of its front
+endpoint.json   which versions are served, by which runs, and the settings of the fronts
 key             the API key; only its owner may read it
 backends/       one file per replica, which the replica renews; .drain-<replica> asks it to drain
 shares.json     the share of the traffic of each version
@@ -8,11 +8,14 @@ gateway.json    the address and process of the gateway
 requests/       the log of requests and answers
 """
 
+import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.states import process_start
 
 ENDPOINT, KEY, GATEWAY, SHARES = "endpoint.json", "key", "gateway.json", "shares.json"
 BACKENDS, REQUESTS = "backends", "requests"
@@ -24,7 +27,8 @@ def tell(folder: Path, name: str, facts: dict[str, Any]) -> None:
     """Write a replica's file."""
     place = folder / BACKENDS
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files.write_json(place / f"{name}.json", {**facts, "time": time.time()}, mode=0o600)
+    own = {**facts, "time": time.time(), "machine": socket.gethostname()}
+    files.write_json(replica_file(folder, name), own, mode=0o600)
 
 
 def replicas(folder: Path) -> list[dict[str, Any]]:
@@ -37,6 +41,40 @@ def replicas(folder: Path) -> list[dict[str, Any]]:
         if time.time() - facts["time"] < STALE_S:
             found.append({**facts, "name": path.stem})
     return sorted(found, key=lambda each: each.get("state") != "ready")
+
+
+def replica_file(folder: Path, name: str) -> Path:
+    """Return the file in which a replica tells of itself."""
+    return folder / BACKENDS / f"{name}.json"
+
+
+def reachable(facts: Mapping[str, Any]) -> bool:
+    """Whether this host reaches a replica: a loopback address is another one on each host.
+
+    What answers there on this host may be anybody's, and would be sent the key.
+    """
+    return facts.get("bind") == "node" or facts.get("machine") == socket.gethostname()
+
+
+def gateway(folder: Path) -> dict[str, Any] | None:
+    """Return the address and process of the gateway, None if none runs on this host or another."""
+    found = files.read_json_or_none(folder / GATEWAY)
+    if not isinstance(found, dict):
+        return None
+    here = found.get("host") == socket.gethostname()
+    if here and process_start(int(found["pid"])) != found.get("process_start"):
+        return None
+    return found
+
+
+def address(folder: Path) -> str | None:
+    """Return where this host reaches an endpoint: its gateway, else a ready replica, else None."""
+    found = gateway(folder)
+    # It listens on the loopback address of its host.
+    if found is not None and found.get("host") == socket.gethostname():
+        return str(found["url"])
+    near = [each for each in replicas(folder) if each.get("state") == "ready" and reachable(each)]
+    return str(near[0]["url"]) if near else None
 
 
 def drain_mark(folder: Path, name: str) -> Path:

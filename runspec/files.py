@@ -46,6 +46,7 @@ EXPORT = "export"
 ADAPTER = "adapter"
 EVALS = "evals"
 SHARDS = "shards"  # of an evaluation, in its EVALS
+SERVED = "served.json"  # of a replica: the minutes for which it has been ready
 # The directory of a sweep: what it is, and its runs by the number of their task.
 SWEEP = "sweep.json"
 TASKS = "tasks"

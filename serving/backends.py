@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from runspec import endpoint
 
 # A replica that has just failed is asked last for so long.
@@ -14,12 +16,16 @@ BEAT_S = 3.0
 
 @dataclass
 class Backend:
-    """One replica: its address, what it serves, and how busy this process keeps it."""
+    """One replica, or an engine: its address, what it serves, and how busy this process keeps it.
+
+    key: what it asks for, None for the key of the endpoint.
+    """
 
     name: str
     url: str
     version: str = ""
     socket: str | None = None
+    key: str | None = None
     draining: bool = False
     in_flight: int = 0
     failed_at: float = 0.0
@@ -34,19 +40,38 @@ class Pool:
         self.known: dict[str, Backend] = {}
         self.shares: dict[str, float] = {}
 
-    def refresh(self) -> None:
-        """Read the replicas' files: new ones are used, draining ones get no more requests."""
+    def refresh(self) -> list[Backend]:
+        """Read the replicas' files: new ones are used, draining ones get no more requests.
+
+        Returns:
+            Those that are known no more: their file is gone, or not renewed.
+        """
         self.shares = endpoint.shares(self.folder)
         present = {}
         for facts in endpoint.replicas(self.folder):
-            if facts.get("state") not in ("ready", "draining"):
+            if facts.get("state") not in ("ready", "draining") or not endpoint.reachable(facts):
                 continue
             name = facts["name"]
             backend = self.known.get(name) or Backend(name, str(facts["url"]))
             backend.url, backend.version = str(facts["url"]), str(facts.get("version") or "")
             backend.draining = facts["state"] == "draining"
             present[name] = backend
+        gone = [each for name, each in self.known.items() if name not in present]
         self.known = present
+        return gone
+
+    async def dismiss(self, gone: list[Backend]) -> None:
+        """End the connections to replicas that are gone, so that their requests go elsewhere.
+
+        A node that is lost closes no connection: what waits for it would wait until its timeout.
+        One whose file is only not renewed, as on a filesystem that hangs, may still answer.
+        """
+        for backend in gone:
+            if endpoint.replica_file(self.folder, backend.name).exists() and await answers(backend):
+                self.known.setdefault(backend.name, backend)
+            elif backend.session is not None:
+                await backend.session.close()
+                backend.session = None
 
     def choose(self, tried: set[str]) -> Backend | None:
         """Return the least busy replica of a version drawn by its share, None if there is none."""
@@ -61,3 +86,24 @@ class Pool:
             (chosen,) = random.choices(versions, weights)
             fresh = [b for b in fresh if b.version == chosen]
         return min(fresh, key=lambda b: (b.in_flight, random.random()))
+
+
+def connections(backend: Backend) -> aiohttp.ClientSession:
+    """Return the connections to a backend; they are kept open."""
+    if backend.session is None:
+        kind = aiohttp.UnixConnector if backend.socket else aiohttp.TCPConnector
+        place: dict[str, Any] = {"path": backend.socket} if backend.socket else {}
+        backend.session = aiohttp.ClientSession(
+            connector=kind(limit=0, keepalive_timeout=30, **place), auto_decompress=False
+        )
+    return backend.session
+
+
+async def answers(backend: Backend) -> bool:
+    """Whether a replica, or an engine, says that it is healthy."""
+    try:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with connections(backend).get(f"{backend.url}/health", timeout=timeout) as answer:
+            return bool(answer.status == 200)
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False

@@ -42,13 +42,10 @@ class Client:
         if self.given is not None:
             return self.given.removesuffix("/v1")
         assert self.folder is not None
-        gateway = files.read_json_or_none(self.folder / endpoints.GATEWAY)
-        if isinstance(gateway, dict):
-            return str(gateway["url"])
-        ready = [r for r in endpoints.replicas(self.folder) if r.get("state") == "ready"]
-        if not ready:
+        found = endpoints.address(self.folder)
+        if found is None:
             raise Refused("nothing serves it now: see cookbook serve --list")
-        return str(ready[0]["url"])
+        return found
 
     async def ask(self, body: dict[str, Any], stream: bool = False) -> str:
         """Return an answer's text; print it as it comes if stream is set."""

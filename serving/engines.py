@@ -1,9 +1,12 @@
-"""The command of each engine, and where it listens: a Unix socket in a private folder.
+"""The command of each engine, and where it listens; python -m serving.engines NAME: what it lacks.
 
-An engine on a port of the node would answer everybody on that node, without the key.
+An engine listens on a Unix socket in a private folder if it can: on a port of the node it would
+answer everybody on that node, without the key. SGLang takes no socket, and gets a key of its own.
 """
 
 import importlib.util
+import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,29 +15,58 @@ from typing import Any
 
 from runspec import files
 
+_OWN = "in an environment of its own, and name its python: engine_python=/path/to/bin/python"
 _NEEDS = {
     "transformers": ("uvicorn", "bash setup.sh --with serve"),
-    "vllm": ("vllm", "pip install vllm, in an environment of its own if it wants another torch"),
-    "sglang": ("sglang", "pip install sglang, in an environment of its own"),
+    "vllm": ("vllm", f"pip install vllm {_OWN}"),
+    "sglang": ("sglang", f"pip install 'sglang[all]' {_OWN}"),
 }
+# vLLM takes no other --max-lora-rank, and 16 if it is told none (vllm.config.lora.MaxLoRARanks).
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is started, what it calls its model, and its address: a socket or a port."""
+    """How an engine is started, what it calls its model, and its address: a socket or a port.
+
+    key: what it asks for, None for nothing.
+    """
 
     argv: list[str]
     model: str
     socket: Path | None
     port: int = 0
+    key: str | None = None
 
 
-def missing(engine: str) -> str:
-    """Say what an engine lacks, "" if it can be started."""
+@dataclass(frozen=True)
+class _Model:
+    """The folder of the weights; of an adapter that of its base, and the adapter beside it."""
+
+    base: str
+    adapter: str | None
+    rank: int
+
+
+def missing(engine: str, python: str | None = None) -> str:
+    """Say what an engine lacks, "" if it can be started.
+
+    Args:
+        python: the interpreter of the engine's environment; None for this one.
+    """
     module, install = _NEEDS[engine]
-    if importlib.util.find_spec(module):
+    if python is None:
+        found = importlib.util.find_spec(module) is not None
+    else:
+        code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+        try:
+            found = subprocess.run([python, "-c", code], timeout=120).returncode == 0
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"engine_python {python} cannot be started: {error}"
+    if found:
         return ""
-    return f"the engine {engine} needs the package {module}: {install}"
+    where = f" in {python}" if python else ""
+    return f"the engine {engine} needs the package {module}, which is not there{where}: {install}"
 
 
 def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: str) -> Engine:
@@ -46,24 +78,64 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: 
         port: a free one, for an engine that takes no socket.
         key: an engine's own key, for the same.
     """
-    socket, model = folder / "engine.sock", str(config["model"])
-    more = list(config.get("engine_args") or [])
-    adapter = files.read_json_or_none(Path(model) / "adapter_config.json")
-    base = str(adapter["base_model_name_or_path"]) if isinstance(adapter, dict) else model
-    if config["engine"] == "vllm":
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base]
-        argv += ["--uds", str(socket), "--tensor-parallel-size", str(max(1, gpus))]
-        argv += ["--served-model-name", str(config["endpoint"]), "--dtype", str(config["dtype"])]
-        if adapter:
-            argv += ["--enable-lora", "--lora-modules", f"{config['endpoint']}={model}"]
-        return Engine([*argv, *more], str(config["endpoint"]), socket)
-    if config["engine"] == "sglang":
-        argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", base]
-        argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key]
-        argv += ["--served-model-name", str(config["endpoint"]), "--tp-size", str(max(1, gpus))]
-        if adapter:
-            argv += ["--lora-paths", f"{config['endpoint']}={model}"]
-        return Engine([*argv, *more], str(config["endpoint"]), None, port)
-    argv = [sys.executable, "-m", "serving.transformers_engine", str(socket), model]
+    model = _model(Path(str(config["model"])))
+    build = {"vllm": _vllm, "sglang": _sglang, "transformers": _transformers}[config["engine"]]
+    found = build(config, model, folder, max(1, gpus), port, key)
+    more = [str(each) for each in config.get("engine_args") or []]
+    return Engine([*found.argv, *more], found.model, found.socket, found.port, found.key)
+
+
+def _model(folder: Path) -> _Model:
+    adapter = files.read_json_or_none(folder / "adapter_config.json")
+    if not isinstance(adapter, dict):
+        return _Model(str(folder), None, 0)
+    return _Model(str(adapter["base_model_name_or_path"]), str(folder), int(adapter.get("r") or 16))
+
+
+def _python(config: Mapping[str, Any]) -> str:
+    return str(config.get("engine_python") or sys.executable)
+
+
+def _transformers(
+    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+) -> Engine:
+    socket, name = folder / "engine.sock", model.adapter or model.base
+    argv = [sys.executable, "-m", "serving.transformers_engine", str(socket), name]
     argv += ["--device", str(config["device"]), "--dtype", str(config["dtype"])]
-    return Engine([*argv, *more], model, socket)
+    return Engine(argv, name, socket)
+
+
+def _vllm(
+    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+) -> Engine:
+    name, socket = str(config["endpoint"]), folder / "engine.sock"
+    argv = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", model.base]
+    argv += ["--uds", str(socket), "--tensor-parallel-size", str(gpus)]
+    argv += ["--dtype", str(config["dtype"])]
+    # The base must have another name than the adapter: its own would be answered by the base.
+    argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
+    if model.adapter:
+        rank = next((each for each in _VLLM_RANKS if each >= model.rank), _VLLM_RANKS[-1])
+        argv += ["--enable-lora", "--lora-modules", f"{name}={model.adapter}"]
+        argv += ["--max-lora-rank", str(rank)]
+    return Engine(argv, name, socket)
+
+
+def _sglang(
+    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+) -> Engine:
+    name, settings = str(config["endpoint"]), folder / "sglang.yaml"
+    # In a file: arguments of a process are open to everybody on the node. JSON is YAML.
+    files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
+    argv = [_python(config), "-m", "sglang.launch_server", "--config", str(settings)]
+    argv += ["--model-path", model.base, "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--served-model-name", name, "--tp-size", str(gpus), "--dtype", str(config["dtype"])]
+    if not model.adapter:
+        return Engine(argv, name, None, port, key)
+    argv += ["--enable-lora", "--lora-paths", f"adapter={model.adapter}"]
+    # SGLang's name of an adapter in OpenAI's protocol is BASE:ADAPTER.
+    return Engine(argv, f"{name}:adapter", None, port, key)
+
+
+if __name__ == "__main__":
+    print(missing(sys.argv[1]))

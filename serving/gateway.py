@@ -44,7 +44,7 @@ async def run(folder: Path, port: int, host: str) -> int:
     try:
         await web.TCPSite(runner, host, port, backlog=1024).start()
     except OSError as error:
-        words = f"port {port} of {host} cannot be opened ({error.strerror})"
+        words = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
         print(f"error: {words}: leave --port out, or choose another", file=sys.stderr)
         return 1
     url = f"http://{host}:{runner.addresses[0][1]}"
@@ -53,7 +53,8 @@ async def run(folder: Path, port: int, host: str) -> int:
     files.write_json(folder / GATEWAY, facts, mode=0o600)
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
-        pool.refresh()
+        # Beside the requests: a shared filesystem may take its time.
+        await pool.dismiss(await asyncio.to_thread(pool.refresh))
         try:
             await asyncio.wait_for(ended.wait(), 0.5)
         except TimeoutError:

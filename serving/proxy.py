@@ -16,14 +16,18 @@ from typing import Any, Protocol
 import aiohttp
 from aiohttp import web
 
-from serving.backends import Backend
+from serving.backends import Backend, connections
 from serving.journal import Journal
 from serving.metrics import Metrics
 
 _ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # What belongs to one connection only.
-_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length", "authorization"}
+_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
+_OF_REQUESTS = _HOP | {"accept-encoding", "authorization"}
+_OF_ANSWERS = _HOP | {"content-encoding"}
 ID = "X-Request-Id"
+# A node that is lost refuses no connection, it is only silent.
+CONNECT_S = 3
 
 
 class Pool(Protocol):
@@ -122,7 +126,9 @@ class Proxy:
             limit = int(self.settings["max_request_bytes"])
             return self._refuse(413, f"the request has more than {limit:,} bytes")
         asked: dict[str, Any] = {}
-        if request.path in _ANSWERING:
+        # A gateway leaves it to the fronts to read what is asked.
+        reads = self.journal is not None or self.count is not None or self.model is not None
+        if reads and request.path in _ANSWERING:
             try:
                 asked = json.loads(body)
                 if not isinstance(asked, dict):
@@ -167,15 +173,15 @@ class Proxy:
             raise
         finally:
             self.metrics.in_flight -= 1
-            self._count_up(told, bool(asked))
+            row = told.row()
+            self._count_up(row, request.path in _ANSWERING)
             if keep and self.journal is not None:
-                self.journal.answered(request_id, told.row())
+                self.journal.answered(request_id, row)
 
-    def _count_up(self, told: "_Told", answers: bool) -> None:
-        self.metrics.requests[told.status] += 1
-        if not answers or told.status != 200:
+    def _count_up(self, row: Mapping[str, Any], answers: bool) -> None:
+        self.metrics.requests[row["status"]] += 1
+        if not answers or row["status"] != 200:
             return
-        row = told.row()
         self.metrics.latency.add(row["latency_s"])
         for kind in ("prompt", "answer"):
             self.metrics.tokens[kind] += row[f"{kind}_tokens"] or 0
@@ -189,21 +195,22 @@ class Proxy:
         self, request: web.Request, body: bytes, told: "_Told"
     ) -> web.StreamResponse:
         tried: set[str] = set()
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}
-        headers |= {ID: told.request_id}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_REQUESTS}
+        # What an answer says is read here, so it must not be compressed.
+        headers |= {ID: told.request_id, "Accept-Encoding": "identity"}
         if request.path in _ANSWERING:
             headers["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(
-            total=float(self.settings["request_timeout_s"]), sock_connect=10
+            total=float(self.settings["request_timeout_s"]), sock_connect=CONNECT_S
         )
         reason = "no replica is ready"
         while (backend := self.pool.choose(tried)) is not None:
             tried.add(backend.name)
             backend.in_flight += 1
-            sent = None
+            sent: web.StreamResponse | None = None
             try:
-                own = {**headers, "Authorization": f"Bearer {self.key}"}
-                async with _session(backend).request(
+                own = {**headers, "Authorization": f"Bearer {backend.key or self.key}"}
+                async with connections(backend).request(
                     request.method,
                     f"{backend.url}{request.path_qs}",
                     data=body or None,
@@ -213,14 +220,14 @@ class Proxy:
                     if answer.status in (502, 503) and len(tried) < 8:
                         reason = f"a replica answered {answer.status}"
                         continue
-                    told.version = backend.version
-                    sent = web.StreamResponse(status=answer.status)
-                    for name, value in answer.headers.items():
-                        if name.lower() not in (*_HOP, "content-encoding"):
-                            sent.headers[name] = value
-                    sent.headers[ID] = told.request_id
-                    await sent.prepare(request)
-                    told.status = answer.status
+                    if answer.content_type != "text/event-stream":
+                        # Whole, in one packet; and one that breaks off is asked of another.
+                        told.add(await answer.read())
+                        sent = web.Response(body=told.parts[-1])
+                        await _begin(sent, request, answer, told)
+                        await sent.write_eof()
+                        return sent
+                    sent = await _begin(web.StreamResponse(), request, answer, told)
                     async for chunk in answer.content.iter_any():
                         told.add(chunk)
                         await sent.write(chunk)
@@ -233,9 +240,9 @@ class Proxy:
                     return self._answer_of(504, f"no answer within {limit} s")
                 raise
             except (aiohttp.ClientError, OSError) as error:
-                backend.failed_at = time.monotonic()
                 if isinstance(error, aiohttp.ClientConnectionResetError) or _gone(request):
                     raise
+                backend.failed_at = time.monotonic()
                 if sent is not None:
                     # A part is sent: the client must see that the rest is missing.
                     told.status = 502
@@ -258,19 +265,25 @@ class Proxy:
 _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
 
 
+async def _begin(
+    response: web.StreamResponse,
+    request: web.Request,
+    answer: aiohttp.ClientResponse,
+    told: "_Told",
+) -> web.StreamResponse:
+    """Begin a response with the status and the headers of an answer."""
+    response.set_status(answer.status)
+    for name, value in answer.headers.items():
+        if name.lower() not in _OF_ANSWERS:
+            response.headers[name] = value
+    response.headers[ID] = told.request_id
+    await response.prepare(request)
+    told.status = answer.status
+    return response
+
+
 def _gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
-
-
-def _session(backend: Backend) -> aiohttp.ClientSession:
-    """Return the connections to a backend; they are kept open."""
-    if backend.session is None:
-        kind = aiohttp.UnixConnector if backend.socket else aiohttp.TCPConnector
-        place: dict[str, Any] = {"path": backend.socket} if backend.socket else {}
-        backend.session = aiohttp.ClientSession(
-            connector=kind(limit=0, keepalive_timeout=30, **place), auto_decompress=False
-        )
-    return backend.session
 
 
 def _plain(asked: Mapping[str, Any]) -> str:

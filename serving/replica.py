@@ -6,6 +6,7 @@ replica of several GPUs only hold their GPU. An engine that dies is started agai
 """
 
 import asyncio
+import ctypes
 import os
 import secrets
 import shutil
@@ -28,6 +29,8 @@ from serving.journal import Journal, turn_over
 
 # An engine that dies so often within a minute each is not started again.
 _DEATHS, _SHORT_S = 5, 60.0
+# prctl(2): the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 class ServeError(Exception):
@@ -69,10 +72,12 @@ class Replica:
         )
         where = str(self.engine.socket) if self.engine.socket else None
         url = "http://engine" if where else f"http://127.0.0.1:{self.engine.port}"
-        self.pool = Own(Backend(self.name, url, str(config.get("version") or ""), where))
+        version = str(config.get("version") or "")
+        self.pool = Own(Backend(self.name, url, version, where, self.engine.key))
         self.process: asyncio.subprocess.Process | None = None
         self.state, self.url = "starting", ""
         self.deaths: list[float] = []
+        self.began, self.ready_since, self.minutes = time.monotonic(), 0.0, -1
 
     async def run(self) -> str:
         """Serve until the stop file appears or the process is told to end; return the state."""
@@ -106,12 +111,19 @@ class Replica:
         )
         await runner.setup()
         try:
-            await self._start_engine(ended)
-            if not ended.is_set():
+            if self.config["port"]:
+                # Told before the engine takes minutes to start.
                 await self._open(web.TCPSite, runner)
-                self.state = "ready"
-            while not ended.is_set() and not (self.run_dir / files.STOP).exists():
-                self._tell(proxy)
+            await self._start_engine(ended)
+            if not ended.is_set() and not self.url:
+                await self._open(web.TCPSite, runner)
+            if not ended.is_set():
+                print(f"ready: {self.url}", flush=True)
+                self.state, self.ready_since = "ready", time.monotonic()
+            asked = False
+            while not ended.is_set() and not asked:
+                # Beside the requests: a shared filesystem may take its time.
+                asked = await asyncio.to_thread(self._tell, proxy)
                 await self._look_after(ended)
                 if journal.rows >= int(self.config["log_rows"]) or (
                     time.time() - journal.since > 60 * float(self.config["log_minutes"])
@@ -119,8 +131,6 @@ class Replica:
                     before = journal.switch()
                     if before is not None:
                         await asyncio.to_thread(turn_over, *before)
-                if endpoints.drain_mark(self.endpoint, self.name).exists():
-                    self.state = "draining"
                 try:
                     await asyncio.wait_for(ended.wait(), 1.0)
                 except TimeoutError:
@@ -129,7 +139,7 @@ class Replica:
             return "stopped"
         finally:
             # First what others see: Slurm may leave only seconds.
-            (self.endpoint / endpoints.BACKENDS / f"{self.name}.json").unlink(missing_ok=True)
+            endpoints.replica_file(self.endpoint, self.name).unlink(missing_ok=True)
             endpoints.drain_mark(self.endpoint, self.name).unlink(missing_ok=True)
             await runner.cleanup()
             journal.close()
@@ -144,12 +154,19 @@ class Replica:
             # With 0 the kernel chooses a free one.
             await site(runner, "0.0.0.0" if node else host, port).start()
         except OSError as error:
-            words = f"port {port} of {socket.gethostname()} cannot be opened ({error.strerror})"
+            why = os.strerror(error.errno or 0)
+            words = f"port {port} of {socket.gethostname()} cannot be opened ({why})"
             raise ServeError(f"{words}: leave port out, or choose another") from None
         self.url = f"http://{host}:{runner.addresses[0][1]}"
-        print(f"ready: {self.url}", flush=True)
 
-    def _tell(self, proxy: Any) -> None:
+    def _tell(self, proxy: Any) -> bool:
+        """Write the replica's file, and return whether it was asked to stop.
+
+        Args:
+            proxy: None while nothing can be in flight.
+        """
+        if endpoints.drain_mark(self.endpoint, self.name).exists():
+            self.state = "draining"
         facts = {
             "state": self.state if self.pool.healthy or self.state != "ready" else "starting",
             "url": self.url,
@@ -157,11 +174,25 @@ class Replica:
             "job_id": os.environ.get("SLURM_JOB_ID"),
             "host": os.environ.get("NODE_NAME") or socket.gethostname(),
             "version": self.config.get("version"),
+            "start_s": round(max(0.0, self.ready_since - self.began), 1),
             "model": self.config["model"],
-            "in_flight": proxy.metrics.in_flight,
+            "in_flight": proxy.metrics.in_flight if proxy is not None else 0,
             "bind": self.config["bind"],
         }
         endpoints.tell(self.endpoint, self.name, facts)
+        self._count_minutes()
+        return (self.run_dir / files.STOP).exists()
+
+    def _count_minutes(self) -> None:
+        """Record that it serves: an attempt that did is no failed try, however it ends."""
+        passed = int((time.monotonic() - self.ready_since) / 60)
+        if self.state != "ready" or passed == self.minutes or self.number:
+            return
+        path = self.run_dir / files.SERVED
+        before = files.read_json_or_none(path) or {}
+        gained = passed - max(0, self.minutes)
+        self.minutes = passed
+        files.write_json(path, {"minutes": int(before.get("minutes", 0)) + gained})
 
     async def _start_engine(self, ended: asyncio.Event) -> None:
         """Start the engine and wait until it answers."""
@@ -172,8 +203,13 @@ class Replica:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[k] for k in self.gpus)
         if self.engine.socket is not None:
             self.engine.socket.unlink(missing_ok=True)
+        prctl = ctypes.CDLL(None).prctl
         self.process = await asyncio.create_subprocess_exec(
-            *self.engine.argv, env=environment, stdin=asyncio.subprocess.DEVNULL
+            *self.engine.argv,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            # A front that is killed must not leave an engine behind that holds the GPU.
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         deadline = time.monotonic() + float(self.config["start_timeout_s"])
         told = 0.0
@@ -181,7 +217,7 @@ class Replica:
             if self.process.returncode is not None:
                 code = self.process.returncode
                 raise ServeError(f"the engine ended with exit status {code}: see the lines above")
-            if await self._answers():
+            if await backends.answers(self.pool.backend):
                 self.pool.healthy = True
                 return
             if time.monotonic() > deadline:
@@ -191,22 +227,8 @@ class Replica:
                 )
             if time.monotonic() - told > backends.BEAT_S:
                 told = time.monotonic()
-                starting = {"state": "starting", "run": self.run_dir.name, "url": self.url}
-                endpoints.tell(self.endpoint, self.name, starting)
+                self._tell(None)
             await asyncio.sleep(0.3)
-
-    async def _answers(self) -> bool:
-        import aiohttp
-
-        from serving.proxy import _session
-
-        try:
-            timeout = aiohttp.ClientTimeout(total=5)
-            address = f"{self.pool.backend.url}/health"
-            async with _session(self.pool.backend).get(address, timeout=timeout) as answer:
-                return bool(answer.status == 200)
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
 
     async def _look_after(self, ended: asyncio.Event) -> None:
         """Start an engine again that has died."""
@@ -277,27 +299,21 @@ def main(arguments: list[str]) -> int:
         return 2
     path = Path(arguments[0]).absolute()
     run_dir, attempt = path.parent, os.environ.get("COOKBOOK_ATTEMPT", "0")
-    rank, local, per_node, world = (
+    rank, local, per_node = (
         int(os.environ.get(name, default))
-        for name, default in (
-            ("RANK", "0"),
-            ("LOCAL_RANK", "0"),
-            ("LOCAL_WORLD_SIZE", "1"),
-            ("WORLD_SIZE", "1"),
-        )
+        for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
     )
     try:
         config = load(path)
-        nodes = max(1, world // per_node)
-        size = max(1, per_node * nodes // int(config["replicas"] or nodes))
-        if size > per_node or per_node % size or world % size:
+        size, rest = divmod(per_node, int(config["replicas_per_node"]))
+        if rest:
             raise ServeError(
-                f"{config['replicas']} replicas do not fit {nodes} nodes x {per_node} GPUs: each "
-                "needs the same number of GPUs of one node"
+                f"replicas_per_node={config['replicas_per_node']} does not divide {per_node} GPUs "
+                "per node: each replica needs the same number"
             )
         if local % size:
             return _hold(run_dir)
-        if lacks := engines.missing(str(config["engine"])):
+        if lacks := engines.missing(str(config["engine"]), config.get("engine_python")):
             raise ServeError(lacks)
         replica = Replica(config, run_dir, rank // size, list(range(local, local + size)))
         state = asyncio.run(replica.run())

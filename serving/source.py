@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from runspec import endpoint as endpoints
-from runspec import files
+from runspec import files, since
 from serving import journal
-from serving.stats import since_time
 
 FEEDBACK = "feedback.jsonl"
 COLUMNS = ("request_id", "time", "model", "messages", "answer", "feedback", "label")
 
 
-def rows_of(folder: Path, since: float, feedback: Path | None = None) -> list[dict[str, Any]]:
+def rows_of(folder: Path, begin: float, feedback: Path | None = None) -> list[dict[str, Any]]:
     """Return the answered requests of an endpoint, with their feedback."""
     given = {
         str(line.get("request_id")): line
@@ -30,7 +29,7 @@ def rows_of(folder: Path, since: float, feedback: Path | None = None) -> list[di
         if isinstance(line, dict)
     }
     found = []
-    for row in journal.read(folder / endpoints.REQUESTS, since):
+    for row in journal.read(folder / endpoints.REQUESTS, begin):
         if row["status"] != 200 or not row["answer"]:
             continue
         known = given.get(row["request_id"], {})
@@ -73,18 +72,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m serving.source", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--since")
+    parser.add_argument("--since", type=since.seconds, default=0.0)
     parser.add_argument("--feedback", type=Path)
     options = parser.parse_args()
-    try:
-        begin = since_time(options.since)
-    except ValueError:
-        print(f"error: --since {options.since}: write 90m, 12h, 3d or 2026-01-31", file=sys.stderr)
-        return 2
     if options.feedback is not None and not options.feedback.is_file():
         print(f"error: --feedback: there is no file {options.feedback}", file=sys.stderr)
         return 2
-    rows = rows_of(options.folder, begin, options.feedback)
+    rows = rows_of(options.folder, options.since, options.feedback)
     if not rows:
         words = f"no answered request of {options.folder.name} is logged in that time"
         print(f"error: {words}", file=sys.stderr)

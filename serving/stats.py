@@ -4,29 +4,18 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from runspec import endpoint as endpoints
+from runspec import since
 from serving import journal
 from serving.metrics import quantile
 
-_UNITS = {"m": 60, "h": 3600, "d": 86400}
 # Above these a population stability index means some, and much, change (Siddiqi, 2006).
 _SOME, _MUCH = 0.1, 0.25
-
-
-def since_time(text: str | None) -> float:
-    """Return the time that 90m, 12h, 3d or a date means; ValueError for anything else."""
-    if not text:
-        return 0.0
-    if text[:-1].isdigit() and text[-1] in _UNITS:
-        return time.time() - int(text[:-1]) * _UNITS[text[-1]]
-    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
 def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dict[str, Any]:
@@ -157,6 +146,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield the figures for people to read."""
     codes = ", ".join(f"{code}: {count:,}" for code, count in sorted(found["status"].items()))
     yield f"requests     {found['requests']:,} ({codes})"
+    failed, count = found["errors"], found["requests"]
+    open_ones = f", {found['unfinished']:,} without an answer" if found["unfinished"] else ""
+    yield f"errors       {failed:,} of {count:,} ({100 * failed / count:.2g}%){open_ones}"
     if found["requests_per_s"]:
         yield f"throughput   {found['requests_per_s']:.3g} requests/s, " + (
             f"{found['answer_tokens_per_s']:.4g} answer tokens/s over {found['seconds']:.0f} s"
@@ -178,16 +170,11 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m serving.stats", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--since")
+    parser.add_argument("--since", type=since.seconds, default=0.0)
     parser.add_argument("--training-data", action="append", default=[])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    try:
-        begin = since_time(options.since)
-    except ValueError:
-        print(f"error: --since {options.since}: write 90m, 12h, 3d or 2026-01-31", file=sys.stderr)
-        return 2
-    rows = list(journal.read(options.folder / endpoints.REQUESTS, begin))
+    rows = list(journal.read(options.folder / endpoints.REQUESTS, options.since))
     if not rows:
         print(f"error: no request of {options.folder.name} is logged in that time", file=sys.stderr)
         return 1

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher import site as sites
+from launcher.errors import UsageFault
+from runspec.since import FORMS, moment
 
 if TYPE_CHECKING:
     from launcher.runs.directory import Run
@@ -29,6 +31,20 @@ on_nodes_option = click.option(
     metavar="PATH",
     help="Files under PATH are only on the nodes: do not look for them here.",
 )
+
+
+def since_option(words: str) -> Callable[[Command], Command]:
+    """Add --since to a command, which gets it as it was typed, and checked."""
+
+    def checked(ctx: click.Context, option: click.Parameter, given: str | None) -> str | None:
+        try:
+            moment(given or "0m")
+        except ValueError as error:
+            raise UsageFault(str(error)) from error
+        return given
+
+    help_text = f"{words}: {FORMS}."
+    return click.option("--since", metavar="TIME", help=help_text, callback=checked)
 
 
 def recipe_arguments(command: Command) -> Command:

@@ -1,5 +1,6 @@
 """cookbook query"""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ import click
 
 from launcher import paths, venv
 from launcher import site as sites
-from launcher.cli.common import cluster_option, flag, json_option
+from launcher.cli import common
+from launcher.cli.common import cluster_option, flag, json_option, note
 from launcher.errors import UsageFault
-from launcher.workflows import serve as endpoints
+from launcher.workflows import endpoint as endpoints
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -21,11 +23,15 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.argument("prompt", required=False)
 @click.option("--input", "source", type=_FILE, help="JSON lines: messages, prompt or question.")
 @click.option("--output", "target", type=_FILE, help="Gets one JSON line per question, in order.")
-@click.option("--in-flight", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--in-flight", type=click.IntRange(min=1), help="Requests at a time. [default: 16]")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer.")
 @click.option("--temperature", type=click.FloatRange(min=0), help="0: always the likeliest.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of sampling.")
 @flag("--stream", help="Print the answer as it comes.")
+@flag("--offline", help="NAME is a MODEL: answer the file by a job of its own, without a server.")
+@common.resource_options
+@flag("--watch", help="Of --offline: follow the job to its end.")
+@flag("--local", help="Of --offline: run on this host, without Slurm.")
 @json_option
 @cluster_option
 def query(
@@ -33,10 +39,17 @@ def query(
     prompt: str | None,
     source: Path | None,
     target: Path | None,
-    as_json: bool,
+    in_flight: int | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    seed: int | None,
     stream: bool,
+    offline: bool,
+    watch: bool,
+    local: bool,
+    as_json: bool,
     cluster: str | None,
-    **settings: Any,
+    **resources: Any,
 ) -> None:
     """Ask the endpoint NAME: one PROMPT, or a file of them.
 
@@ -44,18 +57,67 @@ def query(
     """
     if (prompt is None) == (source is None) or (source is None) != (target is None):
         raise UsageFault("give PROMPT, or both --input FILE and --output FILE")
+    site = sites.load(cluster)
+    if offline:
+        if source is None or target is None:
+            raise UsageFault("--offline answers a file: give --input FILE and --output FILE")
+        if stream or in_flight is not None:
+            raise UsageFault("--stream and --in-flight belong to a server: leave them out")
+        settings = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        _offline(site, name, source, target, settings, resources, watch, local, as_json)
+        return
+    if watch or local or any(value is not None for value in resources.values()):
+        raise UsageFault("what a job needs, --watch and --local belong to --offline: leave it out")
     if source is not None and (stream or as_json):
         raise UsageFault("--stream and --json belong to one PROMPT: leave them out")
-    site = sites.load(cluster)
     endpoint = endpoints.find(site, name)
     endpoint.url  # noqa: B018  # an endpoint that nothing serves is told at once
-    given = {"input": source, "output": target, "prompt": prompt, **settings}
+    given: dict[str, Any] = {
+        "input": source,
+        "output": target,
+        "prompt": prompt,
+        "in-flight": in_flight,
+    }
+    given |= {"max-tokens": max_tokens, "temperature": temperature, "seed": seed}
     argv = [str(venv.python()), "-m", "serving.client", str(endpoint.folder.absolute())]
     for key, value in given.items():
         if value is not None:
             text = str(value.absolute()) if isinstance(value, Path) else str(value)
-            argv.append(f"--{key.replace('_', '-')}={text}")
+            argv.append(f"--{key}={text}")
     argv += ["--stream"] if stream else []
     argv += ["--json"] if as_json else []
     done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
     sys.exit(done.returncode)
+
+
+def _offline(
+    site: sites.Site,
+    model: str,
+    source: Path,
+    target: Path,
+    settings: dict[str, Any],
+    resources: dict[str, Any],
+    watch: bool,
+    local: bool,
+    as_json: bool,
+) -> None:
+    # Imported late: a question to a server needs none of it.
+    from launcher.cli.runs import interruption_told
+    from launcher.cli.status import watch_to_the_end
+    from launcher.runs.directory import Run
+    from launcher.workflows import evaluate
+    from launcher.workflows import submit as submission
+
+    recipe = evaluate.batch(site, model, source, target, settings, resources)
+    planned = submission.plan(sites.complete(recipe, site, local), site)
+    checked = submission.context(planned, local)
+    with interruption_told(Run(planned.path)):
+        run = submission.submit(planned, checked, note)
+    told = {"run": run.name, "job_id": run.job_id, "path": str(run.path), "output": str(target)}
+    if as_json:
+        click.echo(json.dumps(told))
+    else:
+        common.tell_submitted(run, as_json)
+        click.echo(f"  answers    {target}, once it has ended")
+    if watch:
+        sys.exit(watch_to_the_end(run))

@@ -129,8 +129,11 @@ def estimate(
 
     Nothing is measured, nothing is started and no GPU is needed.
     """
-    recipe = recipe_file.load(recipe_name, overrides, resources)
+    # Imported late: the list of recipes needs no models.
+    from launcher.workflows import models
+
     site = sites.load(cluster)
+    recipe = models.in_recipe(recipe_file.load(recipe_name, overrides, resources), site)
     network = network or site.network_gbits
     found = Estimate(recipe, site.root, gpu, mfu, network, compares=compare, traces=trace)
     parts: dict[str, Any] = {}

@@ -6,16 +6,16 @@ from pathlib import Path
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, json_option, note
+from launcher.cli.common import cluster_option, json_option, note, since_option
+from launcher.workflows import endpoint as endpoints
 from launcher.workflows import requests as workflow
-from launcher.workflows import serve as endpoints
 
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command()
 @click.argument("name")
-@click.option("--since", metavar="TIME", help="90m, 12h, 3d, 2026-01-31. [default: all]")
+@since_option("Only those since")
 @click.option("--feedback", type=_FILE, help="JSON lines of request_id, feedback and label.")
 @json_option
 @cluster_option

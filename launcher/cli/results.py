@@ -62,17 +62,22 @@ def report(
 ) -> None:
     """Write an HTML file about each RUN: curves, outcome, attempts, profile, what made it.
 
+    Evaluations of its model are in it, and what the log says of an endpoint that serves it.
+
     Several runs, or those of a SWEEP, lie over each other, with bars of their memory and time.
 
     It is one file that needs nothing else: mail it, or open it at home.
     """
     # Imported late: only this command needs the templates.
     from launcher.observe import report as reports
+    from launcher.workflows import stats
 
     site = sites.load(cluster)
     runs = runs_of(site.root, wanted)
     target = output or (runs[0].path if len(runs) == 1 else Path.cwd()) / "report.html"
-    for fault in reports.write(runs, target, site.gpu_hour_price if price is None else price):
+    served = stats.of_runs(site, runs, note)
+    rate = site.gpu_hour_price if price is None else price
+    for fault in reports.write(runs, target, rate, served):
         note(f"passed over: {fault}")
     click.echo(target)
 

@@ -12,11 +12,14 @@ _WIDEST = 100
 
 def of_run(run: Run) -> dict[str, Any] | None:
     """Return the result that an evaluation's run has written, None if there is none."""
-    for path in sorted((run.path / files.EVALS).glob("*.json")):
-        found = files.read_json_or_none(path)
-        if isinstance(found, dict) and "tasks" in found:
-            return found
-    return None
+    return next(iter(all_of(run)), None)
+
+
+def all_of(run: Run) -> list[dict[str, Any]]:
+    """Return the results in a run: an evaluation's own, or those of its model; newest first."""
+    read = [files.read_json_or_none(path) for path in (run.path / files.EVALS).glob("*.json")]
+    found = [each for each in read if isinstance(each, dict) and "tasks" in each]
+    return sorted(found, key=lambda each: float(each.get("created") or 0), reverse=True)
 
 
 def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
@@ -43,6 +46,9 @@ def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
                 if theirs:
                     row += _compared(figures)
                 rows.append(row)
+    yield from _batches(result)
+    if len(rows) == 1:
+        return
     yield ""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     for row in rows:
@@ -53,6 +59,17 @@ def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
 
 
 _COMPARED = ["OTHER MODEL", "DIFFERENCE", "P"]
+
+
+def _batches(result: Mapping[str, Any]) -> Iterator[str]:
+    for task, block in (result.get("tasks") or {}).items():
+        if block.get("kind") != "batch":
+            continue
+        speed = ((block.get("speed") or {}).get("candidate") or {}).get("tokens_per_second")
+        rate = f", {speed:.4g} tokens/s" if speed else ""
+        left = int((block.get("too_long") or {}).get("candidate") or 0)
+        words = f"; {left:,} are too long, and are not answered" if left else ""
+        yield f"{task}: {block['samples']:,} prompts{rate}: {block['output']}{words}"
 
 
 def _versus(theirs: Mapping[str, Any] | None) -> str:

@@ -9,7 +9,7 @@ import jinja2
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError, RunFault
-from launcher.observe import bars, curves, profile, results
+from launcher.observe import bars, curves, evaluation, profile, results
 from launcher.observe.curves import Curves
 from launcher.observe.results import Result
 from launcher.observe.text import plain
@@ -29,13 +29,23 @@ _CHARTS = {
     "grad_norm": "Gradient norm",
     "lr": "Learning rate",
 }
+# Samples side by side of each evaluated task.
+_SAMPLES = 3
 # A chart's size in its own units, and its margins: left, right, top, bottom.
 _WIDTH, _HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 36, 16, 28
 
 
-def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list[str]:
+def write(
+    runs: Sequence[Run],
+    target: Path,
+    price: float | None = None,
+    served: Sequence[tuple[str, list[str]]] = (),
+) -> list[str]:
     """Write a report of runs, the whole file or nothing; return what was passed over.
+
+    Args:
+        served: endpoints by name, each with the lines of what its log says.
 
     Raises:
         RunFault: the file cannot be written.
@@ -63,6 +73,8 @@ def write(runs: Sequence[Run], target: Path, price: float | None = None) -> list
         names=[_legend(run) for run in ordered],
         attempts=[(run.name, _attempts(run)) for run in ordered],
         profiles=profiles,
+        evaluations=[found for run in ordered for found in _evaluations(run)],
+        served=[(name, lines) for name, lines in served],
         provenance=[(run.name, _provenance(run)) for run in ordered],
     )
     try:
@@ -113,6 +125,12 @@ def _config(run: Run) -> dict[str, Any]:
         return yamlfile.load(run.path / files.RECIPE)
     except CookbookError:
         return {}
+
+
+def _evaluations(run: Run) -> list[list[str]]:
+    """Return each evaluation of a run's model, newest first, as lines with a few samples."""
+    results = evaluation.all_of(run)
+    return [[*evaluation.lines(each, _SAMPLES)] for each in results]
 
 
 def _has(read: Sequence[Curves], name: str) -> bool:

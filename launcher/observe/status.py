@@ -1,10 +1,9 @@
 """Runs as rows of a table that fits the terminal, and as objects for a program to read."""
 
-import re
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,6 +12,7 @@ from launcher.observe.text import duration, number, percent, plain
 from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
+from runspec.since import moment
 
 # The states of runs, and those that only Slurm reports.
 _STATES = (
@@ -35,8 +35,6 @@ _COLOURS = {
 _LEFT_OUT_FIRST = ("JOB", "RECIPE", "MFU", "USED", "TOK/S/GPU", "SIZE", "LEFT", "LOSS", "STEP")
 # A reason that has less room than this on its run's line stands below it.
 _REASON_ROOM = 24
-_AGO = re.compile(r"(\d+) ?(m|min|h|d|w)\Z")
-_HOURS = {"m": 1 / 60, "min": 1 / 60, "h": 1, "d": 24, "w": 168}
 
 Row = dict[str, Any]
 
@@ -157,21 +155,11 @@ def _state(word: str) -> str:
 
 
 def since(text: str) -> str:
-    """Return a time, or how long ago it was, as the names of runs begin: 20260131-235900 (UTC).
-
-    Args:
-        text: 90m, 12h, 3d, 2w, 2026-01-31 or 2026-01-31T23:59 (UTC if no zone is given).
-    """
-    if ago := _AGO.match(text):
-        when = datetime.now(UTC) - timedelta(hours=int(ago[1]) * _HOURS[ago[2]])
-    else:
-        try:
-            when = datetime.fromisoformat(text)
-        except ValueError as error:
-            words = f"--since {text}: write how long ago (90m, 12h, 3d, 2w) or a date"
-            raise UsageFault(f"{words} (2026-01-31, 2026-01-31T23:59)") from error
-        when = when.astimezone(UTC) if when.tzinfo else when
-    return f"{when:%Y%m%d-%H%M%S}"
+    """Return a time, or how long ago it was, as the names of runs begin: 20260131-235900 (UTC)."""
+    try:
+        return f"{moment(text).astimezone(UTC):%Y%m%d-%H%M%S}"
+    except ValueError as error:
+        raise UsageFault(str(error)) from error
 
 
 def table(

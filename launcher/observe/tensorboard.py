@@ -37,14 +37,18 @@ def free_port(wanted: int | None) -> int:
     raise PreflightFault(f"{words}: give one with --port")
 
 
-def tunnel(port: int, jump: str | None = None) -> str:
+def tunnel(port: int, jump: str | None = None, node: str | None = None) -> str:
     """Return the command that a user types on their own machine.
 
     Args:
         jump: the host between that machine and this one.
+        node: the node whose port it is, None for this host.
     """
-    through = f"-J {jump} " if jump else ""
-    return f"ssh -N {through}-L {port}:127.0.0.1:{port} {getpass.getuser()}@{_host()}"
+    user = getpass.getuser()
+    hops = [jump, f"{user}@{_host()}" if node else None]
+    through = ",".join(filter(None, hops))
+    through = f"-J {through} " if through else ""
+    return f"ssh -N {through}-L {port}:127.0.0.1:{port} {user}@{node or _host()}"
 
 
 def _host() -> str:

@@ -116,6 +116,11 @@ def _size(gate: Mapping[str, Any], subject: Subject) -> Verdict:
     return Verdict(size <= limit, f"size {size:.3g} GiB, at most {limit:g}")
 
 
+def _make_it(name: str) -> str:
+    """Return the command that makes the figures of suite.task or suite.task.metric."""
+    return f"make it with: cookbook eval ... --suite {name.partition('.')[0]}"
+
+
 def _metric(gate: Mapping[str, Any], subject: Subject) -> Iterator[Verdict]:
     name = str(gate["metric"])
     for result in subject.results:
@@ -125,8 +130,8 @@ def _metric(gate: Mapping[str, Any], subject: Subject) -> Iterator[Verdict]:
     else:
         every = sorted({key for result in subject.results for key in figures(result)})
         hint = nearest(name, every) if every else ""
-        make = f"make it with: cookbook eval ... --suite {name.partition('.')[0]}"
-        yield Verdict(False, f"{name}: {subject.label} has no such figure{hint}: {make}")
+        words = f"{name}: {subject.label} has no such figure{hint}"
+        yield Verdict(False, f"{words}: {_make_it(name)}")
         return
     value = known[name]
     if "at_least" in gate:
@@ -185,7 +190,8 @@ def _latency(gate: Mapping[str, Any], subject: Subject) -> Verdict:
     found, limit = _of_task(gate, subject), gate["latency_p95_s_at_most"]
     speed = (found[0]["tasks"][found[1]].get("speed") or {}).get("candidate") if found else None
     if not speed:
-        return Verdict(False, f"{gate['task']}: {subject.label} has no measured latency of it")
+        words = f"{gate['task']}: {subject.label} has no measured latency of it"
+        return Verdict(False, f"{words}: {_make_it(gate['task'])}")
     value = float(speed["latency_p95_s"])
     return Verdict(
         value <= limit, f"{gate['task']}: latency p95 is {value:.3g} s, at most {limit:g}"
@@ -195,7 +201,8 @@ def _latency(gate: Mapping[str, Any], subject: Subject) -> Verdict:
 def _forbidden(gate: Mapping[str, Any], subject: Subject) -> Verdict:
     found = _of_task(gate, subject)
     if found is None:
-        return Verdict(False, f"{gate['task']}: {subject.label} has no answers of it")
+        words = f"{gate['task']}: {subject.label} has no answers of it"
+        return Verdict(False, f"{words}: {_make_it(gate['task'])}")
     path = Path(str(found[0].get("file", ""))).with_suffix("")
     samples = path.with_name(f"{path.name}.samples.jsonl")
     patterns, count, hits, first = [re.compile(p) for p in gate["forbidden"]], 0, 0, ""

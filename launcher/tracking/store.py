@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher import venv
 from launcher.errors import StoreFault, UsageFault
 from launcher.runs import lock
 from runspec.keys.key import KINDS
@@ -75,7 +77,8 @@ def opened(store: Store, write: bool = True) -> Iterator[Any]:
     """
     if not write and store.embedded and not (store.folder / "mlflow.db").exists():
         raise StoreFault(
-            f"nothing is tracked in {store.folder} yet: import runs with: cookbook track"
+            f"nothing is registered or tracked in {store.folder} yet: register a model with "
+            "cookbook register RUN --as NAME, import runs with cookbook track"
         )
     needed = write and store.embedded
     with written_by_one(store.folder) if needed else nullcontext(), _told(store):
@@ -121,10 +124,15 @@ def _where(store: Store) -> str:
 
 
 def _meaning(store: Store, text: str, first: str) -> str:
-    if "database schema" in text or "locate revision" in text:
+    if "locate revision" in text or _is_newer(text):
         return (
-            "another version of MLflow made it; use that version, or keep a copy and run: "
-            f"mlflow db upgrade {store.uri}"
+            "a newer version of MLflow made it, which this one cannot read: use that version's "
+            "server by its address (tracking: http://...), or put the copy from before back"
+        )
+    if "database schema" in text:
+        return (
+            "an older version of MLflow made it: keep a copy, and run: "
+            f"{venv.python().parent / 'mlflow'} db upgrade {store.uri}"
         )
     if "locked" in text:
         return "another program has locked it: wait for it, or end it, and repeat the command"
@@ -135,6 +143,15 @@ def _meaning(store: Store, text: str, first: str) -> str:
     if "Max retries" in text or "Connection" in text:
         return "it does not answer: check its address and the tunnel to it"
     return first[:300]
+
+
+def _is_newer(text: str) -> bool:
+    """Whether MLflow names a schema that it does not know; it calls each other one out of date."""
+    import mlflow.store
+
+    found = re.search(r"found version (\w+)", text)
+    known = Path(mlflow.store.__path__[0]) / "db_migrations" / "versions"
+    return found is not None and not any(known.glob(f"{found[1]}_*.py"))
 
 
 @contextmanager

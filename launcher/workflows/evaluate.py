@@ -75,7 +75,7 @@ def plan(
         if against == "base" and candidate is not None:
             other = _base(candidate)
         elif against not in (None, "base"):
-            other = models.resolve(site, str(against))
+            other = models.resolve(site, str(against), ("base",))
     except CookbookError as error:
         faults += error.faults
     given = [f"candidate={candidate.folder}" if candidate else "candidate=unknown"]
@@ -89,15 +89,46 @@ def plan(
         faults += error.faults
     if faults or candidate is None:
         raise UsageFault(list(dict.fromkeys(faults)))
-    settings: dict[str, Any] = {
-        "candidate_name": candidate.name,
-        "results": str(results_folder(site, candidate)),
-    }
+    settings: dict[str, Any] = {"candidate_name": candidate.name}
+    kinds = {str(task.get("kind")) for task in (recipe.config.get("tasks") or {}).values()}
+    if kinds == {"batch"}:
+        # Answers are no figures of the model.
+        return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
+    settings["results"] = str(results_folder(site, candidate))
     if other is not None:
         settings |= {"against": str(other.folder), "against_name": other.name}
     if candidate.run is not None and not recipe.config.get("training_data"):
         settings["training_data"] = training_data(candidate.run)
     return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
+
+
+def batch(
+    site: Site,
+    wanted: str,
+    source: Path,
+    target: Path,
+    settings: Mapping[str, Any],
+    resources: Mapping[str, Any],
+) -> Recipe:
+    """Work out a job that answers a file by a model, without a server.
+
+    Args:
+        settings: keys of `entry: eval`; None leaves one out.
+
+    Raises:
+        UsageFault, RecipeFault: every fault of what was given.
+    """
+    if target.exists():
+        raise UsageFault(
+            f"--output {target} is there already: choose another file; a job that has not ended "
+            "well goes on with: cookbook resume RUN"
+        )
+    given = {"tasks.answers.data": source.absolute(), "tasks.answers.output": target.absolute()}
+    if not source.is_file() and not any(source.is_relative_to(each) for each in site.node_paths):
+        raise UsageFault(f"--input: there is no file {source}")
+    known = {key: value for key, value in {**settings, **given}.items() if value is not None}
+    overrides = [f"{key}={value}" for key, value in known.items()]
+    return plan(site, wanted, "batch", None, overrides, resources).recipe
 
 
 def _missing_data(recipe: Recipe, site: Site) -> list[str]:

@@ -1,15 +1,18 @@
 """What a user may name where a model is wanted: a run, a folder, or models:/NAME@ALIAS."""
 
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from launcher.checks.files import whole
-from launcher.errors import UsageFault
+from launcher.errors import CookbookError, UnknownRun, UsageFault
 from launcher.recipes.recipe import Recipe
 from launcher.runs import directory
 from launcher.runs.directory import Run
-from launcher.runs.find import find
+from launcher.runs.find import every, find
 from launcher.site import Site
 from launcher.tracking import registry
 from launcher.tracking import store as stores
@@ -32,8 +35,11 @@ class Model:
         return (self.folder / "adapter_config.json").is_file()
 
 
-def resolve(site: Site, wanted: str) -> Model:
+def resolve(site: Site, wanted: str, also: Sequence[str] = ()) -> Model:
     """Return the model that a user names.
+
+    Args:
+        also: what the caller takes besides, for the message.
 
     Raises:
         UsageFault: there is no such model, or the folder is not complete.
@@ -52,7 +58,7 @@ def resolve(site: Site, wanted: str) -> Model:
     path = Path(wanted).expanduser()
     if "/" in wanted or path.is_dir():
         return of_folder(path.absolute())
-    run = find(directory.runs_root(site.root), wanted)
+    run = _run(site, wanted, also)
     export = run.path / files.EXPORT
     if not export.is_dir():
         raise UsageFault(
@@ -61,6 +67,31 @@ def resolve(site: Site, wanted: str) -> Model:
         )
     merged = (export / "config.json").is_file() and any(export.glob("*.safetensors"))
     return _complete(Model(export if merged else export / files.ADAPTER, run.name, run))
+
+
+def _run(site: Site, wanted: str, also: Sequence[str]) -> Run:
+    """Return a run by its name; UsageFault says what a model may be called, and the nearest."""
+    root = directory.runs_root(site.root)
+    try:
+        return find(root, wanted)
+    except UnknownRun as error:
+        if wanted == "last" or any(wanted in run.name for run in every(root)):
+            raise
+        known = {name: name for name in (*also, *(run.name for run in every(root)))}
+        with suppress(CookbookError), stores.opened(_store(site), write=False) as client:
+            for name in registry.names(client):
+                uris = [f"models:/{name}@{alias}" for alias in registry.aliases_of(client, name)]
+                known |= {name: uris[0]} if uris else {}
+        found = next(iter(get_close_matches(wanted, known, n=1)), None)
+        hint = f" (did you mean {known[found]}?)" if found else ""
+        raise UsageFault(
+            f"there is no run or model {wanted!r}{hint}: give {', '.join((*also, 'a run'))}, a "
+            "folder (with a /), or models:/NAME@ALIAS; see cookbook status and cookbook registry"
+        ) from error
+
+
+def _store(site: Site) -> stores.Store:
+    return stores.at(site.root, site.tracking)
 
 
 def of_folder(folder: Path) -> Model:
@@ -79,8 +110,7 @@ def registered(site: Site, uri: str) -> registry.Version:
     if found is None:
         raise UsageFault(f"{uri!r} is not models:/NAME@ALIAS or models:/NAME/VERSION")
     name, alias, number = found.groups()
-    store = stores.at(site.root, site.tracking)
-    with stores.opened(store, write=False) as client:
+    with stores.opened(_store(site), write=False) as client:
         return registry.version(client, name, alias or number)
 
 
@@ -90,8 +120,13 @@ def in_recipe(recipe: Recipe, site: Site) -> Recipe:
     given = block.get("checkpoint_dir") if isinstance(block, dict) else None
     if not (isinstance(block, dict) and isinstance(given, str) and given.startswith("models:/")):
         return recipe
-    folder = str(resolve(site, given).folder)
-    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": folder}}
+    model = resolve(site, given)
+    if model.is_adapter:
+        raise UsageFault(
+            f"checkpointer.checkpoint_dir: {given} is an adapter ({model.folder}), and a run "
+            "starts from whole weights: name a version whose run exported merged ones"
+        )
+    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": str(model.folder)}}
     return replace(recipe, config=config)
 
 

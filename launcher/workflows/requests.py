@@ -9,7 +9,7 @@ from typing import Any
 from launcher import paths, venv, yamlfile
 from launcher.errors import EndpointFault
 from launcher.site import Site
-from launcher.workflows.serve import Endpoint
+from launcher.workflows.endpoint import Endpoint
 from runspec import files
 
 

@@ -1,21 +1,22 @@
-"""Endpoints: served models that are found by name, replaced without a gap, and stopped."""
+"""Serving a model: its jobs, its gateway, a successor without a gap, and the end of them."""
 
 import os
 import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from launcher import paths, venv
 from launcher import site as sites
 from launcher.errors import CookbookError, EndpointFault, RecipeFault, UsageFault, nearest
 from launcher.recipes import recipe as recipe_file
-from launcher.recipes.recipe import NAME, NAME_RULE, time_limit_s
+from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
 from launcher.runs import directory
 from launcher.runs.directory import Run
 from launcher.runs.states import state_of
@@ -23,96 +24,14 @@ from launcher.site import Site
 from launcher.workflows import models
 from launcher.workflows import submit as submission
 from launcher.workflows.cancel import cancel
+from launcher.workflows.endpoint import Endpoint, Served
 from runspec import endpoint as endpoints
 from runspec import files
-from runspec.states import process_start
 
 Say = Callable[[str], None]
-# A successor is asked for so long before the time limit, beside the time that a start took.
-_LEAD_S = 900
 _POLL_S = 1.0
 # A gateway reads the replicas' files twice a second.
 _SEEN_S = 3.0
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """An endpoint by its folder."""
-
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What is served: the model as it was named, the runs, the settings."""
-        found = files.read_json_or_none(self.folder / endpoints.ENDPOINT)
-        return found if isinstance(found, dict) else {}
-
-    @property
-    def key_file(self) -> Path:
-        return self.folder / endpoints.KEY
-
-    @property
-    def replicas(self) -> list[dict[str, Any]]:
-        return endpoints.replicas(self.folder)
-
-    def runs(self, root: Path) -> list[Run]:
-        """Return its runs that are there, oldest first."""
-        listed = [directory.runs_root(root) / str(name) for name in self.facts.get("runs") or []]
-        return [Run(path) for path in listed if path.is_dir()]
-
-    def living(self, root: Path) -> list[Run]:
-        """Return its runs whose job waits or runs."""
-        return [run for run in self.runs(root) if not state_of(run).ended]
-
-    @property
-    def gateway(self) -> dict[str, Any] | None:
-        """The gateway's address and process, None if none runs on this host or another."""
-        found = files.read_json_or_none(self.folder / endpoints.GATEWAY)
-        if not isinstance(found, dict):
-            return None
-        here = found.get("host") == socket.gethostname()
-        if here and process_start(int(found["pid"])) != found.get("process_start"):
-            return None
-        return found
-
-    @property
-    def url(self) -> str:
-        """The address that clients use: the gateway's, else a ready replica's.
-
-        Raises:
-            EndpointFault: nothing serves it now.
-        """
-        gateway = self.gateway
-        if gateway is not None:
-            return str(gateway["url"])
-        for each in self.replicas:
-            if each.get("state") == "ready":
-                return str(each["url"])
-        raise EndpointFault(
-            f"nothing serves {self.name} now: see cookbook serve --list, and start it with: "
-            f"cookbook serve {self.facts.get('model', 'MODEL')} --name {self.name}"
-        )
-
-
-def every(site: Site) -> list[Endpoint]:
-    """Return all endpoints of a site by name."""
-    found = sorted((site.root / "endpoints").glob(f"*/{endpoints.ENDPOINT}"))
-    return [Endpoint(path.parent) for path in found]
-
-
-def find(site: Site, name: str) -> Endpoint:
-    """Return an endpoint by its name; UsageFault if there is none."""
-    known = [each.name for each in every(site)]
-    if name not in known:
-        listed = (
-            f"there are {', '.join(known)}" if known else "start one with: cookbook serve MODEL"
-        )
-        raise UsageFault(f"there is no endpoint {name!r}{nearest(name, known)}: {listed}")
-    return Endpoint(site.root / "endpoints" / name)
 
 
 def config_file(name: str) -> Path:
@@ -140,62 +59,91 @@ def name_of(model: models.Model, wanted: str | None) -> str:
 
 
 def start(
-    site: Site,
-    wanted: str,
-    name: str | None,
-    config: str,
-    overrides: Sequence[str],
-    resources: Mapping[str, Any],
-    local: bool,
-    say: Say,
-    add: bool = False,
-) -> tuple[Endpoint, Run]:
-    """Submit a job that serves a model; return the endpoint and the run.
+    site: Site, asked: Served, name: str | None, say: Say, add: bool = False
+) -> tuple[Endpoint, list[Run]]:
+    """Submit the jobs that serve a model; return the endpoint and the runs.
 
     Args:
-        wanted: what models.resolve takes.
-        add: beside the runs that serve the endpoint now.
+        asked: the model and how it is served; its version and runs are not known yet.
+        add: beside the versions that the endpoint serves now.
 
     Raises:
         UsageFault: the endpoint is served already, or what was given is wrong.
     """
-    model = models.resolve(site, wanted)
-    chosen = Endpoint(site.root / "endpoints" / name_of(model, name))
-    if not add and (busy := chosen.living(site.root)):
+    model = models.resolve(site, asked.model)
+    endpoint = Endpoint(site.root / "endpoints" / name_of(model, name))
+    if not add and (busy := endpoint.living(site.root)):
         raise UsageFault(
-            f"{chosen.name} is served already by {busy[-1].name}: replace it without a gap with "
+            f"{endpoint.name} is served already by {busy[-1].name}: replace it without a gap with "
             "--replace, add a version beside it with --share 0.1, or stop it with: "
-            f"cookbook serve --stop {chosen.name}"
+            f"cookbook serve --stop {endpoint.name}"
         )
-    _make(chosen)
+    before = endpoint.served if add else []
+    new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
+    endpoint.write([*before, new], settings)
+    return endpoint, runs
+
+
+def launch(
+    site: Site, endpoint: Endpoint, asked: Served, count: int, say: Say
+) -> tuple[Served, list[Run], dict[str, Any]]:
+    """Submit so many jobs, each with a copy of a model; return them, and the fronts' settings.
+
+    Each replica is a job: the loss of a node ends one of them, and Slurm starts that one again.
+    """
+    model = models.resolve(site, asked.model)
+    _make(endpoint)
+    file = config_file(asked.config)
     given = {
-        "endpoint": chosen.name,
-        "endpoint_dir": chosen.folder,
+        "endpoint": endpoint.name,
+        "endpoint_dir": endpoint.folder,
         "model": model.folder,
-        "key_file": chosen.key_file,
-        "version": model.name,
+        "key_file": endpoint.key_file,
     }
-    file = config_file(config)
-    texts = [f"{key}={value}" for key, value in given.items() if key != "version"]
-    recipe = recipe_file.load(str(file), [*overrides, *texts], resources)
+    texts = [f"{key}={value}" for key, value in given.items()]
+    recipe = recipe_file.load(str(file), [*asked.overrides, *texts], asked.resources)
     recipe.config["version"] = model.name
     if recipe.entry.purpose != "serve":
         raise UsageFault(f"{file} serves nothing: its entry is {recipe.entry_name}, not serve")
-    recipe = sites.complete(recipe, site, local)
-    planned = submission.plan(recipe, site, f"serve-{chosen.name}"[:64])
-    run = submission.submit(planned, submission.context(planned, local), say)
-    before = [each.name for each in chosen.living(site.root)] if add else []
-    facts = {
-        "model": wanted,
-        "config": config,
-        "overrides": list(overrides),
-        "resources": {key: value for key, value in resources.items() if value is not None},
-        "local": local,
-        "runs": [*before, run.name],
-        "settings": {k: v for k, v in recipe.train_config(site.root, str(run.path)).items()},
-    }
-    files.write_json(chosen.folder / endpoints.ENDPOINT, facts, mode=0o600)
-    return chosen, run
+    recipe = sites.complete(recipe, site, asked.local)
+    _check(recipe)
+    runs: list[Run] = []
+    try:
+        for _ in range(count):
+            planned = submission.plan(recipe, site, f"serve-{endpoint.name}"[:64])
+            checked = submission.context(planned, asked.local)
+            runs.append(submission.submit(planned, checked, say))
+    except BaseException:
+        # All of them, or none.
+        for run in runs:
+            with suppress(CookbookError):
+                cancel(run)
+        raise
+    settings = dict(recipe.train_config(site.root, str(runs[0].path)))
+    names = [run.name for run in runs]
+    return changed(asked, version=model.name, runs=names), runs, settings
+
+
+def _check(recipe: Recipe) -> None:
+    """Raise UsageFault if the replicas of a node cannot share it, or the engine is not there."""
+    copies = int(recipe.config.get("replicas_per_node") or 1)
+    gpus, port = recipe.resources.gpus_per_node, recipe.config.get("port")
+    faults = []
+    if gpus % copies:
+        faults.append(
+            f"replicas_per_node={copies} does not divide {gpus} GPUs per node: each replica needs "
+            "the same number; change it or --gpus-per-node"
+        )
+    if copies > 1 and port:
+        faults.append(f"port={port}: {copies} replicas of one node cannot share it: leave it out")
+    if not recipe.config.get("engine_python"):
+        argv = [str(venv.python()), "-m", "serving.engines", str(recipe.config["engine"])]
+        done = subprocess.run(
+            argv, cwd=paths.REPO_ROOT, env=venv.environment(), capture_output=True, text=True
+        )
+        faults += done.stdout.strip().splitlines()
+    if faults:
+        raise UsageFault(faults)
 
 
 def _make(endpoint: Endpoint) -> None:
@@ -206,31 +154,70 @@ def _make(endpoint: Endpoint) -> None:
         files.write_text(endpoint.key_file, secrets.token_urlsafe(32) + "\n", mode=0o600)
 
 
-def await_ready(endpoint: Endpoint, run: Run, timeout_s: float, say: Say) -> None:
-    """Wait until a replica of a run is ready; EndpointFault if the run ends first."""
-    deadline, asked = time.monotonic() + timeout_s, 0.0
-    while time.monotonic() < deadline:
-        if any(r.get("run") == run.name and r["state"] == "ready" for r in endpoint.replicas):
+def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
+    """Wait until each run has a ready replica; EndpointFault if one ends before.
+
+    A job may wait in the queue for days; an engine that does not start ends its own job
+    (start_timeout_s).
+    """
+    asked, told = 0.0, ""
+    while True:
+        ready = {each.get("run") for each in endpoint.replicas if each["state"] == "ready"}
+        left = [run for run in runs if run.name not in ready]
+        if not left:
             return
         if time.monotonic() - asked > 5:
-            asked, state = time.monotonic(), state_of(run)
+            asked, state = time.monotonic(), state_of(left[0])
             if state.ended:
                 detail = f" ({state.detail})" if state.detail else ""
                 raise EndpointFault(
-                    f"{run.name} is {state.word}{detail}: cookbook logs --first-error {run.name}"
+                    f"{left[0].name} is {state.word}{detail}: "
+                    f"cookbook logs --first-error {left[0].name}"
                 )
-            if state.word != "RUNNING":
-                say(f"{run.name}: {state.word} {state.detail}".rstrip())
+            words = f"{left[0].name}: {state.word} {state.detail}".rstrip()
+            if state.word != "RUNNING" and words != told:
+                say(words)
+                told = words
         time.sleep(_POLL_S)
-    raise EndpointFault(
-        f"{run.name} is not ready after {timeout_s:.0f} s: cookbook logs {run.name}"
-    )
+
+
+def check_port(endpoint: Endpoint, port: int) -> None:
+    """Raise UsageFault if a gateway that is to be started cannot have a port."""
+    running = endpoint.gateway
+    if running is not None:
+        if urlparse(str(running["url"])).port != port:
+            raise UsageFault(
+                f"--port {port}: the gateway of {endpoint.name} listens at {running['url']} "
+                "already: leave --port out"
+            )
+        return
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise UsageFault(
+            f"--port {port} of 127.0.0.1 cannot be opened ({why}): leave --port out, or choose "
+            "another"
+        ) from error
 
 
 def start_gateway(endpoint: Endpoint, port: int = 0) -> str:
-    """Start the gateway on this host, if none runs; return its address."""
+    """Start the gateway on this host, if none runs; return its address.
+
+    Without a port it gets the one that it had before, if that is free: clients have its address.
+    """
     if (running := endpoint.gateway) is not None:
         return str(running["url"])
+    before = files.read_json_or_none(endpoint.folder / endpoints.GATEWAY)
+    if not port and isinstance(before, dict):
+        port = urlparse(str(before.get("url"))).port or 0
+        with suppress(EndpointFault):
+            return _start_gateway(endpoint, port)
+        port = 0
+    return _start_gateway(endpoint, port)
+
+
+def _start_gateway(endpoint: Endpoint, port: int) -> str:
     (endpoint.folder / endpoints.GATEWAY).unlink(missing_ok=True)
     log = endpoint.folder / "gateway.log"
     argv = [str(venv.python()), "-m", "serving.gateway", str(endpoint.folder), "--port", str(port)]
@@ -253,44 +240,65 @@ def start_gateway(endpoint: Endpoint, port: int = 0) -> str:
             break
         time.sleep(0.1)
     words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no message"]
-    raise EndpointFault(f"the gateway of {endpoint.name} did not start: {words[-1]} (see {log})")
+    told = words[-1].removeprefix("error: ")
+    raise EndpointFault(f"the gateway of {endpoint.name} did not start: {told} (see {log})")
 
 
-def replace(site: Site, endpoint: Endpoint, wanted: str | None, say: Say) -> Run:
-    """Start a successor, wait until it is ready, then drain and end the runs before it."""
-    facts = endpoint.facts
-    before = endpoint.living(site.root)
-    _, run = start(
-        site,
-        wanted or str(facts["model"]),
-        endpoint.name,
-        str(facts["config"]),
-        facts.get("overrides") or [],
-        facts.get("resources") or {},
-        bool(facts.get("local")),
-        say,
-        add=True,
-    )
-    say(f"{run.name} is to take the place of {', '.join(each.name for each in before) or 'none'}")
-    await_ready(endpoint, run, _start_limit(endpoint), say)
-    drain(site, endpoint, before, say)
+def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run]:
+    """Let one version take the place of all that an endpoint serves, without a gap."""
+    before, going = endpoint.served, endpoint.living(site.root)
+    new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
+    endpoint.write([*before, new], settings)
+    _tell_place(runs, going, say)
+    await_ready(endpoint, runs, say)
     (endpoint.folder / endpoints.SHARES).unlink(missing_ok=True)
-    return run
+    drain(endpoint, going, say)
+    endpoint.write([new])
+    return runs
 
 
-def _start_limit(endpoint: Endpoint) -> float:
-    return float((endpoint.facts.get("settings") or {}).get("start_timeout_s") or 1800)
+def renew(
+    site: Site, endpoint: Endpoint, old: Served, going: Sequence[Run], count: int, say: Say
+) -> None:
+    """Let so many new jobs of what a version was asked for take the place of some of its runs.
+
+    If its alias names another version by now, that one gets its share of the traffic.
+    """
+    new, runs, settings = launch(site, endpoint, changed(old, runs=()), count, say)
+    others = [each for each in endpoint.served if each != old]
+    same = new.version == old.version
+    kept = [name for name in old.runs if name not in {run.name for run in going}]
+    both = changed(old, runs=[*old.runs, *new.runs]) if same else old
+    endpoint.write([*others, both, *([] if same else [new])], settings)
+    _tell_place(runs, going, say)
+    await_ready(endpoint, runs, say)
+    if not same:
+        shares = endpoints.shares(endpoint.folder)
+        if old.version in shares:
+            files.write_json(
+                endpoint.folder / endpoints.SHARES,
+                {**shares, new.version: shares[old.version]},
+                mode=0o600,
+            )
+    drain(endpoint, going, say)
+    now = changed(old, runs=[*kept, *new.runs]) if same else new
+    endpoint.write([*others, now])
 
 
-def drain(site: Site, endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
+def _tell_place(runs: Sequence[Run], going: Sequence[Run], say: Say) -> None:
+    new, old = (", ".join(run.name for run in each) for each in (runs, going))
+    say(f"{new} is to take the place of {old}" if old else f"{new} is to serve")
+
+
+def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
     """Let runs end what they answer now, and end them; other replicas get what comes."""
     names = {run.name for run in runs}
     for each in endpoint.replicas:
         if each.get("run") in names:
             endpoints.drain_mark(endpoint.folder, each["name"]).touch()
-    timeout = float((endpoint.facts.get("settings") or {}).get("request_timeout_s") or 600)
+    timeout = float(endpoint.settings.get("request_timeout_s") or 600)
     began = time.monotonic()
-    while time.monotonic() - began < timeout + _SEEN_S:
+    while names and time.monotonic() - began < timeout + _SEEN_S:
         left = [each for each in endpoint.replicas if each.get("run") in names]
         quiet = all(e["state"] == "draining" and not e.get("in_flight") for e in left)
         if quiet and time.monotonic() - began > _SEEN_S:
@@ -299,9 +307,6 @@ def drain(site: Site, endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None
     for run in runs:
         with suppress(CookbookError):
             say(cancel(run))
-    facts = endpoint.facts
-    facts["runs"] = [name for name in facts.get("runs") or [] if name not in names]
-    files.write_json(endpoint.folder / endpoints.ENDPOINT, facts, mode=0o600)
 
 
 def share(endpoint: Endpoint, versions: Mapping[str, float]) -> None:
@@ -324,35 +329,13 @@ def stop(site: Site, endpoint: Endpoint, say: Say) -> None:
     say(f"the gateway {gateway['url']} has ended")
 
 
-def due(site: Site, endpoint: Endpoint) -> Iterator[str]:
-    """Yield why an endpoint's run has to be replaced now; nothing if it need not."""
-    facts, living = endpoint.facts, endpoint.living(site.root)
-    if not living:
-        yield "no job serves it"
-        return
-    run = living[-1]
-    if str(facts.get("model")).startswith("models:/"):
-        version = models.registered(site, str(facts["model"]))
-        now = str((facts.get("settings") or {}).get("version"))
-        if now != f"{version.name} v{version.number}":
-            yield f"{facts['model']} is v{version.number} now, and {now} is served"
-    limit = run.asked["time"]
-    began = [run.status.get("started"), *(each.get("started") for each in run.attempts)]
-    known = [each for each in began if isinstance(each, int | float)]
-    if limit and known and not facts.get("local"):
-        left = time_limit_s(limit) - (time.time() - min(known))
-        if left < min(_LEAD_S, time_limit_s(limit) / 4):
-            yield f"its time limit is {max(0, left):.0f} s away"
-
-
-def keep(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 15) -> None:
-    """Look after an endpoint: its gateway, its alias, its time limit and its death."""
-    while True:
-        start_gateway(endpoint)
-        for reason in due(site, endpoint):
-            say(f"{endpoint.name}: {reason}")
-            replace(site, endpoint, None, say)
-            break
-        if once:
-            return
-        time.sleep(pause_s)
+def failed_start(site: Site, endpoint: Endpoint) -> str:
+    """Say which of an endpoint's newest runs ended before it was ready, "" if none did."""
+    for each in endpoint.served:
+        if not each.runs:
+            continue
+        run = Run(directory.runs_root(site.root) / each.runs[-1])
+        state = state_of(run)
+        if state.word == "FAILED" and not (run.path / files.SERVED).exists():
+            return f"{run.name} ended before it was ready ({state.detail})"
+    return ""

@@ -30,7 +30,7 @@ _KEYS = (
 EVAL = {key.name: key for key in _KEYS}
 
 _TASK = (
-    Key("kind", "perplexity | generation | judge | lm_eval", "What is measured.", REQUIRED),
+    Key("kind", "perplexity | generation | judge | lm_eval | batch", "What is done.", REQUIRED),
     Key("data", "text", "JSON lines, one sample each."),
     Key("prompt", "text", "Column of the prompt.", "question"),
     Key("reference", "text", "Column of the right answer.", "answer"),
@@ -41,6 +41,7 @@ _TASK = (
     Key("labels", "texts", "Of classification: the labels; default: those of the references."),
     Key("regex", "text", "Of the metric regex: what an answer must hold."),
     Key("schema", "any", "Of the metric schema: a JSON schema, or the path of one."),
+    Key("output", "text", "Of batch: JSON lines file that gets the answers, in order."),
     Key("judge_url", "text", "Of judge: address of an OpenAI server, such as http://host:8000/v1."),
     Key("judge_model", "text", "Of judge: the model's name there."),
     Key("judge_key_file", "text", "Of judge: file of the API key."),
@@ -72,8 +73,10 @@ def task_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _needs(where: str, task: Mapping[str, Any]) -> Iterator[Fault]:
     kind, metrics = task.get("kind"), task.get("metrics") or []
-    if kind in ("perplexity", "generation", "judge") and not task.get("data"):
+    if kind in ("perplexity", "generation", "judge", "batch") and not task.get("data"):
         yield Fault(f"{where}.data", f"{where}.data is missing: name a file of JSON lines")
+    if kind == "batch" and not task.get("output"):
+        yield Fault(f"{where}.output", f"{where}.output is missing: name the file of the answers")
     if kind == "judge" and not (task.get("judge_url") and task.get("judge_model")):
         yield Fault(where, f"{where} needs judge_url and judge_model")
     if kind == "lm_eval" and not task.get("tasks"):

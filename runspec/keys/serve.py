@@ -8,8 +8,11 @@ _KEYS = (
     Key("model", "text", "Folder of the model; cookbook serve sets it.", REQUIRED),
     Key("version", "text", "Name of what is served, such as support-intent v2."),
     Key("engine", "transformers | vllm | sglang", "What serves the model.", "transformers"),
+    Key(
+        "engine_python", "text", "Python of the environment of vllm or sglang; default: the kit's."
+    ),
     Key("engine_args", "texts", "More arguments of the engine.", []),
-    Key("replicas", "positive", "Copies of the model; default: one per node.", None),
+    Key("replicas_per_node", "positive", "Copies of the model that share a node's GPUs.", 1),
     Key("device", "text", "Of the engine transformers: auto, cpu, cuda:0.", "auto"),
     Key("dtype", "text", "Type of the weights, as the engine calls it.", "auto"),
     Key("bind", "loopback | node", "Who reaches the port: its node, or the cluster.", "loopback"),

@@ -216,6 +216,15 @@ def test_an_evaluation_gains_by_its_shards(run_dir):
     assert [line["gained"] for line in told] == [True, False, True]
 
 
+def test_a_replica_gains_by_the_minutes_for_which_it_was_ready(run_dir):
+    for number, minutes in enumerate([0, 2, 2, 3]):
+        attempt.begin(run_dir, ["n1"], "127.0.0.1")
+        (run_dir / "served.json").write_text(json.dumps({"minutes": minutes}))
+        attempt.end(run_dir, number, 1, max_retries=3)
+    told = read_json_lines(run_dir / "attempts.jsonl")
+    assert [line["gained"] for line in told] == [False, True, False, True]
+
+
 def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     attempt.begin(run_dir, ["n1"], "127.0.0.1")

@@ -1,14 +1,13 @@
 """The example of the whole way on the one-host Slurm: data, training, gates, serving, log, data."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.kit import Kit, until
+from tests.launcher.kit import Kit
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lifecycle" / "run.sh"
 
@@ -38,46 +37,58 @@ def test_the_example_goes_from_data_to_a_champion_and_back(slurm_user: Kit):
     assert listed[0]["url"] is None, "the example ends what it has started"
 
 
-def engine_of(run: str) -> list[int]:
-    """The process ids of the engines of a run."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_text(errors="replace")
-            environ = (process / "environ").read_text(errors="replace")
-        except OSError:
-            continue
-        if "serving.transformers_engine" in command and f"/{run}\0" in environ:
-            found.append(int(process.name))
-    return found
+# MLflow's client, whose import takes seconds, loads the model as anybody's program would.
+LOAD = """
+import sys
+import mlflow
+mlflow.set_tracking_uri(sys.argv[1])
+pipeline = mlflow.transformers.load_model("models:/tiny@champion")
+print("answered", pipeline("What is Slurm?", max_new_tokens=3)[0]["generated_text"])
+"""
 
 
-@pytest.mark.long
-def test_a_successor_and_a_killed_engine_fail_no_request(kit: Kit, tmp_path):
-    model = tmp_path / "model"
-    data = Path("configs/datasets/slurm_qa.jsonl").absolute()
-    argv = [sys.executable, "-m", "trainer.demo", str(model), "--dataset", str(data)]
+@pytest.mark.named
+def test_a_registered_model_is_trained_evaluated_and_loaded_by_its_alias(user: Kit, tmp_path: Path):
+    model, rows = tmp_path / "model", SCRIPT.parents[2] / "configs" / "datasets" / "slurm_qa.jsonl"
+    argv = [sys.executable, "-m", "trainer.demo", str(model), "--dataset", str(rows)]
     subprocess.run(argv, check=True, capture_output=True)
-    started = kit.cookbook("serve", str(model), "--name", "takeover", "--json")
-    assert started.returncode == 0, started.stderr
+    data, gates = tmp_path / "data.jsonl", tmp_path / "gates.yaml"
+    chats = [json.loads(line) for line in rows.read_text().splitlines()[:32]]
+    turns = (
+        [{"role": "user", "content": x["question"]}, {"role": "assistant", "content": x["answer"]}]
+        for x in chats
+    )
+    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    gates.write_text("gates: [{size_gib_at_most: 1}]\n")
+
+    def done(*words: str) -> str:
+        found = user.cookbook(*words, timeout=600)
+        assert found.returncode == 0, found.stdout + found.stderr
+        return found.stdout
+
+    done("register", str(model), "--as", "tiny")
+    done("promote", "tiny", "--to", "champion", "--gates", str(gates))
+    champion = "models:/tiny@champion"
+    recipe = [str(SCRIPT.with_name("intent.yaml")), f"checkpointer.checkpoint_dir={champion}"]
+    recipe += [f"dataset.data_files={data}", "epochs=1"]
+    done("check", *recipe, "--local")
+    done("estimate", *recipe)
+    done("submit", *recipe, "--name", "tuned", "--local", "--watch")
+    (run,) = user.runs()
+    assert f"checkpoint_dir: {model}" in (run / "recipe.yaml").read_text()
+    few = ["tasks.likelihood.limit=4", "tasks.answers.limit=4", "max_new_tokens=4", "--local"]
+    done("eval", champion, "--against", "tuned", "--watch", *few)
+    assert "tiny v1 against" in done("eval", champion, "--results")
     questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    questions.write_text("".join(json.dumps({"prompt": f"job {k}"}) + "\n" for k in range(60)))
-    argv = [sys.executable, "-m", "launcher", "query", "takeover", f"--input={questions}"]
-    argv += [f"--output={answers}", "--max-tokens=16", "--in-flight=4"]
-    try:
-        asking = subprocess.Popen(argv, env=kit.env, stderr=subprocess.PIPE, text=True)
-        until(lambda: answers.exists() and answers.stat().st_size > 0, 60)
-        replaced = kit.cookbook("serve", str(model), "--name", "takeover", "--replace")
-        assert replaced.returncode == 0, replaced.stderr
-        _, words = asking.communicate(timeout=300)
-        assert asking.returncode == 0 and "0 failed" in words, words
-        rows = [json.loads(line) for line in answers.read_text().splitlines()]
-        assert [row["line"] for row in rows] == list(range(1, 61))
-        (listed,) = json.loads(kit.cookbook("serve", "--list", "--json").stdout)
-        (run,) = listed["runs"]
-        (engine,) = engine_of(run)
-        os.kill(engine, 9)
-        again = kit.cookbook("query", "takeover", "job 1", "--max-tokens", "4", "--json")
-        assert again.returncode == 0, again.stderr
-    finally:
-        kit.cookbook("serve", "--stop", "takeover")
+    questions.write_text("".join(json.dumps(x["question"]) + "\n" for x in chats))
+    batch = ["query", champion, "--offline", "--input", str(questions), "--max-tokens", "4"]
+    done(*batch, "--output", str(answers), "--local", "--watch")
+    assert [json.loads(x)["line"] for x in answers.read_text().splitlines()] == [*range(1, 33)]
+    again = user.cookbook(*batch, "--output", str(answers), "--local")
+    assert again.returncode == 2 and "is there already" in again.stderr
+    # A run exports merged weights, which can be registered and trained on.
+    done("register", "tuned", "--as", "tiny")
+    store = f"sqlite:///{user.root / 'tracking' / 'mlflow.db'}"
+    argv = [sys.executable, "-c", LOAD, store]
+    loaded = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=user.env)
+    assert "answered What is Slurm?" in loaded.stdout, loaded.stderr[-2000:]

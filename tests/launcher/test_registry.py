@@ -198,7 +198,13 @@ def test_a_store_that_is_locked_or_of_another_version_is_named(site, monkeypatch
     ):
         old.backup(new)
         new.execute("update alembic_version set version_num = 'ffff'")
-    words = "another version of MLflow made it"
+    words = "a newer version of MLflow made it"
+    with pytest.raises(StoreFault, match=words), stores.opened(other) as client:
+        registry.names(client)
+    with sqlite3.connect(other.folder / "mlflow.db") as new:
+        # The first schema of all.
+        new.execute("update alembic_version set version_num = '451aebb31d03'")
+    words = "an older version of MLflow made it: keep a copy, and run: .*mlflow db upgrade sqlite:"
     with pytest.raises(StoreFault, match=words), stores.opened(other) as client:
         registry.names(client)
 
@@ -217,8 +223,14 @@ def test_a_suite_and_its_models_are_checked_together(site):
     with pytest.raises(CookbookError) as error:
         evaluate.plan(site, "no-such-run", "slurm_qaa", "models:/intent@nobody")
     text = "\n".join(error.value.faults)
-    for words in ("matches 'no-such-run'", "did you mean slurm_qa?", "no alias 'nobody'"):
+    for words in ("no run or model 'no-such-run'", "mean slurm_qa?", "no alias 'nobody'"):
         assert words in text
+    with pytest.raises(UsageFault) as error:
+        evaluate.plan(site, "models:/intent@champion", "slurm_qa", "bas")
+    assert "(did you mean base?): give base, a run, a folder" in error.value.faults[0]
+    with pytest.raises(UsageFault) as error:
+        evaluate.plan(site, "intnt", "slurm_qa", None)
+    assert "did you mean models:/intent@ca" in error.value.faults[0]
     with pytest.raises(UsageFault, match=r"tasks.answers holds? ?|unknown key"):
         evaluate.plan(
             site, "models:/intent@champion", "slurm_qa", None, ["+tasks.answers.metrcs=[]"]

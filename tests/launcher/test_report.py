@@ -118,6 +118,23 @@ def test_ticks_are_round(low, high, found):
     assert curves.ticks(low, high) == pytest.approx(found)
 
 
+def test_evaluations_and_what_the_log_of_an_endpoint_says_are_in_it(tmp_path):
+    run = made(tmp_path)
+    (run.path / "evals").mkdir()
+    figures = {"candidate": {"value": 0.5, "low": 0.4, "high": 0.6}, "samples": 8}
+    sample = {"prompt": EVIL, "reference": "r", "candidate": "a", "against": "b"}
+    block = {"kind": "generation", "metrics": {"f1": {"all": figures}}}
+    block["differing"] = {"count": 1, "first": [sample]}
+    result = {"suite": "support", "candidate": {"name": "tuned v2"}, "tasks": {"answers": block}}
+    (run.path / "evals" / "support--a.json").write_text(json.dumps(result))
+    served = [("intent", ["latency      p50 1.0 ms, p95 2.0 ms, p99 3.0 ms", EVIL])]
+    assert report.write([run], tmp_path / "r.html", served=served) == []
+    text, _ = page(tmp_path / "r.html")
+    for words in ("support: tuned v2", "0.5 [0.4, 0.6]", "1 answers differ", "p99 3.0 ms"):
+        assert words in text
+    assert "<script" not in text
+
+
 def test_what_cannot_be_shown_is_named(tmp_path):
     run = made(tmp_path)
     (run.path / "profile").mkdir()

@@ -70,6 +70,15 @@ def test_a_living_journal_is_read_and_left_alone(tmp_path):
     assert file.stat().st_mode & 0o077 == 0
 
 
+def test_a_request_that_another_replica_answered_counts_as_answered(tmp_path):
+    lost, other = Journal(tmp_path), Journal(tmp_path)
+    for journal in (lost, other):
+        journal.accepted(row(1))
+    lost.accepted(row(2))
+    other.answered("r1", answer())
+    assert {each["request_id"]: each["status"] for each in read(tmp_path)} == {"r1": 200, "r2": 0}
+
+
 def test_private_things_stay_out_and_ids_stay_whole(tmp_path):
     journal = Journal(tmp_path, redact=["ACME-[0-9]+"])
     text = "me@example.org, +49 170 1234567, sk-abcdefghijklmnop123, ACME-77"
@@ -101,7 +110,7 @@ def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     assert (rows[0]["feedback"], rows[1]["label"]) == ("bad", None)
     table = pq.read_table(source.write(rows, tmp_path / "out"))
     assert tuple(table.column_names) == source.COLUMNS and table.num_rows == 2
-    assert source.rows_of(tmp_path, since=1001.0)[0]["request_id"] == "r1"
+    assert source.rows_of(tmp_path, begin=1001.0)[0]["request_id"] == "r1"
 
 
 def test_drift_is_small_for_the_same_texts_and_large_for_others():

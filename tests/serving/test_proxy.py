@@ -23,10 +23,12 @@ class Upstream:
 
     def __init__(self, name: str) -> None:
         self.name, self.heard, self.hung_up, self.pause_s = name, [], 0, 0.0
+        self.keys: list[str] = []
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.heard.append(body)
+        self.keys.append(request.headers["Authorization"])
         usage = {"prompt_tokens": 3, "completion_tokens": 4}
         if not body.get("stream"):
             await asyncio.sleep(self.pause_s)
@@ -63,7 +65,7 @@ class One:
     """A pool of one backend."""
 
     def __init__(self, url: str) -> None:
-        self.known = {"a": Backend("a", url, "v1")}
+        self.known = {"a": Backend("a", url, "v1", key="the engine's own")}
 
     def choose(self, tried: set[str]) -> Backend | None:
         return None if tried else self.known["a"]
@@ -102,6 +104,7 @@ def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
         async with client.post(url, json=ask(stream=True)) as answer:
             text = await answer.text()
         assert text.endswith("data: [DONE]\n\n") and server.heard[0]["model"] == "/models/m"
+        assert set(server.keys) == {"Bearer the engine's own"}
         whole, stream = sorted(read(log), key=lambda row: row["time"])
         assert whole["request_id"] == "mine" and whole["answer_tokens"] == 4
         assert stream["answer"] == "one two three four" and stream["first_token_s"] is not None
@@ -164,6 +167,82 @@ def test_a_client_that_hangs_up_ends_the_answer_and_is_logged(tmp_path):
             await asyncio.sleep(0.05)
 
     front(tmp_path, check)
+
+
+def test_a_request_of_a_million_tokens_is_refused_before_it_is_read_whole(tmp_path):
+    async def check(client, url, server, log):
+        async with client.post(url, json=ask("job " * 1_000_000)) as answer:
+            assert answer.status == 413 and "1,048,576 bytes" in await answer.text()
+        async with client.post(url, json=ask("job " * 200_000)) as answer:
+            assert answer.status == 400
+            assert "has 200,000 tokens, and the model takes 100" in await answer.text()
+        assert not server.heard and not list(read(log))
+
+    front(tmp_path, check, count=lambda text: len(text.split()))
+
+
+def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lost(tmp_path):
+    async def run() -> None:
+        server, runner, url = await upstream("a")
+        server.pause_s = 60.0
+        place = endpoints.replica_file(tmp_path, "a")
+
+        def tell(**more) -> None:
+            endpoints.tell(tmp_path, "a", {"state": "ready", "url": url, "version": "v"})
+            place.write_text(json.dumps({**json.loads(place.read_text()), **more}))
+
+        pool = Pool(tmp_path)
+        tell(machine="n17", bind="loopback")
+        pool.refresh()
+        assert not pool.known, "another host's loopback address is not this host's"
+        tell(machine="n17", bind="node")
+        pool.refresh()
+        gateway, address = await opened(Proxy(SETTINGS, KEY, pool).app())
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
+            waiting = asyncio.create_task(client.post(f"{address}/v1/chat/completions", json=ask()))
+            while not server.heard:
+                await asyncio.sleep(0.01)
+            tell(time=time.time() - 60, bind="node")
+            # Its file is old and it says no word of health: it is lost, and so is what it answers.
+            await pool.dismiss(pool.refresh())
+            answer = await asyncio.wait_for(waiting, 10)
+            assert answer.status == 503 and "does not answer" in await answer.text()
+        await gateway.cleanup()
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path):
+    async def torn(request: web.Request) -> web.StreamResponse:
+        part = web.StreamResponse(headers={"Content-Length": "1000"})
+        part.content_type = "application/json"
+        await part.prepare(request)
+        await part.write(b'{"choices"')
+        assert request.transport is not None
+        request.transport.abort()
+        return part
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", torn)
+        broken, place = await opened(app)
+        _, whole, url = await upstream("a")
+        for name, address in (("a", url), ("torn", place)):
+            endpoints.tell(tmp_path, name, {"state": "ready", "url": address, "version": "v"})
+        pool = Pool(tmp_path)
+        pool.refresh()
+        gateway, address = await opened(Proxy(SETTINGS, KEY, pool).app())
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
+            for _ in range(8):
+                pool.known["torn"].failed_at = -100.0
+                async with client.post(f"{address}/v1/chat/completions", json=ask()) as answer:
+                    assert answer.status == 200
+                    assert (await answer.json())["choices"][0]["message"]["content"] == "from a"
+        for runner in (gateway, whole, broken):
+            await runner.cleanup()
+
+    asyncio.run(run())
 
 
 def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):

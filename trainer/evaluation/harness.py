@@ -31,7 +31,7 @@ def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -
         tasks=list(task["tasks"]),
         num_fewshot=task.get("num_fewshot"),
         limit=task.get("limit"),
-        bootstrap_iters=0,
+        bootstrap_iters=config["resamples"],
         random_seed=config["seed"],
         numpy_random_seed=config["seed"],
         torch_random_seed=config["seed"],

@@ -5,17 +5,24 @@ import re
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
 
-_TRIES, _TIMEOUT_S = 4, 120
+_TRIES, _TIMEOUT_S, _IN_FLIGHT = 4, 120, 8
 _ASK = (
     "Two answers to a question follow. Say which is better: more correct, more complete, clearer.\n"
     "Question: {prompt}\n\nReference answer: {reference}\n\nAnswer A: {a}\n\nAnswer B: {b}\n\n"
     "Reply with one letter: A, B, or T for a tie."
 )
+
+
+def verdicts(task: dict[str, Any], pairs: list[tuple[str, str, str, str]]) -> list[float]:
+    """Return the verdicts of (prompt, reference, our answer, their answer), asked side by side."""
+    with ThreadPoolExecutor(_IN_FLIGHT) as pool:
+        return list(pool.map(lambda pair: verdict(task, *pair), pairs))
 
 
 def verdict(task: dict[str, Any], prompt: str, reference: str, ours: str, theirs: str) -> float:

@@ -75,7 +75,7 @@ class Answerer:
         if not self.tokenizer.chat_template:
             raise ConfigError("the model has no chat template: set template: none")
         turns = [{"role": "system", "content": task["system"]}] if task.get("system") else []
-        turns.append({"role": "user", "content": sample.prompt})
+        turns += sample.messages or [{"role": "user", "content": sample.prompt}]
         return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
 
     @torch.inference_mode()

@@ -29,6 +29,8 @@ def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     for name, task in config["tasks"].items():
         if task["kind"] == "lm_eval":
             tasks[name] = _of_harness(plan, name)
+        elif task["kind"] == "batch":
+            tasks[name] = _of_batch(plan, name, task)
         else:
             tasks[name], told = _of_samples(plan, name, task, config)
             lines += told
@@ -220,6 +222,21 @@ def _speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _report(rows: list[dict[str, Any]], data: list[Sample], labels: list[str]) -> dict[str, Any]:
     predicted = [scores.label_of(row["answer"], labels) for row in rows]
     return scores.classification(predicted, [each.reference for each in data], labels)
+
+
+def _of_batch(plan: Plan, name: str, task: dict[str, Any]) -> dict[str, Any]:
+    """Write the answers as the client of a server does, in the order of the questions."""
+    rows, target = plan.all_rows(name, "candidate"), Path(task["output"]).expanduser()
+    lines = []
+    for number, row in enumerate(rows, 1):
+        long = row.get("too_long")
+        error = {"error": "the prompt leaves no room for an answer"} if long else {}
+        lines.append({"line": number, "answer": None if long else row["answer"], **error})
+    target.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(target, "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines))
+    too_long = sum(bool(row.get("too_long")) for row in rows)
+    known = {"kind": "batch", "samples": len(rows), "output": str(target)}
+    return {**known, "too_long": {"candidate": too_long}, "speed": {"candidate": _speed(rows)}}
 
 
 def _of_harness(plan: Plan, name: str) -> dict[str, Any]:

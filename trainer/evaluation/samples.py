@@ -18,12 +18,16 @@ NGRAM = 13
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: its place in the file, its prompt, its reference answer and its group."""
+    """One sample: its place in the file, its prompt, its reference answer and its group.
+
+    messages: the conversation that a task of kind batch continues; the prompt is its last message.
+    """
 
     index: int
     prompt: str
     reference: str
     group: str
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 def read(name: str, task: dict[str, Any]) -> list[Sample]:
@@ -40,7 +44,11 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
                 if not line.strip():
                     continue
                 try:
-                    found.append(_sample(len(found), json.loads(line), columns, task.get("group")))
+                    row = json.loads(line)
+                    if task.get("kind") == "batch":
+                        found.append(_request(len(found), row))
+                    else:
+                        found.append(_sample(len(found), row, columns, task.get("group")))
                 except (ValueError, KeyError, TypeError) as error:
                     faults.append(f"tasks.{name}.data {path}, line {number}: {_why(error)}")
                     if len(faults) == 5:
@@ -70,6 +78,32 @@ def _sample(index: int, row: Any, columns: dict[str, str], group: str | None) ->
     values = [row[columns["prompt"]], row[columns["reference"]]]
     texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
     return Sample(index, texts[0], texts[1], str(row[group]) if group else "")
+
+
+# What a line may set for itself when a server is asked; a job has one of each for all lines.
+_OF_ALL = ("max_tokens", "temperature", "top_p", "seed")
+
+
+def _request(index: int, row: Any) -> Sample:
+    """Return a line as a server is asked it: messages, prompt or question, or a text alone."""
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise TypeError("it is no JSON object")
+    if own := [key for key in _OF_ALL if key in row]:
+        raise TypeError(f"it sets {', '.join(own)}, which a job has for all lines: leave it out")
+    messages = row.get("messages")
+    if messages is None:
+        text = row.get("prompt", row.get("question"))
+        messages = [{"role": "user", "content": text}]
+    known = isinstance(messages, list) and messages
+    if not known or not all(isinstance(_content(each), str) for each in messages):
+        raise TypeError("it has no messages, prompt or question of text")
+    return Sample(index, str(messages[-1]["content"]), "", "", tuple(messages))
+
+
+def _content(message: Any) -> Any:
+    return message.get("content") if isinstance(message, dict) else None
 
 
 def _why(error: Exception) -> str:

@@ -18,6 +18,8 @@ from trainer.evaluation.model import Answerer, fingerprint
 from trainer.evaluation.samples import Sample
 from trainer.evaluation.scores import normalised
 
+# What a task says of its answers, and not of how they are made.
+_SHOWN = ("group", "metrics", "labels", "output")
 _DEPENDS = ("seed", "dtype", "batch_size", "max_new_tokens", "temperature", "top_p", "template")
 
 
@@ -77,9 +79,9 @@ class Plan:
     def _mark(self, name: str) -> dict[str, str]:
         """Return by side the hash of what a shard's content depends on."""
         task = self.config["tasks"][name]
-        content = [[each.prompt, each.reference] for each in self.data[name]]
+        content = [[each.prompt, each.reference, each.messages] for each in self.data[name]]
         settings = {key: self.config[key] for key in _DEPENDS}
-        asked = {key: task[key] for key in task if key not in ("group", "metrics", "labels")}
+        asked = {key: task[key] for key in task if key not in _SHOWN}
         common = json.dumps([settings, asked, content], sort_keys=True)
         marks = {side: _hash(common + self.models[side]) for side in self.sides}
         return {**marks, "both": _hash(common + "".join(self.models.values()))}
@@ -131,9 +133,11 @@ class Plan:
         rows: list[dict[str, Any]] = []
         if answerer is None:
             ours, theirs = (self.rows(each) or [] for each in self._answers(shard))
-            for sample, own, other in zip(chosen, ours, theirs, strict=True):
-                texts = (sample.prompt, sample.reference, own["answer"], other["answer"])
-                rows.append({"win": judge.verdict(task, *texts)})
+            pairs = [
+                (sample.prompt, sample.reference, own["answer"], other["answer"])
+                for sample, own, other in zip(chosen, ours, theirs, strict=True)
+            ]
+            rows = [{"win": win} for win in judge.verdicts(task, pairs)]
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":

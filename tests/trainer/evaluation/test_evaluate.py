@@ -103,6 +103,37 @@ def test_other_settings_are_answered_anew(tmp_path, suite, alone):
     assert shard.name in [each.file for each in Plan(changed, tmp_path).missing()]
 
 
+def test_a_batch_is_answered_in_order_by_any_number_of_workers(tmp_path, suite, alone):
+    """Its answers are those of the generation task, whose prompts are the same."""
+    data = Path(suite["tasks"]["answers"]["data"])
+    asked = [json.loads(x) for x in data.read_text().splitlines()]
+    lines: list[object] = [
+        {"messages": [{"role": "user", "content": x["question"]}]} for x in asked
+    ]
+    lines[1], lines[2] = asked[1]["question"], {"prompt": asked[2]["question"]}
+    data, target = tmp_path / "questions.jsonl", tmp_path / "out" / "answers.jsonl"
+    data.write_text("\n\n".join(map(json.dumps, lines)))
+    batch = {"kind": "batch", "data": str(data), "output": str(target)}
+    config = {key: value for key, value in suite.items() if key != "against"}
+    start(tmp_path / "run", {**config, "tasks": {"batch": batch}}, [1, 0], 2)
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [each["line"] for each in answers] == list(range(1, 45))
+    samples_file = alone[0] / "evals" / "suite.samples.jsonl"
+    known = [json.loads(line) for line in samples_file.read_text().splitlines()]
+    wanted = [each["candidate"]["answer"] for each in known if each["task"] == "answers"]
+    assert [each["answer"] for each in answers] == wanted
+
+
+def test_a_line_of_a_batch_that_cannot_be_asked_is_told(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "max_tokens": 3}\n{"text": "b"}\n{"messages": []}\n')
+    with pytest.raises(ConfigError) as error:
+        samples.read("answers", {"kind": "batch", "data": str(data)})
+    first, second, third = error.value.faults
+    assert "line 1: it sets max_tokens, which a job has for all lines" in first
+    assert "has no messages, prompt or question" in second and "line 3" in third
+
+
 def test_a_stop_file_ends_it_and_keeps_what_is_answered(tmp_path, suite):
     (tmp_path / ".stop").touch()
     assert start(tmp_path, suite, [0], 1) is None

@@ -1,0 +1,129 @@
+"""An endpoint by its folder: the versions that it serves, its runs, its replicas, its address."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import EndpointFault, UsageFault, nearest
+from launcher.runs import directory
+from launcher.runs.directory import Run
+from launcher.runs.states import states
+from launcher.site import Site
+from runspec import endpoint as endpoints
+from runspec import files
+
+
+@dataclass(frozen=True)
+class Served:
+    """One version that an endpoint serves: what was asked for, and the runs that do it.
+
+    model: as it was named. version: which one that was, such as support-intent v2. replicas: how
+    many runs are wanted; those that have ended stay among the runs until the version is replaced.
+    """
+
+    model: str
+    version: str
+    config: str = "default"
+    overrides: Sequence[str] = ()
+    resources: dict[str, Any] = field(default_factory=dict)
+    local: bool = False
+    replicas: int = 1
+    runs: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint by its folder."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The content of endpoint.json: the versions that are served, and the front's settings."""
+        found = files.read_json_or_none(self.folder / endpoints.ENDPOINT)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.facts.get("settings") or {})
+
+    @property
+    def served(self) -> list[Served]:
+        """The versions, oldest first."""
+        known = {each.name for each in fields(Served)}
+        listed = self.facts.get("served")
+        return [
+            Served(**{key: value for key, value in each.items() if key in known})
+            for each in (listed if isinstance(listed, list) else [])
+        ]
+
+    def write(self, served: Sequence[Served], settings: dict[str, Any] | None = None) -> None:
+        """Write which versions are served now."""
+        content = {**self.facts, "served": [asdict(each) for each in served]}
+        content |= {} if settings is None else {"settings": settings}
+        files.write_json(self.folder / endpoints.ENDPOINT, content, mode=0o600)
+
+    @property
+    def key_file(self) -> Path:
+        return self.folder / endpoints.KEY
+
+    @property
+    def replicas(self) -> list[dict[str, Any]]:
+        return endpoints.replicas(self.folder)
+
+    def living(self, root: Path, of: Served | None = None) -> list[Run]:
+        """Return its runs whose job waits or runs, oldest first; those of one version if given."""
+        chosen = self.served if of is None else [of]
+        names = [name for each in chosen for name in each.runs]
+        found = [Run(directory.runs_root(root) / name) for name in names]
+        known = states(run for run in found if run.path.is_dir())
+        return [run for run in found if run.name in known and not known[run.name].ended]
+
+    @property
+    def gateway(self) -> dict[str, Any] | None:
+        """The gateway's address and process, None if none runs on this host or another."""
+        return endpoints.gateway(self.folder)
+
+    @property
+    def url(self) -> str:
+        """The address that clients on this host use: the gateway's, else a ready replica's.
+
+        Raises:
+            EndpointFault: nothing serves it now, or this host cannot reach it.
+        """
+        found = endpoints.address(self.folder)
+        if found is not None:
+            return found
+        ready = [each["machine"] for each in self.replicas if each.get("state") == "ready"]
+        if there := [str(self.gateway["host"])] if self.gateway else ready:
+            raise EndpointFault(
+                f"{self.name} listens on the loopback address of {there[0]}, which this host "
+                "cannot reach: run the command there, or serve it with bind=node"
+            )
+        model = self.served[-1].model if self.served else "MODEL"
+        raise EndpointFault(
+            f"nothing serves {self.name} now: see cookbook serve --list, and start it with: "
+            f"cookbook serve {model} --name {self.name}"
+        )
+
+
+def every(site: Site) -> Iterator[Endpoint]:
+    """Yield all endpoints of a site by name."""
+    for path in sorted((site.root / "endpoints").glob(f"*/{endpoints.ENDPOINT}")):
+        yield Endpoint(path.parent)
+
+
+def find(site: Site, name: str) -> Endpoint:
+    """Return an endpoint by its name; UsageFault if there is none."""
+    known = [each.name for each in every(site)]
+    if name not in known:
+        listed = (
+            f"there are {', '.join(known)}" if known else "start one with: cookbook serve MODEL"
+        )
+        raise UsageFault(f"there is no endpoint {name!r}{nearest(name, known)}: {listed}")
+    return Endpoint(site.root / "endpoints" / name)

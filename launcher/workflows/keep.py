@@ -1,0 +1,105 @@
+"""Looking after an endpoint: its gateway, its aliases, its time limits, and runs that died."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from launcher.errors import CookbookError, EndpointFault
+from launcher.recipes.recipe import time_limit_s
+from launcher.runs.directory import Run
+from launcher.site import Site
+from launcher.workflows import models, serve
+from launcher.workflows.endpoint import Endpoint, Served
+
+Say = Callable[[str], None]
+# A successor is asked for so long before the time limit, or half of the limit before it, and twice
+# the time earlier that a start took. Slurm's warning, which ends a replica, comes later: 300 s or a
+# quarter of the limit before it.
+_LEAD_S = 1200
+
+
+def keep(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 15) -> None:
+    """Look after an endpoint once, or until it is interrupted.
+
+    Raises:
+        EndpointFault: with `once`, what serves it cannot be replaced; what serves goes on.
+    """
+    told = ""
+    while True:
+        try:
+            look(site, endpoint, say)
+            told = ""
+        except CookbookError as error:
+            if once:
+                raise
+            if error.faults[0] != told:
+                told = error.faults[0]
+                say(f"{endpoint.name}: {told}")
+        if once:
+            return
+        time.sleep(pause_s)
+
+
+def look(site: Site, endpoint: Endpoint, say: Say) -> None:
+    """Start what is missing, and replace what has to be replaced."""
+    if endpoint.gateway is None:
+        say(f"{endpoint.name}: gateway {serve.start_gateway(endpoint)}")
+    for served in endpoint.served:
+        living = endpoint.living(site.root, served)
+        going, count, reason = due(site, endpoint, served, living)
+        if not reason:
+            continue
+        if fault := serve.failed_start(site, endpoint):
+            raise EndpointFault(
+                f"{reason}, and {fault}: fix it, then: cookbook serve {served.model} "
+                f"--name {endpoint.name} --replace"
+            )
+        say(f"{endpoint.name}: {reason}")
+        serve.renew(site, endpoint, served, going, count, say)
+
+
+def due(
+    site: Site, endpoint: Endpoint, served: Served, living: Sequence[Run]
+) -> tuple[Sequence[Run], int, str]:
+    """Return which runs have to be replaced, by how many, and why; "" if nothing has to be done."""
+    if served.model.startswith("models:/"):
+        found = models.registered(site, served.model)
+        if served.version != f"{found.name} v{found.number}":
+            words = f"{served.model} is v{found.number} now, and {served.version} is served"
+            return living, served.replicas, words
+    if not served.local and (near := _near(endpoint, living)):
+        words = f"the time limit of {', '.join(near)} is {min(near.values()):.0f} s away"
+        return [run for run in living if run.name in near], len(near), words
+    missing = served.replicas - len(living)
+    if missing > 0:
+        words = f"{len(living)} of {served.replicas} jobs serve {served.version}"
+        return (), missing, words
+    return (), 0, ""
+
+
+def _near(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
+    """Return the runs whose time limit is near, and how far it is away."""
+    starts = {str(each.get("run")): float(each.get("start_s") or 0) for each in endpoint.replicas}
+    found = {}
+    for run in runs:
+        limit, began = run.asked["time"], _began(run)
+        if not limit or began is None:
+            continue
+        whole = time_limit_s(limit)
+        left = whole - (time.time() - began)
+        if left < min(_LEAD_S + 2 * starts.get(run.name, 0.0), whole / 2):
+            found[run.name] = max(0.0, left)
+    return found
+
+
+def _began(run: Run) -> float | None:
+    """Return when a run's job began, None if it does not run: with its first attempt.
+
+    A job that went back into the queue begins anew.
+    """
+    status = run.status
+    if status.get("state") != "RUNNING":
+        return None
+    job = [status.get(key) for key in ("job_id", "restart_count")]
+    own = [a for a in run.attempts if [a.get(key) for key in ("job_id", "restart_count")] == job]
+    began = [each.get("started") for each in (*own, status)]
+    return min((each for each in began if isinstance(each, int | float)), default=None)

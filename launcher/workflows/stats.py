@@ -1,0 +1,58 @@
+"""What the log of a served model says, asked of the environment that can read it."""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launcher import paths, venv
+from launcher.errors import CookbookError
+from launcher.runs.directory import Run
+from launcher.site import Site
+from launcher.workflows import endpoint as endpoints
+from launcher.workflows import models
+from launcher.workflows.endpoint import Endpoint
+from launcher.workflows.evaluate import training_data
+
+Say = Callable[[str], None]
+
+
+def command(site: Site, endpoint: Endpoint, since: str | None, say: Say) -> list[str]:
+    """Return the command that prints an endpoint's figures."""
+    argv = [str(venv.python()), "-m", "serving.stats", str(endpoint.folder)]
+    argv += ["--since", since] if since else []
+    for file in _trained_on(site, endpoint, say):
+        argv += ["--training-data", file]
+    return argv
+
+
+def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
+    """Return the files that the newest served model was trained on."""
+    try:
+        model = models.resolve(site, endpoint.served[-1].model) if endpoint.served else None
+    except CookbookError as error:
+        say(f"warning: no drift is computed: {error.faults[0]}")
+        return []
+    return training_data(model.run) if model and model.run else []
+
+
+def of_runs(site: Site, runs: Sequence[Run], say: Say) -> list[tuple[str, list[str]]]:
+    """Return the figures, as lines, of the endpoints that runs serve, or whose model they made."""
+    chosen, found = [run.path.resolve() for run in runs], []
+    for endpoint in endpoints.every(site):
+        model = Path(str(endpoint.settings.get("model") or "/")).resolve()
+        serving = {name for served in endpoint.served for name in served.runs}
+        if not any(path in model.parents or path.name in serving for path in chosen):
+            continue
+        done = subprocess.run(
+            command(site, endpoint, None, say),
+            cwd=paths.REPO_ROOT,
+            env=venv.environment(),
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode == 0:
+            found.append((endpoint.name, done.stdout.splitlines()))
+        else:
+            words = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            say(f"passed over: endpoint {endpoint.name}: {words.removeprefix('error: ')}")
+    return found

@@ -1,0 +1,197 @@
+"""Faults of a served model on the one-host Slurm: no request fails, nothing of the log is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import paths
+from tests.faults.conftest import user_of
+from tests.faults.kit import processes_of, processes_of_node
+from tests.launcher.kit import Kit, ranks_of, report, until
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A tiny model that has learnt nothing."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    data = paths.REPO_ROOT / "configs" / "datasets" / "slurm_qa.jsonl"
+    argv = [sys.executable, "-m", "trainer.demo", str(folder), "--dataset", str(data)]
+    subprocess.run(argv, check=True, capture_output=True)
+    return folder
+
+
+@contextmanager
+def asking(user: Kit, name: str, folder: Path, count: int) -> Iterator[Path]:
+    """Ask an endpoint many questions during the block; none of them may fail."""
+    folder.mkdir(exist_ok=True)
+    questions, answers = folder / "questions.jsonl", folder / "answers.jsonl"
+    lines = (json.dumps({"prompt": f"job {k}"}) + "\n" for k in range(count))
+    questions.write_text("".join(lines))
+    argv = [sys.executable, "-m", "launcher", "query", name, f"--input={questions}"]
+    argv += [f"--output={answers}", "--max-tokens=16", "--in-flight=4"]
+    process = subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: answers.exists() and answers.stat().st_size > 0, 60)
+        yield answers
+        _, words = process.communicate(timeout=600)
+        assert process.returncode == 0 and ", 0 failed" in words, words
+    finally:
+        process.kill()
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [row["line"] for row in rows] == list(range(1, count + 1))
+
+
+def listed(user: Kit) -> dict[str, Any]:
+    (row,) = json.loads(user.cookbook("serve", "--list", "--json").stdout)
+    return row
+
+
+def words_of(user: Kit) -> str:
+    return "\n".join(report(run) for run in user.runs())
+
+
+def front_of(user: Kit, run: str) -> int:
+    return ranks_of(user.root / "runs" / run, "serving.replica")[0]
+
+
+def engine_of(user: Kit, run: str) -> int:
+    """The process id of the engine of a run."""
+    pids = processes_of(user.root / "runs" / run)
+    (engine,) = [pid for pid in pids if b"transformers_engine" in _command(pid)]
+    return engine
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.long
+def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(
+    user: Kit, tmp_path: Path, model: Path
+):
+    name = "takeover"
+    started = user.cookbook("serve", str(model), "--name", name, "--json")
+    assert started.returncode == 0, started.stderr + words_of(user)
+    url = json.loads(started.stdout)["url"]
+    try:
+        with asking(user, name, tmp_path, 40):
+            replaced = user.cookbook("serve", str(model), "--name", name, "--replace")
+            assert replaced.returncode == 0, replaced.stderr + words_of(user)
+        (run,) = listed(user)["runs"]
+        os.kill(engine_of(user, run), signal.SIGKILL)
+        gateway = json.loads((user.root / "endpoints" / name / "gateway.json").read_text())
+        os.kill(gateway["pid"], signal.SIGKILL)
+        kept = user.cookbook("serve", "--keep", name, "--once")
+        assert kept.returncode == 0 and url.removesuffix("/v1") in kept.stderr, kept.stderr
+        with asking(user, name, tmp_path / "again", 12):
+            os.kill(front_of(user, run), signal.SIGKILL)
+        until(lambda: listed(user)["ready"] == 1, 90, lambda: words_of(user))
+        told = json.loads(user.cookbook("serve", "--stats", name, "--json").stdout)
+        assert told["status"].get("200", 0) == 52, told
+    finally:
+        user.cookbook("serve", "--stop", name)
+
+
+# Two engines on two nodes of a busy machine take minutes.
+@pytest.mark.named
+def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tmp_path, model):
+    shape = ["--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
+    with new_cluster("served", *shape) as cluster:
+        user = user_of(cluster, tmp_path)
+        argv = ["serve", str(model), "--name", "two", "--replicas", "2", "bind=node"]
+        started = user.cookbook(*argv, "resources.exclusive=true", "--json", timeout=600)
+        assert started.returncode == 0, started.stderr + words_of(user)
+        try:
+            found = listed(user)
+            assert (found["ready"], found["replicas"], len(found["runs"])) == (2, 2, 2)
+            run = next(
+                user.root / "runs" / name
+                for name in found["runs"]
+                if json.loads((user.root / "runs" / name / "status.json").read_text())["nodes"]
+                == ["n2"]
+            )
+            job = json.loads((run / "status.json").read_text())["job_id"]
+            with asking(user, "two", tmp_path, 120):
+                for pid in processes_of_node("n2", job, cluster.state):
+                    os.kill(pid, signal.SIGKILL)
+                node = ["scontrol", "show", "node", "n2"]
+                until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
+                assert listed(user)["ready"] == 1
+                cluster.start_dead_daemons()
+            until(lambda: listed(user)["ready"] == 2, 300, lambda: words_of(user))
+            assert (run / "logs" / "1").is_dir(), "the same run, another attempt"
+        finally:
+            user.cookbook("serve", "--stop", "two")
+
+
+# Four engines, one after another.
+@pytest.mark.named
+def test_a_share_and_a_moved_alias_fail_no_request(new_cluster, tmp_path: Path, model: Path):
+    gates = tmp_path / "gates.yaml"
+    gates.write_text("aliases: [champion]\ngates: [{size_gib_at_most: 1}]\n")
+    promote = ["promote", "tiny", "--to", "champion", "--gates", str(gates)]
+    with new_cluster("kept", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, tmp_path)
+
+        def done(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
+            found = user.cookbook(*argv, timeout=600, **more)
+            assert found.returncode == 0, found.stderr + words_of(user)
+            return found
+
+        done("register", str(model), "--as", "tiny")
+        done(*promote)
+        done("register", str(model), "--as", "tiny")
+        done("serve", "models:/tiny@champion")
+        try:
+            shared = ["models:/tiny@candidate", "--name", "tiny", "--share", "0.5"]
+            with asking(user, "tiny", tmp_path / "share", 40):
+                done("serve", *shared)
+            assert listed(user)["versions"] == ["tiny v1", "tiny v2"]
+            told = json.loads(done("serve", "--stats", "tiny", "--json").stdout)
+            with asking(user, "tiny", tmp_path / "both", 40):
+                pass
+            after = json.loads(done("serve", "--stats", "tiny", "--json").stdout)["models"]
+            gained = after["tiny v2"] - told["models"].get("tiny v2", 0)
+            assert 8 <= gained <= 32, "about half of the traffic"
+            replace = ["serve", "models:/tiny@champion", "--name", "tiny", "--replace"]
+            done(*replace)
+            done(*promote)
+            with asking(user, "tiny", tmp_path / "moved", 40):
+                moved = done("serve", "--keep", "tiny", "--once")
+                assert "models:/tiny@champion is v2 now, and tiny v1 is served" in moved.stderr
+            assert listed(user)["versions"] == ["tiny v2"]
+        finally:
+            user.cookbook("serve", "--stop", "tiny")
+
+
+# A job of three minutes is replaced before its limit.
+@pytest.mark.named
+def test_a_job_is_replaced_before_its_time_limit_without_a_failed_request(
+    new_cluster, tmp_path: Path, model: Path
+):
+    with new_cluster("limit", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, tmp_path)
+        started = user.cookbook("serve", str(model), "--name", "short", "--time", "3")
+        assert started.returncode == 0, started.stderr + words_of(user)
+        (before,) = listed(user)["runs"]
+        argv = [sys.executable, "-m", "launcher", "serve", "--keep", "short"]
+        keeper = subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
+        try:
+            with asking(user, "short", tmp_path / "limit", 400):
+                until(lambda: before not in listed(user)["runs"], 200, lambda: words_of(user))
+            assert len(listed(user)["runs"]) == 1
+        finally:
+            keeper.terminate()
+            _, words = keeper.communicate()
+            user.cookbook("serve", "--stop", "short")
+        assert f"the time limit of {before} is" in words
+        ended = json.loads((user.root / "runs" / before / "status.json").read_text())
+        assert ended["state"] == "CANCELLED", "it was ended before its limit, by the keeper"

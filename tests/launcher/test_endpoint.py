@@ -1,0 +1,77 @@
+"""What the launcher says of endpoints: addresses that are not here, ports in use, what is due."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from launcher.errors import EndpointFault, UsageFault
+from launcher.runs.directory import Run
+from launcher.site import Site
+from launcher.workflows import keep, serve
+from launcher.workflows.endpoint import Endpoint, Served
+from runspec import endpoint as endpoints
+
+
+@pytest.fixture
+def endpoint(tmp_path) -> Endpoint:
+    found = Endpoint(tmp_path / "endpoints" / "intent")
+    found.folder.mkdir(parents=True)
+    return found
+
+
+def test_a_loopback_address_of_another_host_is_not_used(endpoint):
+    with pytest.raises(EndpointFault, match="nothing serves intent now"):
+        _ = endpoint.url
+    facts = {"state": "ready", "url": "http://127.0.0.1:4000", "bind": "loopback"}
+    endpoints.tell(endpoint.folder, "a", facts)
+    assert endpoint.url == "http://127.0.0.1:4000"
+    file = endpoints.replica_file(endpoint.folder, "a")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "machine": "n17"}))
+    gateway = {"url": "http://127.0.0.1:4001", "host": "login2", "pid": 1, "process_start": "x"}
+    (endpoint.folder / endpoints.GATEWAY).write_text(json.dumps(gateway))
+    with pytest.raises(EndpointFault, match="loopback address of login2"):
+        _ = endpoint.url
+    (endpoint.folder / endpoints.GATEWAY).unlink()
+    with pytest.raises(EndpointFault, match=r"loopback address of n17, .* serve it with bind=node"):
+        _ = endpoint.url
+
+
+def test_a_port_in_use_is_told_before_anything_is_submitted(endpoint):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UsageFault, match=rf"--port {port} .* \(Address already in use\): "):
+            serve.check_port(endpoint, port)
+    serve.check_port(endpoint, port)
+
+
+def served_run(endpoint: Endpoint, limit: str, began_s_ago: float) -> Run:
+    run = Run(endpoint.folder.parents[1] / "runs" / "20260102-030405-serve-intent-0a1b")
+    run.path.mkdir(parents=True)
+    (run.path / "job.sbatch").write_text(f"#!/bin/bash\n#SBATCH --time={limit}\n")
+    job = {"job_id": "7", "restart_count": 1}
+    # The attempt before went with another start of the job.
+    (run.path / "attempts.jsonl").write_text(json.dumps({**job, "restart_count": 0, "started": 1}))
+    status = {"state": "RUNNING", "started": time.time() - began_s_ago, **job}
+    run.write("status.json", status)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("limit", "began_s_ago", "near"),
+    [("04:00:00", 3 * 3600, False), ("04:00:00", 3.7 * 3600, True), ("10", 290, False),
+     ("10", 310, True)],
+)  # fmt: skip
+def test_a_successor_is_due_before_the_time_limit(endpoint, tmp_path, limit, began_s_ago, near):
+    run, served = served_run(endpoint, limit, began_s_ago), Served("m", "m", runs=["x"])
+    going, count, reason = keep.due(Site(), endpoint, served, [run])
+    assert (list(going) == [run], count == 1, "time limit" in reason) == (near, near, near)
+
+
+def test_a_slow_start_makes_it_due_earlier_and_a_missing_job_is_made_up_for(endpoint):
+    run, served = served_run(endpoint, "04:00:00", 3 * 3600), Served("m", "m", replicas=2)
+    assert keep.due(Site(), endpoint, served, [run])[1:] == (1, "1 of 2 jobs serve m")
+    endpoints.tell(endpoint.folder, "a", {"state": "ready", "run": run.name, "start_s": 1500})
+    going, count, reason = keep.due(Site(), endpoint, served, [run])
+    assert (list(going), count) == ([run], 1) and f"the time limit of {run.name} is" in reason

@@ -1,0 +1,53 @@
+"""The commands of the engines, by their documentation: vLLM 0.30 and SGLang's server arguments."""
+
+import json
+import sys
+from pathlib import Path
+
+from runspec.keys.serve import SERVE
+from serving import engines
+
+SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
+
+
+def adapter(folder: Path) -> Path:
+    folder.mkdir()
+    settings = {"base_model_name_or_path": "/models/base", "r": 24}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_path):
+    config = {**SETTINGS, "engine": "vllm", "model": str(adapter(tmp_path / "a"))}
+    config |= {"engine_args": ["--max-model-len", 4096], "engine_python": "/env/bin/python"}
+    found = engines.command(config, tmp_path, 2, 1, "k")
+    assert found.argv == [
+        *("/env/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "/models/base"),
+        *("--uds", str(tmp_path / "engine.sock"), "--tensor-parallel-size", "2"),
+        *("--dtype", "auto", "--served-model-name", "intent-base", "--enable-lora"),
+        *("--lora-modules", f"intent={tmp_path / 'a'}", "--max-lora-rank", "32"),
+        *("--max-model-len", "4096"),
+    ]
+    assert (found.model, found.socket) == ("intent", tmp_path / "engine.sock")
+
+
+def test_sglangs_key_stands_in_a_private_file(tmp_path):
+    config = {**SETTINGS, "engine": "sglang", "model": str(adapter(tmp_path / "a"))}
+    found = engines.command(config, tmp_path, 1, 4711, "secret")
+    assert "secret" not in " ".join(found.argv) and found.key == "secret"
+    settings = tmp_path / "sglang.yaml"
+    assert json.loads(settings.read_text()) == {"api-key": "secret"}
+    assert settings.stat().st_mode & 0o077 == 0
+    assert found.argv[1:7] == [
+        *("-m", "sglang.launch_server", "--config", str(settings)),
+        *("--model-path", "/models/base"),
+    ]
+    assert found.argv[-2:] == ["--lora-paths", f"adapter={tmp_path / 'a'}"]
+    assert (found.model, found.port, found.socket) == ("intent:adapter", 4711, None)
+
+
+def test_an_engine_that_is_not_installed_is_told_with_the_remedy():
+    assert engines.missing("transformers") == ""
+    assert "engine_python=" in engines.missing("vllm")
+    assert "which is not there in" in engines.missing("sglang", sys.executable)
+    assert "cannot be started" in engines.missing("vllm", "/no/such/python")
