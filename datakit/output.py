@@ -12,6 +12,7 @@ from typing import Any
 from datakit.engines.base import Engine, finished, shards
 from datakit.engines.tasks import Task
 from datakit.errors import DataError
+from datakit.expressions import length_of, text_of
 from datakit.pipeline import FORMAT, Prepared, versions
 from datakit.rows import Rows
 from datakit.sources import unchanged
@@ -137,12 +138,10 @@ def _write_rows(engine: Engine, rows: Rows, form: str, target: Path, work: Path)
     hidden = {"_id", "prompt", "answer", "messages", "rejected", "split"}
     extra = [name for name in rows.table.columns if name not in hidden]
     table = rows.table
-    length = table.answer.length() + (table.prompt.length() + 1).fill_null(0)
-    fields = {"id": table["_id"], "md5": _md5(table, extra), "characters": length.cast("int64")}
+    length = length_of(table).cast("int64")
+    fields = {"id": table["_id"], "md5": _md5(table, extra), "characters": length}
     fields |= {**{name: table[name] for name in extra}, "split": table.split}
     if form == "text":
-        from datakit.expressions import text_of
-
         engine.write_split(table.select(text=text_of(table), **fields), target, "split")
         return
     simple = engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
@@ -167,7 +166,7 @@ def _write_rows(engine: Engine, rows: Rows, form: str, target: Path, work: Path)
         for path in shards(stored)
     ]
     try:
-        engine.run(jobs, lambda: None)
+        engine.run(jobs, engine.piece)
     finally:
         shutil.rmtree(stored, ignore_errors=True)
 

@@ -7,6 +7,7 @@ there is one, the files are read as all others are.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from datakit.expressions import length_bucket
 from datakit.ingest import schema
 from datakit.sources import Input
 from runspec.datarecipe import source_name
@@ -20,10 +21,13 @@ _MOST_FILES = 200
 
 def scanned(
     con: Any, config: Mapping[str, Any], inputs: Sequence[Input], all_keep: Mapping[str, str]
-) -> Any:
+) -> tuple[Any, dict[int, int]] | None:
     """Return the rows as a table over the files themselves, None if they need a reader.
 
     con: of DuckDB.
+
+    Returns:
+        The table, and its texts' lengths, which the same look at all rows tells.
     """
     import pyarrow.parquet as pq
 
@@ -53,14 +57,18 @@ def scanned(
     whole = tables[0]
     for table in tables[1:]:
         whole = whole.union(table)
-    bad = whole.answer.isnull() | (whole.answer.strip().length() == 0)
-    if any(source["format"] == "qa" for source in sources.values()):
-        is_bad = whole.prompt.isnull() | (whole.prompt.strip().length() == 0)
-        if any(source["format"] == "text" for source in sources.values()):
-            return None
-        bad = bad | is_bad
-    found = con.to_pyarrow(whole.filter(bad).select("_id").limit(1))
-    return None if len(found) else whole
+    formats = {source["format"] for source in sources.values()}
+    if len(formats) > 1:
+        return None
+    bad = whole.answer.isnull() | (whole.answer.strip() == "")
+    if formats == {"qa"}:
+        bad = bad | whole.prompt.isnull() | (whole.prompt.strip() == "")
+    seen = whole.select(bucket=length_bucket(whole), bad=bad)
+    rows = con.to_pyarrow(seen.group_by("bucket").agg(n=seen.count(), bad=seen.bad.sum()))
+    found = rows.to_pylist()
+    if any(row["bad"] for row in found):
+        return None
+    return whole, {int(row["bucket"]): int(row["n"]) for row in found}
 
 
 def _kept_as_they_are(there: Any, keep: Mapping[str, str]) -> bool:

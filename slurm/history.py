@@ -81,10 +81,12 @@ def latest_checkpoint(run_dir: Path) -> int:
 def saved_work(run_dir: Path) -> int:
     """Return a number that grows whenever a run saves work that no later attempt does again.
 
-    That is the step of the newest checkpoint, or of an evaluation how many shards are done.
+    That is the step of the newest checkpoint, of an evaluation how many shards are done, or what
+    the preparation of data counts as saved.
     """
     shards = list((run_dir / files.EVALS / files.SHARDS).glob("*.json"))
-    return max(latest_checkpoint(run_dir), len(shards) or -1)
+    saved = int(read_object(run_dir / files.PROGRESS).get("saved", -1))
+    return max(latest_checkpoint(run_dir), len(shards) or -1, saved)
 
 
 def gained_by(run_dir: Path, status: dict[str, Any]) -> bool:

@@ -24,6 +24,8 @@ class Engine:
 
     def __init__(self, con: Any) -> None:
         self.con = con
+        # Called for each written table and each finished task.
+        self.piece: Callable[[], None] = lambda: None
 
     def versions(self) -> dict[str, str]:
         """The engine's version and what it runs on."""
@@ -38,7 +40,7 @@ class Engine:
         raise NotImplementedError
 
     def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
-        """Return the rows of sources that need no reader as a table over them, else None."""
+        """Return sources that need no reader as a table, and their texts' lengths; else None."""
         return None
 
     def run(self, tasks: Sequence[Task], done: Callable[[], None]) -> None:
@@ -59,6 +61,7 @@ class Engine:
         """Write a table as shards, whole or not at all; return its rows. Done is not done again."""
         known = finished(folder)
         if known is not None:
+            self.piece()
             return known
         temporary = _temporary(folder)
         self._copy(table, temporary, None)
@@ -67,6 +70,7 @@ class Engine:
             _write_empty(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
         count = mark(temporary)
         _publish(temporary, folder)
+        self.piece()
         return count
 
     def write_split(self, table: Any, folder: Path, column: str) -> None:
@@ -82,6 +86,7 @@ class Engine:
         shutil.rmtree(temporary / ".all")
         mark(temporary)
         _publish(temporary, folder)
+        self.piece()
 
     def close(self) -> None:
         """End the engine and what it started."""

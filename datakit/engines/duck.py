@@ -1,13 +1,11 @@
 """DuckDB in this process, with capped memory; what does not fit goes to a disk of the node."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datakit.engines import tasks
+from datakit.engines import spill, tasks
 from datakit.engines.base import Engine
 from datakit.engines.tasks import Task
 from datakit.errors import DataError
@@ -32,13 +30,7 @@ class DuckEngine(Engine):
     def __init__(self, memory: int, temp_dir: Path, threads: int) -> None:
         import ibis
 
-        try:
-            self._spill = Path(tempfile.mkdtemp(prefix="cookbook-duckdb-", dir=temp_dir))
-        except OSError as error:
-            raise DataError(
-                f"temp_dir {temp_dir} cannot be written to ({error.strerror}): set temp_dir= to a "
-                "folder on a disk of this machine with room to spill"
-            ) from None
+        self._spill = spill.make("duckdb", temp_dir)
         self.threads = threads
         super().__init__(
             ibis.duckdb.connect(
@@ -93,7 +85,7 @@ class DuckEngine(Engine):
 
     def close(self) -> None:
         self.con.disconnect()
-        shutil.rmtree(self._spill, ignore_errors=True)
+        spill.remove(self._spill)
 
 
 def free_bytes(folder: Path) -> int:

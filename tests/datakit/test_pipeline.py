@@ -76,17 +76,22 @@ def test_the_hash_is_of_the_rows_and_not_of_their_order(tmp_path):
 
 
 def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
-    """The run is killed when it writes its output; the next one does no step again."""
-    given = settings(raw, max_bad_share=0.1)
+    """The run is ended when it writes its output; the next one does no step again."""
+    spilled = raw / "spilled"
+    spilled.mkdir()
+    given = settings(raw, max_bad_share=0.1, temp_dir=str(spilled))
     file = raw / "settings.json"
     file.write_text(json.dumps(given))
-    killed = (
-        "import os, sys; from datakit import output, run; "
-        "output._splits = lambda folder: os.kill(os.getpid(), 9); run.main()"
-    )
-    argv = [sys.executable, "-c", killed, str(file)]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
+        ended = (
+            "import os, sys; from datakit import output, run; "
+            f"output._splits = lambda folder: os.kill(os.getpid(), {number:d}); run.main()"
+        )
+        argv = [sys.executable, "-c", ended, str(file)]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        # Nothing can clean up after a KILL but the next run.
+        assert len(list(spilled.iterdir())) == (number == signal.SIGKILL)
     folder = raw / "datasets" / "prepared" / "set"
     assert not (folder / "current").exists() and list(folder.glob(".tmp-*"))
     times = {path: path.stat().st_mtime_ns for path in (folder / ".work").rglob("*.parquet")}
@@ -101,6 +106,7 @@ def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
     monkeypatch.setattr(output, "write", look)
     told = preparation.prepare(given)
     assert kept == times and told["rows"] == 90 and not list(folder.glob(".tmp-*"))
+    assert not list(spilled.iterdir())
 
 
 def test_two_runs_on_one_name_do_not_mix(raw):

@@ -1,6 +1,10 @@
 """cookbook prepare and cookbook data, as a user types them."""
 
 import json
+import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -130,6 +134,27 @@ def test_a_job_on_one_node(slurm_user, recipe):
     assert done.returncode == 0, done.stderr
     assert "COMPLETED" in done.stdout
     assert "mine" in slurm_user.cookbook("data", "show").stdout
+
+
+@pytest.mark.named
+def test_the_worked_example_tells_what_customers_want(slurm_user):
+    """As a user types it: raw conversations, a base, prepare, QLoRA, accuracy on the test split."""
+    path = f"{Path(sys.executable).parent}:{slurm_user.env['PATH']}"
+    env = {**slurm_user.env, "PATH": path, "OMP_NUM_THREADS": "1"}
+    script = ["bash", "examples/support_intents/run.sh"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=2400)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    base, tuned = (
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rows"')
+    )
+    assert base["accuracy"] < 0.2 and tuned["accuracy"] > 0.9, (base, tuned)
+    assert tuned["rows"] == 1000
+    card = json.loads((slurm_user.root / "datasets/prepared/support/current/card.json").read_text())
+    shares = [split["rows"] / card["rows"] for split in card["splits"].values()]
+    assert shares == pytest.approx([0.1, 0.8, 0.1], abs=0.01) and card["rows"] == 12000
+    (run,) = (path for path in slurm_user.runs() if "-support-qlora-" in path.name)
+    progress = json.loads((run / "progress.json").read_text())
+    assert progress["best_step"] and math.exp(progress["best_val_loss"]) < 1.5
 
 
 @pytest.mark.named
