@@ -8,9 +8,12 @@ Ratios of one run count: both sides run one after the other on the same machine.
 
 import argparse
 import json
+import os
 import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -30,10 +33,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/cookbook-data-benchmark"))
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--peer-count", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=3, help="of rows: each side so often, in turn")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.what == "rows":
-        found = rows(given.out, given.count or 5_000_000)
+        found = rows(given.out, given.count or 5_000_000, given.rounds)
     else:
         found = near(given.out, given.count or 1_000_000, given.peers, given.peer_count)
     print(json.dumps(found, indent=1))
@@ -58,18 +62,24 @@ def _prepare(out: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
     file.write_text(json.dumps(settings))
     shutil.rmtree(out / "sets" / "prepared" / name, ignore_errors=True)
     argv = [sys.executable, "-m", "datakit.run", str(file), "--json"]
+    output, used = _measured(argv)
+    return {**json.loads(output), **used}
+
+
+def _measured(argv: list[str]) -> tuple[str, dict[str, float]]:
+    """Run a program; return its output, and its seconds, those of its CPUs, and its peak memory."""
     began = time.monotonic()
-    done = subprocess.run(
-        ["/usr/bin/time", "-v", *argv] if shutil.which("time") else argv,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told: dict[str, Any] = json.loads(done.stdout)
-    told["wall_s"] = time.monotonic() - began
-    peak = [line for line in done.stderr.splitlines() if "Maximum resident" in line]
-    told["peak_mib"] = int(peak[0].rpartition(":")[2]) // 1024 if peak else None
-    return told
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        errors.seek(0)
+        if status:
+            raise SystemExit(f"{argv[:4]}: exit status {process.returncode}: {errors.read()[-2000:]}")
+    used = {"wall_s": time.monotonic() - began, "cpu_s": usage.ru_utime + usage.ru_stime}
+    return output, {**used, "peak_mib": usage.ru_maxrss // 1024}
 
 
 # Rows ----------------------------------------------------------------------------------------
@@ -94,19 +104,12 @@ print(con.execute(f"SELECT count(*) FROM read_parquet('{target}/rows/*/*.parquet
 """
 
 
-def rows(out: Path, count: int) -> dict[str, Any]:
-    """Compare both on rows of which a fifth are exact duplicates."""
+def rows(out: Path, count: int, rounds: int) -> dict[str, Any]:
+    """Compare both on rows of which a fifth are exact duplicates; ratios are of each round."""
     source = out / f"rows-{count}"
     if not source.is_dir():
         _make_rows(source, count)
     target = out / "by-hand"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", _BY_HAND, str(source), str(target)], capture_output=True, text=True
-    )
-    by_hand_s = time.monotonic() - began
     recipe = {
         "memory": _MEMORY,
         "threads": 2,
@@ -117,15 +120,29 @@ def rows(out: Path, count: int) -> dict[str, Any]:
             {"split": {"train": 0.8, "val": 0.1, "test": 0.1}},
         ],
     }
-    told = _prepare(out, "rows", recipe)
+    found: dict[str, list[float]] = {"wall_s": [], "cpu_s": [], "wall_ratio": [], "cpu_ratio": []}
+    for _ in range(rounds):
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        # What an earlier side wrote must not slow down the next one.
+        os.sync()
+        output, by_hand = _measured([sys.executable, "-c", _BY_HAND, str(source), str(target)])
+        os.sync()
+        told = _prepare(out, "rows", recipe)
+        for name in ("wall", "cpu"):
+            found[f"{name}_s"] += [round(by_hand[f"{name}_s"], 1), round(told[f"{name}_s"], 1)]
+            ratio = round(told[f"{name}_s"] / by_hand[f"{name}_s"], 2)
+            found[f"{name}_ratio"].append(ratio)
     return {
         "rows": count,
-        "by_hand_s": round(by_hand_s, 1),
-        "by_hand_rows": done.stdout.strip() or done.stderr.strip().splitlines()[-1:],
-        "prepare_s": round(told["wall_s"], 1),
+        "by_hand_rows": int(output),
         "prepare_rows": told["rows"],
+        "seconds_by_hand_and_prepared": found["wall_s"],
+        "cpu_seconds_by_hand_and_prepared": found["cpu_s"],
+        "ratios": found["wall_ratio"],
+        "cpu_ratios": found["cpu_ratio"],
+        "median_ratio": statistics.median(found["wall_ratio"]),
         "steps_s": {step["step"]: step["seconds"] for step in told["steps"]},
-        "ratio": round(told["wall_s"] / by_hand_s, 2),
         "peak_mib": told["peak_mib"],
         "bytes": sum(path.stat().st_size for path in source.iterdir()),
     }

@@ -24,8 +24,8 @@ from datakit.sources import Input
 from runspec import files
 from runspec.datarecipe import step_name, step_options
 
-# Changes whenever the same recipe may give other rows than before.
-FORMAT = 1
+# Changes whenever the same recipe may give other rows, or another hash of them, than before.
+FORMAT = 2
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01
@@ -249,11 +249,15 @@ def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]
     chosen = engine.rows(removed.order_by("_id").limit(SAMPLES))
     by_id = {row["_id"]: row for row in chosen}
     ids = list(by_id)
-    found = engine.rows(before.table.filter(before.table["_id"].isin(ids)))
     kept = [row["kept_id"] for row in chosen if "kept_id" in row]
+    # One query, because it may be a look at all rows of the sources.
+    table, wanted = before.table, [*ids, *kept]
+    # The range lets an engine leave out whole files.
+    near = table["_id"].between(min(wanted), max(wanted))
+    both = engine.rows(table.filter(near & table["_id"].isin(wanted)))
+    found = [row for row in both if row["_id"] in by_id]
     if kept:
-        others = engine.rows(before.table.filter(before.table["_id"].isin(kept)))
-        texts = {row["_id"]: _short(row) for row in others}
+        texts = {row["_id"]: _short(row) for row in both}
         for row in chosen:
             row["kept"] = texts.get(row.get("kept_id"), "")
     extra = ("_id", "messages", "rejected", "prompt", "answer")

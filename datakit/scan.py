@@ -15,6 +15,7 @@ from runspec.prepared import ROW_BITS
 
 _TEXTS = {"qa": ("question", "answer"), "text": (None, "text")}
 _TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
+_SPACES = "".join(chr(n) for n in range(0x3001) if chr(n).isspace())
 # A query of more files than this would be slow to plan.
 _MOST_FILES = 200
 
@@ -60,15 +61,28 @@ def scanned(
     formats = {source["format"] for source in sources.values()}
     if len(formats) > 1:
         return None
-    bad = whole.answer.isnull() | (whole.answer.strip() == "")
+    bad = _blank(whole.answer)
     if formats == {"qa"}:
-        bad = bad | whole.prompt.isnull() | (whole.prompt.strip() == "")
+        bad = bad | _blank(whole.prompt)
     seen = whole.select(bucket=length_bucket(whole), bad=bad)
     rows = con.to_pyarrow(seen.group_by("bucket").agg(n=seen.count(), bad=seen.bad.sum()))
     found = rows.to_pylist()
     if any(row["bad"] for row in found):
         return None
     return whole, {int(row["bucket"]): int(row["n"]) for row in found}
+
+
+def _blank(text: Any) -> Any:
+    """Whether a text is null or holds nothing but white space, as Python's strip sees it."""
+    import ibis
+
+    # Few texts begin with white space, and only of those more than one character is looked at.
+    first = text.substr(0, 1)
+    return ibis.cases(
+        (text.isnull(), True),
+        (first.isin(list(_SPACES)), ~text.re_search(f"[^{_SPACES}]")),
+        else_=first == "",
+    )
 
 
 def _kept_as_they_are(there: Any, keep: Mapping[str, str]) -> bool:

@@ -17,13 +17,14 @@ DONE = "_done.json"
 class Engine:
     """Reads and writes tables as folders of Parquet shards, and runs tasks.
 
+    threads: what this host may use.
     A folder counts once it has its DONE file, which holds the number of rows.
     """
 
     name = ""
 
-    def __init__(self, con: Any) -> None:
-        self.con = con
+    def __init__(self, con: Any, threads: int) -> None:
+        self.con, self.threads = con, threads
         # Called for each written table and each finished task.
         self.piece: Callable[[], None] = lambda: None
 
@@ -46,6 +47,10 @@ class Engine:
     def run(self, tasks: Sequence[Task], done: Callable[[], None]) -> None:
         """Run tasks; DataError with all faults."""
         raise NotImplementedError
+
+    def key(self, text: Any) -> Any:
+        """Return what is the same for the same text, for use within one query."""
+        return text.hexdigest("md5")
 
     def one(self, expression: Any) -> dict[str, Any]:
         """Return the only row of a table of aggregates."""

@@ -81,7 +81,7 @@ class SparkEngine(Engine):
         self.session.sparkContext.setLogLevel("ERROR")
         if master is not None and self.session.sparkContext.uiWebUrl:
             print(f"Spark's pages: {self.session.sparkContext.uiWebUrl}", flush=True)
-        super().__init__(ibis.pyspark.connect(self.session))
+        super().__init__(ibis.pyspark.connect(self.session), threads)
 
     def versions(self) -> dict[str, str]:
         return {"spark": self.session.version, "java": self._java}

@@ -85,7 +85,7 @@ def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
     for number, status in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
         ended = (
             "import os, sys; from datakit import output, run; "
-            f"output._splits = lambda folder: os.kill(os.getpid(), {number:d}); run.main()"
+            f"output._splits = lambda *given: os.kill(os.getpid(), {number:d}); run.main()"
         )
         argv = [sys.executable, "-c", ended, str(file)]
         done = subprocess.run(argv, capture_output=True, text=True)
