@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/cookbook-data-benchmark"))
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--peer-count", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=3, help="of rows: each side so often, in turn")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of rows: each side so often, in turn"
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.what == "rows":
@@ -77,7 +79,9 @@ def _measured(argv: list[str]) -> tuple[str, dict[str, float]]:
         process.returncode = os.waitstatus_to_exitcode(status)
         errors.seek(0)
         if status:
-            raise SystemExit(f"{argv[:4]}: exit status {process.returncode}: {errors.read()[-2000:]}")
+            raise SystemExit(
+                f"{argv[:4]}: exit status {process.returncode}: {errors.read()[-2000:]}"
+            )
     used = {"wall_s": time.monotonic() - began, "cpu_s": usage.ru_utime + usage.ru_stime}
     return output, {**used, "peak_mib": usage.ru_maxrss // 1024}
 

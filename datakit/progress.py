@@ -1,8 +1,8 @@
 """How far a preparation in a job is: the run's progress.json, which decides on a further attempt.
 
-A piece is a written table or a task of an Arrow function. Every attempt meets the same pieces in the
-same order, finished ones too, so that their number says whether an attempt came further than all
-before it.
+A piece is a written table or a task of an Arrow function. Every attempt meets the same pieces in
+the same order, finished ones too, so that their number says whether an attempt came further than
+all before it.
 """
 
 import os

@@ -31,11 +31,7 @@ def main() -> None:
     try:
         local = spill.make("spark", spill.parent_of(_recipe(settings).get("temp_dir")))
         home = java.usable_home(java.home(), local)
-        code = (
-            _first(settings, logs, home, local)
-            if rank == 0
-            else _other(logs, home, local, rank)
-        )
+        code = _first(settings, logs, home, local) if rank == 0 else _other(logs, home, local, rank)
     except DataError as error:
         for fault in error.faults:
             print(f"error: {fault}", flush=True)

@@ -99,4 +99,3 @@ def _md5_number() -> Any:
     def number(text): ...
 
     return number
-

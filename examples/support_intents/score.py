@@ -19,6 +19,7 @@ def score(model_folder: Path, split: Path, limit: int) -> dict[str, float]:
     """Let the model answer each prompt greedily, and count the answers that are the same."""
     import pyarrow.parquet as pq
     import torch
+
     # transformers imports torchao if it is there, and no kernel of torchao is used here.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     from transformers import AutoModelForCausalLM, AutoTokenizer
