@@ -30,6 +30,7 @@ def scanned(
     Returns:
         The table, and its texts' lengths, which the same look at all rows tells.
     """
+    import duckdb
     import pyarrow.parquet as pq
 
     sources = {source_name(each, n): each for n, each in enumerate(config["sources"])}
@@ -65,7 +66,11 @@ def scanned(
     if formats == {"qa"}:
         bad = bad | _blank(whole.prompt)
     seen = whole.select(bucket=length_bucket(whole), bad=bad)
-    rows = con.to_pyarrow(seen.group_by("bucket").agg(n=seen.count(), bad=seen.bad.sum()))
+    try:
+        rows = con.to_pyarrow(seen.group_by("bucket").agg(n=seen.count(), bad=seen.bad.sum()))
+    except duckdb.Error:
+        # A damaged file, which a reader names.
+        return None
     found = rows.to_pylist()
     if any(row["bad"] for row in found):
         return None

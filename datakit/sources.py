@@ -86,6 +86,8 @@ def find(
                     )
                 if path.stat().st_size == 0:
                     raise DataError(f"{where}: {path} is empty: remove it, or write rows to it")
+                if kind == "parquet":
+                    openers.check_parquet(path, where)
                 found.append((source, name, path, kind, ""))
         except DataError as error:
             faults += error.faults
