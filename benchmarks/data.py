@@ -1,8 +1,9 @@
 """Measures cookbook prepare: python -m benchmarks.data rows | near [--count N] [--out FOLDER]
 
 rows: filter, exact duplicates and split, beside the same query written by hand for DuckDB.
-near: near duplicates with planted pairs, beside datasketch and datatrove if they are installed
-(--peers; both are slow, so they see the first --peer-count documents).
+near: near duplicates with planted pairs; with --peers PYTHON also beside datasketch and datatrove,
+which that Python has (pip install datasketch==2.0.0 'datatrove[processing]==0.10.0'). Both are
+slow, so all three see the first --peer-count documents.
 Ratios of one run count: both sides run one after the other on the same machine.
 """
 
@@ -31,17 +32,17 @@ def main() -> None:
     parser.add_argument("what", choices=("rows", "near"))
     parser.add_argument("--count", type=int)
     parser.add_argument("--out", type=Path, default=Path("/tmp/cookbook-data-benchmark"))
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", metavar="PYTHON", default="")
     parser.add_argument("--peer-count", type=int, default=20_000)
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="of rows: each side so often, in turn"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="each side so often, in turn")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.what == "rows":
         found = rows(given.out, given.count or 5_000_000, given.rounds)
     else:
-        found = near(given.out, given.count or 1_000_000, given.peers, given.peer_count)
+        found = near(
+            given.out, given.count or 1_000_000, given.peers, given.peer_count, given.rounds
+        )
     print(json.dumps(found, indent=1))
 
 
@@ -174,7 +175,7 @@ def _make_rows(folder: Path, count: int) -> None:
 # Near duplicates -----------------------------------------------------------------------------
 
 
-def near(out: Path, count: int, peers: bool, peer_count: int) -> dict[str, Any]:
+def near(out: Path, count: int, peers: str, peer_count: int, rounds: int) -> dict[str, Any]:
     """Measure recall and precision against planted pairs of known similarity, and the rate."""
     source = out / f"near-{count}"
     if not source.is_dir():
@@ -198,22 +199,33 @@ def near(out: Path, count: int, peers: bool, peer_count: int) -> dict[str, Any]:
         "peak_mib": told["peak_mib"],
     }
     if peers:
-        made["peers"] = {}
-        texts = pq.read_table(source / "documents", columns=["text"])["text"].to_pylist()[
-            :peer_count
-        ]
-        for name, run in (("datasketch", _datasketch), ("datatrove", _datatrove)):
-            try:
-                began = time.monotonic()
-                run(texts, out)
-                rate = len(texts) / (time.monotonic() - began)
-                made["peers"][name] = {
-                    "documents_per_s": round(rate),
-                    "times_slower": round(made["documents_per_s"] / rate, 1),
-                }
-            except ImportError as error:
-                made["peers"][name] = f"not installed: {error.name}"
+        made["peers"] = [_beside_peers(out, source, peers, peer_count) for _ in range(rounds)]
     return made
+
+
+def _beside_peers(out: Path, source: Path, python: str, count: int) -> dict[str, Any]:
+    """One round: each on the first documents, one after the other; ours as a whole process."""
+    few = out / f"near-first-{count}"
+    few.mkdir(exist_ok=True)
+    first = pq.read_table(source / "documents", columns=["text"]).slice(0, count)
+    pq.write_table(first, few / "part-00000.parquet")
+    recipe = {
+        "memory": _MEMORY,
+        "threads": 2,
+        "sources": [{"path": str(few), "format": "text"}],
+        "steps": [{"near_duplicates": {"jaccard": 0.8, "ngram": 3}}],
+    }
+    ours = _prepare(out, "near-first", recipe)
+    found: dict[str, Any] = {"documents": count}
+    found["prepare"] = {"wall_s": round(ours["wall_s"], 1), "cpu_s": round(ours["cpu_s"], 1)}
+    for name in ("datasketch", "datatrove"):
+        argv = [python, "-m", "benchmarks.peers.near", name, str(few), str(out)]
+        _, used = _measured(argv)
+        found[name] = {
+            "wall_s": round(used["wall_s"], 1),
+            "times_ours": round(used["wall_s"] / ours["wall_s"], 1),
+        }
+    return found
 
 
 def _make_near(folder: Path, count: int) -> None:
@@ -268,60 +280,6 @@ def _judge(work: Path, source: Path) -> dict[str, Any]:
         "recall": round(len(similar & pairs) / max(len(similar), 1), 4),
         "precision": round(len(similar & pairs) / max(len(pairs), 1), 4),
     }
-
-
-def _datasketch(texts: list[str], out: Path) -> None:
-    from datasketch import MinHash, MinHashLSH
-
-    index = MinHashLSH(threshold=0.8, num_perm=128)
-    for number, text in enumerate(texts):
-        words = text.split()
-        sketch = MinHash(num_perm=128)
-        grams = {" ".join(words[place : place + 3]).encode() for place in range(len(words) - 2)}
-        sketch.update_batch(list(grams))
-        index.query(sketch)
-        index.insert(str(number), sketch)
-
-
-def _datatrove(texts: list[str], out: Path) -> None:
-    from datatrove.executor import LocalPipelineExecutor
-    from datatrove.pipeline.dedup import (
-        MinhashDedupBuckets,
-        MinhashDedupCluster,
-        MinhashDedupFilter,
-        MinhashDedupSignature,
-    )
-    from datatrove.pipeline.dedup.minhash import MinhashConfig
-    from datatrove.pipeline.readers import JsonlReader
-    from datatrove.pipeline.writers import JsonlWriter
-
-    folder = out / "datatrove"
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "in").mkdir(parents=True)
-    half = (len(texts) + 1) // 2
-    for part in range(2):
-        lines = [
-            json.dumps({"text": text, "id": str(number)})
-            for number, text in enumerate(texts[part * half : (part + 1) * half], part * half)
-        ]
-        (folder / "in" / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
-    config = MinhashConfig(n_grams=3)
-    reader = JsonlReader(str(folder / "in"))
-
-    def run(pipeline: list[Any], tasks: int) -> None:
-        LocalPipelineExecutor(
-            pipeline=pipeline,
-            tasks=tasks,
-            workers=min(tasks, 2),
-            skip_completed=False,
-            logging_dir=str(folder / f"logs-{len(list(folder.iterdir()))}"),
-        ).run()
-
-    signatures, buckets, removed = (str(folder / name) for name in ("sig", "buckets", "remove"))
-    run([reader, MinhashDedupSignature(signatures, config=config)], 2)
-    run([MinhashDedupBuckets(signatures, buckets, config=config)], config.num_buckets)
-    run([MinhashDedupCluster(buckets, removed, config=config)], 1)
-    run([reader, MinhashDedupFilter(removed), JsonlWriter(str(folder / "out"))], 2)
 
 
 if __name__ == "__main__":

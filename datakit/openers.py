@@ -71,7 +71,7 @@ class _told:
 
 
 def check_parquet(path: Path, where: str) -> None:
-    """Raise DataError unless a file ends as a Parquet file does: one that was cut short does not."""
+    """Raise DataError unless a file ends as Parquet does, which a file that was cut does not."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -36,6 +36,7 @@ ASK_FOR_STACKS = ".ask_for_stacks"
 GPU_USE = "gpus_node_{}.jsonl"
 # What the trainer writes.
 PROGRESS = "progress.json"
+DATA_SETTINGS = "data.yaml"  # of a job that prepares data
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"

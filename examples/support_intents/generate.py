@@ -3,9 +3,9 @@
 Each line is a request, its intent, its user and a quality. Among them are, each a known share:
 exact and near duplicates, personal data, texts that are too short, rows that are broken, and
 intents of very different frequency. The same seed gives the same bytes. Beside the folder,
-FOLDER-truth.json says what was planted, and FOLDER-base.jsonl has what the base model learns: to read
-requests of its own, which are not in FOLDER, and to repeat what they say. It sees the names of the
-intents, but never with a request.
+FOLDER-truth.json says what was planted, and FOLDER-base.jsonl has what the base model learns: to
+read requests of its own, which are not in FOLDER, and to repeat what they say. It sees the names of
+the intents, but never with a request.
 """
 
 import argparse

@@ -19,6 +19,7 @@ from datakit.engines import tasks
 from datakit.engines.duck import DuckEngine
 from datakit.errors import DataError
 from runspec import prepared
+from slurm import history
 from tests.datakit.kit import lines, qa, written
 
 STEPS = ["exact_duplicates", "personal_data", {"split": {"train": 0.8, "val": 0.2}}]
@@ -82,6 +83,11 @@ def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
     given = settings(raw, max_bad_share=0.1, temp_dir=str(spilled))
     file = raw / "settings.json"
     file.write_text(json.dumps(given))
+    # As in a job, whose retries are judged by what each attempt has saved.
+    job = raw / "run"
+    job.mkdir()
+    monkeypatch.setenv("RUN_DIR", str(job))
+    before = -1
     for number, status in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
         ended = (
             "import os, sys; from datakit import output, run; "
@@ -92,21 +98,27 @@ def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
         assert done.returncode == status, done.stderr
         # Nothing can clean up after a KILL but the next run.
         assert len(list(spilled.iterdir())) == (number == signal.SIGKILL)
+        # Only the first attempt came further than all before it.
+        assert history.gained_by(job, {"saved_at_start": before}) == (number == signal.SIGTERM)
+        before = history.saved_work(job)
     folder = raw / "datasets" / "prepared" / "set"
     assert not (folder / "current").exists() and list(folder.glob(".tmp-*"))
     times = {path: path.stat().st_mtime_ns for path in (folder / ".work").rglob("*.parquet")}
     assert len(times) >= 4
     kept = {}
-    before = output.write
+    write = output.write
 
     def look(*arguments):
         kept.update({path: path.stat().st_mtime_ns for path in times})
-        return before(*arguments)
+        return write(*arguments)
 
     monkeypatch.setattr(output, "write", look)
     told = preparation.prepare(given)
     assert kept == times and told["rows"] == 90 and not list(folder.glob(".tmp-*"))
     assert not list(spilled.iterdir())
+    progress = json.loads((job / "progress.json").read_text())
+    assert progress["state"] == "finished" and progress["step"] == progress["total_steps"] == 5
+    assert history.gained_by(job, {"saved_at_start": before})
 
 
 def test_two_runs_on_one_name_do_not_mix(raw):

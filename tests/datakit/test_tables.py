@@ -1,4 +1,4 @@
-"""Delta and Iceberg tables, and a dataset in the hub's own form, as sources: real tables, read back."""
+"""Sources of Delta, of Iceberg and in the hub's own form: real tables, read back."""
 
 import sys
 

@@ -136,6 +136,28 @@ def test_a_job_on_one_node(slurm_user, recipe):
     assert "mine" in slurm_user.cookbook("data", "show").stdout
 
 
+@pytest.mark.long
+def test_a_failed_job_goes_on_once_its_fault_is_gone(slurm_user, recipe, tmp_path):
+    raw = tmp_path / "raw.jsonl"
+    raw.rename(tmp_path / "away.jsonl")
+    done = slurm_user.cookbook("prepare", recipe, "--nodes", "1", "--watch")
+    assert done.returncode == 1 and "there is no file" in done.stdout + done.stderr
+    (run,) = slurm_user.runs()
+    (attempt,) = (run / "attempts.jsonl").read_text().splitlines()
+    assert json.loads(attempt)["state"] == "FAILED", "a retry cannot help"
+    changed = slurm_user.cookbook("resume", "last", "memory=2G")
+    assert changed.returncode == 2
+    assert "prepares data and goes on only as it was: leave memory=2G out" in changed.stderr
+    (tmp_path / "away.jsonl").rename(raw)
+    again = slurm_user.cookbook("resume", "last", "--watch")
+    assert again.returncode == 0, again.stdout + again.stderr
+    progress = json.loads((run / "progress.json").read_text())
+    assert progress["state"] == "finished" and progress["step"] == progress["total_steps"] == 5
+    assert "5/5" in slurm_user.cookbook("status").stdout
+    finished = slurm_user.cookbook("resume", "last")
+    assert finished.returncode == 2 and "is finished, nothing is left to do" in finished.stderr
+
+
 @pytest.mark.named
 def test_the_worked_example_tells_what_customers_want(slurm_user):
     """As a user types it: raw conversations, a base, prepare, QLoRA, accuracy on the test split."""
