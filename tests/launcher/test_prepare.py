@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,11 @@ from launcher.recipes import recipe as recipes
 from launcher.workflows import requests
 from serving import source
 from tests.datakit.kit import lines, qa
+from tests.launcher.kit import until
 from trainer.data.prepared import by_files
 
+# Two workers and a driver start, and each step takes seconds of the two cores that all share.
+SPARK_S = 900
 RECIPE = """
 sources:
   - path: raw.jsonl
@@ -181,12 +186,45 @@ def test_the_worked_example_tells_what_customers_want(slurm_user):
 
 @pytest.mark.named
 def test_spark_on_two_nodes_gives_what_duckdb_gives(slurm_user, recipe):
+    """Also if a worker is killed: its tasks run again, and no attempt of the job is lost."""
     pytest.importorskip("pyspark")
-    here = slurm_user.cookbook("prepare", recipe, "--name", "here")
+    more = ["steps.1=near_duplicates"]
+    here = slurm_user.cookbook("prepare", recipe, "--name", "here", *more)
     assert here.returncode == 0, here.stderr
-    done = slurm_user.cookbook("prepare", recipe, "memory=600M", "--nodes", "2", "--watch")
+    done = slurm_user.cookbook("prepare", recipe, "memory=600M", "--nodes", "2", *more)
     assert done.returncode == 0, done.stderr
     (run,) = slurm_user.runs()
-    assert list((run / "spark_events").iterdir())
+
+    # The application has begun once both nodes do tasks for it.
+    until(lambda: len(processes(run, "CoarseGrainedExecutorBackend")) >= 2, SPARK_S)
+    (worker,) = processes(run, "deploy.worker.Worker", "NODE_RANK=1")
+    os.kill(worker, signal.SIGKILL)
+    watched = slurm_user.cookbook("watch", "last", "--plain", timeout=SPARK_S)
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
+    lost = [
+        line
+        for path in (run / "spark_events").rglob("events*")
+        for line in path.read_text().splitlines()
+        if '"SparkListenerExecutorRemoved"' in line
+    ]
+    assert lost, "the event log tells of the killed worker"
+    assert "starting another" in (run / "logs" / "0" / "node_1.log").read_text()
     diff = slurm_user.cookbook("data", "diff", "here", "mine").stdout
     assert diff.strip() == "engine: duckdb and spark"
+
+
+def processes(run: Path, program: str, variable: str = "") -> list[int]:
+    """The Java processes of a run that run a class of Spark's, of those with a variable."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_text(errors="replace")
+            environ = (process / "environ").read_text(errors="replace").split("\0")
+        except OSError:
+            continue
+        # The script that starts a class has its name in its command too.
+        ours = f"RUN_DIR={run}" in environ and (not variable or variable in environ)
+        if ours and program in command and "java" in command.partition("\0")[0]:
+            found.append(int(process.name))
+    return found
