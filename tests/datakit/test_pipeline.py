@@ -68,6 +68,23 @@ def test_what_a_set_holds(raw):
     assert prepared.changes(folder / "data" / "train") == [f"data/train/{part.name} has changed"]
 
 
+@pytest.mark.parametrize(
+    ("form", "record", "columns"),
+    [
+        ("text", {"text": "a text"}, {"text"}),
+        ("preference", {"prompt": "q", "chosen": "yes", "rejected": "no"}, {"chosen", "rejected"}),
+    ],
+)
+def test_a_set_of_each_form_is_written_whole(tmp_path, form, record, columns):
+    lines(tmp_path / "data.jsonl", [record])
+    given = settings(tmp_path, sources=[{"path": "data.jsonl", "format": form}], steps=[])
+    folder = Path(preparation.prepare(given)["folder"])
+    (row,) = written(folder / "data")
+    assert columns <= row.keys() and "messages" not in row
+    page = (folder / "report.html").read_text()
+    assert (record.get("text") or record["rejected"]) in page
+
+
 def test_the_hash_is_of_the_rows_and_not_of_their_order(tmp_path):
     hashes = ["%032x" % (n * 7919) for n in range(100)]
     for name, order in (("a", hashes), ("b", hashes[::-1]), ("c", hashes[:-1])):
