@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -202,12 +203,9 @@ def test_spark_on_two_nodes_gives_what_duckdb_gives(slurm_user, recipe):
     watched = slurm_user.cookbook("watch", "last", "--plain", timeout=SPARK_S)
     assert watched.returncode == 0, watched.stdout + watched.stderr
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
-    lost = [
-        line
-        for path in (run / "spark_events").rglob("events*")
-        for line in path.read_text().splitlines()
-        if '"SparkListenerExecutorRemoved"' in line
-    ]
+    events = (run / "spark_events").rglob("events*")
+    told = "".join(pa.input_stream(path, compression="zstd").read().decode() for path in events)
+    lost = "SparkListenerExecutorRemoved" in told
     assert lost, "the event log tells of the killed worker"
     assert "starting another" in (run / "logs" / "0" / "node_1.log").read_text()
     diff = slurm_user.cookbook("data", "diff", "here", "mine").stdout
