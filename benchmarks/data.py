@@ -2,8 +2,8 @@
 
 rows: filter, exact duplicates and split, beside the same query written by hand for DuckDB.
 near: near duplicates with planted pairs; with --peers PYTHON also beside datasketch and datatrove,
-which that Python has (pip install datasketch==2.0.0 'datatrove[processing]==0.10.0' orjson spacy). Both are
-slow, so all three see the first --peer-count documents.
+which that Python has (pip install datasketch==2.0.0 'datatrove[processing]==0.10.0' orjson spacy).
+Both are slow, so all three see the first --peer-count documents.
 Ratios of one run count: both sides run one after the other on the same machine.
 """
 
