@@ -223,6 +223,7 @@ def _beside_peers(out: Path, source: Path, python: str, count: int) -> dict[str,
         _, used = _measured(argv)
         found[name] = {
             "wall_s": round(used["wall_s"], 1),
+            "cpu_s": round(used["cpu_s"], 1),
             "times_ours": round(used["wall_s"] / ours["wall_s"], 1),
         }
     return found
