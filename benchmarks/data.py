@@ -1,16 +1,20 @@
 """Measures cookbook prepare: python -m benchmarks.data rows | near [--count N] [--out FOLDER]
 
 rows: filter, exact duplicates and split, beside the same query written by hand for DuckDB.
-near: near duplicates with planted pairs, beside datasketch and datatrove if they are installed
-(--peers; both are slow, so they see the first --peer-count documents).
+near: near duplicates with planted pairs; with --peers PYTHON also beside datasketch and datatrove,
+which that Python has (pip install datasketch==2.0.0 'datatrove[processing]==0.10.0' orjson spacy).
+Both are slow, so all three see the first --peer-count documents.
 Ratios of one run count: both sides run one after the other on the same machine.
 """
 
 import argparse
 import json
+import os
 import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,14 +32,17 @@ def main() -> None:
     parser.add_argument("what", choices=("rows", "near"))
     parser.add_argument("--count", type=int)
     parser.add_argument("--out", type=Path, default=Path("/tmp/cookbook-data-benchmark"))
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", metavar="PYTHON", default="")
     parser.add_argument("--peer-count", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=3, help="each side so often, in turn")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.what == "rows":
-        found = rows(given.out, given.count or 5_000_000)
+        found = rows(given.out, given.count or 5_000_000, given.rounds)
     else:
-        found = near(given.out, given.count or 1_000_000, given.peers, given.peer_count)
+        found = near(
+            given.out, given.count or 1_000_000, given.peers, given.peer_count, given.rounds
+        )
     print(json.dumps(found, indent=1))
 
 
@@ -58,18 +65,26 @@ def _prepare(out: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
     file.write_text(json.dumps(settings))
     shutil.rmtree(out / "sets" / "prepared" / name, ignore_errors=True)
     argv = [sys.executable, "-m", "datakit.run", str(file), "--json"]
+    output, used = _measured(argv)
+    return {**json.loads(output), **used}
+
+
+def _measured(argv: list[str]) -> tuple[str, dict[str, float]]:
+    """Run a program; return its output, and its seconds, those of its CPUs, and its peak memory."""
     began = time.monotonic()
-    done = subprocess.run(
-        ["/usr/bin/time", "-v", *argv] if shutil.which("time") else argv,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told: dict[str, Any] = json.loads(done.stdout)
-    told["wall_s"] = time.monotonic() - began
-    peak = [line for line in done.stderr.splitlines() if "Maximum resident" in line]
-    told["peak_mib"] = int(peak[0].rpartition(":")[2]) // 1024 if peak else None
-    return told
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        errors.seek(0)
+        if status:
+            raise SystemExit(
+                f"{argv[:4]}: exit status {process.returncode}: {errors.read()[-2000:]}"
+            )
+    used = {"wall_s": time.monotonic() - began, "cpu_s": usage.ru_utime + usage.ru_stime}
+    return output, {**used, "peak_mib": usage.ru_maxrss // 1024}
 
 
 # Rows ----------------------------------------------------------------------------------------
@@ -94,19 +109,12 @@ print(con.execute(f"SELECT count(*) FROM read_parquet('{target}/rows/*/*.parquet
 """
 
 
-def rows(out: Path, count: int) -> dict[str, Any]:
-    """Compare both on rows of which a fifth are exact duplicates."""
+def rows(out: Path, count: int, rounds: int) -> dict[str, Any]:
+    """Compare both on rows of which a fifth are exact duplicates; ratios are of each round."""
     source = out / f"rows-{count}"
     if not source.is_dir():
         _make_rows(source, count)
     target = out / "by-hand"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", _BY_HAND, str(source), str(target)], capture_output=True, text=True
-    )
-    by_hand_s = time.monotonic() - began
     recipe = {
         "memory": _MEMORY,
         "threads": 2,
@@ -117,15 +125,29 @@ def rows(out: Path, count: int) -> dict[str, Any]:
             {"split": {"train": 0.8, "val": 0.1, "test": 0.1}},
         ],
     }
-    told = _prepare(out, "rows", recipe)
+    found: dict[str, list[float]] = {"wall_s": [], "cpu_s": [], "wall_ratio": [], "cpu_ratio": []}
+    for _ in range(rounds):
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        # What an earlier side wrote must not slow down the next one.
+        os.sync()
+        output, by_hand = _measured([sys.executable, "-c", _BY_HAND, str(source), str(target)])
+        os.sync()
+        told = _prepare(out, "rows", recipe)
+        for name in ("wall", "cpu"):
+            found[f"{name}_s"] += [round(by_hand[f"{name}_s"], 1), round(told[f"{name}_s"], 1)]
+            ratio = round(told[f"{name}_s"] / by_hand[f"{name}_s"], 2)
+            found[f"{name}_ratio"].append(ratio)
     return {
         "rows": count,
-        "by_hand_s": round(by_hand_s, 1),
-        "by_hand_rows": done.stdout.strip() or done.stderr.strip().splitlines()[-1:],
-        "prepare_s": round(told["wall_s"], 1),
+        "by_hand_rows": int(output),
         "prepare_rows": told["rows"],
+        "seconds_by_hand_and_prepared": found["wall_s"],
+        "cpu_seconds_by_hand_and_prepared": found["cpu_s"],
+        "ratios": found["wall_ratio"],
+        "cpu_ratios": found["cpu_ratio"],
+        "median_ratio": statistics.median(found["wall_ratio"]),
         "steps_s": {step["step"]: step["seconds"] for step in told["steps"]},
-        "ratio": round(told["wall_s"] / by_hand_s, 2),
         "peak_mib": told["peak_mib"],
         "bytes": sum(path.stat().st_size for path in source.iterdir()),
     }
@@ -153,7 +175,7 @@ def _make_rows(folder: Path, count: int) -> None:
 # Near duplicates -----------------------------------------------------------------------------
 
 
-def near(out: Path, count: int, peers: bool, peer_count: int) -> dict[str, Any]:
+def near(out: Path, count: int, peers: str, peer_count: int, rounds: int) -> dict[str, Any]:
     """Measure recall and precision against planted pairs of known similarity, and the rate."""
     source = out / f"near-{count}"
     if not source.is_dir():
@@ -177,22 +199,34 @@ def near(out: Path, count: int, peers: bool, peer_count: int) -> dict[str, Any]:
         "peak_mib": told["peak_mib"],
     }
     if peers:
-        made["peers"] = {}
-        texts = pq.read_table(source / "documents", columns=["text"])["text"].to_pylist()[
-            :peer_count
-        ]
-        for name, run in (("datasketch", _datasketch), ("datatrove", _datatrove)):
-            try:
-                began = time.monotonic()
-                run(texts, out)
-                rate = len(texts) / (time.monotonic() - began)
-                made["peers"][name] = {
-                    "documents_per_s": round(rate),
-                    "times_slower": round(made["documents_per_s"] / rate, 1),
-                }
-            except ImportError as error:
-                made["peers"][name] = f"not installed: {error.name}"
+        made["peers"] = [_beside_peers(out, source, peers, peer_count) for _ in range(rounds)]
     return made
+
+
+def _beside_peers(out: Path, source: Path, python: str, count: int) -> dict[str, Any]:
+    """One round: each on the first documents, one after the other; ours as a whole process."""
+    few = out / f"near-first-{count}"
+    few.mkdir(exist_ok=True)
+    first = pq.read_table(source / "documents", columns=["text"]).slice(0, count)
+    pq.write_table(first, few / "part-00000.parquet")
+    recipe = {
+        "memory": _MEMORY,
+        "threads": 2,
+        "sources": [{"path": str(few), "format": "text"}],
+        "steps": [{"near_duplicates": {"jaccard": 0.8, "ngram": 3}}],
+    }
+    ours = _prepare(out, "near-first", recipe)
+    found: dict[str, Any] = {"documents": count}
+    found["prepare"] = {"wall_s": round(ours["wall_s"], 1), "cpu_s": round(ours["cpu_s"], 1)}
+    for name in ("datasketch", "datatrove"):
+        argv = [python, "-m", "benchmarks.peers.near", name, str(few), str(out)]
+        _, used = _measured(argv)
+        found[name] = {
+            "wall_s": round(used["wall_s"], 1),
+            "cpu_s": round(used["cpu_s"], 1),
+            "times_ours": round(used["wall_s"] / ours["wall_s"], 1),
+        }
+    return found
 
 
 def _make_near(folder: Path, count: int) -> None:
@@ -247,60 +281,6 @@ def _judge(work: Path, source: Path) -> dict[str, Any]:
         "recall": round(len(similar & pairs) / max(len(similar), 1), 4),
         "precision": round(len(similar & pairs) / max(len(pairs), 1), 4),
     }
-
-
-def _datasketch(texts: list[str], out: Path) -> None:
-    from datasketch import MinHash, MinHashLSH
-
-    index = MinHashLSH(threshold=0.8, num_perm=128)
-    for number, text in enumerate(texts):
-        words = text.split()
-        sketch = MinHash(num_perm=128)
-        grams = {" ".join(words[place : place + 3]).encode() for place in range(len(words) - 2)}
-        sketch.update_batch(list(grams))
-        index.query(sketch)
-        index.insert(str(number), sketch)
-
-
-def _datatrove(texts: list[str], out: Path) -> None:
-    from datatrove.executor import LocalPipelineExecutor
-    from datatrove.pipeline.dedup import (
-        MinhashDedupBuckets,
-        MinhashDedupCluster,
-        MinhashDedupFilter,
-        MinhashDedupSignature,
-    )
-    from datatrove.pipeline.dedup.minhash import MinhashConfig
-    from datatrove.pipeline.readers import JsonlReader
-    from datatrove.pipeline.writers import JsonlWriter
-
-    folder = out / "datatrove"
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "in").mkdir(parents=True)
-    half = (len(texts) + 1) // 2
-    for part in range(2):
-        lines = [
-            json.dumps({"text": text, "id": str(number)})
-            for number, text in enumerate(texts[part * half : (part + 1) * half], part * half)
-        ]
-        (folder / "in" / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
-    config = MinhashConfig(n_grams=3)
-    reader = JsonlReader(str(folder / "in"))
-
-    def run(pipeline: list[Any], tasks: int) -> None:
-        LocalPipelineExecutor(
-            pipeline=pipeline,
-            tasks=tasks,
-            workers=min(tasks, 2),
-            skip_completed=False,
-            logging_dir=str(folder / f"logs-{len(list(folder.iterdir()))}"),
-        ).run()
-
-    signatures, buckets, removed = (str(folder / name) for name in ("sig", "buckets", "remove"))
-    run([reader, MinhashDedupSignature(signatures, config=config)], 2)
-    run([MinhashDedupBuckets(signatures, buckets, config=config)], config.num_buckets)
-    run([MinhashDedupCluster(buckets, removed, config=config)], 1)
-    run([reader, MinhashDedupFilter(removed), JsonlWriter(str(folder / "out"))], 2)
 
 
 if __name__ == "__main__":

@@ -39,16 +39,23 @@ def read_block(target: Path, source: Mapping[str, Any], block: Mapping[str, Any]
         source: name, format, columns, keep (of this source), all_keep (of all), encoding.
         block: file, number (of the file), type, and begin, end (bytes) and line of a text block.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     names = schema(source["all_keep"])
     start = block["number"] << ROW_BITS
     bad: list[dict[str, Any]] = []
-    with pq.ParquetWriter(target, names) as writer:
-        if block["type"] == "parquet":
-            _columns(writer, source, block, start, bad)
-        else:
-            _records(writer, source, block, start, bad)
+    try:
+        with pq.ParquetWriter(target, names) as writer:
+            if block["type"] == "parquet":
+                _columns(writer, source, block, start, bad)
+            else:
+                _records(writer, source, block, start, bad)
+    except (pa.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None):
+            raise  # the disk's fault; a damaged page has no number
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{block['file']}: cannot be read: {reason}: copy it again") from None
     path = Path(str(block["bad"]))
     path.write_text("".join(json.dumps(each) + "\n" for each in bad), encoding="utf-8")
 

@@ -70,6 +70,20 @@ class _told:
             raise DataError(f"{self._file}: cannot be read: {reason}: fix or replace it") from None
 
 
+def check_parquet(path: Path, where: str) -> None:
+    """Raise DataError unless a file ends as Parquet does, which a file that was cut does not."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(path)
+    except pa.ArrowInvalid as error:
+        reason = str(error).partition(". ")[0].rstrip(".")
+        raise DataError(
+            f"{where}: {path} is no whole Parquet file ({reason}): copy it again, or set type="
+        ) from None
+
+
 def survey(path: Path, cut: bool) -> tuple[str, list[dict[str, Any]]]:
     """Read a file once: its SHA-256, and its blocks if it can be cut at lines.
 

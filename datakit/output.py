@@ -6,17 +6,20 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from datakit.engines.base import Engine, finished, shards
 from datakit.engines.tasks import Task
 from datakit.errors import DataError
+from datakit.expressions import length_of, text_of
 from datakit.pipeline import FORMAT, Prepared, versions
 from datakit.rows import Rows
 from datakit.sources import unchanged
 from datakit.steps.splits import SIDES
 from runspec import files, prepared
+from runspec.datarecipe import step_name
 from runspec.prepared import BAD_ROWS, CARD, CURRENT, DATA, LINEAGE, REMOVED, REPORT
 
 _ROWS = "datakit.output:final_rows"
@@ -61,8 +64,8 @@ def write(
     temporary = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
-        _write_rows(engine, rows, form, temporary / DATA, work)
-        splits = _splits(temporary)
+        _write_rows(engine, rows, form, _are_pairs(config), temporary / DATA, work)
+        splits = _splits(temporary, engine.threads)
         lost = rows.count - sum(each["rows"] for each in splits.values())
         if lost:
             raise DataError(f"{lost} rows were lost on the way to {folder}: report this")
@@ -133,19 +136,19 @@ def _keep_ledgers(made: Prepared, target: Path) -> None:
             shutil.copytree(folder / SIDES, target / SIDES)
 
 
-def _write_rows(engine: Engine, rows: Rows, form: str, target: Path, work: Path) -> None:
+def _write_rows(
+    engine: Engine, rows: Rows, form: str, pairs: bool, target: Path, work: Path
+) -> None:
     hidden = {"_id", "prompt", "answer", "messages", "rejected", "split"}
     extra = [name for name in rows.table.columns if name not in hidden]
     table = rows.table
-    length = table.answer.length() + (table.prompt.length() + 1).fill_null(0)
-    fields = {"id": table["_id"], "md5": _md5(table, extra), "characters": length.cast("int64")}
+    length = length_of(table).cast("int64")
+    fields = {"id": table["_id"], "md5": _md5(table, extra), "characters": length}
     fields |= {**{name: table[name] for name in extra}, "split": table.split}
     if form == "text":
-        from datakit.expressions import text_of
-
         engine.write_split(table.select(text=text_of(table), **fields), target, "split")
         return
-    simple = engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
+    simple = {"n": 0, "p": 0} if pairs else _unlike_pairs(engine, table)
     if simple["p"] and form == "messages":
         raise DataError(
             f"output.format: {simple['p']:,} rows have no prompt, so that they are no "
@@ -167,18 +170,35 @@ def _write_rows(engine: Engine, rows: Rows, form: str, target: Path, work: Path)
         for path in shards(stored)
     ]
     try:
-        engine.run(jobs, lambda: None)
+        engine.run(jobs, engine.piece)
     finally:
         shutil.rmtree(stored, ignore_errors=True)
+
+
+def _are_pairs(config: Mapping[str, Any]) -> bool:
+    """Whether all rows are a prompt and an answer: then nobody has to look at them again."""
+    formats = {source["format"] for source in config["sources"]}
+    return formats <= {"qa", "alpaca"} and "template" not in map(
+        step_name, config.get("steps") or []
+    )
+
+
+def _unlike_pairs(engine: Engine, table: Any) -> dict[str, Any]:
+    """Return how many rows have messages of their own (n), and how many have no prompt (p)."""
+    return engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
 
 
 def _md5(table: Any, extra: list[str]) -> Any:
     """A hash of what a row says. Not of fractions, which engines write differently as text."""
     import ibis
 
-    names = ["prompt", "answer", "messages", "rejected"]
+    names = ["messages", "rejected"]
     names += [name for name in sorted(extra) if not table[name].type().is_floating()]
-    parts = [table[name].cast("string").fill_null("\x00") for name in names]
+    # The text's own hash is what a split without groups goes by: it is computed once. Where the
+    # prompt ends in the text is said by its length.
+    ends = table.prompt.length().fill_null(-1)
+    parts = [text_of(table).hexdigest("md5"), ends.cast("string")]
+    parts += [table[name].cast("string").fill_null("\x00") for name in names]
     return ibis.literal("\x1f").join(parts).hexdigest("md5")
 
 
@@ -218,25 +238,32 @@ def final_rows(table: Any, form: str) -> Any:
     return pa.table({**made, **{name: rest[name] for name in rest.column_names}})
 
 
-def _splits(folder: Path) -> dict[str, dict[str, Any]]:
+def _splits(folder: Path, threads: int) -> dict[str, dict[str, Any]]:
     """Return rows and files of each split; and the hash of its rows in any order."""
+
+    def look(path: Path) -> tuple[int, dict[str, Any]]:
+        count, part = content_hash(path)
+        facts = path.stat()
+        return part, {
+            "file": str(path.relative_to(folder)),
+            "bytes": facts.st_size,
+            "mtime_ns": facts.st_mtime_ns,
+            "sha256": files.sha256(path),
+            "rows": count,
+        }
+
     found: dict[str, dict[str, Any]] = {}
-    for split in sorted(path for path in (folder / DATA).iterdir() if path.is_dir()):
-        listed, rows, total = [], 0, 0
-        for path in shards(split):
-            count, part = content_hash(path)
-            rows, total = rows + count, (total + part) % 2**128
-            facts = path.stat()
-            listed.append(
-                {
-                    "file": str(path.relative_to(folder)),
-                    "bytes": facts.st_size,
-                    "mtime_ns": facts.st_mtime_ns,
-                    "sha256": files.sha256(path),
-                    "rows": count,
-                }
-            )
-        found[split.name] = {"rows": rows, "content": f"{total:032x}", "files": listed}
+    # Hashing frees Python's lock, so threads share it.
+    with ThreadPoolExecutor(threads) as pool:
+        for split in sorted(path for path in (folder / DATA).iterdir() if path.is_dir()):
+            seen = list(pool.map(look, shards(split)))
+            listed = [each for _, each in seen]
+            rows, total = sum(each["rows"] for each in listed), sum(part for part, _ in seen)
+            found[split.name] = {
+                "rows": rows,
+                "content": f"{total % 2**128:032x}",
+                "files": listed,
+            }
     return found
 
 

@@ -24,8 +24,8 @@ from datakit.sources import Input
 from runspec import files
 from runspec.datarecipe import step_name, step_options
 
-# Changes whenever the same recipe may give other rows than before.
-FORMAT = 1
+# Changes whenever the same recipe may give other rows, or another hash of them, than before.
+FORMAT = 2
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01
@@ -33,7 +33,10 @@ _BAD_SHARE = 0.01
 
 @dataclass
 class Prepared:
-    """What a recipe made: its rows, and what is known of each step."""
+    """What a recipe made: its rows, and what is known of each step.
+
+    lengths: how many texts there were of each length, if reading them told it.
+    """
 
     rows: Rows
     start: Rows
@@ -42,6 +45,7 @@ class Prepared:
     bad: list[dict[str, Any]]
     bad_count: int
     folders: dict[str, Path] = field(default_factory=dict)
+    lengths: dict[int, int] | None = None
 
 
 def run(
@@ -53,6 +57,7 @@ def run(
     threads: int,
     say: Callable[[str], None],
     limit: int | None = None,
+    stepped: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Read the sources and take all steps.
 
@@ -61,6 +66,7 @@ def run(
         base: the folder from which relative paths count.
         root: the datasets folder, for the sets that a step names.
         limit: read so many rows of each source at most.
+        stepped: called when the rows are read, and after each step.
 
     Raises:
         DataError: a source, a step or too many rows are wrong.
@@ -68,10 +74,11 @@ def run(
     all_keep = _all_keep(config)
     inputs = sources.find(config, base, work / "sources", threads, say)
     first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
-    rows, bad, bad_count = _ingest(
+    rows, bad, bad_count, lengths = _ingest(
         config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say
     )
     start, records, folders = rows, [], {}
+    stepped()
     print_, seed = first, int(config.get("seed") or 0)
     for number, step in enumerate(config.get("steps") or [], 1):
         name, options = step_name(step), step_options(step)
@@ -109,6 +116,7 @@ def run(
         if start.folder is None:
             sources.unchanged(inputs)
         removed = before.count - rows.count
+        stepped()
         say(
             f"{key:24} {before.count:>12,} -> {rows.count:>12,} rows  ({removed:,} removed, "
             f"{known['seconds']:.1f} s)"
@@ -118,7 +126,7 @@ def run(
                 f"{here.where}: no row is left; the step removed {removed:,}, for example "
                 f"{_shown(known['samples'])}: change its options"
             )
-    return Prepared(rows, start, inputs, records, bad, bad_count, folders)
+    return Prepared(rows, start, inputs, records, bad, bad_count, folders, lengths)
 
 
 def _all_keep(config: Mapping[str, Any]) -> dict[str, str]:
@@ -144,15 +152,16 @@ def _ingest(
     all_keep: Mapping[str, str],
     limit: int | None,
     say: Callable[[str], None],
-) -> tuple[Rows, list[dict[str, Any]], int]:
+) -> tuple[Rows, list[dict[str, Any]], int, dict[int, int] | None]:
     if (
         limit is None
         and finished(folder) is None
-        and (table := engine.scan(config, inputs, all_keep)) is not None
+        and (scanned := engine.scan(config, inputs, all_keep)) is not None
     ):
         count = sum(each.rows for each in inputs)
         say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files, where they lie")
-        return Rows(table, count), [], 0
+        table, lengths = scanned
+        return Rows(table, count), [], 0, lengths
     if finished(folder) is None:
         tasks = sources.tasks(config, inputs, folder, all_keep, limit)
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,6 +171,7 @@ def _ingest(
         def done() -> None:
             nonlocal seen, last
             seen += 1
+            engine.piece()
             if time.monotonic() - last > 15:
                 last = time.monotonic()
                 say(f"read {seen} of {total} blocks")
@@ -174,6 +184,9 @@ def _ingest(
             shutil.rmtree(folder, ignore_errors=True)
             raise
         mark(folder)
+    else:
+        for _ in shards(folder):
+            engine.piece()
     count = finished(folder) or 0
     bad = [
         each
@@ -196,7 +209,7 @@ def _ingest(
     if count == 0:
         raise DataError("the sources hold no row: check path and format of each source")
     say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files  ({len(bad):,} bad)")
-    return Rows(engine.read(folder), count, folder), bad, len(bad)
+    return Rows(engine.read(folder), count, folder), bad, len(bad), None
 
 
 def _place(bad: Mapping[str, Any]) -> str:
@@ -236,11 +249,15 @@ def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]
     chosen = engine.rows(removed.order_by("_id").limit(SAMPLES))
     by_id = {row["_id"]: row for row in chosen}
     ids = list(by_id)
-    found = engine.rows(before.table.filter(before.table["_id"].isin(ids)))
     kept = [row["kept_id"] for row in chosen if "kept_id" in row]
+    # One query, because it may be a look at all rows of the sources.
+    table, wanted = before.table, [*ids, *kept]
+    # The range lets an engine leave out whole files.
+    near = table["_id"].between(min(wanted), max(wanted))
+    both = engine.rows(table.filter(near & table["_id"].isin(wanted)))
+    found = [row for row in both if row["_id"] in by_id]
     if kept:
-        others = engine.rows(before.table.filter(before.table["_id"].isin(kept)))
-        texts = {row["_id"]: _short(row) for row in others}
+        texts = {row["_id"]: _short(row) for row in both}
         for row in chosen:
             row["kept"] = texts.get(row.get("kept_id"), "")
     extra = ("_id", "messages", "rejected", "prompt", "answer")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from datakit.engines.base import Engine, shards
+from datakit.expressions import length_bucket
 from datakit.pipeline import Prepared
 from runspec.prepared import DATA
 
@@ -34,7 +35,8 @@ def page(
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    before, after = lengths(engine, made.start.table), _written_lengths(version)
+    before = lengths(engine, made.start.table) if made.lengths is None else made.lengths
+    after = _written_lengths(version)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
         card=card,
@@ -79,9 +81,7 @@ def _first_rows(version: Path) -> list[dict[str, Any]]:
 
 def lengths(engine: Engine, table: Any) -> dict[int, int]:
     """Return how many rows have texts of 2^k - 1 to 2^(k+1) - 2 characters, by k."""
-    length = table.answer.length() + (table.prompt.length() + 1).fill_null(0)
-    bucket = (length + 1).log2().floor().cast("int64")
-    counted = table.select(bucket=bucket)
+    counted = table.select(bucket=length_bucket(table))
     rows = engine.rows(counted.group_by("bucket").agg(n=counted.count()))
     return {int(row["bucket"]): int(row["n"]) for row in rows}
 

@@ -76,7 +76,10 @@ class Work:
                 )
                 for path in shards(source.folder)
             ]
-            self.engine.run(jobs, lambda: None)
+            self.engine.run(jobs, self.engine.piece)
             mark(target)
+        else:
+            for _ in shards(target):
+                self.engine.piece()
         count = finished(target) or 0
         return Rows(self.engine.read(target), count, target, rows.tags)

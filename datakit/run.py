@@ -8,14 +8,15 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datakit.engines import spill
 from datakit.engines.base import Engine
 from datakit.errors import DataError
 from runspec import prepared
@@ -38,6 +39,8 @@ def main() -> None:
     from runspec import yamlrules
 
     settings = yaml.load(given.settings.read_text(encoding="utf-8"), Loader=yamlrules.loader(yaml))
+    # Slurm ends a job with TERM: the engine is closed, and its folders are removed.
+    signal.signal(signal.SIGTERM, _end)
     try:
         told = prepare(settings, given.preview, given.master)
     except DataError as error:
@@ -49,6 +52,10 @@ def main() -> None:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         sys.exit(130)
     print(json.dumps(told) if given.json else "\n".join(_lines(told)))
+
+
+def _end(number: int, frame: Any) -> None:
+    sys.exit(128 + number)
 
 
 def prepare(
@@ -71,6 +78,7 @@ def prepare(
             f"{error.name} is missing: install it with: bash setup.sh --with data"
         ) from None
     from datakit import output, pipeline
+    from datakit.progress import Progress
 
     config, root = settings["recipe"], Path(settings["root"])
     name, base = str(settings["name"]), Path(settings["base"])
@@ -79,14 +87,17 @@ def prepare(
     threads = int(config.get("threads") or len(os.sched_getaffinity(0)))
     began = time.monotonic()
     if preview is not None:
-        with tempfile.TemporaryDirectory(prefix="cookbook-preview-") as work:
+        work = spill.make("preview", spill.parent_of(config.get("temp_dir")))
+        try:
             engine = _engine(settings, threads, master)
             try:
-                made = pipeline.run(config, engine, Path(work), base, root, threads, say, preview)
+                made = pipeline.run(config, engine, work, base, root, threads, say, preview)
                 table = made.rows.table
                 rows = engine.rows(table.order_by("_id").limit(3))
             finally:
                 engine.close()
+        finally:
+            spill.remove(work)
         return {
             "name": name,
             "preview": preview,
@@ -102,12 +113,18 @@ def prepare(
         for path in folder.glob(".tmp-*"):
             # Left by a run that was killed while it wrote; the lock says that none is running.
             shutil.rmtree(path, ignore_errors=True)
+        progress = Progress(len(config.get("steps") or []) + 2)
         engine = _engine(settings, threads, master)
+        engine.piece = progress.piece
         try:
-            made = pipeline.run(config, engine, work_folder, base, root, threads, say)
+            made = pipeline.run(
+                config, engine, work_folder, base, root, threads, say, stepped=progress.step
+            )
             target, card = output.write(config, made, engine, folder, work_folder)
+            progress.step()
         finally:
             engine.close()
+        progress.write("finished")
         # The set is complete: what lies between its steps has done its work.
         if not settings.get("keep_work"):
             shutil.rmtree(work_folder, ignore_errors=True)
@@ -157,11 +174,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> Engine:
     config = settings["recipe"]
-    folder = Path(str(config.get("temp_dir") or os.environ.get("TMPDIR") or "/tmp")).expanduser()
-    if not folder.is_dir():
-        raise DataError(
-            f"temp_dir: there is no folder {folder}: give one on a disk of this node", exit_code=2
-        )
+    folder = spill.parent_of(config.get("temp_dir"))
     facts = os.statvfs(folder)
     if facts.f_bavail * facts.f_frsize < _LEAST_FREE:
         raise DataError(

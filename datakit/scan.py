@@ -7,6 +7,7 @@ there is one, the files are read as all others are.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from datakit.expressions import length_bucket
 from datakit.ingest import schema
 from datakit.sources import Input
 from runspec.datarecipe import source_name
@@ -14,17 +15,22 @@ from runspec.prepared import ROW_BITS
 
 _TEXTS = {"qa": ("question", "answer"), "text": (None, "text")}
 _TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
+_SPACES = "".join(chr(n) for n in range(0x3001) if chr(n).isspace())
 # A query of more files than this would be slow to plan.
 _MOST_FILES = 200
 
 
 def scanned(
     con: Any, config: Mapping[str, Any], inputs: Sequence[Input], all_keep: Mapping[str, str]
-) -> Any:
+) -> tuple[Any, dict[int, int]] | None:
     """Return the rows as a table over the files themselves, None if they need a reader.
 
     con: of DuckDB.
+
+    Returns:
+        The table, and its texts' lengths, which the same look at all rows tells.
     """
+    import duckdb
     import pyarrow.parquet as pq
 
     sources = {source_name(each, n): each for n, each in enumerate(config["sources"])}
@@ -53,14 +59,35 @@ def scanned(
     whole = tables[0]
     for table in tables[1:]:
         whole = whole.union(table)
-    bad = whole.answer.isnull() | (whole.answer.strip().length() == 0)
-    if any(source["format"] == "qa" for source in sources.values()):
-        is_bad = whole.prompt.isnull() | (whole.prompt.strip().length() == 0)
-        if any(source["format"] == "text" for source in sources.values()):
-            return None
-        bad = bad | is_bad
-    found = con.to_pyarrow(whole.filter(bad).select("_id").limit(1))
-    return None if len(found) else whole
+    formats = {source["format"] for source in sources.values()}
+    if len(formats) > 1:
+        return None
+    bad = _blank(whole.answer)
+    if formats == {"qa"}:
+        bad = bad | _blank(whole.prompt)
+    seen = whole.select(bucket=length_bucket(whole), bad=bad)
+    try:
+        rows = con.to_pyarrow(seen.group_by("bucket").agg(n=seen.count(), bad=seen.bad.sum()))
+    except duckdb.Error:
+        # A damaged file, which a reader names.
+        return None
+    found = rows.to_pylist()
+    if any(row["bad"] for row in found):
+        return None
+    return whole, {int(row["bucket"]): int(row["n"]) for row in found}
+
+
+def _blank(text: Any) -> Any:
+    """Whether a text is null or holds nothing but white space, as Python's strip sees it."""
+    import ibis
+
+    # Few texts begin with white space, and only of those more than one character is looked at.
+    first = text.substr(0, 1)
+    return ibis.cases(
+        (text.isnull(), True),
+        (first.isin(list(_SPACES)), ~text.re_search(f"[^{_SPACES}]")),
+        else_=first == "",
+    )
 
 
 def _kept_as_they_are(there: Any, keep: Mapping[str, str]) -> bool:

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +86,8 @@ def find(
                     )
                 if path.stat().st_size == 0:
                     raise DataError(f"{where}: {path} is empty: remove it, or write rows to it")
+                if kind == "parquet":
+                    openers.check_parquet(path, where)
                 found.append((source, name, path, kind, ""))
         except DataError as error:
             faults += error.faults
@@ -241,7 +244,9 @@ def _write(batches: Any, folder: Path, where: str) -> None:
 
 
 def _missing(package: str, where: str) -> DataError:
-    return DataError(f"{where}: the package {package} is missing: .venv/bin/pip install {package}")
+    known = package.partition(".")[0] in ("deltalake", "pyiceberg")
+    how = "bash setup.sh --with tables" if known else f".venv/bin/pip install {package}"
+    return DataError(f"{where}: the package {package} is missing: {how}")
 
 
 def _from_sql(source: Mapping[str, Any], base: Path, where: str) -> tuple[str, Any]:
@@ -319,9 +324,11 @@ def _from_iceberg(source: Mapping[str, Any], base: Path, where: str) -> tuple[st
         from pyiceberg.table import StaticTable
     except ImportError:
         raise _missing("pyiceberg", where) from None
-    path = base / os.path.expanduser(str(source["path"]))
+    path = str(source["path"])
+    if "://" not in path:
+        path = str(base / os.path.expanduser(path))
     try:
-        table = StaticTable.from_metadata(str(path))
+        table = StaticTable.from_metadata(_newest_metadata(path))
         snapshot = table.current_snapshot()
         batches = table.scan().to_arrow_batch_reader()
         return f"{path}, snapshot {snapshot.snapshot_id if snapshot else 'none'}", batches
@@ -329,6 +336,18 @@ def _from_iceberg(source: Mapping[str, Any], base: Path, where: str) -> tuple[st
         raise DataError(
             f"{where}: {path} is no Iceberg table: {str(error).splitlines()[0]}"
         ) from None
+
+
+def _newest_metadata(path: str) -> str:
+    """Return the metadata file of an Iceberg table, of which the folder or that file is given."""
+    folder = Path(path) / "metadata"
+    if not folder.is_dir():
+        return path
+    # v3.metadata.json, or 00003-<id>.metadata.json.
+    found = {
+        int(re.sub(r"\D.*", "", p.name.lstrip("v")) or 0): p for p in folder.glob("*.metadata.json")
+    }
+    return str(found[max(found)]) if found else path
 
 
 _FETCH = {"sql": _from_sql, "hub": _from_hub, "delta": _from_delta, "iceberg": _from_iceberg}

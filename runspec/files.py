@@ -37,6 +37,7 @@ END_RANKS = ".end_ranks"
 GPU_USE = "gpus_node_{}.jsonl"
 # What the trainer writes.
 PROGRESS = "progress.json"
+DATA_SETTINGS = "data.yaml"  # of a job that prepares data
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"

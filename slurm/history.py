@@ -81,12 +81,14 @@ def latest_checkpoint(run_dir: Path) -> int:
 def saved_work(run_dir: Path) -> int:
     """Return a number that grows whenever a run saves work that no later attempt does again.
 
-    That is the step of the newest checkpoint, of an evaluation how many shards are done, or of a
-    served model the minutes for which it was ready: one that has served may be started again.
+    That is the step of the newest checkpoint, of an evaluation how many shards are done, what the
+    preparation of data counts as saved, or of a served model the minutes for which it was ready:
+    one that has served may be started again.
     """
     shards = list((run_dir / files.EVALS / files.SHARDS).glob("*.json"))
+    saved = int(read_object(run_dir / files.PROGRESS).get("saved", -1))
     served = int(read_object(run_dir / files.SERVED).get("minutes", 0))
-    return max(latest_checkpoint(run_dir), len(shards) or -1, served or -1)
+    return max(latest_checkpoint(run_dir), len(shards) or -1, saved, served or -1)
 
 
 def gained_by(run_dir: Path, status: dict[str, Any]) -> bool:

@@ -17,13 +17,16 @@ DONE = "_done.json"
 class Engine:
     """Reads and writes tables as folders of Parquet shards, and runs tasks.
 
+    threads: what this host may use.
     A folder counts once it has its DONE file, which holds the number of rows.
     """
 
     name = ""
 
-    def __init__(self, con: Any) -> None:
-        self.con = con
+    def __init__(self, con: Any, threads: int) -> None:
+        self.con, self.threads = con, threads
+        # Called for each written table and each finished task.
+        self.piece: Callable[[], None] = lambda: None
 
     def versions(self) -> dict[str, str]:
         """The engine's version and what it runs on."""
@@ -38,12 +41,16 @@ class Engine:
         raise NotImplementedError
 
     def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
-        """Return the rows of sources that need no reader as a table over them, else None."""
+        """Return sources that need no reader as a table, and their texts' lengths; else None."""
         return None
 
     def run(self, tasks: Sequence[Task], done: Callable[[], None]) -> None:
         """Run tasks; DataError with all faults."""
         raise NotImplementedError
+
+    def key(self, text: Any) -> Any:
+        """Return what is the same for the same text, for use within one query."""
+        return text.hexdigest("md5")
 
     def one(self, expression: Any) -> dict[str, Any]:
         """Return the only row of a table of aggregates."""
@@ -59,6 +66,7 @@ class Engine:
         """Write a table as shards, whole or not at all; return its rows. Done is not done again."""
         known = finished(folder)
         if known is not None:
+            self.piece()
             return known
         temporary = _temporary(folder)
         self._copy(table, temporary, None)
@@ -67,6 +75,7 @@ class Engine:
             _write_empty(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
         count = mark(temporary)
         _publish(temporary, folder)
+        self.piece()
         return count
 
     def write_split(self, table: Any, folder: Path, column: str) -> None:
@@ -82,6 +91,7 @@ class Engine:
         shutil.rmtree(temporary / ".all")
         mark(temporary)
         _publish(temporary, folder)
+        self.piece()
 
     def close(self) -> None:
         """End the engine and what it started."""

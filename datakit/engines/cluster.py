@@ -5,17 +5,16 @@ end with the driver, and each ends what it started. It needs HEAD_ADDR, NODE_RAN
 """
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from datakit.engines import java
+from datakit.engines import java, spill
 from datakit.errors import DataError
 from runspec import files
 
@@ -28,14 +27,11 @@ def main() -> None:
     rank, logs = int(os.environ.get("NODE_RANK", "0")), Path(os.environ["LOGS"])
     # srun's TERM must reach what this process has started.
     signal.signal(signal.SIGTERM, _stop)
-    local = Path(tempfile.mkdtemp(prefix="cookbook-spark-", dir=os.environ.get("TMPDIR") or "/tmp"))
+    settings, local = Path(sys.argv[1]), None
     try:
+        local = spill.make("spark", spill.parent_of(_recipe(settings).get("temp_dir")))
         home = java.usable_home(java.home(), local)
-        code = (
-            _first(Path(sys.argv[1]), logs, home, local)
-            if rank == 0
-            else _other(logs, home, local, rank)
-        )
+        code = _first(settings, logs, home, local) if rank == 0 else _other(logs, home, local, rank)
     except DataError as error:
         for fault in error.faults:
             print(f"error: {fault}", flush=True)
@@ -49,8 +45,19 @@ def main() -> None:
         files.write_json(logs / f"error_rank_{rank}.json", word)
         code = 1
     finally:
-        shutil.rmtree(local, ignore_errors=True)
+        if local is not None:
+            spill.remove(local)
     sys.exit(code)
+
+
+def _recipe(settings: Path) -> Mapping[str, Any]:
+    import yaml
+
+    from runspec import yamlrules
+
+    loaded = yaml.load(settings.read_text(encoding="utf-8"), Loader=yamlrules.loader(yaml))
+    found: Mapping[str, Any] = loaded["recipe"]
+    return found
 
 
 def _stop(number: int, frame: Any) -> None:

@@ -2,14 +2,12 @@
 
 import os
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datakit.engines import java, tasks
+from datakit.engines import java, spill, tasks
 from datakit.engines.base import Engine
 from datakit.engines.tasks import Task
 from datakit.errors import DataError
@@ -41,7 +39,7 @@ class SparkEngine(Engine):
         import ibis
 
         self._java = java.version(home)
-        self._local = Path(tempfile.mkdtemp(prefix="cookbook-spark-", dir=temp_dir))
+        self._local = spill.make("spark", temp_dir)
         os.environ["JAVA_HOME"] = str(java.usable_home(home, self._local))
         os.environ["PYSPARK_PYTHON"] = sys.executable
         size = f"{max(memory // 2**20, 512)}m"
@@ -77,13 +75,13 @@ class SparkEngine(Engine):
         try:
             self.session = builder.getOrCreate()
         except Exception as error:
-            shutil.rmtree(self._local, ignore_errors=True)
+            spill.remove(self._local)
             reason = str(error).strip().splitlines()[0]
             raise DataError(f"Spark did not start with Java {self._java}: {reason}") from None
         self.session.sparkContext.setLogLevel("ERROR")
         if master is not None and self.session.sparkContext.uiWebUrl:
             print(f"Spark's pages: {self.session.sparkContext.uiWebUrl}", flush=True)
-        super().__init__(ibis.pyspark.connect(self.session))
+        super().__init__(ibis.pyspark.connect(self.session), threads)
 
     def versions(self) -> dict[str, str]:
         return {"spark": self.session.version, "java": self._java}
@@ -119,7 +117,7 @@ class SparkEngine(Engine):
 
     def close(self) -> None:
         self.session.stop()
-        shutil.rmtree(self._local, ignore_errors=True)
+        spill.remove(self._local)
 
 
 def _reason(error: Exception) -> str:

@@ -23,7 +23,7 @@ def exact_duplicates(rows: Rows, work: Work) -> Rows:
         rank = order(keys, work, "_rank")
     else:
         key = _joined(rows.table, names, work.where)
-        keys = rows.table.select("_id", _key=key.hexdigest("md5"), **_ranked(rows.table, work))
+        keys = rows.table.select("_id", _key=work.engine.key(key), **_ranked(rows.table, work))
         rank = order(keys, work, "_rank")
     import ibis
 

@@ -3,7 +3,9 @@
 Each line is a request, its intent, its user and a quality. Among them are, each a known share:
 exact and near duplicates, personal data, texts that are too short, rows that are broken, and
 intents of very different frequency. The same seed gives the same bytes. Beside the folder,
-FOLDER-truth.json says what was planted, and FOLDER-words.jsonl has clean requests for a tokenizer.
+FOLDER-truth.json says what was planted, and FOLDER-base.jsonl has what the base model learns: to
+read requests of its own, which are not in FOLDER, and to repeat what they say. It sees the names of
+the intents, but never with a request.
 """
 
 import argparse
@@ -26,12 +28,15 @@ _WEIGHTS = [40, 20, 12, 10, 7, 5, 4, 2]
 _THINGS = ["phone", "laptop", "lamp", "jacket", "kettle", "book", "chair", "camera", "bicycle"]
 _TONES = ["Hello,", "Hi there,", "Good morning,", "Dear team,", "Sorry to ask,", "Once more:"]
 _ENDS = ["Thanks.", "Kind regards.", "It is urgent.", "No hurry.", "I wait for your answer."]
+_BASE_ROWS = 4000
 _PLANTED = {"exact": 0.08, "near": 0.05, "personal": 0.04, "short": 0.02, "broken": 0.002}
 
 
-def conversation(chance: random.Random, number: int, count: int) -> dict[str, object]:
+def conversation(
+    chance: random.Random, number: int, count: int, intent: str = ""
+) -> dict[str, object]:
     """A request of one user: it names its intent in one of several ways, between other words."""
-    intent = chance.choices(list(_INTENTS), _WEIGHTS)[0]
+    intent = intent or chance.choices(list(_INTENTS), _WEIGHTS)[0]
     words = [chance.choice(_TONES), f"it is about the {chance.choice(_THINGS)}"]
     words.append(
         f"that I bought for {chance.randrange(5, 900)} euros in week {chance.randrange(53)},"
@@ -81,11 +86,29 @@ def write(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
     for part in range(4):
         path = folder / f"part-{part}.jsonl"
         path.write_text("\n".join(lines[part::4]) + "\n", encoding="utf-8")
-    words = [json.dumps(row) + "\n" for row in made[:2000]]
-    (folder.parent / f"{folder.name}-words.jsonl").write_text("".join(words), encoding="utf-8")
+    base = "".join(json.dumps(row) + "\n" for row in _base(random.Random(f"base {seed}")))
+    (folder.parent / f"{folder.name}-base.jsonl").write_text(base, encoding="utf-8")
     planted["plain"] = planted.pop("", 0)
     (folder.parent / f"{folder.name}-truth.json").write_text(json.dumps(planted, indent=1) + "\n")
     return planted
+
+
+def _base(chance: random.Random) -> list[dict[str, str]]:
+    """Questions and answers from which a base model learns to read, but no intent of a request."""
+    rows = []
+    for number in range(_BASE_ROWS):
+        name = chance.choice(list(_INTENTS))
+        if number % 4 == 3:
+            rows.append({"question": f"Say {name}", "answer": name})
+            continue
+        request = str(conversation(chance, number, _BASE_ROWS, name)["request"])
+        if number % 4 == 2:
+            (told,) = [each for each in _THINGS if f"about the {each} " in request]
+            rows.append({"question": f"What is this about?\n\n{request}", "answer": told})
+        else:
+            told = request.rpartition(": ")[2].partition(".")[0]
+            rows.append({"question": f"What does it say?\n\n{request}", "answer": told})
+    return rows
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 from pathlib import Path
 
 
@@ -18,8 +19,13 @@ def score(model_folder: Path, split: Path, limit: int) -> dict[str, float]:
     """Let the model answer each prompt greedily, and count the answers that are the same."""
     import pyarrow.parquet as pq
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # transformers imports torchao if it is there, and no kernel of torchao is used here.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     rows = [
         row for path in sorted(split.glob("*.parquet")) for row in pq.read_table(path).to_pylist()
     ]

@@ -22,8 +22,6 @@ from launcher.workflows.submit import start
 from runspec import files
 from runspec.datarecipe import step_name, step_options
 
-SETTINGS = "data.yaml"
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -87,7 +85,7 @@ def here(planned: Plan, preview: int | None, as_json: bool) -> int:
     What is typed again after an interruption goes on where it was.
     """
     with tempfile.TemporaryDirectory(prefix="cookbook-prepare-") as folder:
-        file = Path(folder) / SETTINGS
+        file = Path(folder) / files.DATA_SETTINGS
         file.write_text(yamlfile.dump(planned.settings), encoding="utf-8")
         argv = [str(venv.python()), "-m", "datakit.run", str(file)]
         argv += ["--preview", str(preview)] if preview else []
@@ -108,7 +106,9 @@ def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
     path = directory.runs_root(planned.site.root) / directory.new_name(planned.name)
     contents = {
         files.RECIPE: yamlfile.dump({"entry": "prepare", **planned.settings["recipe"]}),
-        SETTINGS: yamlfile.dump({**planned.settings, "event_log": str(path / "spark_events")}),
+        files.DATA_SETTINGS: yamlfile.dump(
+            {**planned.settings, "event_log": str(path / "spark_events")}
+        ),
     }
     contents[files.JOB_SCRIPT] = render.prepare_script(
         planned.site,
@@ -148,7 +148,7 @@ def _provenance(planned: Plan, contents: Mapping[str, str]) -> dict[str, Any]:
         "created": time.time(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "kit": {"commit": commit.decode().strip() if commit else None},
-        "config_sha256": provenance.text_sha256(contents[SETTINGS]),
+        "config_sha256": provenance.text_sha256(contents[files.DATA_SETTINGS]),
         "packages": [f"{name}=={version}" for name, version in venv.packages().items()],
     }
 

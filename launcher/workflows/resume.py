@@ -66,6 +66,11 @@ def resume(
         if changes is None:
             start(run, executor, lease)
             return
+        if (run.path / files.DATA_SETTINGS).exists():
+            raise UsageFault(
+                f"{run.name} prepares data and goes on only as it was: leave {changes.words[0]} "
+                "out, or type it with cookbook prepare, which does no step again that is the same"
+            )
         here = executor is executors.choose(True)
         planned, changes = _planned(run, changes, here, say)
         if faults := preflight.faults(context(planned, here, changes.elsewhere), changes.skip):
@@ -76,7 +81,9 @@ def resume(
 
 def _refuse_unless_ended(run: Run, state: State) -> None:
     if state.word == "COMPLETED":
-        raise UsageFault(f"{run.name} is finished: its model is in {run.path / files.EXPORT}")
+        export = run.path / files.EXPORT
+        where = f": its model is in {export}" if export.exists() else ", nothing is left to do"
+        raise UsageFault(f"{run.name} is finished{where}")
     if state.elsewhere:
         raise UsageFault(
             f"{run.name} is {state.word} ({executors.title(state.job_id)}): {state.detail}, and "

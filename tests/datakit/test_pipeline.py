@@ -19,6 +19,7 @@ from datakit.engines import tasks
 from datakit.engines.duck import DuckEngine
 from datakit.errors import DataError
 from runspec import prepared
+from slurm import history
 from tests.datakit.kit import lines, qa, written
 
 STEPS = ["exact_duplicates", "personal_data", {"split": {"train": 0.8, "val": 0.2}}]
@@ -67,6 +68,23 @@ def test_what_a_set_holds(raw):
     assert prepared.changes(folder / "data" / "train") == [f"data/train/{part.name} has changed"]
 
 
+@pytest.mark.parametrize(
+    ("form", "record", "columns"),
+    [
+        ("text", {"text": "a text"}, {"text"}),
+        ("preference", {"prompt": "q", "chosen": "yes", "rejected": "no"}, {"chosen", "rejected"}),
+    ],
+)
+def test_a_set_of_each_form_is_written_whole(tmp_path, form, record, columns):
+    lines(tmp_path / "data.jsonl", [record])
+    given = settings(tmp_path, sources=[{"path": "data.jsonl", "format": form}], steps=[])
+    folder = Path(preparation.prepare(given)["folder"])
+    (row,) = written(folder / "data")
+    assert columns <= row.keys() and "messages" not in row
+    page = (folder / "report.html").read_text()
+    assert (record.get("text") or record["rejected"]) in page
+
+
 def test_the_hash_is_of_the_rows_and_not_of_their_order(tmp_path):
     hashes = ["%032x" % (n * 7919) for n in range(100)]
     for name, order in (("a", hashes), ("b", hashes[::-1]), ("c", hashes[:-1])):
@@ -76,31 +94,48 @@ def test_the_hash_is_of_the_rows_and_not_of_their_order(tmp_path):
 
 
 def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
-    """The run is killed when it writes its output; the next one does no step again."""
-    given = settings(raw, max_bad_share=0.1)
+    """The run is ended when it writes its output; the next one does no step again."""
+    spilled = raw / "spilled"
+    spilled.mkdir()
+    given = settings(raw, max_bad_share=0.1, temp_dir=str(spilled))
     file = raw / "settings.json"
     file.write_text(json.dumps(given))
-    killed = (
-        "import os, sys; from datakit import output, run; "
-        "output._splits = lambda folder: os.kill(os.getpid(), 9); run.main()"
-    )
-    argv = [sys.executable, "-c", killed, str(file)]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    # As in a job, whose retries are judged by what each attempt has saved.
+    job = raw / "run"
+    job.mkdir()
+    monkeypatch.setenv("RUN_DIR", str(job))
+    before = -1
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
+        ended = (
+            "import os, sys; from datakit import output, run; "
+            f"output._splits = lambda *given: os.kill(os.getpid(), {number:d}); run.main()"
+        )
+        argv = [sys.executable, "-c", ended, str(file)]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        # Nothing can clean up after a KILL but the next run.
+        assert len(list(spilled.iterdir())) == (number == signal.SIGKILL)
+        # Only the first attempt came further than all before it.
+        assert history.gained_by(job, {"saved_at_start": before}) == (number == signal.SIGTERM)
+        before = history.saved_work(job)
     folder = raw / "datasets" / "prepared" / "set"
     assert not (folder / "current").exists() and list(folder.glob(".tmp-*"))
     times = {path: path.stat().st_mtime_ns for path in (folder / ".work").rglob("*.parquet")}
     assert len(times) >= 4
     kept = {}
-    before = output.write
+    write = output.write
 
     def look(*arguments):
         kept.update({path: path.stat().st_mtime_ns for path in times})
-        return before(*arguments)
+        return write(*arguments)
 
     monkeypatch.setattr(output, "write", look)
     told = preparation.prepare(given)
     assert kept == times and told["rows"] == 90 and not list(folder.glob(".tmp-*"))
+    assert not list(spilled.iterdir())
+    progress = json.loads((job / "progress.json").read_text())
+    assert progress["state"] == "finished" and progress["step"] == progress["total_steps"] == 5
+    assert history.gained_by(job, {"saved_at_start": before})
 
 
 def test_two_runs_on_one_name_do_not_mix(raw):

@@ -139,6 +139,37 @@ def test_a_file_that_is_cut_short(tmp_path, duck):
     (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress(b"x" * 1000)[:-10])
     with pytest.raises(DataError, match=r"data.jsonl.gz: cannot be read"):
         run(tmp_path, [], duck, source={"path": "data.jsonl.gz"})
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist([qa(f"q{n}", "a" * 99) for n in range(999)]), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    with pytest.raises(DataError, match=r"data.parquet is no whole Parquet file .*: copy it again"):
+        run(tmp_path, [], duck, source={"path": "data.parquet"})
+    path.write_bytes(whole[:500] + bytes(800) + whole[1300:])
+    with pytest.raises(DataError, match=r"data.parquet: cannot be read: .*: copy it again"):
+        run(tmp_path, [], duck, source={"path": "data.parquet"})
+
+
+def test_columns_that_are_all_null(tmp_path, duck):
+    """A kept column without a value is one for all steps; a text without any is a bad row."""
+    records = [qa(f"q{n}", f"a{n}", quality=None, user=None) for n in range(30)]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "data.parquet")
+    lines(tmp_path / "data.jsonl", records)
+    keep = {"quality": "number", "user": "text"}
+    steps = [
+        {"exact_duplicates": {"keep": "quality"}},
+        {"split": {"shares": {"train": 0.5, "test": 0.5}, "stratify": "user", "group": ["user"]}},
+    ]
+    for name in ("data.jsonl", "data.parquet"):
+        source = {"path": name, "keep": keep}
+        made = run(tmp_path, steps, duck, work=f"w-{name}", source=source)
+        assert made.rows.count == 30
+        assert {row["split"] for row in rows(made, duck)} == {"train", "test"}
+        with pytest.raises(DataError, match=r"filter: no row is left; the step removed 30"):
+            run(tmp_path, [{"filter": "quality > 0"}], duck, work=f"f-{name}", source=source)
+    with pytest.raises(DataError, match=r"data.parquet, line 1: 'user' is null"):
+        source = {"path": "data.parquet", "columns": {"answer": "user"}}
+        run(tmp_path, [], duck, work="other", source=source)
 
 
 def test_rows_scanned_where_they_lie_are_those_that_a_reader_gives(tmp_path, duck, monkeypatch):

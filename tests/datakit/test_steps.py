@@ -13,6 +13,41 @@ def answers(made, on) -> list[str]:
     return [row["answer"] for row in rows(made, on)]
 
 
+@pytest.mark.long
+def test_tokens_are_those_of_the_model_s_own_chat_template(tmp_path, duck):
+    """Counted as transformers' tokenizer counts the conversation that a trainer sees."""
+    from transformers import AutoTokenizer
+
+    from trainer import demo
+
+    texts = [qa(f"Where is order {n}?", "It is on its way, " * (n % 7 + 1)) for n in range(40)]
+    lines(tmp_path / "data.jsonl", texts)
+    demo._tokenizer([row["answer"] for row in texts]).save_pretrained(tmp_path / "model")
+    step = {"tokens": {"tokenizer": str(tmp_path / "model"), "min": 20, "max": 60}}
+    made = run(tmp_path, [{"template": {"system": "Be brief."}}, step], duck)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    wanted = {}
+    for number, row in enumerate(texts, 1):
+        turns = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+        wanted[number] = len(tokenizer.apply_chat_template(turns)["input_ids"])
+    kept = {number: count for number, count in wanted.items() if 20 <= count <= 60}
+    assert 0 < len(kept) < len(wanted)
+    assert {row["_id"]: row["tokens"] for row in rows(made, duck)} == kept
+    assert made.records[1]["notes"]["tokens_before"]["sum"] == sum(wanted.values())
+    # Plain text is counted as it is.
+    lines(tmp_path / "plain.jsonl", [{"text": "Where is it?"}])
+    source = {"path": "plain.jsonl", "format": "text"}
+    step = {"tokens": {"tokenizer": str(tmp_path / "model")}}
+    (row,) = rows(run(tmp_path, [step], duck, work="plain", source=source), duck)
+    assert row["tokens"] == len(tokenizer("Where is it?", add_special_tokens=False)["input_ids"])
+    with pytest.raises(DataError, match=r"holds no tokenizer.json: give the model's folder"):
+        run(tmp_path, [{"tokens": {"tokenizer": str(tmp_path)}}], duck, work="none")
+
+
 def test_conditions_and_lengths(tmp_path, duck):
     records = [
         qa("short", "a", quality=0.9, kind="x"),

@@ -1,7 +1,14 @@
 """cookbook prepare and cookbook data, as a user types them."""
 
 import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -11,8 +18,11 @@ from launcher.recipes import recipe as recipes
 from launcher.workflows import requests
 from serving import source
 from tests.datakit.kit import lines, qa
+from tests.launcher.kit import until
 from trainer.data.prepared import by_files
 
+# Two workers and a driver start, and each step takes seconds of the two cores that all share.
+SPARK_S = 900
 RECIPE = """
 sources:
   - path: raw.jsonl
@@ -132,14 +142,87 @@ def test_a_job_on_one_node(slurm_user, recipe):
     assert "mine" in slurm_user.cookbook("data", "show").stdout
 
 
+@pytest.mark.long
+def test_a_failed_job_goes_on_once_its_fault_is_gone(slurm_user, recipe, tmp_path):
+    raw = tmp_path / "raw.jsonl"
+    raw.rename(tmp_path / "away.jsonl")
+    done = slurm_user.cookbook("prepare", recipe, "--nodes", "1", "--watch")
+    assert done.returncode == 1 and "there is no file" in done.stdout + done.stderr
+    (run,) = slurm_user.runs()
+    attempts = (run / "attempts.jsonl").read_text().splitlines()
+    assert len(attempts) == 1, "a retry cannot help"
+    changed = slurm_user.cookbook("resume", "last", "memory=2G")
+    assert changed.returncode == 2
+    assert "prepares data and goes on only as it was: leave memory=2G out" in changed.stderr
+    (tmp_path / "away.jsonl").rename(raw)
+    again = slurm_user.cookbook("resume", "last", "--watch")
+    assert again.returncode == 0, again.stdout + again.stderr
+    progress = json.loads((run / "progress.json").read_text())
+    assert progress["state"] == "finished" and progress["step"] == progress["total_steps"] == 5
+    assert "5/5" in slurm_user.cookbook("status").stdout
+    finished = slurm_user.cookbook("resume", "last")
+    assert finished.returncode == 2 and "is finished, nothing is left to do" in finished.stderr
+
+
+@pytest.mark.named
+def test_the_worked_example_tells_what_customers_want(slurm_user):
+    """As a user types it: raw conversations, a base, prepare, QLoRA, accuracy on the test split."""
+    path = f"{Path(sys.executable).parent}:{slurm_user.env['PATH']}"
+    env = {**slurm_user.env, "PATH": path, "OMP_NUM_THREADS": "1"}
+    script = ["bash", "examples/support_intents/run.sh"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=2400)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    base, tuned = (
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rows"')
+    )
+    assert base["accuracy"] < 0.2 and tuned["accuracy"] > 0.9, (base, tuned)
+    assert tuned["rows"] == 1000
+    card = json.loads((slurm_user.root / "datasets/prepared/support/current/card.json").read_text())
+    shares = [split["rows"] / card["rows"] for split in card["splits"].values()]
+    assert shares == pytest.approx([0.1, 0.8, 0.1], abs=0.01) and card["rows"] == 12000
+    (run,) = (path for path in slurm_user.runs() if "-support-qlora-" in path.name)
+    progress = json.loads((run / "progress.json").read_text())
+    assert progress["best_step"] and math.exp(progress["best_val_loss"]) < 1.5
+
+
 @pytest.mark.named
 def test_spark_on_two_nodes_gives_what_duckdb_gives(slurm_user, recipe):
+    """Also if a worker is killed: its tasks run again, and no attempt of the job is lost."""
     pytest.importorskip("pyspark")
-    here = slurm_user.cookbook("prepare", recipe, "--name", "here")
+    more = ["steps.1=near_duplicates"]
+    here = slurm_user.cookbook("prepare", recipe, "--name", "here", *more)
     assert here.returncode == 0, here.stderr
-    done = slurm_user.cookbook("prepare", recipe, "memory=600M", "--nodes", "2", "--watch")
+    done = slurm_user.cookbook("prepare", recipe, "memory=600M", "--nodes", "2", *more)
     assert done.returncode == 0, done.stderr
     (run,) = slurm_user.runs()
-    assert list((run / "spark_events").iterdir())
+
+    # The application has begun once both nodes do tasks for it.
+    until(lambda: len(processes(run, "CoarseGrainedExecutorBackend")) >= 2, SPARK_S)
+    (worker,) = processes(run, "deploy.worker.Worker", "NODE_RANK=1")
+    os.kill(worker, signal.SIGKILL)
+    watched = slurm_user.cookbook("watch", "last", "--plain", timeout=SPARK_S)
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
+    events = (run / "spark_events").rglob("events*")
+    told = "".join(pa.input_stream(path, compression="zstd").read().decode() for path in events)
+    lost = "SparkListenerExecutorRemoved" in told
+    assert lost, "the event log tells of the killed worker"
+    assert "starting another" in (run / "logs" / "0" / "node_1.log").read_text()
     diff = slurm_user.cookbook("data", "diff", "here", "mine").stdout
     assert diff.strip() == "engine: duckdb and spark"
+
+
+def processes(run: Path, program: str, variable: str = "") -> list[int]:
+    """The Java processes of a run that run a class of Spark's, of those with a variable."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_text(errors="replace")
+            environ = (process / "environ").read_text(errors="replace").split("\0")
+        except OSError:
+            continue
+        # The script that starts a class has its name in its command too.
+        ours = f"RUN_DIR={run}" in environ and (not variable or variable in environ)
+        if ours and program in command and "java" in command.partition("\0")[0]:
+            found.append(int(process.name))
+    return found

@@ -1,0 +1,107 @@
+"""Temporary folders of an engine on a disk of the node, of which none is left behind.
+
+A folder is removed when its process ends, and the folders of killed processes when the next one
+starts. The kernel says who still runs: each process holds a lock on a file in its folder.
+"""
+
+import atexit
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from datakit.errors import DataError
+
+KINDS = ("duckdb", "spark", "preview")
+_LOCK = ".lock"
+# A folder without a lock may be one that is being made.
+_NEW_S = 60
+
+_held: dict[Path, int] = {}
+
+
+def parent_of(temp_dir: object) -> Path:
+    """Return the folder for what is spilled: the recipe's temp_dir, TMPDIR or /tmp.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    folder = Path(str(temp_dir or os.environ.get("TMPDIR") or "/tmp")).expanduser()
+    if not folder.is_dir():
+        raise DataError(
+            f"temp_dir: there is no folder {folder}: give one on a disk of this node", exit_code=2
+        )
+    return folder
+
+
+def make(kind: str, parent: Path) -> Path:
+    """Return a new folder parent/cookbook-KIND-..., and remove those that no process uses.
+
+    In a Slurm job its name has the job's id.
+
+    Raises:
+        DataError: the parent cannot be written to.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    prefix = f"cookbook-{kind}-{f'job{job}-' if job else ''}"
+    try:
+        sweep(parent)
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (folder / _LOCK).exists():
+                break
+            # Another process came between and took it for one that was left.
+            os.close(lock)
+    except OSError as error:
+        raise DataError(
+            f"temp_dir {parent} cannot be written to ({error.strerror}): set temp_dir= to a "
+            "folder on a disk of this machine with room to spill"
+        ) from None
+    if not _held:
+        atexit.register(_remove_all)
+    _held[folder] = lock
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that this process made."""
+    shutil.rmtree(folder, ignore_errors=True)
+    lock = _held.pop(folder, None)
+    if lock is not None:
+        os.close(lock)
+
+
+def sweep(parent: Path) -> None:
+    """Remove this user's folders whose processes have ended."""
+    for kind in KINDS:
+        for folder in parent.glob(f"cookbook-{kind}-*"):
+            try:
+                facts = folder.lstat()
+                if facts.st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink():
+                    _remove_if_left(folder, time.time() - facts.st_mtime)
+            except OSError:
+                continue
+
+
+def _remove_if_left(folder: Path, age_s: float) -> None:
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        if age_s > _NEW_S:
+            # Only an empty one: without a lock, nobody knows whose content it is.
+            folder.rmdir()
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _remove_all() -> None:
+    for folder in list(_held):
+        remove(folder)
