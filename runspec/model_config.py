@@ -60,6 +60,8 @@ _WHOLE += (*_LINEAR, "gpt_oss", "granitemoe", "llama4_text", "deepseek_v3", "dee
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", *_LINEAR)
 # Their `attention_bias` is that of queries, keys and values only.
 _WITHOUT_OUTPUT_BIAS = ("glm4", "glm4_moe")
+# Those whose norms multiply their scale in fp32, Gemma's beside them.
+_WIDE_NORMS = ("gpt_oss", "olmo2", "olmo3", "cohere2", *_LINEAR)
 # Those whose experts transformers stores as runspec.shape has them.
 _WITH_EXPERTS = (
     *("mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "glm4_moe", "deepseek_v3"),
@@ -129,6 +131,7 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
         linear=_linear(given, family),
         sinks=family == "gpt_oss",
         window=_window(given),
+        wide_norms=family.startswith("gemma") or family in _WIDE_NORMS,
         kinds=_kinds(shape.layers, given, experts),
     )
 

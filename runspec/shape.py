@@ -123,7 +123,8 @@ class Shape:
     whole_rotary: they have a cosine and a sine for each feature, not for each pair of them.
     whole: tensor parallelism cannot split it, whatever its sizes are. fused: q, k and v come out
     of one product. gated: attention's output has a gate, as wide, beside the queries. sinks: each
-    head has one. window: keys that a query sees in the blocks that have one.
+    head has one. window: keys that a query sees in the blocks that have one. wide_norms: a norm
+    multiplies its scale in fp32.
 
     kinds: of each block, where they differ; then `experts`, `linear` and `window` are those of the
     blocks that have them. `blocks` gives each kind a shape of its own.
@@ -153,6 +154,7 @@ class Shape:
     latent: Latent | None = None
     linear: Linear | None = None
     window: int | None = None
+    wide_norms: bool = True
     kinds: tuple[Kind, ...] = ()
 
     @cached_property

@@ -266,7 +266,7 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         trained=torch.arange(count),
         token_count=count,
         target_count=count,
-        attention_pairs=shape[0] * shape[1] * (shape[1] + 1) // 2,
+        lengths=(shape[1],) * shape[0],
         positions=numbers if packed else None,
         documents=documents if packed or config.dtype == "bf16" else None,
     )

@@ -15,7 +15,7 @@ def test_a_trained_weight_takes_six_flops_per_token():
     found = of_shape(SHAPE, full=True, ranks={})
     assert (found.token, found.target) == (6 * 3 * MATRICES, 6 * 128 * 1024)
     assert found.pair == 12 * 3 * 128
-    assert found.of(10, 5, 55) == 10 * found.token + 5 * found.target + 55 * found.pair
+    assert found.of(10, 5, [10]) == 10 * found.token + 5 * found.target + 55 * found.pair
     forward = of_shape(SHAPE, full=True, ranks={}, backward=False)
     assert (forward.token, forward.target) == (2 * 3 * MATRICES, 2 * 128 * 1024)
     assert forward.pair == 4 * 3 * 128

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from runspec.shape import Experts
-
 SIZES = {
     "vocab_size": 1024,
     "num_hidden_layers": 3,
@@ -148,9 +146,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Of those with experts, what these are.
-EXPERTS = {"qwen3-moe": Experts(4, 2, 48), "mixtral": Experts(4, 2, 128)}
-
 _LINEAR = {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
@@ -190,9 +185,6 @@ FAMILIES["llama4"] = (
 )
 # Their layers of linear attention cannot keep packed documents apart.
 UNPACKED = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
-
-# Whose sizes runspec cannot tell yet.
-UNSHAPED = (*UNPACKED, "llama4", "gpt-oss", "glm4.5-moe", "deepseek-v3", "granite-moe")
 
 _IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
 _IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}

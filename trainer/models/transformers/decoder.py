@@ -132,6 +132,14 @@ class TransformersDecoder(Decoder):
             "intermediate_dim": self.config.intermediate_size,
         }
 
+    def recurrent_state(self, module: str) -> int:
+        """See `Decoder.recurrent_state`."""
+        config = self.config
+        if not self._linear or not hasattr(self.get_submodule(module), "A_log"):
+            return 0
+        heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+        return heads * width * config.linear_key_head_dim
+
     def linear_layers(self, *roles: Role) -> list[str]:
         """See `Decoder.linear_layers`; a router is none of them, whatever its class is."""
         names = super().linear_layers(*roles)
@@ -202,6 +210,7 @@ class TransformersDecoder(Decoder):
             name: active / len(parameter) if name.startswith(known) else 1.0
             for name, parameter in named_parameters(self)
             if "layers" in name and parameter.ndim > 1 and name not in linear
+            if not isinstance(self.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
             if not lora.is_adapter(name) and not name.endswith(routed.BIAS)
         }
 
