@@ -201,6 +201,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
     optimizer = instantiate("optimizer", block, trainable)
     batch = _batch(config, module)
+    _spread_evenly(batch, module, world)
     tracker = MemoryTracker()
     for tensor in (*module.parameters(), *module.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -248,6 +249,18 @@ def _in_place_of_flex_attention(
     cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
     output = attention.varlen_attention()(*flat, cu_seqlens, cu_seqlens, length, length)
     return output.view(batch, length, heads, -1).transpose(1, 2)
+
+
+def _spread_evenly(batch: MicroBatch, module: Decoder, world: World) -> None:
+    """Let each rank send as many rows to every rank: fake tensors cannot tell how many."""
+    from trainer.layers import experts
+
+    tokens = batch.token_count // world.tensor_parallel_dim
+    for name, layer in experts.layers(module):
+        if layer.exchange is not None:
+            ranks = world.layout.expert_parallel
+            share = round(tokens * module.active_experts(name) / ranks)
+            layer.exchange.rows_per_rank = lambda *_, share=share, n=ranks: [[share] * n] * 2
 
 
 def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launcher.sizing.step_config import FP32, StepConfig
-from launcher.sizing.tensors import Parameter, Unit, Units, linear_loss_rows, units_of
+from launcher.sizing.tensors import Unit, Units, linear_loss_rows, units_of
 
 # Doubles that every step sums over all ranks, and those of a step that is logged: trainer/sft.py.
 CONTROL, LOGGED = 7, (1, 4)
@@ -65,49 +65,52 @@ def messages(step: StepConfig) -> list[Message]:
 # FSDP ------------------------------------------------------------------------------------------
 
 
-def _padded(parameter: Parameter, shards: int) -> float:
-    """Rows that FSDP shards: filled up to a multiple of its ranks."""
-    return -(-parameter.rows // shards) * shards
-
-
 def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
     """What is gathered: each unit before its forward and, resharded meanwhile, its backward.
 
     A recomputed layer is whole already: its recomputation is a part of its backward.
     """
-    shards, depth = step.layout.shard, step.shape.layers
 
-    def gather(what: str, unit: Unit, each: int, when: str) -> Message:
-        size = sum(_padded(p, shards) * p.row_bytes for p in unit.parameters)
+    def gather(what: str, unit: Unit, each: int, when: str, group: str = "shard") -> Message:
+        size = sum(unit.padded(p) * p.row_bytes for p in unit.parameters)
         count = each * step.accumulation
-        return Message(what, "all-gather", "shard", shards, size, count, when)
+        return Message(what, "all-gather", group, unit.shards, size, count, when)
+
+    def gather_blocks(when: str) -> Iterator[Message]:
+        for block in units.blocks:
+            yield gather("layers' weights", block.own, block.count, when)
+            yield gather("experts' weights", block.experts, block.count, when, "expert shard")
 
     yield gather("root's weights", units.root, 1, "start")
     yield gather("embedding", units.embedding, 1, "start")
-    yield gather("layers' weights", units.layer, depth, "forward")
+    yield from gather_blocks("forward")
     yield gather("output layer", units.output, 1, "forward")
     if step.reshard:
         yield gather("root's weights", units.root, 1, "turn")
         yield gather("output layer", units.output, 1, "turn")
-        yield gather("layers' weights", units.layer, depth, "backward")
+        yield from gather_blocks("backward")
         # Also if it is frozen and nobody needs it: FSDP2 fetches the unit before ahead of time.
         yield gather("embedding", units.embedding, 1, "backward")
 
 
 def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     """What is reduced: within a replica, and then over the replicas."""
-    shards, replicas = step.layout.shard, step.layout.replicate
-    within = step.accumulation if step.sync_each else 1
-    for what, unit, each, when in (
-        ("output layer's gradients", units.output, 1, "reduce"),
-        ("layers' gradients", units.layer, step.shape.layers, "reduce"),
-        ("embedding's gradients", units.embedding, 1, "end"),
-        ("root's gradients", units.root, 1, "end"),
-    ):
-        numbers = sum(_padded(p, shards) * p.width for p in unit.parameters if p.trained)
+    replicas, within = step.layout.replicate, step.accumulation if step.sync_each else 1
+    reduced = [("output layer's gradients", units.output, 1, "reduce", "shard")]
+    for block in units.blocks:
+        reduced += [
+            ("layers' gradients", block.own, block.count, "reduce", "shard"),
+            ("experts' gradients", block.experts, block.count, "reduce", "expert shard"),
+        ]
+    reduced += [
+        ("embedding's gradients", units.embedding, 1, "end", "shard"),
+        ("root's gradients", units.root, 1, "end", "shard"),
+    ]
+    for what, unit, each, when, group in reduced:
+        numbers = sum(unit.padded(p) * p.width for p in unit.parameters if p.trained)
         size = step.reduce_bytes * numbers
-        yield Message(what, "reduce-scatter", "shard", shards, size, each * within, when)
-        yield Message(what, "all-reduce", "replicate", replicas, size / shards, each, when)
+        yield Message(what, "reduce-scatter", group, unit.shards, size, each * within, when)
+        yield Message(what, "all-reduce", "replicate", replicas, size / unit.shards, each, when)
 
 
 # Tensor parallelism ----------------------------------------------------------------------------
@@ -174,10 +177,8 @@ def _shared_gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     added_up = step.fsdp and step.accumulation > 1 and not step.sync_each
     number_bytes = FP32 if added_up else step.element_bytes
     times = step.accumulation if step.fsdp and step.sync_each else 1
-    for unit, each, when in (
-        (units.layer, step.shape.layers, "reduce"),
-        (units.root + units.output, 1, "end"),
-    ):
+    blocks = [(block.own, block.count, "reduce") for block in units.blocks]
+    for unit, each, when in (*blocks, (units.root + units.output, 1, "end")):
         when = when if step.fsdp else "step"
         for p in unit.parameters:
             if p.shared and p.trained:

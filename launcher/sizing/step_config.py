@@ -115,6 +115,17 @@ class StepConfig:
             return layout.shard
         return layout.shard * layout.tensor_parallel // layout.expert_parallel
 
+    def split_of(self, name: str) -> int:
+        """Tensor-parallel ranks that split a matrix; what stands beside experts is whole."""
+        beside = name.startswith(SHARED) or name in ("router", "shared_expert_gate")
+        return 1 if beside or name in EXPERTS else self.layout.tensor_parallel
+
+    def partial_gradient(self, name: str) -> bool:
+        """Whether each tensor-parallel rank has a share of a matrix's gradient."""
+        if name in EXPERTS and self.layout.expert_parallel > 1:
+            return False
+        return self.layout.tensor_parallel > 1 and self.split_of(name) == 1
+
     def trains(self, *names: str) -> bool:
         """Whether any of these matrices needs its input in backward."""
         return self.is_full or any(name in self.lora_targets for name in names)

@@ -21,7 +21,7 @@ from launcher.errors import UsageFault
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.step_config import StepConfig
-from launcher.sizing.tensors import recomputed_elements
+from launcher.sizing.activations import recomputed_elements
 from runspec.flops import utilisation
 from runspec.layout import Layout
 
@@ -167,7 +167,10 @@ def _elements_s(step: StepConfig, gpu: Gpu) -> float:
 
     Those elements are read once and written once.
     """
-    elements = recomputed_elements(step) if step.checkpointing == "op" else 0.0
+    if step.checkpointing != "op":
+        return 0.0
+    elements = sum(count * recomputed_elements(block) for block, count in step.blocks)
+    elements /= step.shape.layers
     return 2 * elements / (gpu.memory_bandwidth_gbs * 1e9)
 
 

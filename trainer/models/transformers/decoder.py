@@ -140,6 +140,10 @@ class TransformersDecoder(Decoder):
         heads, width = config.linear_num_value_heads, config.linear_value_head_dim
         return heads * width * config.linear_key_head_dim
 
+    def active_experts(self, module: str) -> int:
+        """See `Decoder.active_experts`."""
+        return self.config.num_experts_per_tok
+
     def linear_layers(self, *roles: Role) -> list[str]:
         """See `Decoder.linear_layers`; a router is none of them, whatever its class is."""
         names = super().linear_layers(*roles)
