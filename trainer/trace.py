@@ -241,14 +241,46 @@ def _attend_as_on_a_gpu(module: Decoder, config: TrainConfig) -> None:
 
 
 def _in_place_of_flex_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
-) -> torch.Tensor:
-    """FlexAttention, which runs on GPUs only, as flash attention: both keep the same tensors."""
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **_: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """FlexAttention, which runs on GPUs only: [batch, heads, length, width] each."""
+    found = _attention(query, key, value)
+    return found if return_lse else found[0]
+
+
+# As fused attention it keeps its three inputs, its output and the logarithm of each row's sum; it
+# computes nothing.
+@torch.library.custom_op("slurm_cookbook::traced_attention", mutates_args=())
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attention_sizes(query, key, value)
+
+
+@_attention.register_fake
+def _attention_sizes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, length, _ = query.shape
-    flat = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
-    output = attention.varlen_attention()(*flat, cu_seqlens, cu_seqlens, length, length)
-    return output.view(batch, length, heads, -1).transpose(1, 2)
+    # As the model reads it: [batch, length, heads, width].
+    output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    return output, query.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+def _keep_attention(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _attention_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+_attention.register_autograd(_attention_backward, setup_context=_keep_attention)
 
 
 def _spread_evenly(batch: MicroBatch, module: Decoder, world: World) -> None:

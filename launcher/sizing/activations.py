@@ -226,7 +226,7 @@ def forward_working(step: StepConfig) -> float:
     width, kept = e * t * shape.dim, step.checkpointing == "none"
     if shape.experts is not None:
         rows = e * expert_rows(step)
-        inside = (2 + 2 * (not kept)) * rows * shape.dim
+        inside = (1 + 2 * (not kept)) * rows * shape.dim + _weighted_rows(step)
         inside += 0 if kept else rows * shape.experts.intermediate
         return inside + 2 * width / tp + dequantised(step)
     inside = e * t * shape.intermediate / tp
@@ -234,6 +234,13 @@ def forward_working(step: StepConfig) -> float:
     # The gathered input, down_proj's share of the sum, and its copy in the order of the scatter.
     at_scatter = (0 if kept else inside) + 3 * width if tp > 1 else 0.0
     return max(at_product, at_scatter) + 2 * width / tp + dequantised(step)
+
+
+def _weighted_rows(step: StepConfig) -> float:
+    """The experts' outputs times the router's weights, which may be in fp32."""
+    experts = step.shape.experts
+    assert experts is not None
+    return (FP32 if experts.wide_router else step.element_bytes) * expert_rows(step) * step.shape.dim
 
 
 def backward_working(step: StepConfig) -> float:
@@ -245,7 +252,9 @@ def backward_working(step: StepConfig) -> float:
     entry = e * t * shape.dim / tp
     if shape.experts is not None:
         rows, width = e * expert_rows(step), shape.experts.intermediate
-        return rows * (2 * shape.dim + width) + 2 * entry + dequantised(step)
+        outputs = 2 * _weighted_rows(step) + (rows * shape.dim if shape.experts.wide_router else 0)
+        inside = rows * (2 * shape.dim + width) + dequantised(step)
+        return max(outputs, inside) + 2 * entry
     working = 2 * e * t * shape.intermediate / tp + 2 * entry + dequantised(step)
     return working + (2 * e * t * shape.dim if tp > 1 else 0)
 

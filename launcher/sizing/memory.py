@@ -54,6 +54,9 @@ class _Phases:
         shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
         self.step, self.units = step, units_of(step)
         units, ends = self.units, self.units.ends
+        # The kind of each block, in their order.
+        blocks = {block.step.shape: block for block in units.blocks}
+        self.kinds = [blocks[shape.block_at(index)] for index in range(shape.layers)]
         # Numbers of one rank that are trained: all of them, and those of its shards.
         self.trained = units.all_blocks("trained") + ends.trained
         self.trained_here = units.all_blocks("trained_here") + ends.trained_here
@@ -93,13 +96,12 @@ class _Phases:
         self.output_gradient = e * shape.output.parameters / tp if step.is_full else 0.0
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
-        depth, shape = self.step.shape.layers, self.step.shape
+        depth = self.step.shape.layers
         yield from self._forward()
         yield from self._loss()
         # The last two, the first, and the last one of each kind.
         found = {depth - 1, max(depth - 2, 0), 0}
-        kinds = [shape.block_at(index) for index in range(depth)]
-        found |= {depth - 1 - kinds[::-1].index(kind) for kind in set(kinds)}
+        found |= {depth - 1 - self.kinds[::-1].index(block) for block in self.units.blocks}
         for index in sorted(found):
             yield from self._layer_backward(index)
         if self.step.fsdp:
@@ -129,14 +131,22 @@ class _Phases:
 
     def _forward(self) -> Iterator[tuple[str, Terms]]:
         """First layer: the root and the first unit after it lie gathered twice, in the
-        collective's buffer and as parameters. Last layer: all activations.
+        collective's buffer and as parameters; before the last one that one does, and the buffer of
+        the layer before is still there. Last layer: all activations.
         """
-        depth, step = self.step.shape.layers, self.step
-        first = 2 * (self.root + max(self.layer, self.gather * self.units.embedding.gathered))
-        last = self.root + self.layer * (depth + 1 if self.stays else 2)
+        depth, units = self.step.shape.layers, self.units
+        first_unit = max(self.kinds[0].gathered, units.embedding.gathered)
+        first = self.gather * 2 * (units.root.gathered + first_unit)
+        last = self.root + self.layer * 2
+        between = last + self.gather * self.kinds[max(depth - 2, 0)].gathered
+        if self.stays:
+            all_layers = self.gather * units.all_blocks("gathered")
+            last = between = self.root + all_layers + self.layer
         kept = self.all_kept
-        working = max(activations.forward_working(block.step) for block in self.units.blocks)
+        before = kept - self.kept[self.kinds[-1].step.shape] + self.entry
+        working = max(activations.forward_working(block.step) for block in units.blocks)
         yield "forward, first layer", self._terms(self.accumulated, self.entry, first)
+        yield "forward, before the last layer", self._terms(self.accumulated, before, between)
         yield "forward, last layer", self._terms(self.accumulated, kept, last, working=working)
 
     def _loss(self) -> Iterator[tuple[str, Terms]]:
@@ -169,9 +179,7 @@ class _Phases:
 
     def _layer_backward(self, index: int) -> Iterator[tuple[str, Terms]]:
         """A layer's backward. What is reduced lies in a buffer until the next reduction."""
-        units, depth = self.units, self.step.shape.layers
-        blocks = {block.step.shape: block for block in units.blocks}
-        kinds = [blocks[self.step.shape.block_at(each)] for each in range(depth)]
+        units, kinds = self.units, self.kinds
         block, above = kinds[index], kinds[index + 1 :]
         step, e = block.step, self.step.element_bytes
         reduced = sum(self._reduced(each.trained_here) for each in above)

@@ -59,7 +59,7 @@ class TransformersDecoder(Decoder):
         self.config = causal.config
         self._initialise: Callable[[nn.Module], None] = causal._init_weights
         self._is_part = place is not None
-        self._prefix = _base_name(causal)
+        self._prefix = base_name(causal)
         self._names = HubNames(self.config.model_type, self._prefix, place)
         # What a folder may hold beside the model, such as layers that predict further tokens.
         self._others = [re.compile(p) for p in causal._keys_to_ignore_on_load_unexpected or ()]
@@ -432,7 +432,7 @@ def _longest_row(config: Any) -> int:
     return min(lengths)
 
 
-def _base_name(causal: PreTrainedModel) -> str:
+def base_name(causal: PreTrainedModel) -> str:
     """The base model's name; some classes have the prefix of a larger model as theirs."""
     return next(name for name in (causal.base_model_prefix, "model") if hasattr(causal, name))
 
@@ -440,7 +440,7 @@ def _base_name(causal: PreTrainedModel) -> str:
 def _held_buffers(base: nn.Module, causal: PreTrainedModel) -> list[str]:
     """Names of the buffers that files hold; in fp32 where the class keeps them so, in place."""
     kept = tuple(causal._keep_in_fp32_modules_strict or ())
-    prefix = _base_name(causal)
+    prefix = base_name(causal)
     names = sorted(base.state_dict().keys() - dict(base.named_parameters()).keys())
     for name in names:
         owner, _, last = name.rpartition(".")
