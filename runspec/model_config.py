@@ -176,6 +176,7 @@ def _experts(given: Mapping[str, Any], family: str) -> Experts | None:
         shared_gate=family in _LINEAR,
         bias=family == "gpt_oss",
         wide_router=family in _WIDE_ROUTERS,
+        watched=family not in (*_WIDE_ROUTERS, "llama4_text"),
     )
 
 

@@ -48,7 +48,7 @@ class Experts:
     count: routed experts. active: how many of them a token meets. intermediate: width inside one.
     shared: width of the MLP that every token meets beside them; 0: there is none. shared_gate:
     a gate weighs its output. bias: the router and the experts' matrices have biases.
-    wide_router: it computes in fp32.
+    wide_router: it computes in fp32. watched: the trainer tells how even its choices are.
     """
 
     count: int
@@ -58,6 +58,7 @@ class Experts:
     shared_gate: bool = False
     bias: bool = False
     wide_router: bool = False
+    watched: bool = True
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,11 @@ class Shape:
                 each = shape.matrices.values()
                 found -= count * sum(m.parameters - m.active_parameters for m in each)
         return found
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the trainer watches how evenly its routers spread tokens."""
+        return self.experts is not None and self.experts.watched
 
     @property
     def split_sizes(self) -> dict[str, int]:

@@ -193,7 +193,7 @@ class _Phases:
             done += self.output_gradient
         fetched = kinds[: index + 1] if self.stays else kinds[max(index - 1, 0) : index + 1]
         gathered = self.root + self.gather * sum(each.gathered for each in fetched)
-        reduction = step.reduce_bytes * (above[0].trained if above else units.output.trained)
+        reduction = step.reduce_bytes * (above[0].reduced if above else units.output.reduced)
         part = e * block.trained * activations.first_gradients(step)
         working = activations.backward_working(step)
         before = sum(self.kept[each.step.shape] for each in kinds[:index])

@@ -37,13 +37,18 @@ class Unit:
 
     @property
     def gathered(self) -> float:
-        """Bytes of the whole unit, in the dtype of the computation."""
-        return sum(p.rows * p.row_bytes for p in self.parameters)
+        """Bytes of the whole unit, in the dtype of the computation, rows filled up included."""
+        return sum(self.padded(p) * p.row_bytes for p in self.parameters)
 
     @property
     def trained(self) -> float:
         """Numbers that are trained."""
         return sum(p.rows * p.width for p in self.parameters if p.trained)
+
+    @property
+    def reduced(self) -> float:
+        """Numbers of what the collective reduces, filled up."""
+        return sum(self.padded(p) * p.width for p in self.parameters if p.trained)
 
     def padded(self, parameter: Parameter) -> float:
         """Rows of a parameter that FSDP shards: filled up to a multiple of its ranks."""
@@ -60,8 +65,7 @@ class Unit:
     @property
     def trained_here(self) -> float:
         """Numbers that are trained, of one rank's shards."""
-        rows = ((self.padded(p), p.width) for p in self.parameters if p.trained)
-        return sum(count * width for count, width in rows) / self.shards
+        return self.reduced / self.shards
 
     def __add__(self, other: Unit) -> Unit:
         return Unit(self.parameters + other.parameters, self.shards)
@@ -88,6 +92,11 @@ class Block(NamedTuple):
     def trained(self) -> float:
         """Numbers of a whole block that are trained."""
         return self.own.trained + self.experts.trained
+
+    @property
+    def reduced(self) -> float:
+        """Numbers of the buffers that a whole block's gradients are reduced in."""
+        return self.own.reduced + self.experts.reduced
 
     @property
     def trained_here(self) -> float:
@@ -168,8 +177,11 @@ def _small(step: StepConfig) -> Iterator[Parameter]:
     """Norms, and what else is no matrix."""
     for _ in range(step.shape.norms):
         yield _norm(step)
-    if step.shape.small:
-        yield Parameter(step.shape.small, 1, step.element_bytes, step.is_full, shared=True)
+    # Queries and keys have a norm each.
+    norms = step.shape.head_norms if not (step.shape.linear or step.shape.latent) else 0
+    for numbers in (norms // 2, norms - norms // 2, step.shape.small - norms):
+        if numbers:
+            yield Parameter(numbers, 1, step.element_bytes, step.is_full, shared=True)
 
 
 def _split(step: StepConfig, name: str, matrix: Matrix) -> tuple[float, float]:
