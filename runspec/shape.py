@@ -160,18 +160,20 @@ class Shape:
 
     @cached_property
     def blocks(self) -> tuple[tuple["Shape", int], ...]:
-        """The different blocks, each as the shape of a decoder of such blocks alone, and its number.
-
-        Those that come last in the model stand last.
-        """
+        """The different blocks, each as the shape of a decoder of such blocks alone, and its number."""
         if not self.kinds:
             return ((self, self.layers),)
-        kinds = self.kinds[: self.layers]
-        found = sorted(Counter(kinds).items(), key=lambda each: kinds[::-1].index(each[0]))
-        return tuple((self.block(kind), count) for kind, count in found[::-1])
+        found = Counter(self.kinds[: self.layers])
+        return tuple((self._block(kind), count) for kind, count in found.items())
 
-    def block(self, kind: Kind) -> "Shape":
-        """A decoder of as many blocks that are all of this kind."""
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """For each block of the model which of `blocks` it is."""
+        kinds = self.kinds[: self.layers] or (Kind(),) * self.layers
+        known = list(dict.fromkeys(kinds))
+        return tuple(known.index(kind) for kind in kinds)
+
+    def _block(self, kind: Kind) -> "Shape":
         return replace(
             self,
             kinds=(),
@@ -179,10 +181,6 @@ class Shape:
             experts=self.experts if kind.experts else None,
             window=self.window if kind.window else None,
         )
-
-    def block_at(self, index: int) -> "Shape":
-        """The kind of the block at this place."""
-        return self.block(self.kinds[index]) if self.kinds else self
 
     @property
     def query_width(self) -> int:

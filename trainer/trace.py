@@ -17,6 +17,7 @@ import sys
 import weakref
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +42,7 @@ from trainer.parallel import activations, gradients, tensor_parallel
 from trainer.parallel.world import World, layout_of
 
 # Two depths tell how much each phase grows per block; deeper models are extrapolated linearly.
+# Where blocks differ, these are the least, and they end and grow by whole periods.
 DEPTHS = (3, 5)
 
 
@@ -372,10 +374,33 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
 
 def estimate(config: TrainConfig, ranks: int) -> Traced:
     """The whole model's step: traced if it is shallow, else extrapolated from two depths."""
-    layers = len(models.empty(config).blocks)
-    if layers <= DEPTHS[-1]:
+    module = models.empty(config)
+    layers, depths = len(module.blocks), depths_of(module)
+    if layers <= depths[-1]:
         return trace(config, ranks)
-    return extrapolate(*(trace(config, ranks, depth) for depth in DEPTHS), layers)
+    return extrapolate(*(trace(config, ranks, depth) for depth in depths), layers)
+
+
+def depths_of(module: Decoder) -> tuple[int, int]:
+    """Two depths from which the whole depth can be told.
+
+    Blocks may begin with others and then repeat: three of one kind and one of another, or one
+    without experts and then all with them. Each depth has what comes first, at least three blocks
+    behind it, and as many periods as end the model.
+    """
+    kinds = [_kind(block) for block in module.blocks]
+    count = len(kinds)
+    for first, period in sorted(product(range(count), range(1, count)), key=sum):
+        rest = range(first, count - period)
+        if all(kinds[index] == kinds[index + period] for index in rest):
+            break
+    over = (count - first) % period
+    low = first + over + period * -(-(DEPTHS[0] - over) // period)
+    return low, low + period * -(-(DEPTHS[1] - DEPTHS[0]) // period)
+
+
+def _kind(block: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
 
 
 def main(arguments: list[str]) -> int:

@@ -54,9 +54,9 @@ class _Phases:
         shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
         self.step, self.units = step, units_of(step)
         units, ends = self.units, self.units.ends
-        # The kind of each block, in their order.
-        blocks = {block.step.shape: block for block in units.blocks}
-        self.kinds = [blocks[shape.block_at(index)] for index in range(shape.layers)]
+        # Which kind each block is, in their order.
+        self.order = shape.order
+        self.kinds = [units.blocks[which] for which in self.order]
         # Numbers of one rank that are trained: all of them, and those of its shards.
         self.trained = units.all_blocks("trained") + ends.trained
         self.trained_here = units.all_blocks("trained_here") + ends.trained_here
@@ -80,11 +80,11 @@ class _Phases:
         self.unreduced = step.accumulation > 1 and step.fsdp and not step.sync_each
         held = self.trained * step.reduce_bytes if self.unreduced else self.gradients
         self.accumulated = held if step.accumulation > 1 else 0.0
-        kept = [activations.kept_by_layer(block.step) for block in units.blocks]
-        # What all layers keep, and what each kind computes again.
-        self.kept = {b.step.shape: size for b, (size, _) in zip(units.blocks, kept, strict=True)}
-        self.again = {b.step.shape: size for b, (_, size) in zip(units.blocks, kept, strict=True)}
-        self.all_kept = sum(b.count * self.kept[b.step.shape] for b in units.blocks)
+        # What each layer keeps, and what it computes again.
+        sizes = [activations.kept_by_layer(block.step) for block in units.blocks]
+        self.kept = [sizes[which][0] for which in self.order]
+        self.again = [sizes[which][1] for which in self.order]
+        self.all_kept = sum(self.kept)
         self.entry = e * t * shape.dim / tp
         # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
         self.gather = 1 if step.fsdp else 0
@@ -101,7 +101,7 @@ class _Phases:
         yield from self._loss()
         # The last two, the first, and the last one of each kind.
         found = {depth - 1, max(depth - 2, 0), 0}
-        found |= {depth - 1 - self.kinds[::-1].index(block) for block in self.units.blocks}
+        found |= {depth - 1 - self.order[::-1].index(which) for which in set(self.order)}
         for index in sorted(found):
             yield from self._layer_backward(index)
         if self.step.fsdp:
@@ -143,7 +143,7 @@ class _Phases:
             all_layers = self.gather * units.all_blocks("gathered")
             last = between = self.root + all_layers + self.layer
         kept = self.all_kept
-        before = kept - self.kept[self.kinds[-1].step.shape] + self.entry
+        before = kept - self.kept[-1] + self.entry
         working = max(activations.forward_working(block.step) for block in units.blocks)
         yield "forward, first layer", self._terms(self.accumulated, self.entry, first)
         yield "forward, before the last layer", self._terms(self.accumulated, before, between)
@@ -196,8 +196,8 @@ class _Phases:
         reduction = step.reduce_bytes * (above[0].reduced if above else units.output.reduced)
         part = e * block.trained * activations.first_gradients(step)
         working = activations.backward_working(step)
-        before = sum(self.kept[each.step.shape] for each in kinds[:index])
-        kept = before + self.kept[step.shape] + self.again[step.shape]
+        before = sum(self.kept[:index])
+        kept = before + self.kept[index] + self.again[index]
         mlp = self._terms(done + part, kept, gathered, reduction=reduction, working=working)
         yield f"backward, layer {index + 1}, MLP", mlp
         done, kept = done + e * block.trained, before + self.entry
