@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runspec.shape import Experts, Kind, Latent, Linear, Shape
+from runspec.shape import Experts, Heads, Kind, Latent, Linear, Shape
 
 # Configurations of models of the hub as published, by the folder's name.
 PUBLISHED = Path(__file__).parents[1] / "configs" / "shapes"
@@ -44,6 +44,7 @@ _ASSUMED: dict[str, dict[str, Any]] = {
         "vocab_size": 262_208,
         "max_position_embeddings": 131_072,
     },
+    "gemma4_text": {"head_dim": 256, "vocab_size": 262_144, "hidden_size_per_layer_input": 256},
     "mistral": {"num_key_value_heads": 8},
     "ministral3": {"head_dim": 128},
     "qwen3": {"head_dim": 128},
@@ -55,9 +56,9 @@ _ASSUMED: dict[str, dict[str, Any]] = {
 _WHOLE = ("apertus", "cohere2", "exaone4", "glm", "glm4", "olmo2", "olmo3", "phi3")
 # Those of linear attention; in their other layers attention's output has a gate.
 _LINEAR = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-_WHOLE += (*_LINEAR, "gpt_oss", "granitemoe", "llama4_text", "deepseek_v3", "deepseek_v2")
+_WHOLE += (*_LINEAR, "gemma4_text", "gpt_oss", "granitemoe", "llama4_text", "deepseek_v3", "deepseek_v2")
 # Those whose queries and keys have a norm as wide as a head.
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", *_LINEAR)
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "exaone4", *_LINEAR)
 # Their `attention_bias` is that of queries, keys and values only.
 _WITHOUT_OUTPUT_BIAS = ("glm4", "glm4_moe")
 # Those whose norms multiply their scale in fp32, Gemma's beside them.
@@ -68,6 +69,7 @@ _WITH_EXPERTS = (
     *("qwen3_next", "qwen3_5_moe_text"),
 )
 _WIDE_ROUTERS = ("glm4_moe", "deepseek_v3")
+_FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4")
 # Their MLP has two matrices, which no shape can say.
 _WITHOUT_GATE = ("apertus", "arcee", "nemotron", "starcoder2")
 
@@ -78,7 +80,7 @@ def family_traits(family: str) -> dict[str, Any]:
     family: a model_type of Hugging Face's, or a module of torchtune's.
     """
     tied = ("gemma", "llama3_2", "smollm3", "cohere2")
-    norms = {"cohere2": 1} | dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "glm4"), 4)
+    norms = {"cohere2": 1} | dict.fromkeys(_FOUR_NORMS, 4)
     return {
         "tied": family.startswith(tied),
         "qkv_bias": family.startswith("qwen2"),
@@ -101,6 +103,11 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
     # Whether a part's output is tied is the whole model's to say.
     given |= {key: content[key] for key in ("tie_word_embeddings",) if key in content}
     given = _ASSUMED.get(family, {}) | {k: v for k, v in given.items() if v is not None}
+    if given.get("hidden_size_per_layer_input") or given.get("num_kv_shared_layers"):
+        raise ShapeError(
+            "it has embeddings for each layer, or layers that share keys and values, which are not "
+            "known to the estimate yet"
+        )
     if family in _WITHOUT_GATE:
         raise ShapeError(f"the MLP of a {family} model is not known to the estimate yet")
     experts = _experts(given, family)
@@ -132,6 +139,7 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
         sinks=family == "gpt_oss",
         window=_window(given),
         wide_norms=family.startswith("gemma") or family in _WIDE_NORMS,
+        far=_far(shape, given) if family == "gemma4_text" else None,
         kinds=_kinds(shape.layers, given, experts),
     )
 
@@ -142,6 +150,19 @@ def _head_norms(shape: Shape, given: Mapping[str, Any], family: str) -> int:
     if family in ("olmo2", "olmo3"):
         return shape.query_width + shape.kv_width
     return 2 * shape.head_dim if each_head else 0
+
+
+def _far(shape: Shape, given: Mapping[str, Any]) -> Heads:
+    """Gemma 4's heads in layers without a window."""
+    shares, kv_heads = bool(given.get("attention_k_eq_v")), None
+    # As transformers writes it, by layer; as the hub has it, for all of them.
+    by_layer = next(iter((given.get("per_layer_config") or {}).values()), None)
+    if by_layer is None:
+        width = int(given.get("global_head_dim") or 512)
+        kv_heads = given.get("num_global_key_value_heads") if shares else None
+    else:
+        width, kv_heads = int(by_layer["head_dim"]), by_layer.get("num_key_value_heads")
+    return Heads(width, int(kv_heads or shape.kv_heads), 2 * width, shares)
 
 
 # Experts and other kinds of attention -------------------------------------------------------------
@@ -231,7 +252,7 @@ def _kinds(layers: int, given: Mapping[str, Any], experts: Experts | None) -> tu
 def _layer_types(layers: int, given: Mapping[str, Any]) -> list[str]:
     """As transformers' configuration classes fill them in."""
     family = given.get("model_type")
-    every = {"gemma3_text": 6, "gemma2": 2, "gpt_oss": 2}.get(str(family), 0)
+    every = {"gemma3_text": 6, "gemma4_text": 6, "gemma2": 2, "gpt_oss": 2}.get(str(family), 0)
     every, other = int(given.get("sliding_window_pattern") or every), "sliding_attention"
     if family in _LINEAR:
         every, other = int(given.get("full_attention_interval") or 4), "linear_attention"

@@ -103,6 +103,18 @@ class Linear:
         return self.value_heads * self.value
 
 
+class Heads(NamedTuple):
+    """The heads of blocks without a window, where they differ: width, key heads, and their norms.
+
+    keys_are_values: a value is its key before the norm; there is no matrix for it.
+    """
+
+    head_dim: int
+    kv_heads: int
+    head_norms: int
+    keys_are_values: bool
+
+
 class Kind(NamedTuple):
     """What one block has where the blocks of a model differ."""
 
@@ -125,7 +137,8 @@ class Shape:
     whole: tensor parallelism cannot split it, whatever its sizes are. fused: q, k and v come out
     of one product. gated: attention's output has a gate, as wide, beside the queries. sinks: each
     head has one. window: keys that a query sees in the blocks that have one. wide_norms: a norm
-    multiplies its scale in fp32.
+    multiplies its scale in fp32. far: the heads of blocks without a window, if
+    they are others. keys_are_values: no matrix makes values.
 
     kinds: of each block, where they differ; then `experts`, `linear` and `window` are those of the
     blocks that have them. `blocks` gives each kind a shape of its own.
@@ -156,6 +169,8 @@ class Shape:
     linear: Linear | None = None
     window: int | None = None
     wide_norms: bool = True
+    far: Heads | None = None
+    keys_are_values: bool = False
     kinds: tuple[Kind, ...] = ()
 
     @cached_property
@@ -180,6 +195,8 @@ class Shape:
             linear=self.linear if kind.linear else None,
             experts=self.experts if kind.experts else None,
             window=self.window if kind.window else None,
+            far=None,
+            **({} if kind.window or self.far is None else self.far._asdict()),
         )
 
     @property
@@ -235,10 +252,11 @@ class Shape:
                 "kv_b_proj": Matrix(latent.keys, both, "column"),
                 **output,
             }
+        values = {"v_proj": Matrix(self.dim, self.kv_width, "column")}
         return {
             "q_proj": Matrix(self.dim, self.query_width * (1 + self.gated), "column"),
             "k_proj": Matrix(self.dim, self.kv_width, "column"),
-            "v_proj": Matrix(self.dim, self.kv_width, "column"),
+            **({} if self.keys_are_values else values),
             **output,
         }
 

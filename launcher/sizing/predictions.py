@@ -94,6 +94,8 @@ class Scaling:
     def lines(self) -> Iterator[str]:
         """Yield it as a person reads it."""
         took, step, links = self.own.time, self.own.step, self.predictor.links
+        spread = step.layout.expert_parallel > 1
+        inside = "tensor and expert parallelism" if spread else "tensor parallelism"
         yield (
             f"Messages of one step per GPU, {layout_name(step.layout)} on {step.nodes} x "
             f"{step.gpus_per_node} GPUs; predicted, not measured"
@@ -102,7 +104,7 @@ class Scaling:
         yield (
             f"one step {took.seconds:.3g} s, {took.tokens_per_second_per_gpu:,.0f} tokens/s/GPU: "
             f"MFU {100 * took.mfu:.1f} %, HFU {100 * took.hfu:.1f} %\n"
-            f"computing {100 * took.computing_share:.0f} % of it, waiting for tensor parallelism "
+            f"computing {100 * took.computing_share:.0f} % of it, waiting for {inside} "
             f"{took.tensor_parallel_s:.2g} s, for weights and gradients {took.sharding_s:.2g} s\n\n"
             "Tokens/s/GPU by nodes, and the share of the time that is computing; predicted, not "
             "measured; * does not fit\n"

@@ -5,15 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from runspec.model_config import (
-    PUBLISHED as FOLDER,
-)
-from runspec.model_config import (
-    ShapeError,
-    config_file,
-    of_builder_arguments,
-    of_config_json,
-)
+from runspec.model_config import PUBLISHED as FOLDER
+from runspec.model_config import ShapeError, config_file, of_builder_arguments, of_config_json
 from runspec.shape import Experts, Shape
 from tests.model_sizes import DEMO, MIXTRAL
 
@@ -68,6 +61,7 @@ PUBLISHED = {
     # Without the part for images.
     "gemma-3-12b-it": 11_766_034_176,
     "gemma-3-27b-it": 27_009_346_304,
+    "gemma-4-31B-it": 30_697_345_280,
     "Llama-4-Scout-17B-16E-Instruct": 107_769_861_120,
     "Ministral-3-8B-Instruct-2512-BF16": 8_489_553_920,
     # Of the hub's 27.8 and 36.0 billion the part for text, without that for images and the layer

@@ -247,7 +247,7 @@ TRACED = {
     *("demo", "llama1b_full", "llama8b_lora", "llama8b_qlora", "llama70b_full", "llama70b_lora"),
     *("llama70b_qlora", "qwen0_5b_lora", "qwen7b_full", "qwen32b_full", "mistral7b_lora"),
     *("gemma9b_full", "gemma9b_lora", "gemma9b_qlora", "phi4_full", "phi4_qlora"),
-    "phi4_mini_lora",
+    *("phi4_mini_lora", "qwen3_30b_a3b_full", "gpt_oss_20b_lora"),
 }
 
 

@@ -71,6 +71,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("gemma3_text", {"head_dim": 20, "query_pre_attn_scalar": 24, **MIXED}),
+    # As its dense models: another width of heads in the layers without a window, where keys are
+    # the values, too.
+    "gemma4": (
+        "gemma4_text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            # Scores are not divided by the width of a head.
+            "initializer_range": 0.06,
+            "final_logit_softcapping": 2.5,
+            "tie_word_embeddings": True,
+            **WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "mistral": ("mistral", WINDOW),
     "ministral3": ("ministral3", {"rope_parameters": YARN}),
     "phi4-mini": ("phi3", {"rope_parameters": LONG, "tie_word_embeddings": True}),

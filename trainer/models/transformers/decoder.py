@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers import lora, nf4
+from trainer.layers import attention, lora, nf4
 from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, rope
@@ -325,6 +325,8 @@ class TransformersDecoder(Decoder):
             self._unsplit.append("its routers weigh the inputs of experts")
         if self._linear:
             self._unsplit.append("it has layers of linear attention")
+        if len({layer.head_dim for layer in attention.layers(self)}) > 1:
+            self._unsplit.append("its layers have heads of different widths")
         roles = self._expert_roles()
         experts_of = [name for name, role in roles.items() if role is Role.EXPERT]
         mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts_of)
