@@ -1,5 +1,6 @@
 """The shape of a model from its config.json, or from the arguments of torchtune's builders."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -51,12 +52,14 @@ _ASSUMED: dict[str, dict[str, Any]] = {
     "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     "smollm3": {"num_key_value_heads": 4},
 }
-# Families of transformers' that our tensor parallelism cannot split: fused matrices, norms over all
-# heads, or no norm in front of the matrices that it splits by outputs.
-_WHOLE = ("apertus", "cohere2", "exaone4", "glm", "glm4", "olmo2", "olmo3", "phi3")
 # Those of linear attention; in their other layers attention's output has a gate.
 _LINEAR = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-_WHOLE += (*_LINEAR, "gemma4_text", "gpt_oss", "granitemoe", "llama4_text", "deepseek_v3", "deepseek_v2")
+# Families of transformers' that our tensor parallelism cannot split: fused matrices, norms over all
+# heads, no norm in front of the matrices that it splits by outputs, heads of two widths, no plan.
+_WHOLE = (
+    *("apertus", "cohere2", "exaone4", "glm", "glm4", "olmo2", "olmo3", "phi3", "gemma4_text"),
+    *("gpt_oss", "granitemoe", "llama4_text", "deepseek_v3", *_LINEAR),
+)
 # Those whose queries and keys have a norm as wide as a head.
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "exaone4", *_LINEAR)
 # Their `attention_bias` is that of queries, keys and values only.
@@ -68,7 +71,9 @@ _WITH_EXPERTS = (
     *("mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "glm4_moe", "deepseek_v3"),
     *("qwen3_next", "qwen3_5_moe_text"),
 )
+# Their routers compute in fp32, and a bias of theirs balances them.
 _WIDE_ROUTERS = ("glm4_moe", "deepseek_v3")
+# In each block one before and one behind attention and the MLP.
 _FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4")
 # Their MLP has two matrices, which no shape can say.
 _WITHOUT_GATE = ("apertus", "arcee", "nemotron", "starcoder2")
@@ -167,6 +172,8 @@ def _far(shape: Shape, given: Mapping[str, Any]) -> Heads:
 
 # Experts and other kinds of attention -------------------------------------------------------------
 
+# Keys with the word in them that do not count routed experts.
+_NO_COUNT = re.compile("per_tok|shared|top_k")
 # What counts experts in a config.json.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -206,9 +213,8 @@ def _expert_counts(content: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for key, value in content.items():
         if isinstance(value, Mapping):
             yield from _expert_counts(value)
-        elif "experts" in key and "per_tok" not in key and isinstance(value, int):
-            if not ("shared" in key or key == "top_k_experts"):
-                yield key, value
+        elif isinstance(value, int) and "experts" in key and not _NO_COUNT.search(key):
+            yield key, value
 
 
 def _latent(given: Mapping[str, Any]) -> Latent:
@@ -220,12 +226,13 @@ def _linear(given: Mapping[str, Any], family: str) -> Linear | None:
     if family not in _LINEAR:
         return None
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    sizes = [int(given[f"linear_{name}"]) for name in names]
-    linear = Linear(*sizes, int(given.get("linear_conv_kernel_dim") or 4), ())
-    mixed, value, heads = linear.mixed, linear.value_width, linear.value_heads
-    parts = {"in_proj_qkv": mixed, "in_proj_z": value, "in_proj_b": heads, "in_proj_a": heads}
+    key_heads, value_heads, key, value = (int(given[f"linear_{name}"]) for name in names)
+    kernel = int(given.get("linear_conv_kernel_dim") or 4)
+    linear = Linear(key_heads, value_heads, key, value, kernel, ())
+    mixed, width, heads = linear.mixed, linear.value_width, linear.value_heads
+    parts = {"in_proj_qkv": mixed, "in_proj_z": width, "in_proj_b": heads, "in_proj_a": heads}
     if family == "qwen3_next":
-        parts = {"in_proj_qkvz": mixed + value, "in_proj_ba": 2 * heads}
+        parts = {"in_proj_qkvz": mixed + width, "in_proj_ba": 2 * heads}
     return replace(linear, parts=tuple(parts.items()))
 
 

@@ -175,7 +175,7 @@ class Shape:
 
     @cached_property
     def blocks(self) -> tuple[tuple["Shape", int], ...]:
-        """The different blocks, each as the shape of a decoder of such blocks alone, and its number."""
+        """The different blocks, each as a decoder of such blocks alone, and their number."""
         if not self.kinds:
             return ((self, self.layers),)
         found = Counter(self.kinds[: self.layers])
@@ -277,9 +277,9 @@ class Shape:
     @property
     def bias(self) -> dict[str, int]:
         """Numbers in each bias of a block, by the matrix that it belongs to."""
-        names = ("router", *EXPERTS) if self.experts and self.experts.bias else ()
+        names = ["router", *EXPERTS] if self.experts and self.experts.bias else []
         if not self.linear:
-            names += (ATTENTION[:3] if self.qkv_bias else ()) + ATTENTION[3:] * self.output_bias
+            names += [*ATTENTION[:3]] * self.qkv_bias + [*ATTENTION[3:]] * self.output_bias
         found = self.matrices
         return {name: found[name].count * found[name].outputs for name in names if name in found}
 

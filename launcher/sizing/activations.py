@@ -9,7 +9,7 @@ Each function is of one layer, in a step whose model has such layers alone: `Ste
 
 from __future__ import annotations
 
-from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
+from launcher.sizing.step_config import FP32, StepConfig
 from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED
 
 # Tokens that linear attention takes at a time: transformers' torch_chunk_gated_delta_rule.
@@ -56,7 +56,7 @@ def _saved_by_attention(step: StepConfig) -> float:
     """
     shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
     q, kv = shape.query_width, shape.kv_width
-    saved = e * t * shape.dim * step.trains(*ATTENTION[:3])
+    saved: float = e * t * shape.dim * step.trains(*ATTENTION[:3])
     saved += _norm_bytes(step) * t * (q + kv) / tp if shape.head_norms else 0
     # Flash attention shares the heads of keys and values; in fp32 there is none: they are copied.
     copied = kv if e < FP32 else q
@@ -77,7 +77,7 @@ def _saved_by_latent_attention(step: StepConfig) -> float:
     shape, e, t = step.shape, step.element_bytes, step.tokens
     latent, heads = shape.latent, shape.heads
     assert latent is not None
-    saved = e * t * shape.dim * step.trains("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
+    saved: float = e * t * shape.dim * step.trains("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
     saved += _norm_bytes(step) * t * (latent.queries + latent.keys)
     saved += e * t * latent.queries * step.trains("q_b_proj")
     saved += e * t * latent.keys * step.trains("kv_b_proj")
@@ -99,7 +99,7 @@ def _saved_by_linear_attention(step: StepConfig) -> float:
     linear = shape.linear
     assert linear is not None
     key, value = linear.value_heads * linear.key, linear.value_width
-    saved = e * t * shape.dim * step.trains(*(name for name, _ in linear.parts))
+    saved: float = e * t * shape.dim * step.trains(*(name for name, _ in linear.parts))
     saved += e * t * (3 * linear.mixed + value)
     saved += FP32 * t * (9 * key + 4 * value + 5 * CHUNK * linear.value_heads)
     saved += FP32 * t / CHUNK * key * linear.value
@@ -133,8 +133,10 @@ def _saved_by_experts(step: StepConfig) -> float:
     experts, rows, t = shape.experts, expert_rows(step), step.tokens / tp
     assert experts is not None
     width, d = experts.intermediate, shape.dim
-    # Experts with a bias cap their gate and have an activation of their own.
-    between = 0 if step.compiled else 4 if experts.bias else 1
+    # Experts with a bias cap their gate and have an activation of their own. Those that are spread
+    # over ranks are outside of what is compiled, as is the exchange of rows.
+    compiled = step.compiled and step.layout.expert_parallel == 1
+    between = 4 if experts.bias and not compiled else 1
     saved = e * rows * (d * step.trains(EXPERTS[0]) + d)
     saved += e * rows * width * (2 + between + step.trains(EXPERTS[1])) + 3 * 8 * rows
     saved += FP32 * t * experts.count
@@ -240,7 +242,9 @@ def _weighted_rows(step: StepConfig) -> float:
     """The experts' outputs times the router's weights, which may be in fp32."""
     experts = step.shape.experts
     assert experts is not None
-    return (FP32 if experts.wide_router else step.element_bytes) * expert_rows(step) * step.shape.dim
+    return (
+        (FP32 if experts.wide_router else step.element_bytes) * expert_rows(step) * step.shape.dim
+    )
 
 
 def backward_working(step: StepConfig) -> float:

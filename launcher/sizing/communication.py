@@ -31,8 +31,9 @@ class Message:
     """`count` messages of one kind that each rank takes part in, in one step.
 
     size: bytes of all ranks' parts together: an all-gather's output, a reduce-scatter's or an
-    all-reduce's input; of an all-to-all what one rank has for all. when: start, forward, recompute, loss, turn, backward, reduce, end or step,
-    as `launcher.sizing.step_time` has it. on_cpu: it goes over the CPU, while the GPU works.
+    all-reduce's input; of an all-to-all what one rank has for all. when: start, forward, recompute,
+    loss, turn, backward, reduce, end or step, as `launcher.sizing.step_time` has it. on_cpu: it
+    goes over the CPU, while the GPU works.
     """
 
     what: str
@@ -120,8 +121,9 @@ def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
 def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
     """Two gathers and two scatters of the hidden states per layer, forward and backward.
 
-    Experts take each rank's own tokens: a layer that has them gathers and scatters once. The embedding scatters and the last norm gathers once more. A layer that is recomputed does
-    so again, but for its last scatter, which nothing in its backward needs.
+    Experts take each rank's own tokens: a layer that has them gathers and scatters once. The
+    embedding scatters and the last norm gathers once more. A layer that is recomputed does so
+    again, but for its last scatter, which nothing in its backward needs.
     """
     tp, depth = step.layout.tensor_parallel, step.shape.layers
     both = sum(count * (2 - (block.shape.experts is not None)) for block, count in step.blocks)

@@ -60,7 +60,11 @@ class _Phases:
         # Numbers of one rank that are trained: all of them, and those of its shards.
         self.trained = units.all_blocks("trained") + ends.trained
         self.trained_here = units.all_blocks("trained_here") + ends.trained_here
-        each = [p for unit in (ends, *(u for b in units.blocks for u in b[2:])) for p in unit.parameters]
+        each = [
+            p
+            for unit in (ends, *(u for b in units.blocks for u in (b.own, b.experts)))
+            for p in unit.parameters
+        ]
         self.largest = max((p.rows * p.width for p in each if p.trained), default=0.0)
         # Offloaded state lies on the CPU.
         self.on_gpu = 0 if step.cpu_offload else 1

@@ -18,10 +18,10 @@ from operator import add
 from typing import NamedTuple
 
 from launcher.errors import UsageFault
+from launcher.sizing.activations import recomputed_elements
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.step_config import StepConfig
-from launcher.sizing.activations import recomputed_elements
 from runspec.flops import utilisation
 from runspec.layout import Layout
 

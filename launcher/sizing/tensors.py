@@ -71,7 +71,8 @@ class Unit:
         return Unit(self.parameters + other.parameters, self.shards)
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True)
+class Block:
     """The FSDP units of one kind of block, and how many blocks are of it.
 
     step: the step of a model of such blocks alone. experts: spread over ranks, they are a unit of
@@ -127,11 +128,11 @@ class Units(NamedTuple):
 
     def all_blocks(self, what: str) -> float:
         """The sum over all blocks of one of a block's sizes."""
-        return sum(block.count * getattr(block, what) for block in self.blocks)
+        return float(sum(block.count * getattr(block, what) for block in self.blocks))
 
     def most(self, what: str) -> float:
         """One of a block's sizes, of the kind that has most."""
-        return max(getattr(block, what) for block in self.blocks)
+        return float(max(getattr(block, what) for block in self.blocks))
 
 
 def units_of(step: StepConfig) -> Units:
@@ -151,7 +152,7 @@ def units_of(step: StepConfig) -> Units:
 
 
 def _block(step: StepConfig, count: int) -> Block:
-    own, spread = list(_small(step)), []
+    own, spread = list(_small(step)), list[Parameter]()
     for name, matrix in step.shape.matrices.items():
         apart = matrix.role == "expert" and step.layout.expert_parallel > 1
         (spread if apart else own).extend(_matrix(step, name, matrix))

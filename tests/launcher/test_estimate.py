@@ -179,17 +179,14 @@ def mixtral(tmp_path) -> str:
     return str(path)
 
 
-def test_experts_count_with_all_their_parameters_and_work_with_the_active_ones(
-    user: Kit, mixtral
-):
+def test_experts_count_with_all_their_parameters_and_work_with_the_active_ones(user: Kit, mixtral):
     done = user.cookbook("estimate", mixtral, "--scaling")
     assert done.returncode == 0, done.stderr
     assert "46.70 B parameters, 12.88 B of them active" in done.stdout
     assert "EP8 x FSDP" in done.stdout
     spread = user.cookbook("estimate", mixtral, "--json", "expert_parallel_dim=8")
     whole, found = (
-        json.loads(done.stdout)
-        for done in (user.cookbook("estimate", mixtral, "--json"), spread)
+        json.loads(done.stdout) for done in (user.cookbook("estimate", mixtral, "--json"), spread)
     )
     assert found["layout"]["expert_parallel"] == 8
     # Seven eighths of the experts are not gathered.

@@ -137,7 +137,10 @@ def test_blocks_that_differ_are_told_apart():
     ]
     assert deepseek.order[:5] == (0, 0, 0, 1, 1) and len(deepseek.order) == 61
     qwen = of("Qwen3.5-27B")
-    assert [(bool(block.linear), count) for block, count in qwen.blocks] == [(True, 48), (False, 16)]
+    assert [(bool(block.linear), count) for block, count in qwen.blocks] == [
+        (True, 48),
+        (False, 16),
+    ]
     assert qwen.order[:5] == (0, 0, 0, 1, 0)
     gemma = of("gemma-3-12b-it")
     assert [(block.window, count) for block, count in gemma.blocks] == [(1024, 40), (None, 8)]

@@ -80,7 +80,6 @@ class Exchange:
         x = _AllToAll.apply(experts.apply(layer, x, ids), sent, received, self._group, self._share)
         return experts.permuted(x, back, order)
 
-
     def rows_per_rank(self, leaving: torch.Tensor, coming: torch.Tensor) -> list[list[int]]:
         """Rows to each rank and from each, of int64 [experts of all ranks] that say how many go to
         each expert, and come for it; one wait for the device, for both."""
