@@ -161,20 +161,20 @@ WORKLOADS = {
 class Prepared:
     """Sizes of a prepared workload, from which model FLOPs and rates are computed.
 
-    tokens, targets, pairs: real tokens, trained tokens and query-key pairs of each step.
+    tokens, targets: real and trained tokens of each step. lengths: of its documents.
     filled: real tokens divided by all positions.
     """
 
     flops: ModelFlops
     tokens: list[int]
     targets: list[int]
-    pairs: list[int]
+    lengths: list[list[int]]
     filled: float
 
     def step_flops(self, step: int) -> float:
         """Model FLOPs of a step on all ranks; the first step is 1."""
         index = step - 1
-        return self.flops.of(self.tokens[index], self.targets[index], self.pairs[index])
+        return self.flops.of(self.tokens[index], self.targets[index], self.lengths[index])
 
 
 def make_job(name: str, folder: Path, **overrides: Any) -> Job:
@@ -366,6 +366,6 @@ def write_rows(job: Job, config: TrainConfig, flops: ModelFlops) -> Prepared:
         flops,
         [batch.token_count for batch in steps],
         [batch.target_count for batch in steps],
-        [batch.attention_pairs for batch in steps],
+        [list(batch.lengths) for batch in steps],
         sum(batch.token_count for batch in steps) / rows["tokens"].numel(),
     )

@@ -13,10 +13,12 @@ MFU (model FLOP utilisation) is these FLOPs over time and the GPUs' peak. HFU (h
 utilisation) counts what activation checkpointing computes again, too.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from runspec.shape import ATTENTION, Shape
+from runspec.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -38,32 +40,84 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """Scores and their product with the values; width: of all query heads together."""
+    """Scores and their product with the values.
+
+    width: of all query heads together; where values have another, the mean of both. window: keys
+    that a query sees at most; None: all before it.
+    """
 
     width: float
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Linear attention by the delta rule; state: numbers of all heads' states together.
+
+    Three products with the state per token: what a key reads of it, its update, and the output.
+    Chunks of tokens at a time compute the same with other products.
+    """
+
+    state: float
 
 
 # Linear layers that read the same input, or attention, in the order of a forward pass.
-Stage = Sequence[Linear] | Attention
+Stage = Sequence[Linear] | Attention | Recurrence
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs per token, per trained position and per query-key pair."""
+    """FLOPs per token, per trained position and per query-key pair.
+
+    windowed: per pair in the layers with a window; `window` is theirs.
+    """
 
     token: float
     target: float
     pair: float
+    windowed: float = 0.0
+    window: int | None = None
 
-    def of(self, tokens: float, targets: float, pairs: float) -> float:
+    def of(self, tokens: float, targets: float, lengths: Iterable[int] = ()) -> float:
         """FLOPs of a step over all ranks.
 
         Args:
             tokens: real tokens, no padding.
             targets: positions with a label that is trained.
-            pairs: query-key pairs; a document of n tokens has n(n + 1)/2.
+            lengths: tokens of each document.
         """
-        return tokens * self.token + targets * self.target + pairs * self.pair
+        return tokens * self.token + targets * self.target + self.attention(lengths)
+
+    def attention(self, lengths: Iterable[int]) -> float:
+        """FLOPs of the query-key pairs of documents of so many tokens."""
+        return sum(
+            self.pair * pairs(length) + self.windowed * pairs(length, self.window)
+            for length in lengths
+        )
+
+    def __add__(self, other: ModelFlops) -> ModelFlops:
+        return ModelFlops(
+            self.token + other.token,
+            self.target + other.target,
+            self.pair + other.pair,
+            self.windowed + other.windowed,
+            self.window or other.window,
+        )
+
+    def __rmul__(self, times: int) -> ModelFlops:
+        return ModelFlops(
+            times * self.token,
+            times * self.target,
+            times * self.pair,
+            times * self.windowed,
+            self.window,
+        )
+
+
+def pairs(length: int, window: int | None = None) -> int:
+    """Query-key pairs of a document of `length` tokens if a query sees `window` keys at most."""
+    seen = length if window is None else min(window, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def count(
@@ -76,15 +130,24 @@ def count(
         trained_before: whether the embedding is trained. Gradients flow back no further than to
             the first trained parameter.
     """
-    token = pair = 0.0
+    token = pair = windowed = 0.0
+    window = None
     flows = trained_before
     for stage in stages:
+        passes = 1 + 2 * flows * backward
+        if isinstance(stage, Recurrence):
+            token += 6 * stage.state * passes
+            continue
         if isinstance(stage, Attention):
-            pair += 4 * stage.width * (1 + 2 * flows * backward)
+            if stage.window is None:
+                pair += 4 * stage.width * passes
+            else:
+                windowed += 4 * stage.width * passes
+                window = stage.window
             continue
         token += sum(_products(linear, flows, backward) for linear in stage)
         flows = flows or any(linear.any_trained for linear in stage)
-    return ModelFlops(token, _products(output, flows, backward), pair)
+    return ModelFlops(token, _products(output, flows, backward), pair, windowed, window)
 
 
 def _products(linear: Linear, flows: bool, backward: bool) -> float:
@@ -108,22 +171,26 @@ def of_shape(
         backward: False counts the forward pass alone.
     """
 
-    def linear(name: str) -> Linear:
+    def linear(name: str, shape: Shape) -> Linear:
         matrix = shape.output if name == "output" else shape.matrices[name]
         rank = matrix.active * ranks.get(name, 0)
         return Linear(matrix.active_parameters, full, (rank * matrix.inputs, rank * matrix.outputs))
 
-    def block() -> Iterator[Stage]:
-        names = [name for name in shape.matrices if name not in ATTENTION]
-        yield [linear(name) for name in ATTENTION[:3]]
-        yield Attention(shape.query_width)
-        yield [linear(ATTENTION[3])]
-        yield [linear(name) for name in names if not name.endswith("down_proj")]
-        yield [linear(name) for name in names if name.endswith("down_proj")]
+    found = count((), linear("output", shape), trained_before=True, backward=backward)
+    for block, number in shape.blocks:
+        found += number * count(
+            [[linear(name, block) for name in block.matrices], _attention(block)],
+            Linear(0.0, False),
+            trained_before=True,
+            backward=backward,
+        )
+    return found
 
-    found = count(block(), linear("output"), trained_before=True, backward=backward)
-    layers = shape.layers
-    return ModelFlops(layers * found.token, found.target, layers * found.pair)
+
+def _attention(shape: Shape) -> Attention | Recurrence:
+    if shape.linear:
+        return Recurrence(shape.linear.value_width * shape.linear.key)
+    return Attention((shape.query_width + shape.value_width) / 2, shape.window)
 
 
 def tflops_per_gpu(flops: float, seconds: float, gpus: int) -> float:

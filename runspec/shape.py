@@ -1,24 +1,23 @@
-"""The shape of a decoder: every matrix with its role, and the sizes that follow from it."""
+"""The shape of a decoder: every matrix with its role, and the sizes that follow from it.
 
-from collections.abc import Iterator, Mapping
+`runspec.model_config` makes it from a config.json.
+"""
+
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 # How tensor and expert parallelism split a matrix: column by its outputs, row by its inputs,
 # replicated not at all, expert by whole experts; embedding and output by the vocabulary.
 Role = Literal["column", "row", "replicated", "expert", "embedding", "output"]
 
-# Configurations of models of the hub as published, by the folder's name.
-PUBLISHED = Path(__file__).parents[1] / "configs" / "shapes"
-
 ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-class ShapeError(ValueError):
-    """The sizes of a model cannot be told; the text says why, without the file's name."""
+# The experts' two matrices, the gate and the up projection in one.
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+# What stands before the names of an MLP that every token meets beside its experts.
+SHARED = "shared."
 
 
 @dataclass(frozen=True)
@@ -44,30 +43,105 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of each block's MLP.
+    """A mixture of experts in place of a block's MLP.
 
     count: routed experts. active: how many of them a token meets. intermediate: width inside one.
-    shared: experts of the same width that every token meets.
+    shared: width of the MLP that every token meets beside them; 0: there is none. shared_gate:
+    a gate weighs its output. bias: the router and the experts' matrices have biases.
+    wide_router: it computes in fp32. watched: the trainer tells how even its choices are.
     """
 
     count: int
     active: int
     intermediate: int
     shared: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    wide_router: bool = False
+    watched: bool = True
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Queries come out of `queries` numbers per token (0: out of the hidden state), keys and values
+    out of `keys` numbers; `rotary` features of a key are all heads' and come from the hidden state.
+    plain: a key's other features. value: features of a value.
+    """
+
+    queries: int
+    keys: int
+    rotary: int
+    plain: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear attention in place of softmax attention: a gated delta rule (arXiv 2412.06464).
+
+    key_heads, value_heads: how many; key, value: features of one. kernel: positions that the
+    convolution before it sees. parts: outputs of each matrix that makes its inputs, by name.
+    """
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    kernel: int
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def mixed(self) -> int:
+        """Width of queries, keys and values together, which the convolution sees."""
+        return 2 * self.key_heads * self.key + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values together."""
+        return self.value_heads * self.value
+
+
+class Heads(NamedTuple):
+    """The heads of blocks without a window, where they differ: width, key heads, and their norms.
+
+    keys_are_values: a value is its key before the norm; there is no matrix for it.
+    """
+
+    head_dim: int
+    kv_heads: int
+    head_norms: int
+    keys_are_values: bool
+
+
+class Kind(NamedTuple):
+    """What one block has where the blocks of a model differ."""
+
+    linear: bool = False
+    experts: bool = True
+    window: bool = False
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder whose blocks are all alike.
+    """The sizes of a decoder.
 
     dim: width of the hidden states. layers: blocks. heads, kv_heads: of queries, and of keys and
     values, each head_dim wide. intermediate: width inside the MLP. max_seq_len: longest context.
-    tied: the output layer is the embedding. qkv_bias: q, k and v have biases. norms: in each
-    block, each as wide as dim. head_norms: numbers in a block's norms of queries and keys. softcap:
-    logits are capped by a tanh. rotary_tables: RoPE has tables of all positions; else it computes
-    those of a batch. whole_rotary: they have a cosine and a sine for each feature, not for each
-    pair of them. whole: tensor parallelism cannot split it, whatever its sizes are. fused: q, k and
-    v come out of one product.
+    tied: the output layer is the embedding. qkv_bias: q, k and v have biases. output_bias: so has
+    what attention's output goes through. norms: in each block, each as wide as dim. head_norms:
+    numbers in a block's norms of queries and keys. softcap: logits are capped by a tanh.
+    rotary_tables: RoPE has tables of all positions; else it computes those of a batch.
+    whole_rotary: they have a cosine and a sine for each feature, not for each pair of them.
+    whole: tensor parallelism cannot split it, whatever its sizes are. fused: q, k and v come out
+    of one product. gated: attention's output has a gate, as wide, beside the queries. sinks: each
+    head has one. window: keys that a query sees in the blocks that have one. wide_norms: a norm
+    multiplies its scale in fp32. far: the heads of blocks without a window, if
+    they are others. keys_are_values: no matrix makes values.
+
+    kinds: of each block, where they differ; then `experts`, `linear` and `window` are those of the
+    blocks that have them. `blocks` gives each kind a shape of its own.
     """
 
     dim: int
@@ -88,6 +162,42 @@ class Shape:
     whole: bool = False
     fused: bool = False
     experts: Experts | None = None
+    output_bias: bool = False
+    gated: bool = False
+    sinks: bool = False
+    latent: Latent | None = None
+    linear: Linear | None = None
+    window: int | None = None
+    wide_norms: bool = True
+    far: Heads | None = None
+    keys_are_values: bool = False
+    kinds: tuple[Kind, ...] = ()
+
+    @cached_property
+    def blocks(self) -> tuple[tuple["Shape", int], ...]:
+        """The different blocks, each as a decoder of such blocks alone, and their number."""
+        if not self.kinds:
+            return ((self, self.layers),)
+        found = Counter(self.kinds[: self.layers])
+        return tuple((self._block(kind), count) for kind, count in found.items())
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """For each block of the model which of `blocks` it is."""
+        kinds = self.kinds[: self.layers] or (Kind(),) * self.layers
+        known = list(dict.fromkeys(kinds))
+        return tuple(known.index(kind) for kind in kinds)
+
+    def _block(self, kind: Kind) -> "Shape":
+        return replace(
+            self,
+            kinds=(),
+            linear=self.linear if kind.linear else None,
+            experts=self.experts if kind.experts else None,
+            window=self.window if kind.window else None,
+            far=None,
+            **({} if kind.window or self.far is None else self.far._asdict()),
+        )
 
     @property
     def query_width(self) -> int:
@@ -96,33 +206,62 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads together; values have the same."""
+        """Width of all key heads together; values have the same but in latent attention."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of attention's output."""
+        if self.linear:
+            return self.linear.value_width
+        return self.heads * self.latent.value if self.latent else self.query_width
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
         """The matrices of one block, by name, in the order in which they are used."""
+        found = self._attention()
         experts = self.experts
-        found = {
-            "q_proj": Matrix(self.dim, self.query_width, "column"),
-            "k_proj": Matrix(self.dim, self.kv_width, "column"),
-            "v_proj": Matrix(self.dim, self.kv_width, "column"),
-            "output_proj": Matrix(self.query_width, self.dim, "row"),
-        }
         if experts is None:
             return found | self._mlp(self.intermediate)
         found["router"] = Matrix(self.dim, experts.count, "replicated")
-        routed = self._mlp(experts.intermediate, experts.count, experts.active, "experts.")
-        found |= {name: replace(matrix, role="expert") for name, matrix in routed.items()}
-        if not experts.shared:
-            return found
-        return found | self._mlp(experts.intermediate, experts.shared, experts.shared, "shared.")
+        count, active, width = experts.count, experts.active, experts.intermediate
+        found[EXPERTS[0]] = Matrix(self.dim, 2 * width, "expert", count, active)
+        found[EXPERTS[1]] = Matrix(width, self.dim, "expert", count, active)
+        if experts.shared:
+            found |= self._mlp(experts.shared, SHARED)
+        if experts.shared_gate:
+            found["shared_expert_gate"] = Matrix(self.dim, 1, "replicated")
+        return found
 
-    def _mlp(
-        self, width: int, count: int = 1, active: int = 1, prefix: str = ""
-    ) -> dict[str, Matrix]:
-        into = Matrix(self.dim, width, "column", count, active)
-        back = Matrix(width, self.dim, "row", count, active)
+    def _attention(self) -> dict[str, Matrix]:
+        output = {"output_proj": Matrix(self.value_width, self.dim, "row")}
+        if linear := self.linear:
+            parts = {name: Matrix(self.dim, width, "column") for name, width in linear.parts}
+            return parts | {"out_proj": output["output_proj"]}
+        if latent := self.latent:
+            queries = {"q_proj": Matrix(self.dim, self.query_width, "column")}
+            if latent.queries:
+                queries = {
+                    "q_a_proj": Matrix(self.dim, latent.queries, "replicated"),
+                    "q_b_proj": Matrix(latent.queries, self.query_width, "column"),
+                }
+            both = self.heads * (latent.plain + latent.value)
+            return {
+                **queries,
+                "kv_a_proj_with_mqa": Matrix(self.dim, latent.keys + latent.rotary, "replicated"),
+                "kv_b_proj": Matrix(latent.keys, both, "column"),
+                **output,
+            }
+        values = {"v_proj": Matrix(self.dim, self.kv_width, "column")}
+        return {
+            "q_proj": Matrix(self.dim, self.query_width * (1 + self.gated), "column"),
+            "k_proj": Matrix(self.dim, self.kv_width, "column"),
+            **({} if self.keys_are_values else values),
+            **output,
+        }
+
+    def _mlp(self, width: int, prefix: str = "") -> dict[str, Matrix]:
+        into, back = Matrix(self.dim, width, "column"), Matrix(width, self.dim, "row")
         return {prefix + name: back if name == "down_proj" else into for name in MLP}
 
     @property
@@ -137,22 +276,55 @@ class Shape:
 
     @property
     def bias(self) -> dict[str, int]:
-        """Width of each bias of a block, by the matrix that it belongs to."""
-        if not self.qkv_bias:
-            return {}
-        return {name: self.matrices[name].outputs for name in ATTENTION[:3]}
+        """Numbers in each bias of a block, by the matrix that it belongs to."""
+        names = ["router", *EXPERTS] if self.experts and self.experts.bias else []
+        if not self.linear:
+            names += [*ATTENTION[:3]] * self.qkv_bias + [*ATTENTION[3:]] * self.output_bias
+        found = self.matrices
+        return {name: found[name].count * found[name].outputs for name in names if name in found}
+
+    @property
+    def small(self) -> int:
+        """Numbers of one block in norms within attention, sinks, and what else is no matrix."""
+        if linear := self.linear:
+            # The convolution, the norm of the output, and two numbers of each head's decay.
+            return linear.mixed * linear.kernel + linear.value + 2 * linear.value_heads
+        if self.latent:
+            return self.latent.queries + self.latent.keys
+        return self.head_norms + self.sinks * self.heads
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one block."""
+        """Parameters of one block; of the mean block, where they differ."""
+        if self.kinds:
+            return sum(n * shape.layer_parameters for shape, n in self.blocks) // self.layers
         matrices = sum(matrix.parameters for matrix in self.matrices.values())
-        return matrices + self.norms * self.dim + self.head_norms + sum(self.bias.values())
+        return matrices + self.norms * self.dim + self.small + sum(self.bias.values())
 
     @property
     def parameters(self) -> int:
         """All parameters."""
+        return self._parameters(idle=True)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token meets; both tables count."""
+        return self._parameters(idle=False)
+
+    def _parameters(self, idle: bool) -> int:
         tables = self.embedding.parameters * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + tables + self.dim
+        found = tables + self.dim
+        for shape, count in self.blocks:
+            found += count * shape.layer_parameters
+            if not idle:
+                each = shape.matrices.values()
+                found -= count * sum(m.parameters - m.active_parameters for m in each)
+        return found
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the trainer watches how evenly its routers spread tokens."""
+        return self.experts is not None and self.experts.watched
 
     @property
     def split_sizes(self) -> dict[str, int]:
@@ -163,130 +335,3 @@ class Shape:
             "intermediate_dim": self.intermediate,
             "vocab_size": self.vocab,
         }
-
-
-# By Shape's names: the key of a config.json, the argument of torchtune's component builders.
-_NAMES = {
-    "dim": ("hidden_size", "embed_dim"),
-    "layers": ("num_hidden_layers", "num_layers"),
-    "heads": ("num_attention_heads", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "intermediate": ("intermediate_size", "intermediate_dim"),
-    "vocab": ("vocab_size", "vocab_size"),
-    "max_seq_len": ("max_position_embeddings", "max_seq_len"),
-}
-
-
-def config_file(folder: Path) -> Path | None:
-    """Return the config.json of a model folder; the published one if it is not downloaded yet."""
-    files = (folder / "config.json", PUBLISHED / f"{folder.name}.json")
-    return next((file for file in files[: 1 + (not folder.is_dir())] if file.is_file()), None)
-
-
-# What transformers' configuration classes assume for a key that a config.json leaves out, where the
-# families' folders on the hub do leave it out.
-_ASSUMED: dict[str, dict[str, Any]] = {
-    "gemma2": {"head_dim": 256},
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262_208,
-        "max_position_embeddings": 131_072,
-    },
-    "mistral": {"num_key_value_heads": 8},
-    "ministral3": {"head_dim": 128},
-    "qwen3": {"head_dim": 128},
-    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
-    "smollm3": {"num_key_value_heads": 4},
-}
-# Families of transformers' that our tensor parallelism cannot split: fused matrices, norms over all
-# heads, or no norm in front of the matrices that it splits by outputs.
-_WHOLE = ("apertus", "cohere2", "exaone4", "glm", "glm4", "olmo2", "olmo3", "phi3")
-# Their MLP has two matrices, which no shape can say.
-_WITHOUT_GATE = ("apertus", "arcee", "nemotron", "starcoder2")
-
-
-def family_traits(family: str) -> dict[str, Any]:
-    """What a family's models have that no size shows, by Shape's names.
-
-    family: a model_type of Hugging Face's, or a module of torchtune's.
-    """
-    tied = ("gemma", "llama3_2", "smollm3", "cohere2")
-    norms = {"cohere2": 1} | dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "glm4"), 4)
-    return {
-        "tied": family.startswith(tied),
-        "qkv_bias": family.startswith("qwen2"),
-        "norms": norms.get(family, 2),
-        "softcap": family == "gemma2",
-        # The families whose tables torchtune makes as wide as Hugging Face does.
-        "whole_rotary": family.startswith(("qwen2", "phi3", "phi4")),
-    }
-
-
-def of_config_json(content: Mapping[str, Any]) -> Shape:
-    """Return the shape that a Hugging Face config.json says; of its text model, if it has others.
-
-    Raises:
-        ShapeError: the model has experts, or a size is missing.
-    """
-    if found := [name for name, count in _expert_counts(content) if count > 1]:
-        raise ShapeError(
-            f"it has a mixture of experts ({', '.join(found)}), and its experts are not known to "
-            "the estimate yet"
-        )
-    text = content.get("text_config")
-    given = dict(text) if isinstance(text, Mapping) else dict(content)
-    family = str(given.get("model_type") or content.get("model_type") or "")
-    # Whether a part's output is tied is the whole model's to say.
-    given |= {key: content[key] for key in ("tie_word_embeddings",) if key in content}
-    given = _ASSUMED.get(family, {}) | {k: v for k, v in given.items() if v is not None}
-    if family in _WITHOUT_GATE:
-        raise ShapeError(f"the MLP of a {family} model is not known to the estimate yet")
-    sizes = {name: given.get(key) for name, (key, _) in _NAMES.items()}
-    sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
-    if missing := [_NAMES[name][0] for name, size in sizes.items() if not size]:
-        raise ShapeError(f"it does not say {', '.join(missing)}: give the folder of a text decoder")
-    shape = _shape(sizes, given, family)
-    head_norms = 0
-    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
-        head_norms = 2 * shape.head_dim
-    elif family in ("olmo2", "olmo3"):
-        head_norms = shape.query_width + shape.kv_width
-    return replace(
-        shape,
-        qkv_bias=bool(given.get("attention_bias", shape.qkv_bias)),
-        head_norms=head_norms,
-        whole=family in _WHOLE,
-        fused=family == "phi3",
-        softcap=bool(given.get("final_logit_softcapping", shape.softcap)),
-    )
-
-
-def _expert_counts(content: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every key that counts experts: num_experts, num_local_experts, n_routed_experts, ..."""
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _expert_counts(value)
-        elif "experts" in key and "per_tok" not in key and isinstance(value, int):
-            yield f"{key} {value}", value
-
-
-def of_builder_arguments(arguments: Mapping[str, Any], family: str) -> Shape | None:
-    """Return the shape that a torchtune component builder makes of its arguments.
-
-    None if they do not say all sizes. family: llama3, qwen2, gemma2 ..., the builder's module.
-    """
-    sizes = {name: arguments.get(argument) for name, (_, argument) in _NAMES.items()}
-    if sizes["intermediate"] is None and sizes["dim"]:
-        # torchtune's rule for its default: 8/3 of the width, in steps of 256.
-        sizes["intermediate"] = -(-(8 * sizes["dim"] // 3) // 256) * 256
-    return _shape(sizes, arguments, family) if all(sizes.values()) else None
-
-
-def _shape(sizes: Mapping[str, Any], given: Mapping[str, Any], family: str) -> Shape:
-    known: dict[str, Any] = {name: int(size) for name, size in sizes.items()}
-    head_dim = int(given.get("head_dim") or known["dim"] // known["heads"])
-    traits = family_traits(family)
-    traits["tied"] = bool(given.get("tie_word_embeddings", traits["tied"]))
-    return Shape(**known, head_dim=head_dim, **traits)

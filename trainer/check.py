@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from runspec.keys.sft import TRANSFORMERS
-from runspec.shape import config_file
+from runspec.model_config import config_file
 from trainer import config as configs
 from trainer import optimizers
 from trainer.data import tokenizers

@@ -88,11 +88,11 @@ class Trainer:
         last, weight = batches.total_steps, self.world.data_weight
         with self.profiler as profile:
             for micro_batches in self.reporter.clock.waiting(batches.from_step(state.step)):
-                targets, tokens, pairs, stop, too_many, failed, due = self.world.sum(
+                targets, tokens, attention, stop, too_many, failed, due = self.world.sum(
                     [
                         weight * sum(b.target_count for b in micro_batches),
                         weight * sum(b.token_count for b in micro_batches),
-                        weight * sum(b.attention_pairs for b in micro_batches),
+                        weight * sum(map(self.reporter.attention_flops, micro_batches)),
                         self.stop.seen_here(),
                         self.guard.exceeded(),
                         self.checkpoints.failed_here(),
@@ -117,7 +117,7 @@ class Trainer:
                 state.step, state.tokens = step, state.tokens + int(tokens)
                 # The last one was measured on other weights, and this checkpoint may have none.
                 state.val_loss = None
-                self.reporter.count(tokens, targets, pairs)
+                self.reporter.count(tokens, targets, attention)
                 if logging or saving:
                     figures = self._figures(sums, targets, norm)
                 if validating:

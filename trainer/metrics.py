@@ -128,17 +128,21 @@ def _stages(model: Decoder) -> Iterator[flops.Stage]:
     """The linear layers of the blocks and their attention, in the order of the forward pass."""
     rows = set(model.linear_layers(Role.ROW))
     heads = model.sizes()["num_heads"]
-    shares, parameters = model.expert_shares(), dict(named_parameters(model))
+    shares, parameters = dict(model.expert_shares()), dict(named_parameters(model))
     for parent, names in groupby(model.linear_layers(), lambda name: name.rpartition(".")[0]):
         layers = {name: model.get_submodule(name) for name in names}
         yield [_linear(layer) for name, layer in layers.items() if name not in rows]
         for attention in model.get_submodule(parent).children():
             if isinstance(attention, DocumentAttention):
-                yield flops.Attention(heads * attention.head_dim)
+                width = heads * (attention.head_dim + attention.value_dim) / 2
+                yield flops.Attention(width, attention.window)
+        if state := model.recurrent_state(parent):
+            yield flops.Recurrence(state)
         yield [_linear(layer) for name, layer in layers.items() if name in rows]
         block = parent.rpartition(".")[0]
+        # Once in a block, whatever other modules with linear layers it has.
         if experts := [name for name in shares if name.startswith(f"{block}.")]:
-            yield [_expert(name, shares[name], parameters) for name in experts]
+            yield [_expert(name, shares.pop(name), parameters) for name in experts]
 
 
 def _expert(name: str, share: float, parameters: dict[str, nn.Parameter]) -> flops.Linear:

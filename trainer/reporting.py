@@ -9,6 +9,7 @@ from trainer import metrics
 from trainer.config import TrainConfig
 from trainer.data.batches import Batches, Data
 from trainer.heartbeat import Heartbeat
+from trainer.layers.batch import MicroBatch
 from trainer.models.build import Model
 from trainer.parallel.world import World
 from trainer.progress import Progress
@@ -63,9 +64,13 @@ class Reporter:
         ]
         self._world.say("\n".join(lines))
 
-    def count(self, tokens: float, targets: float, pairs: float) -> None:
-        """Count the work of one step, over all ranks."""
-        self.clock.add(tokens, self._flops.of(tokens, targets, pairs))
+    def attention_flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of a batch's query-key pairs."""
+        return self._flops.attention(batch.lengths)
+
+    def count(self, tokens: float, targets: float, attention: float) -> None:
+        """Count the work of one step, over all ranks; attention: its FLOPs, which are summed."""
+        self.clock.add(tokens, self._flops.of(tokens, targets) + attention)
         self._heartbeat.step(self._state.step)
 
     @contextmanager

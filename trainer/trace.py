@@ -17,6 +17,7 @@ import sys
 import weakref
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +42,7 @@ from trainer.parallel import activations, gradients, tensor_parallel
 from trainer.parallel.world import World, layout_of
 
 # Two depths tell how much each phase grows per block; deeper models are extrapolated linearly.
+# Where blocks differ, these are the least, and they end and grow by whole periods.
 DEPTHS = (3, 5)
 
 
@@ -201,6 +203,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
     optimizer = instantiate("optimizer", block, trainable)
     batch = _batch(config, module)
+    _spread_evenly(batch, module, world)
     tracker = MemoryTracker()
     for tensor in (*module.parameters(), *module.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -240,14 +243,58 @@ def _attend_as_on_a_gpu(module: Decoder, config: TrainConfig) -> None:
 
 
 def _in_place_of_flex_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
-) -> torch.Tensor:
-    """FlexAttention, which runs on GPUs only, as flash attention: both keep the same tensors."""
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **_: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """FlexAttention, which runs on GPUs only: [batch, heads, length, width] each."""
+    found = _attention(query, key, value)
+    return found if return_lse else found[0]
+
+
+# As fused attention it keeps its three inputs, its output and the logarithm of each row's sum; it
+# computes nothing.
+@torch.library.custom_op("slurm_cookbook::traced_attention", mutates_args=())
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attention_sizes(query, key, value)
+
+
+@_attention.register_fake
+def _attention_sizes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, length, _ = query.shape
-    flat = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
-    output = attention.varlen_attention()(*flat, cu_seqlens, cu_seqlens, length, length)
-    return output.view(batch, length, heads, -1).transpose(1, 2)
+    # As the model reads it: [batch, length, heads, width].
+    output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    return output, query.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+def _keep_attention(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _attention_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+_attention.register_autograd(_attention_backward, setup_context=_keep_attention)
+
+
+def _spread_evenly(batch: MicroBatch, module: Decoder, world: World) -> None:
+    """Let each rank send as many rows to every rank: fake tensors cannot tell how many."""
+    from trainer.layers import experts
+
+    tokens = batch.token_count // world.tensor_parallel_dim
+    for name, layer in experts.layers(module):
+        if layer.exchange is not None:
+            ranks = world.layout.expert_parallel
+            share = round(tokens * module.active_experts(name) / ranks)
+            layer.exchange.rows_per_rank = lambda *_, share=share, n=ranks: [[share] * n] * 2
 
 
 def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
@@ -266,7 +313,7 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         trained=torch.arange(count),
         token_count=count,
         target_count=count,
-        attention_pairs=shape[0] * shape[1] * (shape[1] + 1) // 2,
+        lengths=(shape[1],) * shape[0],
         positions=numbers if packed else None,
         documents=documents if packed or config.dtype == "bf16" else None,
     )
@@ -327,10 +374,33 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
 
 def estimate(config: TrainConfig, ranks: int) -> Traced:
     """The whole model's step: traced if it is shallow, else extrapolated from two depths."""
-    layers = len(models.empty(config).blocks)
-    if layers <= DEPTHS[-1]:
+    module = models.empty(config)
+    layers, depths = len(module.blocks), depths_of(module)
+    if layers <= depths[-1]:
         return trace(config, ranks)
-    return extrapolate(*(trace(config, ranks, depth) for depth in DEPTHS), layers)
+    return extrapolate(*(trace(config, ranks, depth) for depth in depths), layers)
+
+
+def depths_of(module: Decoder) -> tuple[int, int]:
+    """Two depths from which the whole depth can be told.
+
+    Blocks may begin with others and then repeat: three of one kind and one of another, or one
+    without experts and then all with them. Each depth has what comes first, at least three blocks
+    behind it, and as many periods as end the model.
+    """
+    kinds = [_kind(block) for block in module.blocks]
+    count = len(kinds)
+    for first, period in sorted(product(range(count), range(1, count)), key=sum):
+        rest = range(first, count - period)
+        if all(kinds[index] == kinds[index + period] for index in rest):
+            break
+    over = (count - first) % period
+    low = first + over + period * -(-(DEPTHS[0] - over) // period)
+    return low, low + period * -(-(DEPTHS[1] - DEPTHS[0]) // period)
+
+
+def _kind(block: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
 
 
 def main(arguments: list[str]) -> int:

@@ -13,11 +13,14 @@ algorithms for clusters of workstations").
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launcher.sizing.activations import expert_rows
 from launcher.sizing.step_config import FP32, StepConfig
-from launcher.sizing.tensors import Parameter, Unit, Units, linear_loss_rows, units_of
+from launcher.sizing.tensors import Unit, Units, linear_loss_rows, units_of
 
 # Doubles that every step sums over all ranks, and those of a step that is logged: trainer/sft.py.
 CONTROL, LOGGED = 7, (1, 4)
+# What the objective logs beside the loss if its routers are watched: trainer/layers/balance.py.
+BALANCE = 3
 # The loss over a split vocabulary sums so many numbers per token: the highest logit, the sum, the
 # target's own.
 LOSS_SUMS = 3
@@ -28,13 +31,14 @@ class Message:
     """`count` messages of one kind that each rank takes part in, in one step.
 
     size: bytes of all ranks' parts together: an all-gather's output, a reduce-scatter's or an
-    all-reduce's input. when: start, forward, recompute, loss, turn, backward, reduce, end or step,
-    as `launcher.sizing.step_time` has it. on_cpu: it goes over the CPU, while the GPU works.
+    all-reduce's input; of an all-to-all what one rank has for all. when: start, forward, recompute,
+    loss, turn, backward, reduce, end or step, as `launcher.sizing.step_time` has it. on_cpu: it
+    goes over the CPU, while the GPU works.
     """
 
     what: str
-    kind: str  # all-gather, reduce-scatter or all-reduce
-    group: str  # shard, replicate, tensor or all
+    kind: str  # all-gather, reduce-scatter, all-reduce or all-to-all
+    group: str  # shard, replicate, tensor, expert, expert shard or all
     ranks: int
     size: float
     count: int
@@ -44,7 +48,7 @@ class Message:
     @property
     def waits(self) -> bool:
         """Whether what sends it must wait for it, with no other work to do."""
-        return self.group in ("tensor", "all") and not self.on_cpu
+        return self.group in ("tensor", "expert", "all") and not self.on_cpu
 
     @property
     def sent(self) -> float:
@@ -57,7 +61,7 @@ def messages(step: StepConfig) -> list[Message]:
     """Every message of a step in which all positions hold a token that is trained."""
     units = units_of(step)
     found = [*_weights(step, units), *_gradients(step, units)] if step.fsdp else []
-    found += [*_tensor_parallel(step), *_loss(step)]
+    found += [*_tensor_parallel(step), *_experts(step), *_loss(step)]
     found += [*_shared_gradients(step, units), *_sums(step)]
     return [message for message in found if message.ranks > 1 and message.count and message.size]
 
@@ -65,49 +69,50 @@ def messages(step: StepConfig) -> list[Message]:
 # FSDP ------------------------------------------------------------------------------------------
 
 
-def _padded(parameter: Parameter, shards: int) -> float:
-    """Rows that FSDP shards: filled up to a multiple of its ranks."""
-    return -(-parameter.rows // shards) * shards
-
-
 def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
     """What is gathered: each unit before its forward and, resharded meanwhile, its backward.
 
     A recomputed layer is whole already: its recomputation is a part of its backward.
     """
-    shards, depth = step.layout.shard, step.shape.layers
 
-    def gather(what: str, unit: Unit, each: int, when: str) -> Message:
-        size = sum(_padded(p, shards) * p.row_bytes for p in unit.parameters)
-        count = each * step.accumulation
-        return Message(what, "all-gather", "shard", shards, size, count, when)
+    def gather(what: str, unit: Unit, each: int, when: str, group: str = "shard") -> Message:
+        size, count = unit.gathered, each * step.accumulation
+        return Message(what, "all-gather", group, unit.shards, size, count, when)
+
+    def gather_blocks(when: str) -> Iterator[Message]:
+        for block in units.blocks:
+            yield gather("layers' weights", block.own, block.count, when)
+            yield gather("experts' weights", block.experts, block.count, when, "expert shard")
 
     yield gather("root's weights", units.root, 1, "start")
     yield gather("embedding", units.embedding, 1, "start")
-    yield gather("layers' weights", units.layer, depth, "forward")
+    yield from gather_blocks("forward")
     yield gather("output layer", units.output, 1, "forward")
     if step.reshard:
         yield gather("root's weights", units.root, 1, "turn")
         yield gather("output layer", units.output, 1, "turn")
-        yield gather("layers' weights", units.layer, depth, "backward")
+        yield from gather_blocks("backward")
         # Also if it is frozen and nobody needs it: FSDP2 fetches the unit before ahead of time.
         yield gather("embedding", units.embedding, 1, "backward")
 
 
 def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     """What is reduced: within a replica, and then over the replicas."""
-    shards, replicas = step.layout.shard, step.layout.replicate
-    within = step.accumulation if step.sync_each else 1
-    for what, unit, each, when in (
-        ("output layer's gradients", units.output, 1, "reduce"),
-        ("layers' gradients", units.layer, step.shape.layers, "reduce"),
-        ("embedding's gradients", units.embedding, 1, "end"),
-        ("root's gradients", units.root, 1, "end"),
-    ):
-        numbers = sum(_padded(p, shards) * p.width for p in unit.parameters if p.trained)
-        size = step.reduce_bytes * numbers
-        yield Message(what, "reduce-scatter", "shard", shards, size, each * within, when)
-        yield Message(what, "all-reduce", "replicate", replicas, size / shards, each, when)
+    replicas, within = step.layout.replicate, step.accumulation if step.sync_each else 1
+    reduced = [("output layer's gradients", units.output, 1, "reduce", "shard")]
+    for block in units.blocks:
+        reduced += [
+            ("layers' gradients", block.own, block.count, "reduce", "shard"),
+            ("experts' gradients", block.experts, block.count, "reduce", "expert shard"),
+        ]
+    reduced += [
+        ("embedding's gradients", units.embedding, 1, "end", "shard"),
+        ("root's gradients", units.root, 1, "end", "shard"),
+    ]
+    for what, unit, each, when, group in reduced:
+        size = step.reduce_bytes * unit.reduced
+        yield Message(what, "reduce-scatter", group, unit.shards, size, each * within, when)
+        yield Message(what, "all-reduce", "replicate", replicas, size / unit.shards, each, when)
 
 
 # Tensor parallelism ----------------------------------------------------------------------------
@@ -116,10 +121,12 @@ def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
 def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
     """Two gathers and two scatters of the hidden states per layer, forward and backward.
 
-    The embedding scatters and the last norm gathers once more. A layer that is recomputed does
-    so again, but for its last scatter, which nothing in its backward needs.
+    Experts take each rank's own tokens: a layer that has them gathers and scatters once. The
+    embedding scatters and the last norm gathers once more. A layer that is recomputed does so
+    again, but for its last scatter, which nothing in its backward needs.
     """
     tp, depth = step.layout.tensor_parallel, step.shape.layers
+    both = sum(count * (2 - (block.shape.experts is not None)) for block, count in step.blocks)
     hidden = step.element_bytes * step.tokens * step.shape.dim
 
     def exchange(what: str, kind: str, each: int, when: str, size: float = hidden) -> Message:
@@ -127,14 +134,14 @@ def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
         return Message(what, kind, "tensor", tp, size, count, when)
 
     yield exchange("embedding's output", "reduce-scatter", 1, "start")
-    yield exchange("norms' outputs", "all-gather", 2 * depth, "forward")
-    yield exchange("layers' outputs", "reduce-scatter", 2 * depth, "forward")
+    yield exchange("norms' outputs", "all-gather", both, "forward")
+    yield exchange("layers' outputs", "reduce-scatter", both, "forward")
     yield exchange("last norm's output", "all-gather", 1, "loss")
     yield exchange("last norm's gradient", "reduce-scatter", 1, "turn")
     # Nothing flows back into what lies before the first adapter: a norm and the embedding.
     full = int(step.is_full)
-    yield exchange("norms' gradients", "reduce-scatter", 2 * depth - 1 + full, "backward")
-    yield exchange("layers' gradients", "all-gather", 2 * depth, "backward")
+    yield exchange("norms' gradients", "reduce-scatter", both - 1 + full, "backward")
+    yield exchange("layers' gradients", "all-gather", both, "backward")
     yield exchange("embedding's gradient", "all-gather", full, "end")
     # Recomputed by operation, no layer communicates again.
     again = depth // round(1 / step.recomputed_share) if step.recomputed_share else 0
@@ -147,6 +154,32 @@ def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
         if matrix.role == "row":
             norms = FP32 * matrix.outputs
             yield exchange("DoRA's norms", "all-reduce", depth + again, "forward", norms)
+
+
+def _experts(step: StepConfig) -> Iterator[Message]:
+    """Expert parallelism: each token's hidden state to the ranks of its experts and back, forward
+    and backward, and before it how many there are for each expert.
+
+    A rank has as many rows for the others whatever the router chooses; that it gets as many is the
+    even spread which routers are trained for. A layer that is recomputed sends all of it again.
+    """
+    ranks = step.layout.expert_parallel
+    for block, count in step.blocks:
+        experts = block.shape.experts
+        if experts is None or ranks == 1:
+            continue
+        rows = block.element_bytes * expert_rows(block) * block.shape.dim
+        share = 1.0 if step.checkpointing == "op" else step.recomputed_share
+        again = count // round(1 / share) if share else 0
+        for when, layers, counts in (
+            ("forward", count, 1),
+            ("recompute", again, 1),
+            ("backward", count, 0),
+        ):
+            times, numbers = layers * step.accumulation, 8 * experts.count
+            sizes = (("rows per expert", numbers, counts), ("experts' rows", rows, 2))
+            for what, size, each in sizes:
+                yield Message(what, "all-to-all", "expert", ranks, size, each * times, when)
 
 
 def _loss(step: StepConfig) -> Iterator[Message]:
@@ -174,10 +207,8 @@ def _shared_gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     added_up = step.fsdp and step.accumulation > 1 and not step.sync_each
     number_bytes = FP32 if added_up else step.element_bytes
     times = step.accumulation if step.fsdp and step.sync_each else 1
-    for unit, each, when in (
-        (units.layer, step.shape.layers, "reduce"),
-        (units.root + units.output, 1, "end"),
-    ):
+    blocks = [(block.own, block.count, "reduce") for block in units.blocks]
+    for unit, each, when in (*blocks, (units.root + units.output, 1, "end")):
         when = when if step.fsdp else "step"
         for p in unit.parameters:
             if p.shared and p.trained:
@@ -189,5 +220,11 @@ def _sums(step: StepConfig) -> Iterator[Message]:
     """The gradient norm, and what the ranks agree on."""
     ranks = step.layout.ranks
     yield Message("gradient norm", "all-reduce", "all", ranks, FP32, 1, "step")
-    for numbers in (CONTROL, *LOGGED):
+    logged, balanced = LOGGED, step.shape.balanced
+    if balanced:
+        watched = sum(count * s.experts.count for s, count in step.shape.blocks if s.experts)
+        size, times = FP32 * watched, step.accumulation
+        yield Message("experts' load", "all-reduce", "all", ranks, size, times, "step")
+        logged = (1 + BALANCE, *LOGGED[1:])
+    for numbers in (CONTROL, *logged):
         yield Message("agreement", "all-reduce", "all", ranks, 8 * numbers, 1, "step", on_cpu=True)

@@ -29,7 +29,7 @@ _SMALLER = {
     "optimizer": "more GPUs to shard over, an 8-bit AdamW, or LoRA",
     "activations": "activation checkpointing, a smaller batch, or tensor parallelism",
     "logits and loss": "LinearCrossEntropy, a smaller batch, or tensor parallelism",
-    "gathered weights": "tensor parallelism or QLoRA, not more nodes,",
+    "gathered weights": "tensor or expert parallelism, or QLoRA, not more nodes,",
     "gradient reduction": "tensor parallelism or LoRA",
     "working memory": "a smaller batch or tensor parallelism",
 }
@@ -118,6 +118,7 @@ class Estimate:
             "layout": vars(step.layout),
             "step": {k: v for k, v in asdict(step).items() if k not in ("shape", "layout")},
             "parameters": step.total,
+            "active_parameters": step.shape.active_parameters,
             "trainable": step.trainable,
             "host_memory_per_node_gib": round(host_bytes(step) / GIB, 3),
             "checkpoint_gib": round(checkpoint_bytes(step) / GIB, 3),
@@ -142,7 +143,7 @@ class Estimate:
         yield f"{name}: {self.description}" if self.description else name
         yield (
             f"  model       {step.builder.rpartition('.')[2]}, {step.total / 1e9:.2f} B "
-            f"parameters, {_count(step.trainable)} trained ({share:.2f} %)\n"
+            f"parameters, {_active(step)}{_count(step.trainable)} trained ({share:.2f} %)\n"
             f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: {_layout(step)}\n"
             f"  batch       {step.batch} x {step.length} tokens per rank and micro-step, "
             f"{step.accumulation} micro-step{'s' if step.accumulation > 1 else ''}, "
@@ -185,9 +186,20 @@ def trace(train_config: dict[str, Any], ranks: int) -> dict[str, Any]:
 # As text -----------------------------------------------------------------------------------------
 
 
+def _active(step: StepConfig) -> str:
+    """How many a token meets, if it does not meet all."""
+    if step.shape.experts is None:
+        return ""
+    return f"{step.shape.active_parameters / 1e9:.2f} B of them active, "
+
+
 def _layout(step: StepConfig) -> str:
     layout = step.layout
-    named = (("FSDP", layout.shard), ("tensor parallelism", layout.tensor_parallel))
+    named = (
+        ("FSDP", layout.shard),
+        ("tensor parallelism", layout.tensor_parallel),
+        ("expert parallelism", layout.expert_parallel),
+    )
     parts = [f"{word} over {size}" for word, size in named if size > 1]
     if layout.replicate > 1:
         parts.append(f"{layout.replicate} data-parallel replicas")

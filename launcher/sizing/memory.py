@@ -15,8 +15,9 @@ a test compares the two.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from launcher.sizing import activations
 from launcher.sizing.step_config import FP32, StepConfig
-from launcher.sizing.tensors import kept_by_layer, loss_memory, units_of
+from launcher.sizing.tensors import loss_memory, units_of
 
 Terms = dict[str, float]
 
@@ -51,34 +52,48 @@ class _Phases:
 
     def __init__(self, step: StepConfig) -> None:
         shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
-        self.step, self.units, depth = step, units_of(step), shape.layers
-        ends = self.units.root + self.units.embedding + self.units.output
-        self.trained = depth * self.units.layer.trained + ends.trained
-        each = (self.units.layer + ends).parameters
+        self.step, self.units = step, units_of(step)
+        units, ends = self.units, self.units.ends
+        # Which kind each block is, in their order.
+        self.order = shape.order
+        self.kinds = [units.blocks[which] for which in self.order]
+        # Numbers of one rank that are trained: all of them, and those of its shards.
+        self.trained = units.all_blocks("trained") + ends.trained
+        self.trained_here = units.all_blocks("trained_here") + ends.trained_here
+        each = [
+            p
+            for unit in (ends, *(u for b in units.blocks for u in (b.own, b.experts)))
+            for p in unit.parameters
+        ]
         self.largest = max((p.rows * p.width for p in each if p.trained), default=0.0)
         # Offloaded state lies on the CPU.
         self.on_gpu = 0 if step.cpu_offload else 1
-        stored = depth * self.units.layer.stored(step.weight_bytes) + ends.stored(step.weight_bytes)
+        stored = sum(block.count * block.stored(step.weight_bytes) for block in units.blocks)
+        stored += ends.stored(step.weight_bytes)
         tables = FP32 * shape.max_seq_len * shape.head_dim * (2 if shape.whole_rotary else 1)
         if not shape.rotary_tables:
             # Cosines and sines of a row's positions, in the dtype of the computation.
             tables = 2 * e * t * shape.head_dim
         self.state: Terms = {
-            "weights": self.on_gpu * stored / step.layout.shard,
-            "optimizer": self.on_gpu * self.trained * state_bytes(step) / step.layout.shard,
+            "weights": self.on_gpu * stored,
+            "optimizer": self.on_gpu * self.trained_here * state_bytes(step),
             "rotary tables": tables,
         }
-        self.gradients = self._reduced(self.trained)
+        self.gradients = self._reduced(self.trained_here)
         # Between micro-steps nothing is reduced: each rank holds all gradients, in fp32.
         self.unreduced = step.accumulation > 1 and step.fsdp and not step.sync_each
         held = self.trained * step.reduce_bytes if self.unreduced else self.gradients
         self.accumulated = held if step.accumulation > 1 else 0.0
-        self.kept, self.recomputed = kept_by_layer(step)
+        # What each layer keeps, and what it computes again.
+        sizes = [activations.kept_by_layer(block.step) for block in units.blocks]
+        self.kept = [sizes[which][0] for which in self.order]
+        self.again = [sizes[which][1] for which in self.order]
+        self.all_kept = sum(self.kept)
         self.entry = e * t * shape.dim / tp
         # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
         self.gather = 1 if step.fsdp else 0
         self.root = self.gather * self.units.root.gathered
-        self.layer = self.gather * self.units.layer.gathered
+        self.layer = self.gather * units.most("gathered")
         # What is not resharded stays gathered from forward to backward.
         self.stays = step.fsdp and not step.reshard
         # In full fine-tuning the output layer has a gradient, tied or not.
@@ -88,13 +103,17 @@ class _Phases:
         depth = self.step.shape.layers
         yield from self._forward()
         yield from self._loss()
-        for index in sorted({depth - 1, max(depth - 2, 0), 0}):
+        # The last two, the first, and the last one of each kind.
+        found = {depth - 1, max(depth - 2, 0), 0}
+        found |= {depth - 1 - self.order[::-1].index(which) for which in set(self.order)}
+        for index in sorted(found):
             yield from self._layer_backward(index)
         if self.step.fsdp:
             yield "backward, root", self._root_backward()
         # A fused update needs nothing; foreach a copy of all second moments, single two of the
         # largest parameter.
-        numbers = {"fused": 0, "foreach": self.trained, "single": 2 * self.largest}
+        shard = self.step.layout.shard
+        numbers = {"fused": 0, "foreach": self.trained_here, "single": 2 * self.largest / shard}
         working = self._reduced(numbers[self.step.update])
         yield "optimizer step", self._terms(self.gradients, working=working)
 
@@ -110,19 +129,28 @@ class _Phases:
             "working memory": more.get("working", 0.0),
         }
 
-    def _reduced(self, trained: float) -> float:
-        """Bytes of the gradients of so many numbers, reduced and sharded."""
-        return self.on_gpu * trained * self.step.weight_bytes / self.step.layout.shard
+    def _reduced(self, trained_here: float) -> float:
+        """Bytes of the gradients of so many numbers of this rank's shards, reduced."""
+        return self.on_gpu * trained_here * self.step.weight_bytes
 
     def _forward(self) -> Iterator[tuple[str, Terms]]:
         """First layer: the root and the first unit after it lie gathered twice, in the
-        collective's buffer and as parameters. Last layer: all activations.
+        collective's buffer and as parameters; before the last one that one does, and the buffer of
+        the layer before is still there. Last layer: all activations.
         """
-        depth, step = self.step.shape.layers, self.step
-        first = 2 * (self.root + max(self.layer, self.gather * self.units.embedding.gathered))
-        last = self.root + self.layer * (depth + 1 if self.stays else 2)
-        kept, working = depth * self.kept, _forward_working(step)
+        depth, units = self.step.shape.layers, self.units
+        first_unit = max(self.kinds[0].gathered, units.embedding.gathered)
+        first = self.gather * 2 * (units.root.gathered + first_unit)
+        last = self.root + self.layer * 2
+        between = last + self.gather * self.kinds[max(depth - 2, 0)].gathered
+        if self.stays:
+            all_layers = self.gather * units.all_blocks("gathered")
+            last = between = self.root + all_layers + self.layer
+        kept = self.all_kept
+        before = kept - self.kept[-1] + self.entry
+        working = max(activations.forward_working(block.step) for block in units.blocks)
         yield "forward, first layer", self._terms(self.accumulated, self.entry, first)
+        yield "forward, before the last layer", self._terms(self.accumulated, before, between)
         yield "forward, last layer", self._terms(self.accumulated, kept, last, working=working)
 
     def _loss(self) -> Iterator[tuple[str, Terms]]:
@@ -150,33 +178,33 @@ class _Phases:
             ("output layer, backward", last, unit + self.layer, rest * loss.gradient),
         ):
             held = depth * self.layer + self.root if self.stays else gathered
-            kept = depth * self.kept + norm
+            kept = self.all_kept + norm
             yield name, self._terms(self.accumulated + gradients, kept, held, logits=logits)
 
     def _layer_backward(self, index: int) -> Iterator[tuple[str, Terms]]:
         """A layer's backward. What is reduced lies in a buffer until the next reduction."""
-        step, units, above = self.step, self.units, self.step.shape.layers - 1 - index
-        shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
-        layer_gradients = self._reduced(units.layer.trained)
-        done = above * layer_gradients + self._reduced(units.output.trained)
+        units, kinds = self.units, self.kinds
+        block, above = kinds[index], kinds[index + 1 :]
+        step, e = block.step, self.step.element_bytes
+        reduced = sum(self._reduced(each.trained_here) for each in above)
+        done = reduced + self._reduced(units.output.trained_here)
         if step.accumulation > 1:
             done = self.accumulated
         if self.unreduced:
-            done += above * (layer_gradients - step.reduce_bytes * units.layer.trained)
+            done += reduced - step.reduce_bytes * sum(each.trained for each in above)
         # Without FSDP they are added at once to what the micro-steps before have left.
         if not units.output.parameters and (step.fsdp or step.accumulation == 1):
             done += self.output_gradient
-        gathered = self.root + self.layer * (index + 1 if self.stays else min(index + 1, 2))
-        reduction = step.reduce_bytes * (units.layer.trained if above else units.output.trained)
-        # While its MLP is worked on, only the last matrix's gradient is there.
-        down = shape.matrices["down_proj"].parameters / shape.layer_parameters
-        part = e * units.layer.trained * (down if step.is_full else 1)
-        working = 2 * e * t * shape.intermediate / tp + 2 * self.entry + _dequantised(step)
-        working += 2 * e * t * shape.dim if tp > 1 else 0
-        kept = (index + 1) * self.kept + self.recomputed
+        fetched = kinds[: index + 1] if self.stays else kinds[max(index - 1, 0) : index + 1]
+        gathered = self.root + self.gather * sum(each.gathered for each in fetched)
+        reduction = step.reduce_bytes * (above[0].reduced if above else units.output.reduced)
+        part = e * block.trained * activations.first_gradients(step)
+        working = activations.backward_working(step)
+        before = sum(self.kept[:index])
+        kept = before + self.kept[index] + self.again[index]
         mlp = self._terms(done + part, kept, gathered, reduction=reduction, working=working)
         yield f"backward, layer {index + 1}, MLP", mlp
-        done, kept = done + e * units.layer.trained, index * self.kept + self.entry
+        done, kept = done + e * block.trained, before + self.entry
         end = self._terms(done, kept, gathered, reduction=reduction, working=4 * self.entry)
         yield f"backward, layer {index + 1}, end", end
 
@@ -184,28 +212,9 @@ class _Phases:
         """The root's own reduction: gradients in their dtype and in the buffer."""
         step, root = self.step, self.units.root.trained
         gradients = self.gradients
-        gradients += root * (step.element_bytes - step.weight_bytes / step.layout.shard)
+        gradients += root * step.element_bytes - self._reduced(self.units.root.trained_here)
         reduction = step.reduce_bytes * root
         return self._terms(gradients + reduction * self.unreduced, reduction=reduction)
-
-
-def _dequantised(step: StepConfig) -> float:
-    """NF4: the largest matrix, in the compute dtype, while it is multiplied."""
-    if not step.is_quantised:
-        return 0.0
-    numbers = step.shape.dim * step.shape.intermediate
-    return step.element_bytes * numbers / step.layout.tensor_parallel
-
-
-def _forward_working(step: StepConfig) -> float:
-    """A layer's MLP in forward: gate, activation and product, the norm's output, the residual."""
-    shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
-    inside, width = e * t * shape.intermediate / tp, e * t * shape.dim
-    kept = step.checkpointing == "none"
-    at_product = (0 if kept else 3 * inside) + width
-    # The gathered input, down_proj's share of the sum, and its copy in the order of the scatter.
-    at_scatter = (0 if kept else inside) + 3 * width if tp > 1 else 0.0
-    return max(at_product, at_scatter) + 2 * width / tp + _dequantised(step)
 
 
 # Outside the GPUs ---------------------------------------------------------------------------------

@@ -23,21 +23,28 @@ ALIKE = 0.01
 SHOWN = 8
 
 
-def layouts(step: StepConfig) -> list[tuple[int, int]]:
-    """Return tensor parallelism and replicas to compare, the simplest first.
+def layouts(step: StepConfig) -> list[tuple[int, int, int]]:
+    """Return tensor parallelism, replicas and expert parallelism to compare, the simplest first.
 
-    Layers whole or split within a node; one replica over all nodes or one replica in each.
+    Layers whole or split within a node; one replica over all nodes or one replica in each; experts
+    whole, spread over a node's ranks, or over all of a replica.
     """
-    return [(split, count) for split in search.TENSOR_PARALLEL for count in sorted({1, step.nodes})]
+    return [
+        (split, count, spread)
+        for split in search.TENSOR_PARALLEL
+        for count in sorted({1, step.nodes})
+        for spread in search.spreads(step)
+    ]
 
 
 def layout_name(layout: Layout) -> str:
-    """Return what a layout is called: TP8 x FSDP, HSDP, ..."""
+    """Return what a layout is called: TP8 x FSDP, EP8 x HSDP, ..."""
+    spread = f"EP{layout.expert_parallel}" if layout.expert_parallel > 1 else ""
     split = f"TP{layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     data = "DDP" if layout.replicate > 1 else ""
     if layout.shard > 1:
         data = "HSDP" if layout.replicate > 1 else "FSDP"
-    return " x ".join(part for part in (split, data) if part) or "one GPU"
+    return " x ".join(part for part in (split, spread, data) if part) or "one GPU"
 
 
 class Scaling:
@@ -87,6 +94,8 @@ class Scaling:
     def lines(self) -> Iterator[str]:
         """Yield it as a person reads it."""
         took, step, links = self.own.time, self.own.step, self.predictor.links
+        spread = step.layout.expert_parallel > 1
+        inside = "tensor and expert parallelism" if spread else "tensor parallelism"
         yield (
             f"Messages of one step per GPU, {layout_name(step.layout)} on {step.nodes} x "
             f"{step.gpus_per_node} GPUs; predicted, not measured"
@@ -95,7 +104,7 @@ class Scaling:
         yield (
             f"one step {took.seconds:.3g} s, {took.tokens_per_second_per_gpu:,.0f} tokens/s/GPU: "
             f"MFU {100 * took.mfu:.1f} %, HFU {100 * took.hfu:.1f} %\n"
-            f"computing {100 * took.computing_share:.0f} % of it, waiting for tensor parallelism "
+            f"computing {100 * took.computing_share:.0f} % of it, waiting for {inside} "
             f"{took.tensor_parallel_s:.2g} s, for weights and gradients {took.sharding_s:.2g} s\n\n"
             "Tokens/s/GPU by nodes, and the share of the time that is computing; predicted, not "
             "measured; * does not fit\n"
@@ -119,13 +128,14 @@ class Scaling:
                 )
 
     def _compared_lines(self) -> Iterator[str]:
-        yield f"{'LAYOUT':<14}{'BATCH':>5}" + "".join(f"{nodes:>13}" for nodes in NODES)
         rows: dict[str, dict[int, Prediction]] = defaultdict(dict)
         for each in self.compared:
             rows[layout_name(each.step.layout)][each.step.nodes] = each
+        width = max(14, *(len(name) + 2 for name in rows))
+        yield f"{'LAYOUT':<{width}}{'BATCH':>5}" + "".join(f"{nodes:>13}" for nodes in NODES)
         for name, cells in rows.items():
             batch = next(iter(cells.values())).step.batch
-            yield f"{name:<14}{batch:>5}" + "".join(_cell(cells.get(nodes)) for nodes in NODES)
+            yield f"{name:<{width}}{batch:>5}" + "".join(_cell(cells.get(nodes)) for nodes in NODES)
         yield "the simplest that fits and is within 1 % of the fastest:"
         for nodes, best in self.choice.items():
             name = layout_name(best.step.layout)

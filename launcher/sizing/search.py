@@ -34,20 +34,39 @@ _RANK, _TARGETS = 16, (*ATTENTION, *MLP)
 # Moves: one change of a step; None if it cannot be made ------------------------------------------
 
 
-def _to_layout(step: StepConfig, sizes: tuple[int, int], nodes: int = 0) -> StepConfig | None:
-    """Tensor parallelism over so many ranks, and so many replicas."""
-    tensor, replicas = sizes
-    keys = {"tensor_parallel_dim": tensor, "data_parallel_replicate_dim": replicas}
+def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> StepConfig | None:
+    """Tensor parallelism over so many ranks, so many replicas, and experts over so many ranks.
+
+    Without the third they stay as they are.
+    """
+    tensor, replicas = sizes[:2]
+    spread = sizes[2] if len(sizes) > 2 else step.layout.expert_parallel
+    keys = {
+        "tensor_parallel_dim": tensor,
+        "data_parallel_replicate_dim": replicas,
+        "expert_parallel_dim": spread,
+    }
     ranks = nodes * step.gpus_per_node or step.layout.ranks
     try:
         layout = Layout.of(keys, ranks, step.gpus_per_node)
     except LayoutError:
+        return None
+    if spread > 1 and (step.shape.experts is None or step.shape.experts.count % spread):
         return None
     # The trainer refuses dropout in layers that are split.
     whole = step.dropout or step.shape.whole
     if model_faults(tensor, step.shape.split_sizes) or (tensor > 1 and whole):
         return None
     return replace(step, layout=layout)
+
+
+def spreads(step: StepConfig) -> list[int]:
+    """Over how many ranks its experts may be spread: none, those of a node, all of a replica."""
+    if step.shape.experts is None:
+        return [1]
+    replica = step.layout.ranks // step.layout.replicate
+    sizes = {1, min(step.gpus_per_node, replica), replica}
+    return sorted(size for size in sizes if step.shape.experts.count % size == 0)
 
 
 def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
@@ -101,12 +120,14 @@ def overrides(step: StepConfig, before: StepConfig) -> str:
 
 def layout_overrides(step: StepConfig) -> str:
     """Return the keys that lay a step out."""
-    return " ".join(islice(_keys(step), 3))
+    return " ".join(islice(_keys(step), 4 if step.shape.experts else 3))
 
 
 def _keys(step: StepConfig) -> Iterator[str]:
     yield f"tensor_parallel_dim={step.layout.tensor_parallel}"
     yield f"data_parallel_replicate_dim={step.layout.replicate}"
+    if step.shape.experts:
+        yield f"expert_parallel_dim={step.layout.expert_parallel}"
     yield f"batch_size={step.batch}"
     yield f"gradient_accumulation_steps={step.accumulation}"
     if not step.cpu_offload:
@@ -245,6 +266,8 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     if step.batch > 1:
         rows = step.batch * step.accumulation
         yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}
+    if step.shape.experts:
+        yield {"layout": [(step.layout.tensor_parallel, 1, n) for n in spreads(step)[1:]]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
     if not step.is_quantised:
         yield {"method": ["qdora" if step.is_dora else "qlora"]}

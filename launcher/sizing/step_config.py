@@ -12,12 +12,12 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
 from launcher.recipes.recipe import method_of
-from runspec import shape as shapes
+from runspec import model_config as shapes
 from runspec.files import read_json
 from runspec.flops import of_shape
 from runspec.keys.sft import TRANSFORMERS, recomputed
 from runspec.layout import Layout, LayoutError, model_faults
-from runspec.shape import ATTENTION, MLP, Matrix, Shape
+from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Matrix, Shape
 
 GIB = 2**30
 FP32 = 4
@@ -95,22 +95,56 @@ class StepConfig:
         """Bytes of one trained number as it is stored."""
         return FP32 if self.fp32_master else self.element_bytes
 
+    @cached_property
+    def blocks(self) -> tuple[tuple[StepConfig, int], ...]:
+        """The same step of a model of each kind of block alone, and how many there are."""
+        return tuple((self.of_block(shape), count) for shape, count in self.shape.blocks)
+
+    def of_block(self, shape: Shape) -> StepConfig:
+        """The same step of a model of such blocks alone."""
+        if shape == self.shape:
+            return self
+        targets = tuple(name for name in self.lora_targets if name in shape.matrices)
+        return replace(self, shape=shape, lora_targets=targets)
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that FSDP shards the same experts over."""
+        layout = self.layout
+        if layout.expert_parallel == 1:
+            return layout.shard
+        return layout.shard * layout.tensor_parallel // layout.expert_parallel
+
+    def split_of(self, name: str) -> int:
+        """Tensor-parallel ranks that split a matrix; what stands beside experts is whole."""
+        beside = name.startswith(SHARED) or name in ("router", "shared_expert_gate")
+        return 1 if beside or name in EXPERTS else self.layout.tensor_parallel
+
+    def partial_gradient(self, name: str) -> bool:
+        """Whether each tensor-parallel rank has a share of a matrix's gradient."""
+        if name in EXPERTS and self.layout.expert_parallel > 1:
+            return False
+        return self.layout.tensor_parallel > 1 and self.split_of(name) == 1
+
     def trains(self, *names: str) -> bool:
         """Whether any of these matrices needs its input in backward."""
         return self.is_full or any(name in self.lora_targets for name in names)
 
     def _adapter(self, matrix: Matrix) -> int:
         magnitudes = matrix.outputs if self.is_dora else 0
-        return self.lora_rank * (matrix.inputs + matrix.outputs) + magnitudes
+        return matrix.count * (self.lora_rank * (matrix.inputs + matrix.outputs) + magnitudes)
 
     @property
     def trainable(self) -> int:
         """Parameters of the whole model that the optimizer updates."""
         if self.is_full:
             return self.shape.parameters
-        layer = sum(self._adapter(self.shape.matrices[name]) for name in self.lora_targets)
-        output = self._adapter(self.shape.output) if self.lora_output else 0
-        return self.shape.layers * layer + output
+        layers = sum(
+            count * step._adapter(step.shape.matrices[name])
+            for step, count in self.blocks
+            for name in step.lora_targets
+        )
+        return layers + (self._adapter(self.shape.output) if self.lora_output else 0)
 
     @property
     def total(self) -> int:
@@ -132,25 +166,32 @@ class StepConfig:
 class TokenFlops:
     """FLOPs per token, every position trained: of a layer on average, of the output, of all.
 
-    A query sees half of the row on average.
+    A query sees half of the row on average, or of the window.
     """
 
     def __init__(self, step: StepConfig) -> None:
-        pairs, layers = (step.length + 1) / 2, step.shape.layers
+        length, layers = step.length, step.shape.layers
         ranks = dict.fromkeys(step.lora_targets, step.lora_rank)
         ranks["output"] = step.lora_rank if step.lora_output else 0
         both = of_shape(step.shape, step.is_full, ranks)
         forward = of_shape(step.shape, step.is_full, ranks, backward=False)
-        self.forward = forward.of(1, 0, pairs) / layers
-        self.backward = both.of(1, 0, pairs) / layers - self.forward
+        attention = both.attention((length,)) / length
+        self.forward = (forward.token + forward.attention((length,)) / length) / layers
+        self.backward = (both.token + attention) / layers - self.forward
         self.recomputed = step.recomputed_share * self.forward
         self.output = both.target
-        self.model = both.of(1, 1, pairs)
+        self.model = both.of(1, 1) + attention
         self.hardware = self.model + layers * self.recomputed
 
 
 # By transformers' names of linear layers, and ours of an embedding and an output layer, those here.
-_FUSED = {"qkv_proj": ATTENTION[:3], "gate_up_proj": MLP[:2], "o_proj": ATTENTION[3:]}
+_FUSED = {
+    "qkv_proj": ATTENTION[:3],
+    "gate_up_proj": MLP[:2],
+    "o_proj": ATTENTION[3:],
+    "experts": EXPERTS,
+    **{name: (name, SHARED + name) for name in MLP},
+}
 _APART = {"embedding": "tok_embeddings", "output_head": "output"}
 
 
@@ -191,7 +232,7 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
     if from_folder:
         return replace(shape, rotary_tables=False)
     # What transformers' code does, and not other code for the same config.json.
-    return replace(shape, whole=False, fused=False)
+    return replace(shape, whole=False, fused=False, wide_norms=True)
 
 
 def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepConfig:
@@ -204,6 +245,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         faults = model_faults(layout.tensor_parallel, shape.split_sizes)
     except LayoutError as error:
         faults = error.faults
+    faults += _expert_faults(config, shape)
     if shape.whole and int(config.get("tensor_parallel_dim") or 1) > 1:
         faults.append("tensor_parallel_dim: this model cannot be split: set tensor_parallel_dim=1")
     length = _block(config, "tokenizer").get("max_seq_len") or 0
@@ -236,10 +278,23 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         compiled=config.get("compile") is True,
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
-        **_lora(model),
+        **_lora(model, shape),
         **_optimizer(_block(config, "optimizer")),
         **_loss(_block(config, "loss")),
     )
+
+
+def _expert_faults(config: Mapping[str, Any], shape: Shape) -> list[str]:
+    """Why the experts cannot be spread as the recipe says; in the words of the trainer's check."""
+    ranks = int(config.get("expert_parallel_dim") or 1)
+    if ranks > 1 and shape.experts is None:
+        return ["expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"]
+    if shape.experts is None or shape.experts.count % ranks == 0:
+        return []
+    return [
+        f"expert_parallel_dim {ranks} does not divide the model's {shape.experts.count} experts: "
+        "choose a number that does"
+    ]
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -247,15 +302,18 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _lora(model: Mapping[str, Any]) -> dict[str, Any]:
+def _lora(model: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     if method_of(model) == "full":
         return {}
     attention = [name for name in model.get("lora_attn_modules") or [] if name in ATTENTION]
     targets = (*attention, *(MLP if model.get("apply_lora_to_mlp") else ()))
     if not str(model.get("_component_") or "").startswith("torchtune."):
-        named = model.get("lora_modules") or (*ATTENTION, *MLP)
-        meant = {each for name in named for each in _FUSED.get(name, (name,))}
-        targets = tuple(name for name in (*ATTENTION, *MLP) if name in meant)
+        every = dict.fromkeys(n for block, _ in shape.blocks for n in block.matrices)
+        # A router is no linear layer of transformers' classes.
+        every.pop("router", None)
+        named = model.get("lora_modules") or every
+        meant = {each for name in named for each in _FUSED.get(name, (name,))} | set(named)
+        targets = tuple(name for name in every if name in meant)
     return {
         "lora_rank": int(model.get("lora_rank") or 8),
         "lora_targets": targets,

@@ -18,10 +18,10 @@ from operator import add
 from typing import NamedTuple
 
 from launcher.errors import UsageFault
+from launcher.sizing.activations import recomputed_elements
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.step_config import StepConfig
-from launcher.sizing.tensors import recomputed_elements
 from runspec.flops import utilisation
 from runspec.layout import Layout
 
@@ -70,13 +70,17 @@ class Links:
     def ranks_per_node(self, layout: Layout, group: str) -> int:
         """How many ranks of a group share a node.
 
-        Those of a tensor-parallel group are neighbours, then those that shard a replica.
+        Those of a tensor-parallel or an expert-parallel group are neighbours, then those that shard
+        a replica, or the same experts.
         """
         split, replica = layout.tensor_parallel, layout.tensor_parallel * layout.shard
+        experts = layout.expert_parallel
         stride, reach = {
             "tensor": (1, split),
             "shard": (split, replica),
             "replicate": (replica, layout.ranks),
+            "expert": (1, experts),
+            "expert shard": (experts, replica),
             "all": (1, layout.ranks),
         }[group]
         return max(1, math.gcd(reach, self.gpus_per_node) // stride)
@@ -85,6 +89,8 @@ class Links:
         """Time of one such message."""
         local = self.ranks_per_node(layout, message.group)
         nodes, passes = message.ranks // local, 2 if message.kind == "all-reduce" else 1
+        if message.kind == "all-to-all":
+            return self._all_to_all_seconds(message, local)
         across = passes * (nodes - 1)
         inside = passes * (message.ranks - 1) - across
         # Rings leave a node by every GPU of the group.
@@ -92,6 +98,22 @@ class Links:
         if local > 1:
             bandwidth = min(bandwidth, self.within_gbs)
         one_way = message.sent / message.count / (REACHED * bandwidth * 1e9)
+        return self._with_latency(one_way, inside, across)
+
+    def _all_to_all_seconds(self, message: Message, local: int) -> float:
+        """What stays in the node and what leaves it go at the same time, over links of their own.
+
+        NCCL makes an all-to-all of sends and receives (its user guide, "Point-to-point
+        communication"): each GPU sends its part straight to each other one.
+        """
+        part = message.size / message.ranks
+        within = (local - 1) * part / self.within_gbs if local > 1 else 0.0
+        between = (message.ranks - local) * part / self.between_gbs
+        one_way = max(within, between) / (REACHED * 1e9)
+        return self._with_latency(one_way, int(local > 1), int(message.ranks > local))
+
+    def _with_latency(self, one_way: float, inside: int, across: int) -> float:
+        """For the best protocol: steps within the node and across, besides the bytes' time."""
         nvlink = self.within_gbs > PCIE_GBS
 
         def took(each: Protocol) -> float:
@@ -167,7 +189,10 @@ def _elements_s(step: StepConfig, gpu: Gpu) -> float:
 
     Those elements are read once and written once.
     """
-    elements = recomputed_elements(step) if step.checkpointing == "op" else 0.0
+    if step.checkpointing != "op":
+        return 0.0
+    elements = sum(count * recomputed_elements(block) for block, count in step.blocks)
+    elements /= step.shape.layers
     return 2 * elements / (gpu.memory_bandwidth_gbs * 1e9)
 
 

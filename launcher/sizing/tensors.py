@@ -1,8 +1,7 @@
-"""The tensors of a step on one rank: parameters, and what forward keeps for backward.
+"""The tensors of a step on one rank: parameters, and what logits and loss take.
 
-Parameters are after tensor parallelism, by FSDP unit. Symbols as in `launcher.sizing.memory`.
-Sources: saved activations in the manner of Korthikanti et al. 2022 (arXiv 2205.05198) section 4,
-with flash attention (Dao 2023, arXiv 2307.08691).
+Parameters are after tensor and expert parallelism, by FSDP unit. Symbols as in
+`launcher.sizing.memory`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
-from runspec.shape import ATTENTION, MLP, Matrix
+from runspec.shape import Matrix
 
 
 class Parameter(NamedTuple):
@@ -31,74 +30,166 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers and reduces together."""
+    """Parameters that FSDP gathers and reduces together; shards: the ranks that it shards over."""
 
     parameters: tuple[Parameter, ...] = ()
+    shards: int = 1
 
     @property
     def gathered(self) -> float:
-        """Bytes of the whole unit, in the dtype of the computation."""
-        return sum(p.rows * p.row_bytes for p in self.parameters)
+        """Bytes of the whole unit, in the dtype of the computation, rows filled up included."""
+        return sum(self.padded(p) * p.row_bytes for p in self.parameters)
 
     @property
     def trained(self) -> float:
         """Numbers that are trained."""
         return sum(p.rows * p.width for p in self.parameters if p.trained)
 
+    @property
+    def reduced(self) -> float:
+        """Numbers of what the collective reduces, filled up."""
+        return sum(self.padded(p) * p.width for p in self.parameters if p.trained)
+
+    def padded(self, parameter: Parameter) -> float:
+        """Rows of a parameter that FSDP shards: filled up to a multiple of its ranks."""
+        return -(-parameter.rows // self.shards) * self.shards
+
     def stored(self, weight_bytes: int) -> float:
-        """Bytes as stored, if a trained number takes weight_bytes."""
-        frozen = sum(p.rows * p.row_bytes for p in self.parameters if not p.trained)
-        return frozen + self.trained * weight_bytes
+        """Bytes as stored by one rank, if a trained number takes weight_bytes."""
+        found = 0.0
+        for p in self.parameters:
+            row = weight_bytes * p.width if p.trained else p.row_bytes
+            found += self.padded(p) * row / self.shards
+        return found
+
+    @property
+    def trained_here(self) -> float:
+        """Numbers that are trained, of one rank's shards."""
+        return self.reduced / self.shards
 
     def __add__(self, other: Unit) -> Unit:
-        return Unit(self.parameters + other.parameters)
+        return Unit(self.parameters + other.parameters, self.shards)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The FSDP units of one kind of block, and how many blocks are of it.
+
+    step: the step of a model of such blocks alone. experts: spread over ranks, they are a unit of
+    their own, which holds this rank's; else they are in `own`.
+    """
+
+    step: StepConfig
+    count: int
+    own: Unit
+    experts: Unit
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of a whole block."""
+        return self.own.gathered + self.experts.gathered
+
+    @property
+    def trained(self) -> float:
+        """Numbers of a whole block that are trained."""
+        return self.own.trained + self.experts.trained
+
+    @property
+    def reduced(self) -> float:
+        """Numbers of the buffers that a whole block's gradients are reduced in."""
+        return self.own.reduced + self.experts.reduced
+
+    @property
+    def trained_here(self) -> float:
+        """Numbers that are trained, of one rank's shards."""
+        return self.own.trained_here + self.experts.trained_here
+
+    def stored(self, weight_bytes: int) -> float:
+        """Bytes as stored by one rank."""
+        return self.own.stored(weight_bytes) + self.experts.stored(weight_bytes)
 
 
 class Units(NamedTuple):
-    """The FSDP units of a model: embedding, one layer, output layer, and the root with the rest.
+    """The FSDP units of a model: embedding, each kind of block, output, and the root with the rest.
 
     An embedding and an output layer that are no units of their own are empty here, and in the
     root.
     """
 
     embedding: Unit
-    layer: Unit
+    blocks: tuple[Block, ...]
     output: Unit
     root: Unit
+
+    @property
+    def ends(self) -> Unit:
+        """What is in no block."""
+        return self.root + self.embedding + self.output
+
+    def all_blocks(self, what: str) -> float:
+        """The sum over all blocks of one of a block's sizes."""
+        return float(sum(block.count * getattr(block, what) for block in self.blocks))
+
+    def most(self, what: str) -> float:
+        """One of a block's sizes, of the kind that has most."""
+        return float(max(getattr(block, what) for block in self.blocks))
 
 
 def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
-    embedding, output = Unit((_table(step),)), Unit(tuple(_output(step)))
-    root = Unit((_norm(step),))
+    shards = step.layout.shard
+    embedding, output = Unit((_table(step),), shards), Unit(tuple(_output(step)), shards)
+    root = Unit((_norm(step),), shards)
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
     apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
     if "tok_embeddings" not in apart:
-        embedding, root = Unit(), embedding + root
+        embedding, root = Unit(shards=shards), embedding + root
     if "output" not in apart or step.loss != "plain":
-        output, root = Unit(), root + output
-    return Units(embedding, Unit(tuple(_layer(step))), output, root)
+        output, root = Unit(shards=shards), root + output
+    blocks = tuple(_block(kind, count) for kind, count in step.blocks)
+    return Units(embedding, blocks, output, root)
 
 
-def _layer(step: StepConfig) -> Iterator[Parameter]:
-    shape, e, full = step.shape, step.element_bytes, step.is_full
-    for name, matrix in shape.matrices.items():
-        rows, width = _split(step, matrix)
-        yield Parameter(rows, width, width * (NF4_BYTES if step.is_quantised else e), full)
-        if name in shape.bias:
-            yield Parameter(rows, 1, e, full)
-        if name in step.lora_targets:
-            yield from _adapter(step, matrix)
-    for _ in range(shape.norms):
+def _block(step: StepConfig, count: int) -> Block:
+    own, spread = list(_small(step)), list[Parameter]()
+    for name, matrix in step.shape.matrices.items():
+        apart = matrix.role == "expert" and step.layout.expert_parallel > 1
+        (spread if apart else own).extend(_matrix(step, name, matrix))
+    shards = step.layout.shard
+    return Block(step, count, Unit(tuple(own), shards), Unit(tuple(spread), step.expert_shards))
+
+
+def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
+    """A matrix with its bias and its adapter."""
+    e, full, shared = step.element_bytes, step.is_full, step.partial_gradient(name)
+    rows, width = _split(step, name, matrix)
+    number_bytes = NF4_BYTES if step.is_quantised and name != "router" else e
+    yield Parameter(rows, width, width * number_bytes, full, shared)
+    if name in step.shape.bias:
+        # Of experts each row holds one expert's.
+        each = matrix.outputs if matrix.role == "expert" else 1
+        yield Parameter(rows, each, each * e, full, shared)
+    if name in step.lora_targets:
+        yield from _adapter(step, name, matrix)
+
+
+def _small(step: StepConfig) -> Iterator[Parameter]:
+    """Norms, and what else is no matrix."""
+    for _ in range(step.shape.norms):
         yield _norm(step)
-    if shape.head_norms:
-        yield Parameter(shape.head_norms, 1, e, full, shared=True)
+    # Queries and keys have a norm each.
+    norms = step.shape.head_norms if not (step.shape.linear or step.shape.latent) else 0
+    for numbers in (norms // 2, norms - norms // 2, step.shape.small - norms):
+        if numbers:
+            yield Parameter(numbers, 1, step.element_bytes, step.is_full, shared=True)
 
 
-def _split(step: StepConfig, matrix: Matrix) -> tuple[float, float]:
-    """Outputs and inputs of a matrix on one tensor-parallel rank."""
-    tp, by_row = step.layout.tensor_parallel, matrix.role == "row"
+def _split(step: StepConfig, name: str, matrix: Matrix) -> tuple[float, float]:
+    """Rows of a matrix on one rank, and the numbers in each; an expert is a row of its own."""
+    if matrix.role == "expert":
+        return matrix.count / step.layout.expert_parallel, matrix.inputs * matrix.outputs
+    tp, by_row = step.split_of(name), matrix.role == "row"
     return matrix.outputs / (1 if by_row else tp), matrix.inputs / (tp if by_row else 1)
 
 
@@ -106,14 +197,20 @@ def _norm(step: StepConfig) -> Parameter:
     return Parameter(step.shape.dim, 1, step.element_bytes, step.is_full, shared=True)
 
 
-def _adapter(step: StepConfig, matrix: Matrix) -> Iterator[Parameter]:
+def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
     """LoRA's A [rank, inputs] and B [outputs, rank], and DoRA's magnitude [outputs]."""
     e, rank, by_row = step.element_bytes, step.lora_rank, matrix.role == "row"
-    rows, width = _split(step, matrix)
-    yield Parameter(rank, width, width * e, True, shared=not by_row)
-    yield Parameter(rows, rank, rank * e, True, shared=by_row)
+    rows, width = _split(step, name, matrix)
+    if matrix.role == "expert":
+        shared = step.partial_gradient(name)
+        for numbers in (rank * matrix.inputs, rank * matrix.outputs):
+            yield Parameter(rows, numbers, numbers * e, True, shared)
+        return
+    whole = step.partial_gradient(name)
+    yield Parameter(rank, width, width * e, True, shared=whole or not by_row)
+    yield Parameter(rows, rank, rank * e, True, shared=whole or by_row)
     if step.is_dora:
-        yield Parameter(rows, 1, e, True, shared=by_row)
+        yield Parameter(rows, 1, e, True, shared=whole or by_row)
 
 
 def _table(step: StepConfig) -> Parameter:
@@ -126,88 +223,7 @@ def _output(step: StepConfig) -> Iterator[Parameter]:
     if not step.shape.tied:
         yield _table(step)
         if step.lora_output:
-            yield from _adapter(step, step.shape.output)
-
-
-# Activations -------------------------------------------------------------------------------------
-
-
-def saved_by_layer(step: StepConfig) -> float:
-    """Bytes that one layer keeps for backward without activation checkpointing.
-
-    Norms compute in fp32: 4td for the input, 4td more for the normalised one if the scale is
-    trained. A matrix keeps its input if it is trained or has an adapter: etd for q, k and v
-    together and for gate and up together, nothing new for output_proj (attention's own output).
-    Attention: e t (q + 2 kv + q) for queries, keys, values and the output; 4t per head for the
-    log-sum. MLP: e t f each for the output of gate and of up, the activation, and their product
-    if down_proj needs it. Tensor parallelism divides all but the gathered inputs. Compiled layers
-    compute again what is made element by element: they keep a norm's input, etd, and no
-    activation.
-    """
-    shape, e, tp = step.shape, step.element_bytes, step.layout.tensor_parallel
-    t, d, f, q = step.tokens, shape.dim, shape.intermediate, shape.query_width
-    norm = e if step.compiled else FP32 * 2 if step.is_full else FP32
-    norms = shape.norms * norm * t * d / tp
-    norms += norm * t * (q + shape.kv_width) / tp if shape.head_norms else 0
-    inputs = sum(e * t * d for group in (ATTENTION[:3], MLP[:2]) if step.trains(*group))
-    # Flash attention shares the heads of keys and values; in fp32 there is none: they are copied.
-    kv = shape.kv_width if e < FP32 else q
-    attention = (e * t * 2 * (q + kv) + FP32 * t * shape.heads) / tp
-    if shape.fused:
-        # The values that are kept are a part of the product, so that all of it stays.
-        attention += e * t * (q + kv)
-    mlp = e * t * f * (2 + step.trains("down_proj") + (not step.compiled)) / tp
-    return norms + inputs + attention + mlp + _saved_by_adapters(step)
-
-
-def _saved_by_adapters(step: StepConfig) -> float:
-    t, e, tp = step.tokens, step.element_bytes, step.layout.tensor_parallel
-    saved = 0.0
-    for name in step.lora_targets:
-        matrix = step.shape.matrices[name]
-        saved += e * t * step.lora_rank
-        if step.dropout:
-            saved += (1 + e) * t * matrix.inputs / (tp if matrix.role == "row" else 1)
-        if step.is_dora and not (step.compiled and name in MLP):
-            # The sum that the magnitude scales; a matrix split by rows has a share of all of it.
-            saved += e * t * matrix.outputs / (1 if matrix.role == "row" else tp)
-    return saved
-
-
-def recomputed_elements(step: StepConfig) -> float:
-    """Bytes that one layer computes again, element by element, if products are kept ("op")."""
-    return max(saved_by_layer(step) - _saved_products(step), 0.0)
-
-
-def kept_by_layer(step: StepConfig) -> tuple[float, float]:
-    """(bytes a layer keeps from forward to backward, bytes that backward computes again)."""
-    whole, share = saved_by_layer(step), step.recomputed_share
-    if step.checkpointing == "none":
-        return whole, 0.0
-    entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
-    entry = 0.0 if step.activation_offload else entry
-    if step.checkpointing == "op":
-        return entry + _saved_products(step), whole
-    return entry * share + whole * (1 - share), whole
-
-
-def _saved_products(step: StepConfig) -> float:
-    """Selective checkpointing by operation: matrix products, attention and communication.
-
-    One product per matrix and two per adapter; attention's output and log-sum; under tensor
-    parallelism the two gathered inputs, the whole output of the matrices that are split by rows,
-    and what of it is scattered.
-    """
-    shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
-    kept = e * t * shape.query_width / tp + FP32 * t * shape.heads / tp
-    for name, matrix in shape.matrices.items():
-        if step.compiled and name == "down_proj":
-            continue  # nothing in the layer needs its result again
-        width = matrix.outputs if matrix.role == "row" else matrix.outputs / tp
-        kept += e * t * width
-        if name in step.lora_targets:
-            kept += e * t * (width + step.lora_rank)
-    return kept + (e * t * shape.dim * (2 + 2 / tp) if tp > 1 else 0.0)
+            yield from _adapter(step, "output", step.shape.output)
 
 
 # Logits and loss --------------------------------------------------------------------------------

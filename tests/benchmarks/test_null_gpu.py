@@ -45,9 +45,17 @@ def test_the_trainer_runs_as_on_a_gpu(tmp_path: Path) -> None:
         assert plain["peak_allocated_gib"] > recomputed["peak_allocated_gib"] > 0
 
 
+def _has_experts(name: str) -> bool:
+    """Ranks read from the device how many rows go where; the null GPU computes nothing."""
+    loaded = recipes.load(name)
+    config = loaded.resolved(Path("models"), "run")
+    step = step_of(config, loaded.resources.nodes, loaded.resources.gpus_per_node)
+    return step.shape.experts is not None
+
+
 @pytest.mark.long
 @pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", [name for name in recipes.names() if not _has_experts(name)])
 def test_the_estimate_matches_the_cuda_allocator(name: str, tmp_path: Path) -> None:
     """One GPU of each unchanged recipe, layers compiled; docs/memory.md has the figures."""
     loaded = recipes.load(name)

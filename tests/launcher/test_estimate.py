@@ -179,11 +179,37 @@ def mixtral(tmp_path) -> str:
     return str(path)
 
 
-def test_a_model_with_experts_is_refused(user: Kit, mixtral):
-    """As a dense one it would be estimated at a sixth of its size."""
+def test_experts_count_with_all_their_parameters_and_work_with_the_active_ones(user: Kit, mixtral):
+    done = user.cookbook("estimate", mixtral, "--scaling")
+    assert done.returncode == 0, done.stderr
+    assert "46.70 B parameters, 12.88 B of them active" in done.stdout
+    assert "EP8 x FSDP" in done.stdout
+    spread = user.cookbook("estimate", mixtral, "--json", "expert_parallel_dim=8")
+    whole, found = (
+        json.loads(done.stdout) for done in (user.cookbook("estimate", mixtral, "--json"), spread)
+    )
+    assert found["layout"]["expert_parallel"] == 8
+    # Seven eighths of the experts are not gathered.
+    phase = "forward, before the last layer"
+    assert found["phases_gib"][phase] < whole["phases_gib"][phase] - 2
+    for change, words in (
+        ("expert_parallel_dim=3", "expert_parallel_dim 3 must be a multiple of"),
+        ("expert_parallel_dim=16", "and divide the 8 ranks of a replica"),
+    ):
+        done = user.cookbook("estimate", mixtral, change)
+        assert done.returncode == 2 and words in done.stderr
+    none = user.cookbook("estimate", "llama8b_lora", "expert_parallel_dim=2")
+    assert none.returncode == 2
+    assert "this model has no experts; set expert_parallel_dim=1" in none.stderr
+
+
+def test_experts_of_an_unknown_family_are_refused(user: Kit, mixtral, tmp_path):
+    """As a dense model it would be estimated at a sixth of its size."""
+    file = tmp_path / "Mixtral-8x7B" / "config.json"
+    file.write_text(json.dumps(MIXTRAL | {"model_type": "jamba"}))
     line = (
-        "Mixtral-8x7B/config.json: it has a mixture of experts (num_local_experts 8), and its "
-        "experts are not known to the estimate yet"
+        "Mixtral-8x7B/config.json: it has a mixture of experts (num_local_experts 8), and those of "
+        "a jamba model are not known to the estimate yet"
     )
     done = user.cookbook("estimate", mixtral)
     assert done.returncode == 2 and done.stdout == ""

@@ -37,6 +37,17 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "qwen3_8b_lora",
     "qwen3_8b_qlora",
     "smollm3_3b_full",
+    "deepseek_v3_qlora",
+    "gemma4_31b_lora",
+    "glm4_5_air_lora",
+    "gpt_oss_120b_lora",
+    "gpt_oss_20b_lora",
+    "llama4_scout_lora",
+    "ministral3_8b_lora",
+    "qwen3_30b_a3b_full",
+    "qwen3_30b_a3b_lora",
+    "qwen3_5_27b_lora",
+    "qwen3_5_35b_a3b_lora",
 }
 
 

@@ -12,10 +12,10 @@ from launcher.errors import RecipeFault
 from launcher.recipes import recipe as recipes
 from launcher.sizing import gpus
 from launcher.sizing import step_time as times
+from launcher.sizing.activations import recomputed_elements
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.step_config import StepConfig, shape_of, step_of
 from launcher.sizing.step_time import Links, step_time
-from launcher.sizing.tensors import recomputed_elements
 from runspec.layout import Layout
 from tests.launcher.kit import Kit
 

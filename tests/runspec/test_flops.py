@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from runspec.flops import Attention, Linear, count, of_shape, utilisation
-from runspec.shape import Experts, Shape
+from runspec import flops
+from runspec.flops import Attention, count, of_shape, pairs, utilisation
+from runspec.shape import Experts, Kind, Linear, Shape
 
 SHAPE = Shape(128, 3, 4, 2, 32, 512, 1024, 512)
 MATRICES = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512
@@ -15,7 +16,7 @@ def test_a_trained_weight_takes_six_flops_per_token():
     found = of_shape(SHAPE, full=True, ranks={})
     assert (found.token, found.target) == (6 * 3 * MATRICES, 6 * 128 * 1024)
     assert found.pair == 12 * 3 * 128
-    assert found.of(10, 5, 55) == 10 * found.token + 5 * found.target + 55 * found.pair
+    assert found.of(10, 5, [10]) == 10 * found.token + 5 * found.target + 55 * found.pair
     forward = of_shape(SHAPE, full=True, ranks={}, backward=False)
     assert (forward.token, forward.target) == (2 * 3 * MATRICES, 2 * 128 * 1024)
     assert forward.pair == 4 * 3 * 128
@@ -29,7 +30,7 @@ def test_a_frozen_weight_takes_four_and_an_adapter_six():
 
 
 def test_gradients_flow_back_to_the_first_trained_weight_only():
-    frozen, adapted = Linear(10, False), Linear(10, False, (2, 3))
+    frozen, adapted = flops.Linear(10, False), flops.Linear(10, False, (2, 3))
     stages = [[frozen], Attention(8), [adapted, frozen], Attention(8), [frozen]]
     found = count(stages, frozen, trained_before=False)
     # The first product and attention: forward. The adapter's A: forward and its own gradient.
@@ -39,7 +40,7 @@ def test_gradients_flow_back_to_the_first_trained_weight_only():
 
 
 def test_a_token_meets_its_active_experts_only():
-    sparse = replace(SHAPE, experts=Experts(count=8, active=2, intermediate=256, shared=1))
+    sparse = replace(SHAPE, experts=Experts(count=8, active=2, intermediate=256, shared=256))
     attention = 2 * 128 * 128 + 2 * 128 * 64
     met = attention + 128 * 8 + 3 * 3 * 128 * 256
     assert of_shape(sparse, full=True, ranks={}).token == 6 * 3 * met
@@ -47,3 +48,16 @@ def test_a_token_meets_its_active_experts_only():
 
 def test_utilisation_is_flops_over_time_and_peak():
     assert utilisation(4e15, seconds=2.0, gpus=8, peak_tflops=500.0) == pytest.approx(0.5)
+
+
+def test_a_window_bounds_the_pairs_and_linear_attention_has_none():
+    assert pairs(10) == 55 and pairs(10, 4) == 4 * 5 // 2 + 6 * 4 and pairs(3, 4) == 6
+    kinds = (Kind(window=True), Kind(), Kind(linear=True))
+    linear = Linear(2, 4, 16, 16, 4, (("in_proj_qkv", 128), ("in_proj_z", 64)))
+    found = of_shape(replace(SHAPE, kinds=kinds, window=4, linear=linear), True, {})
+    assert (found.pair, found.windowed) == (12 * 128, 12 * 128)
+    assert found.attention([10, 3]) == 12 * 128 * (55 + 6 + 34 + 6)
+    # Three products with a state of 4 x 16 x 16 numbers, and their gradients.
+    plain = of_shape(replace(SHAPE, layers=2), True, {})
+    others = 128 * 192 + 64 * 128 + 3 * 128 * 512
+    assert found.token == plain.token + 6 * others + 18 * 4 * 16 * 16

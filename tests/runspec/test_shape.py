@@ -5,15 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from runspec import shape as shapes
-from runspec.shape import (
-    Experts,
-    Shape,
-    ShapeError,
-    config_file,
-    of_builder_arguments,
-    of_config_json,
-)
+from runspec.model_config import PUBLISHED as FOLDER
+from runspec.model_config import ShapeError, config_file, of_builder_arguments, of_config_json
+from runspec.shape import Experts, Shape
 from tests.model_sizes import DEMO, MIXTRAL
 
 # As on the hub, without what no size comes from.
@@ -28,27 +22,6 @@ QWEN = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "experts_per_token": 4,
-    "num_experts_per_tok": 4,
-    "num_local_experts": 32,
-    "vocab_size": 201088,
-    "max_position_embeddings": 131072,
-}
-QWEN_MOE = QWEN | {
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
-DEEPSEEK = QWEN | {"model_type": "deepseek_v3", "n_routed_experts": 256, "n_shared_experts": 1}
 
 
 def test_a_dense_models_sizes_and_parameters():
@@ -88,49 +61,91 @@ PUBLISHED = {
     # Without the part for images.
     "gemma-3-12b-it": 11_766_034_176,
     "gemma-3-27b-it": 27_009_346_304,
+    "gemma-4-31B-it": 30_697_345_280,
+    "Llama-4-Scout-17B-16E-Instruct": 107_769_861_120,
+    "Ministral-3-8B-Instruct-2512-BF16": 8_489_553_920,
+    # Of the hub's 27.8 and 36.0 billion the part for text, without that for images and the layer
+    # that predicts further tokens.
+    "Qwen3.5-27B": 26_895_998_464,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    # Without the layer that predicts further tokens.
+    "GLM-4.5-Air": 106_852_245_504,
+    "DeepSeek-V3-bf16": 671_026_404_352,
+    "gpt-oss-20b-BF16": 20_914_757_184,
+    "gpt-oss-120b-BF16": 116_829_156_672,
+}
+# As their cards have it, in billions, of those with experts: without the embedding for gpt-oss.
+ACTIVE = {
+    "Llama-4-Scout-17B-16E-Instruct": 17.2,
+    "Qwen3.5-35B-A3B": 3.5,
+    "Qwen3-30B-A3B": 3.3,
+    "GLM-4.5-Air": 13.4,
+    "DeepSeek-V3-bf16": 37.6,
+    "gpt-oss-20b-BF16": 4.2,
+    "gpt-oss-120b-BF16": 5.7,
 }
 
 
 def test_the_published_shapes_have_the_published_parameters(tmp_path):
     for name, parameters in PUBLISHED.items():
         file = config_file(tmp_path / name)
-        assert of_config_json(json.loads(file.read_text())).parameters == parameters, name
-    assert {file.stem for file in shapes.PUBLISHED.glob("*.json")} == PUBLISHED.keys()
+        shape = of_config_json(json.loads(file.read_text()))
+        assert shape.parameters == parameters, name
+        active = ACTIVE.get(name, parameters / 1e9)
+        assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.06), name
+    assert {file.stem for file in FOLDER.glob("*.json")} == PUBLISHED.keys()
     # A folder that is there counts, even if it lacks the file.
     (tmp_path / "Qwen3-8B").mkdir()
     assert config_file(tmp_path / "Qwen3-8B") is None
 
 
-@pytest.mark.parametrize(
-    ("content", "count"),
-    [
-        (MIXTRAL, "num_local_experts 8"),
-        (GPT_OSS, "num_local_experts 32"),
-        (QWEN_MOE, "num_experts 128"),
-        (DEEPSEEK, "n_routed_experts 256"),
-        (QWEN | {"text_config": {"num_local_experts": 16}}, "num_local_experts 16"),
+def test_experts_of_unknown_families_are_refused():
+    for content, count in (
+        (QWEN | {"num_local_experts": 8, "num_experts_per_tok": 2}, "num_local_experts 8"),
         (QWEN | {"ffn_config": {"moe_num_experts": 16}}, "moe_num_experts 16"),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
-)
-def test_experts_are_refused(content, count):
-    with pytest.raises(ShapeError, match=rf"\({count}\), and its experts are not known"):
-        of_config_json(content)
+    ):
+        expected = rf"\({count}\), and those of a qwen2 model are not known"
+        with pytest.raises(ShapeError, match=expected):
+            of_config_json(content)
     # A dense model of a family that has experts, too, may say so.
     assert of_config_json(QWEN | {"num_experts": 0, "num_local_experts": 1}) == of_config_json(QWEN)
+    with pytest.raises(ShapeError, match="does not say num_experts_per_tok"):
+        of_config_json(MIXTRAL | {"num_experts_per_tok": None})
 
 
 def test_a_shape_with_experts_has_their_parameters():
     """Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9."""
-    dense = {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}
-    shape = replace(of_config_json(dense), experts=Experts(8, 2, 14336))
+    shape = of_config_json(MIXTRAL)
+    assert shape.experts == Experts(8, 2, 14336)
     assert shape.parameters == 46_702_792_704
-    idle = sum(each.parameters - each.active_parameters for each in shape.matrices.values())
-    assert shape.parameters - shape.layers * idle == 12_879_925_248
+    assert shape.active_parameters == 12_879_925_248
     assert shape.matrices["experts.down_proj"].role == "expert"
     assert shape.matrices["router"].role == "replicated"
-    shared = replace(shape, experts=Experts(8, 2, 14336, shared=1)).matrices
-    assert shared["shared.gate_proj"].role == "column" and shared["shared.down_proj"].role == "row"
+    shared = replace(shape, experts=Experts(8, 2, 14336, shared=512)).matrices
+    assert shared["shared.gate_proj"].outputs == 512 and shared["shared.down_proj"].role == "row"
+
+
+def test_blocks_that_differ_are_told_apart():
+    def of(name):
+        return of_config_json(json.loads((FOLDER / f"{name}.json").read_text()))
+
+    deepseek = of("DeepSeek-V3-bf16")
+    assert [(bool(block.experts), count) for block, count in deepseek.blocks] == [
+        (False, 3),
+        (True, 58),
+    ]
+    assert deepseek.order[:5] == (0, 0, 0, 1, 1) and len(deepseek.order) == 61
+    qwen = of("Qwen3.5-27B")
+    assert [(bool(block.linear), count) for block, count in qwen.blocks] == [
+        (True, 48),
+        (False, 16),
+    ]
+    assert qwen.order[:5] == (0, 0, 0, 1, 0)
+    gemma = of("gemma-3-12b-it")
+    assert [(block.window, count) for block, count in gemma.blocks] == [(1024, 40), (None, 8)]
+    # Cut to fewer layers it keeps the order of their kinds.
+    assert [count for _, count in replace(deepseek, layers=5).blocks] == [3, 2]
 
 
 def test_a_component_builders_default_width():

@@ -18,7 +18,17 @@ def content(tmp_path: Path, model_folder: Path, dataset: Path) -> dict:
     return read_yaml(write_config(tmp_path / "run", model_folder, dataset))
 
 
-@pytest.mark.parametrize("name", recipe.names())
+# Building these on the meta device takes a second or more.
+LARGE = {
+    *("deepseek_v3_qlora", "qwen3_5_27b_lora", "qwen3_5_35b_a3b_lora", "gemma4_31b_lora"),
+    *("gpt_oss_120b_lora", "llama4_scout_lora", "glm4_5_air_lora", "qwen3_30b_a3b_full"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in recipe.names()],
+)
 def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> None:
     """Without the models' files: each component is there, and the model can be built and split."""
     assert check.faults(recipe.load(name).train_config(tmp_path, str(tmp_path / "run"))) == []

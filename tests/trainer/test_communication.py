@@ -15,10 +15,11 @@ from launcher.sizing.step_config import step_of
 from tests.trainer import forks
 from tests.trainer.runs import lora_model, train, write_config
 from tests.trainer.test_trace import recipe
+from tests.trainer.transformers_cases import write
 from trainer import config as configs
 from trainer import trace
 
-BYTES = {"double": 8, "float": 4, "c10::BFloat16": 2, "unsigned char": 1}
+BYTES = {"double": 8, "float": 4, "c10::BFloat16": 2, "unsigned char": 1, "long int": 8}
 # What c10d calls each kind, and which argument holds all of it.
 SENT = {
     "_allgather_base_": ("all-gather", 0),
@@ -27,6 +28,9 @@ SENT = {
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
     "allreduce_": ("all-reduce", 0),
 }
+ALL_TO_ALL = "alltoall_base_"
+# Fewer bytes are the numbers of rows per expert.
+SMALL = 512
 # The same a level higher, where the result of a gather is not among the arguments.
 FUNCTIONAL = {
     "all_gather_into_tensor": ("all-gather", None),
@@ -50,6 +54,8 @@ QLORA = {"model": lora_model(lora_dropout=0.0, quantize_base=True)}
 DORA = {"model": lora_model(lora_dropout=0.0, use_dora=True)}
 LORA_OUTPUT = {"model": lora_model(lora_dropout=0.0, apply_lora_to_output=True)}
 LAST_MATRICES = {"model": lora_model(lora_dropout=0.0, lora_attn_modules=["output_proj"])}
+EP = {"expert_parallel_dim": 2}
+ALL_LORA = {"model": {"lora_rank": 4, "lora_alpha": 8}}
 Runs = dict[int, dict[str, dict[str, Any]]]
 QUICK: Runs = {
     2: {
@@ -99,8 +105,12 @@ def counted(folder: Path) -> Counter[tuple[str, int]]:
         if event.get("name") in ("gloo:all_gather", "gloo:all_reduce")
     }
     found: Counter[tuple[str, int]] = Counter()
+    exchanged: list[tuple[int, int]] = []
     for event in events:
         space, _, name = event.get("name", "").partition("::")
+        if space == "c10d" and name == ALL_TO_ALL:
+            dims, dtypes = (event["args"][key] for key in ("Input Dims", "Input type"))
+            exchanged.append(tuple(math.prod(d) * BYTES[dtypes[0]] for d in dims[:2]))
         if space != "c10d" or name not in SENT:
             continue
         kind, which = SENT[name]
@@ -113,6 +123,20 @@ def counted(folder: Path) -> Counter[tuple[str, int]]:
             name = "gloo:all_gather" if gathers else "gloo:all_reduce"
             dtype = types[name, str(own[0] if gathers else whole)]
         found[kind, math.prod(whole) * BYTES[dtype]] += 1
+    return found + own_sizes(exchanged)
+
+
+def own_sizes(exchanged: list[tuple[int, int]]) -> Counter[tuple[str, int]]:
+    """Of what all-to-alls took and gave, the size that is this rank's own tokens'.
+
+    That is one of the two for all of them; the other is as the router chose.
+    """
+    numbers = [first for first, second in exchanged if first == second and first < SMALL]
+    rows = [set(pair) for pair in exchanged if pair[0] != pair[1] or pair[0] >= SMALL]
+    found = Counter({("all-to-all", size): count for size, count in Counter(numbers).items()})
+    if rows:
+        (own,) = set.intersection(*rows)
+        found["all-to-all", own] += len(rows)
     return found
 
 
@@ -160,6 +184,29 @@ def assert_as_predicted(folder: Path, ranks: int) -> None:
     assert_same(counted(folder), formula, config.get("loss") == LINEAR["loss"])
 
 
+EXPERTS: Runs = {
+    2: {
+        "full ep": EP | TWICE,
+        "lora ep recomputed": EP | ALL_LORA | BF16 | RECOMPUTED | LINEAR,
+        "full ep every second": EP | EVERY_SECOND,
+    },
+    4: {"full ep fsdp": EP | BF16 | RECOMPUTED, "full ep tp": EP | TP},
+}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+    root = tmp_path_factory.mktemp("sent_experts")
+    source = write("qwen3-moe", root / "model", model_folder)
+    checkpointer = {"checkpoint_dir": str(source)}
+    runs = {
+        ranks: {n: {"model": None} | c | {"checkpointer": checkpointer} for n, c in names.items()}
+        for ranks, names in EXPERTS.items()
+    }
+    train_all(runs, root, source, dataset)
+    return root
+
+
 def cases(runs: Runs) -> list[Any]:
     return [pytest.param(name, ranks, id=name) for ranks, names in runs.items() for name in names]
 
@@ -187,6 +234,12 @@ def test_a_step_sends_what_is_predicted(name: str, ranks: int, quick: Path) -> N
 @pytest.mark.parametrize(("name", "ranks"), cases(LONG))
 def test_a_step_of_every_layout_sends_what_is_predicted(name: str, ranks: int, long: Path) -> None:
     assert_as_predicted(long / name, ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "ranks"), cases(EXPERTS))
+def test_spread_experts_send_what_is_predicted(name: str, ranks: int, experts: Path) -> None:
+    assert_as_predicted(experts / name, ranks)
 
 
 # The real sizes: the trainer's own step on fake tensors, by one rank of many ----------------------

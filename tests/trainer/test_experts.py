@@ -36,6 +36,7 @@ from trainer.layers.balance import Balance
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 
+COPIES = {"data_parallel_replicate_dim": 2}
 RUNS: Runs = {
     "moe": (1, "qwen3-moe", None, FULL),
     "moe-fsdp2": (2, "qwen3-moe", "moe", FULL | HALF | CHECKPOINTED | {"loss": LINEAR}),
@@ -49,6 +50,7 @@ RUNS: Runs = {
     "moe-ep2": (2, "qwen3-moe", "moe", FULL | HALF | EP),
     "moe-ep2-tp2": (2, "qwen3-moe", "moe", FULL | EP | TP),
     "moe-ep2-fsdp2": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP),
+    "moe-ep2-copies": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP | COPIES),
     "moe-lora-ep2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF | EP | CHECKPOINTED),
     "qlora-moe": (1, "mixtral", None, ADAPTED | {"model": LORA | {"quantize_base": True}}),
     "qlora-moe-fsdp2": (

@@ -144,6 +144,33 @@ def test_the_closed_form_knows_other_families(model) -> None:
     close(recipe(model), ranks=8, layers=4)
 
 
+ALL_LORA = {"lora_rank": 16, "lora_alpha": 32}
+FULL = {"activation_checkpointing": "full"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("folder", "ranks", "layers", "changes"),
+    [
+        ("Qwen3-30B-A3B", 16, 4, {"model": ALL_LORA, "expert_parallel_dim": 8}),
+        ("gpt-oss-20b-BF16", 8, 4, {"model": ALL_LORA}),
+        ("GLM-4.5-Air", 32, 5, {"model": ALL_LORA}),
+        ("DeepSeek-V3-bf16", 64, 7, {"model": ALL_LORA, "expert_parallel_dim": 32} | FULL),
+        ("Llama-4-Scout-17B-16E-Instruct", 32, 4, {"expert_parallel_dim": 16}),
+        ("Qwen3.5-27B", 8, 4, {"model": ALL_LORA} | FULL),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_closed_form_knows_experts(folder, ranks, layers, changes) -> None:
+    """And latent and linear attention, blocks that differ, and experts over spread ranks."""
+    config = recipe("llama3_2.llama3_2_1b", batch_size=1) | changes
+    del config["enable_activation_checkpointing"]
+    config["model"] = {"_component_": "transformers", **changes.get("model", {})}
+    config["checkpointer"] = {"checkpoint_dir": folder}
+    config["loss"] = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
+    close(config, ranks, layers)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
 @pytest.mark.parametrize("split", [1, 8])

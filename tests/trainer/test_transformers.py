@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from runspec.flops import of_shape
-from runspec.shape import of_config_json
+from runspec.model_config import of_config_json
 from tests.trainer.runs import (
     curve,
     finish,
@@ -24,12 +23,10 @@ from tests.trainer.runs import (
     wait_for_step,
 )
 from tests.trainer.transformers_cases import (
-    EXPERTS,
     FAMILIES,
     LARGER,
     SIZES,
     UNPACKED,
-    UNSHAPED,
     reference,
     write_larger,
 )
@@ -102,10 +99,7 @@ def test_logits_equal_transformers_and_export_is_exact(
         assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
         assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
 
-    if family in UNSHAPED:
-        assert model.module.split_faults()
-    else:
-        _assert_shape(source, family, model.module)
+    _assert_shape(source, model.module)
 
     folder = exports.export(model, config, world)
     before, after = tensors(source), tensors(folder)
@@ -114,11 +108,9 @@ def test_logits_equal_transformers_and_export_is_exact(
     assert torch.equal(logits(folder, TOKENS), expected)
 
 
-def _assert_shape(source: Path, family: str, module: Decoder) -> None:
+def _assert_shape(source: Path, module: Decoder) -> None:
     """runspec knows the sizes and FLOPs that the model has."""
-    content = json.loads((source / "config.json").read_text())
-    dense = {key: value for key, value in content.items() if "experts" not in key}
-    shape = replace(of_config_json(dense), experts=EXPERTS.get(family))
+    shape = of_config_json(json.loads((source / "config.json").read_text()))
     assert shape.parameters == sum(p.numel() for p in module.parameters())
     assert model_flops(module) == of_shape(shape, True, {})
     assert shape.whole == bool(module.split_faults())
@@ -144,7 +136,7 @@ def test_adamw_equals_a_plain_loop(
     labels[0, :20] = -100
     trained = (labels.flatten() != -100).nonzero().flatten()
     count = len(trained)
-    batch = MicroBatch(TOKENS, labels, trained, TOKENS.numel(), count, 1)
+    batch = MicroBatch(TOKENS, labels, trained, TOKENS.numel(), count, (1,))
     steps = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
     curves: list[list[float]] = [[], []]
     for _ in range(20):

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from runspec.shape import Experts
-
 SIZES = {
     "vocab_size": 1024,
     "num_hidden_layers": 3,
@@ -73,6 +71,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("gemma3_text", {"head_dim": 20, "query_pre_attn_scalar": 24, **MIXED}),
+    # As its dense models: another width of heads in the layers without a window, where keys are
+    # the values, too.
+    "gemma4": (
+        "gemma4_text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            # Scores are not divided by the width of a head.
+            "initializer_range": 0.06,
+            "final_logit_softcapping": 2.5,
+            "tie_word_embeddings": True,
+            **WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "mistral": ("mistral", WINDOW),
     "ministral3": ("ministral3", {"rope_parameters": YARN}),
     "phi4-mini": ("phi3", {"rope_parameters": LONG, "tie_word_embeddings": True}),
@@ -148,9 +165,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Of those with experts, what these are.
-EXPERTS = {"qwen3-moe": Experts(4, 2, 48), "mixtral": Experts(4, 2, 128)}
-
 _LINEAR = {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
@@ -190,9 +204,6 @@ FAMILIES["llama4"] = (
 )
 # Their layers of linear attention cannot keep packed documents apart.
 UNPACKED = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
-
-# Whose sizes runspec cannot tell yet.
-UNSHAPED = (*UNPACKED, "llama4", "gpt-oss", "glm4.5-moe", "deepseek-v3", "granite-moe")
 
 _IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
 _IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}

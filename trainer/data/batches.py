@@ -101,7 +101,7 @@ class Rows(Dataset):
             trained=torch.from_numpy(trained_at),
             token_count=sum(counted),
             target_count=len(trained_at),
-            attention_pairs=sum(n * (n + 1) // 2 for n in counted),
+            lengths=tuple(counted),
             positions=torch.from_numpy(positions) if packed else None,
             documents=documents if packed else None,
         )

@@ -37,8 +37,8 @@ class MicroBatch:
     target of position s, or `IGNORE_INDEX`.
     trained: int64 [target_count], the indices of the trained positions in the flattened labels.
     They are counted before the batch reaches the GPU, because counting there waits for it.
-    token_count: real input tokens. target_count: trained labels. attention_pairs: query-key pairs
-    of real tokens, n(n + 1)/2 for a document of n tokens.
+    token_count: real input tokens. target_count: trained labels. lengths: real tokens of each
+    document.
     positions: int64 [batch, sequence], the position of each token in its document; documents:
     which document it belongs to. Both are None if rows are not packed; packed rows all have the
     same length.
@@ -49,7 +49,7 @@ class MicroBatch:
     trained: torch.Tensor
     token_count: int
     target_count: int
-    attention_pairs: int
+    lengths: tuple[int, ...]
     positions: torch.Tensor | None = None
     documents: Documents | None = None
 

@@ -110,6 +110,14 @@ class Decoder(nn.Module, ABC):
     def sizes(self) -> dict[str, int]:
         """What tensor parallelism divides: num_heads, num_kv_heads, intermediate_dim."""
 
+    def recurrent_state(self, module: str) -> int:
+        """Numbers in all heads' states, if the module of this name is linear attention; else 0."""
+        return 0
+
+    def active_experts(self, module: str) -> int:
+        """How many of its experts a token meets in the layer of experts of this name."""
+        return 0
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens that the embedding knows."""

@@ -71,9 +71,7 @@ class Exchange:
         leaving = experts.counts(chosen, own * self._ranks)
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=self._group)
-        # One wait for the device, for both.
-        per_rank = torch.stack([leaving, coming]).view(2, self._ranks, own).sum(2).tolist()
-        sent, received = per_rank
+        sent, received = self.rows_per_rank(leaving, coming)
         ids = torch.arange(own, device=chosen.device).repeat(self._ranks)
         ids = ids.repeat_interleave(coming, output_size=sum(received))
         x = experts.permuted(rows, order, back)
@@ -81,6 +79,11 @@ class Exchange:
         x = _AllToAll.apply(x, received, sent, self._group, 1 / self._share)
         x = _AllToAll.apply(experts.apply(layer, x, ids), sent, received, self._group, self._share)
         return experts.permuted(x, back, order)
+
+    def rows_per_rank(self, leaving: torch.Tensor, coming: torch.Tensor) -> list[list[int]]:
+        """Rows to each rank and from each, of int64 [experts of all ranks] that say how many go to
+        each expert, and come for it; one wait for the device, for both."""
+        return torch.stack([leaving, coming]).view(2, self._ranks, -1).sum(2).tolist()
 
 
 class _AllToAll(torch.autograd.Function):

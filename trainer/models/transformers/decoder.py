@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers import lora, nf4
+from trainer.layers import attention, lora, nf4
 from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, rope
@@ -59,7 +59,7 @@ class TransformersDecoder(Decoder):
         self.config = causal.config
         self._initialise: Callable[[nn.Module], None] = causal._init_weights
         self._is_part = place is not None
-        self._prefix = _base_name(causal)
+        self._prefix = base_name(causal)
         self._names = HubNames(self.config.model_type, self._prefix, place)
         # What a folder may hold beside the model, such as layers that predict further tokens.
         self._others = [re.compile(p) for p in causal._keys_to_ignore_on_load_unexpected or ()]
@@ -132,6 +132,18 @@ class TransformersDecoder(Decoder):
             "intermediate_dim": self.config.intermediate_size,
         }
 
+    def recurrent_state(self, module: str) -> int:
+        """See `Decoder.recurrent_state`."""
+        config = self.config
+        if not self._linear or not hasattr(self.get_submodule(module), "A_log"):
+            return 0
+        heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+        return heads * width * config.linear_key_head_dim
+
+    def active_experts(self, module: str) -> int:
+        """See `Decoder.active_experts`."""
+        return self.config.num_experts_per_tok
+
     def linear_layers(self, *roles: Role) -> list[str]:
         """See `Decoder.linear_layers`; a router is none of them, whatever its class is."""
         names = super().linear_layers(*roles)
@@ -202,6 +214,7 @@ class TransformersDecoder(Decoder):
             name: active / len(parameter) if name.startswith(known) else 1.0
             for name, parameter in named_parameters(self)
             if "layers" in name and parameter.ndim > 1 and name not in linear
+            if not isinstance(self.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
             if not lora.is_adapter(name) and not name.endswith(routed.BIAS)
         }
 
@@ -312,6 +325,8 @@ class TransformersDecoder(Decoder):
             self._unsplit.append("its routers weigh the inputs of experts")
         if self._linear:
             self._unsplit.append("it has layers of linear attention")
+        if len({layer.head_dim for layer in attention.layers(self)}) > 1:
+            self._unsplit.append("its layers have heads of different widths")
         roles = self._expert_roles()
         experts_of = [name for name, role in roles.items() if role is Role.EXPERT]
         mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts_of)
@@ -419,7 +434,7 @@ def _longest_row(config: Any) -> int:
     return min(lengths)
 
 
-def _base_name(causal: PreTrainedModel) -> str:
+def base_name(causal: PreTrainedModel) -> str:
     """The base model's name; some classes have the prefix of a larger model as theirs."""
     return next(name for name in (causal.base_model_prefix, "model") if hasattr(causal, name))
 
@@ -427,7 +442,7 @@ def _base_name(causal: PreTrainedModel) -> str:
 def _held_buffers(base: nn.Module, causal: PreTrainedModel) -> list[str]:
     """Names of the buffers that files hold; in fp32 where the class keeps them so, in place."""
     kept = tuple(causal._keep_in_fp32_modules_strict or ())
-    prefix = _base_name(causal)
+    prefix = base_name(causal)
     names = sorted(base.state_dict().keys() - dict(base.named_parameters()).keys())
     for name in names:
         owner, _, last = name.rpartition(".")

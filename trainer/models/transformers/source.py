@@ -14,10 +14,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from runspec.shape import config_file
+from runspec.model_config import config_file
 from trainer.errors import ConfigError
 from trainer.models.transformers.attention import NAME
-from trainer.models.transformers.decoder import PLACE, TransformersDecoder
+from trainer.models.transformers.decoder import PLACE, TransformersDecoder, base_name
 from trainer.storage.weights import read_hf_config
 
 
@@ -68,7 +68,7 @@ def empty(folder: Path) -> TransformersDecoder:
 def _place(config: PreTrainedConfig, causal: PreTrainedModel) -> str:
     """The name of the text model within the class for text and images."""
     whole = AutoModelForImageTextToText.from_config(config)
-    base = type(getattr(causal, causal.base_model_prefix))
+    base = type(getattr(causal, base_name(causal)))
     return next(name for name, module in whole.named_modules() if type(module) is base)
 
 
