@@ -148,18 +148,22 @@ ALL_LORA = {"lora_rank": 16, "lora_alpha": 32}
 FULL = {"activation_checkpointing": "full"}
 
 
-@pytest.mark.long
+def case(folder: str, ranks: int, layers: int, often: bool, **changes: object):
+    """A model of configs/shapes, cut to some layers; those of the same kinds are seldom run."""
+    mark = pytest.mark.long if often else pytest.mark.named
+    return pytest.param(folder, ranks, layers, changes, id=folder, marks=mark)
+
+
 @pytest.mark.parametrize(
     ("folder", "ranks", "layers", "changes"),
     [
-        ("Qwen3-30B-A3B", 16, 4, {"model": ALL_LORA, "expert_parallel_dim": 8}),
-        ("gpt-oss-20b-BF16", 8, 4, {"model": ALL_LORA}),
-        ("GLM-4.5-Air", 32, 5, {"model": ALL_LORA}),
-        ("DeepSeek-V3-bf16", 64, 7, {"model": ALL_LORA, "expert_parallel_dim": 32} | FULL),
-        ("Llama-4-Scout-17B-16E-Instruct", 32, 4, {"expert_parallel_dim": 16}),
-        ("Qwen3.5-27B", 8, 4, {"model": ALL_LORA} | FULL),
+        case("Qwen3-30B-A3B", 16, 4, True, model=ALL_LORA, expert_parallel_dim=8),
+        case("gpt-oss-20b-BF16", 8, 4, False, model=ALL_LORA),
+        case("GLM-4.5-Air", 32, 5, False, model=ALL_LORA),
+        case("DeepSeek-V3-bf16", 64, 7, True, model=ALL_LORA, expert_parallel_dim=32, **FULL),
+        case("Llama-4-Scout-17B-16E-Instruct", 32, 4, False, expert_parallel_dim=16),
+        case("Qwen3.5-27B", 8, 4, False, model=ALL_LORA, **FULL),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_closed_form_knows_experts(folder, ranks, layers, changes) -> None:
     """And latent and linear attention, blocks that differ, and experts over spread ranks."""
