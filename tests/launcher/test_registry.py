@@ -14,6 +14,7 @@ from launcher.tracking import gates, importer, registry
 from launcher.tracking import store as stores
 from launcher.workflows import evaluate, models
 from launcher.workflows import promote as workflow
+from tests.launcher.kit import finished_run, model_folder
 
 # Importing MLflow takes seconds.
 pytestmark = pytest.mark.long
@@ -27,36 +28,6 @@ gates:
   - task: suite.answers
     forbidden: ['hf_[A-Za-z0-9]{4,}']
 """
-
-
-def model_folder(folder: Path, size: int = 8) -> Path:
-    """A model folder that is whole: a header that promises what the file has."""
-    folder.mkdir(parents=True)
-    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-    weights = len(header).to_bytes(8, "little") + header + bytes(size)
-    (folder / "model.safetensors").write_bytes(weights)
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
-
-
-def finished_run(root: Path, number: int) -> Run:
-    """A run directory as a finished fine-tune leaves it."""
-    path = root / "runs" / f"20261122-10000{number}-demo-aaa{number}"
-    model_folder(path / "export")
-    jobs = {"run": path.name, "recipe": "demo", "site": "default", "jobs": [{"job_id": "local-1"}]}
-    (path / "submission.json").write_text(json.dumps(jobs))
-    status = {"job_id": "local-1", "state": "COMPLETED", "started": 0.0, "ended": 36.0, "gpus": 2}
-    (path / "status.json").write_text(json.dumps({**status, "attempt": 0}))
-    (path / "attempts.jsonl").write_text(json.dumps({**status, "cause": "finished"}) + "\n")
-    (path / "recipe.yaml").write_text("optimizer: {lr: 0.001}\nepochs: 3\n")
-    record = {"created": 1.0, "config_sha256": "c" * 64, "kit": {"commit": "abc", "diff": ""}}
-    record["data"] = [{"file": "/data/train.jsonl", "bytes": 10, "sha256": "d" * 64}]
-    (path / "provenance.json").write_text(json.dumps(record))
-    steps = ({"step": k, "time": float(k), "loss": 2.0 / k, "val_loss": None} for k in range(1, 6))
-    lines = "".join(json.dumps(step) + "\n" for step in steps)
-    (path / "metrics.jsonl").write_text(lines + '{"step": 6, "lo')
-    return Run(path)
 
 
 def evaluated(

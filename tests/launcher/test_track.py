@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.kit import Kit
-from tests.launcher.test_registry import finished_run
+from tests.launcher.kit import Kit, finished_run
 
 # Importing MLflow and W&B takes seconds.
 pytestmark = pytest.mark.long
