@@ -200,7 +200,7 @@ def goodput(run: Path) -> float:
 def undisturbed_losses(user: Kit, steps: int) -> dict[int, float]:
     """The first losses of a run that nothing happens to."""
     _, run = user.submit(*SHORT, *LONG)
-    deadline = time.time() + 600
+    deadline = time.time() + 1800
     while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < steps:
         if time.time() > deadline:
             sys.exit(f"the undisturbed run did not reach step {steps}")
