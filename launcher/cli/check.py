@@ -16,7 +16,7 @@ from launcher.checks.doctor.nodes import table
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.recipes import recipe as recipe_file
-from launcher.workflows import models
+from launcher.workflows import registered
 from launcher.workflows.submit import context, plan
 
 
@@ -42,7 +42,7 @@ def check(
     """
     site = sites.load(cluster)
     recipe = sites.complete(recipe_file.load(recipe_name, overrides, resources), site, local)
-    recipe = models.in_recipe(recipe, site)
+    recipe = registered.in_recipe(recipe, site)
     for line in recipe.notes:
         note(f"note: {line}")
     failed = _show(preflight.check(context(plan(recipe, site), local, on_nodes)), as_json)

@@ -14,6 +14,7 @@ from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
 from launcher.sizing import gpus
 from launcher.sizing.estimate import DEFAULT_MFU, Estimate, peak_gib
+from launcher.workflows import registered
 
 
 @click.command()
@@ -129,11 +130,8 @@ def estimate(
 
     Nothing is measured, nothing is started and no GPU is needed.
     """
-    # Imported late: the list of recipes needs no models.
-    from launcher.workflows import models
-
     site = sites.load(cluster)
-    recipe = models.in_recipe(recipe_file.load(recipe_name, overrides, resources), site)
+    recipe = registered.in_recipe(recipe_file.load(recipe_name, overrides, resources), site)
     network = network or site.network_gbits
     found = Estimate(recipe, site.root, gpu, mfu, network, compares=compare, traces=trace)
     parts: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from launcher.cli.runs import interruption_told
 from launcher.cli.status import watch_to_the_end
 from launcher.recipes import recipe as recipe_file
 from launcher.runs.directory import Run
-from launcher.workflows import models
+from launcher.workflows import registered
 from launcher.workflows import submit as workflow
 
 
@@ -54,7 +54,7 @@ def submit(
     site = sites.load(cluster)
     recipe = recipe_file.load(recipe_name, overrides, resources)
     recipe = sites.complete(recipe.profiled() if profile else recipe, site, local)
-    recipe = models.in_recipe(recipe, site)
+    recipe = registered.in_recipe(recipe, site)
     for line in recipe.notes:
         note(f"note: {line}")
     planned = workflow.plan(recipe, site, name)

@@ -3,13 +3,12 @@
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from launcher.checks.files import whole
 from launcher.errors import CookbookError, UnknownRun, UsageFault
-from launcher.recipes.recipe import Recipe
 from launcher.runs import directory
 from launcher.runs.directory import Run
 from launcher.runs.find import every, find
@@ -112,22 +111,6 @@ def registered(site: Site, uri: str) -> registry.Version:
     name, alias, number = found.groups()
     with stores.opened(_store(site), write=False) as client:
         return registry.version(client, name, alias or number)
-
-
-def in_recipe(recipe: Recipe, site: Site) -> Recipe:
-    """Return a recipe whose checkpoint_dir is a folder where it named models:/NAME@ALIAS."""
-    block = recipe.config.get("checkpointer")
-    given = block.get("checkpoint_dir") if isinstance(block, dict) else None
-    if not (isinstance(block, dict) and isinstance(given, str) and given.startswith("models:/")):
-        return recipe
-    model = resolve(site, given)
-    if model.is_adapter:
-        raise UsageFault(
-            f"checkpointer.checkpoint_dir: {given} is an adapter ({model.folder}), and a run "
-            "starts from whole weights: name a version whose run exported merged ones"
-        )
-    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": str(model.folder)}}
-    return replace(recipe, config=config)
 
 
 def _run_of(folder: Path) -> Run | None:

@@ -17,7 +17,7 @@ from launcher.runs import sweeps
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
-from launcher.workflows import models
+from launcher.workflows import registered
 from launcher.workflows.submit import PlannedRun, context, plan, start
 from runspec import files
 from runspec.keys.key import may_change
@@ -147,7 +147,7 @@ def _recipe(run: Run, changes: Changes, local: bool) -> Recipe:
     # Only a script's path counts from there.
     place = Path(str(origin)) if recipe.entry.own_code and origin else file
     recipe = sites.complete(replace(recipe, name=name, path=place), changes.site, local)
-    return models.in_recipe(recipe, changes.site)
+    return registered.in_recipe(recipe, changes.site)
 
 
 def _samples_per_step(recipe: Recipe, changes: Changes) -> int:

@@ -30,7 +30,7 @@ from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 from launcher.runs.sweeps import SweepDirectory
 from launcher.site import Site
-from launcher.workflows import models
+from launcher.workflows import registered
 from launcher.workflows.cancel import cancel
 from launcher.workflows.prepare import missing, prepare
 from launcher.workflows.submit import (
@@ -122,7 +122,7 @@ def plan_sweep(
         label = f"{sweep.name[:_LABEL]}-{cell.number:02d}"
         try:
             recipe = sites.complete(recipe_of(sweep, cell, overrides, options or {}), site, local)
-            recipe = models.in_recipe(recipe, site)
+            recipe = registered.in_recipe(recipe, site)
             found[cell.number] = plan(recipe, site, label, sweep_dir=path)
         except RecipeFault as error:
             for fault in error.faults:
