@@ -116,7 +116,7 @@ def test_sruns_word_of_ranks_that_do_not_end_is_read_once_it_is_whole(tmp_path: 
     [pytest.param([], marks=pytest.mark.long), pytest.param(["--local"], marks=pytest.mark.named)],
 )
 def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Undisturbed, where):
-    _, run = user.submit(*SHORT, "hang_timeout_s=5", *where)
+    _, run = user.submit(*SHORT, "hang_timeout_s=8", *where)
     trains(run)
     os.kill(rank(run, 1), signal.SIGSTOP)
     first, second = ended(user, run, "COMPLETED")
