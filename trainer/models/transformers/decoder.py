@@ -126,9 +126,14 @@ class TransformersDecoder(Decoder):
     def sizes(self) -> dict[str, int]:
         """What tensor parallelism divides."""
         heads = self.config.num_attention_heads
+        try:
+            shared = getattr(self.config, "num_key_value_heads", None)
+        except RuntimeError:
+            # transformers refuses to say for layers that differ (Gemma 4), which are not split.
+            shared = None
         return {
             "num_heads": heads,
-            "num_kv_heads": getattr(self.config, "num_key_value_heads", None) or heads,
+            "num_kv_heads": shared or heads,
             "intermediate_dim": self.config.intermediate_size,
         }
 
