@@ -44,7 +44,7 @@ def replicas(folder: Path) -> list[dict[str, Any]]:
 
 
 def replica_file(folder: Path, name: str) -> Path:
-    """Return the file in which a replica tells of itself."""
+    """Return the file of a replica's state and address."""
     return folder / BACKENDS / f"{name}.json"
 
 

@@ -141,9 +141,9 @@ await_controller() {
   done
 }
 
-# An order to end a step that did not reach a lost node is sent again a minute later. By then the job may
-# run anew, on that node and with steps that are counted from 0 again, and the order would end its ranks.
-# So every other time it is run, its attempts have odd numbers: they are not those of the time before.
+# Slurm sends an order to end a step again about a minute later if a lost node did not get it. By then
+# the requeued job may run on that node, with step numbers that start at 0 again, and the order would end
+# its ranks. So after every other requeue the first attempt is step 1 and not step 0.
 pass_over_a_step() {
   [ -z "${PASSED_OVER:-}" ] && PASSED_OVER=yes || return 0
   ((${SLURM_RESTART_COUNT:-0} % 2 == 0)) || answers 1 "${HOSTS%%,*}"
@@ -255,9 +255,9 @@ end_attempt() {
   fi
 }
 
-# Waits until Slurm has cleared up the step of the attempt that has ended. A controller that has died
-# may list for ever a step that ended long ago, with its CPUs: the next one starts beside it, once the
-# nodes have ended what may be left of the ranks. Sets OLD_STEPS, the ids of such steps.
+# Waits until Slurm has cleared up the step of the attempt that has ended. After a controller was
+# restarted it may go on listing a step that has ended, with its CPUs. Then the next attempt starts
+# beside it, after the nodes have ended any rank that is left. Sets OLD_STEPS, the ids of such steps.
 await_old_step() {
   local since=$SECONDS old
   while old=$(listed_steps | grep -vxF -e "${OLD_STEPS:--}"); do

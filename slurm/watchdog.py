@@ -189,14 +189,12 @@ def _wait(done: Callable[[], bool], seconds: float) -> bool:
 
 def _end(pid: int, logs: Path) -> None:
     """End srun and so the ranks: by TERM, which it passes on, else by KILL and by the nodes."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            return
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
         if _wait(lambda: process_start(pid) is None, END_S):
-            break
-    if number == signal.SIGKILL:
+            return
+        os.kill(pid, signal.SIGKILL)
+        _wait(lambda: process_start(pid) is None, END_S)
         (logs / files.END_RANKS).touch()
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -255,16 +256,6 @@ def _in_place_of_flex_attention(
     return found if return_lse else found[0]
 
 
-# As fused attention it keeps its three inputs, its output and the logarithm of each row's sum; it
-# computes nothing.
-@torch.library.custom_op("slurm_cookbook::traced_attention", mutates_args=())
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attention_sizes(query, key, value)
-
-
-@_attention.register_fake
 def _attention_sizes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,25 +265,7 @@ def _attention_sizes(
     return output, query.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-def _keep_attention(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-# An operator, too: a compiler that saw what it does would find that it needs no saved tensor.
-@torch.library.custom_op("slurm_cookbook::traced_attention_gradients", mutates_args=())
-def _attention_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    sums: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _attention_gradient_sizes(gradient, query, key, value, output, sums)
-
-
-@_attention_gradients.register_fake
-def _attention_gradient_sizes(
+def _gradient_sizes(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -301,6 +274,26 @@ def _attention_gradient_sizes(
     sums: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _operator(name: str, sizes: Callable[..., Any]) -> Any:
+    """An operator that computes nothing, and whose results have these sizes.
+
+    Compilers do not look into it: one that saw what the gradients' does would find that it needs
+    no saved tensor.
+    """
+    found = torch.library.custom_op(f"slurm_cookbook::{name}", sizes, mutates_args=())
+    found.register_fake(sizes)
+    return found
+
+
+# As fused attention it keeps its three inputs, its output and the logarithm of each row's sum.
+_attention = _operator("traced_attention", _attention_sizes)
+_attention_gradients = _operator("traced_attention_gradients", _gradient_sizes)
+
+
+def _keep_attention(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
 
 
 def _attention_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:

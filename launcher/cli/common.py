@@ -89,12 +89,13 @@ def runs_root(cluster: str | None) -> Path:
     return directory.runs_root(sites.load(cluster).root)
 
 
-def tell_submitted(run: "Run", as_json: bool) -> None:
-    """Print which run was started, as which job and where."""
+def tell_submitted(run: "Run", as_json: bool, **more: str) -> None:
+    """Print which run was started, as which job and where; more: what the JSON has besides."""
     from launcher.executors import title
 
     if as_json:
-        click.echo(json.dumps({"run": run.name, "job_id": run.job_id, "path": str(run.path)}))
+        told = {"run": run.name, "job_id": run.job_id, "path": str(run.path)}
+        click.echo(json.dumps({**told, **more}))
     else:
         click.echo(f"submitted {run.name} as {title(run.job_id)}")
         click.echo(f"  directory  {run.path}")

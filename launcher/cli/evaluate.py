@@ -9,7 +9,7 @@ import click
 from launcher import site as sites
 from launcher.checks import preflight
 from launcher.cli import common
-from launcher.cli.common import note
+from launcher.cli.common import note, tell_submitted
 from launcher.cli.runs import interruption_told
 from launcher.cli.status import watch_to_the_end
 from launcher.errors import RunFault, UsageFault
@@ -74,8 +74,7 @@ def evaluate(
         run = submission.submit(run_plan, checked, note)
     if not watch:
         if as_json:
-            told = {"run": run.name, "job_id": run.job_id, "path": str(run.path)}
-            click.echo(json.dumps(told))
+            tell_submitted(run, as_json)
         else:
             click.echo(f"submitted {run.name} as {title(run.job_id)}")
             click.echo(f"  the result  cookbook eval {model} --results")

@@ -1,6 +1,5 @@
 """cookbook query"""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -113,11 +112,8 @@ def _offline(
     checked = submission.context(planned, local)
     with interruption_told(Run(planned.path)):
         run = submission.submit(planned, checked, note)
-    told = {"run": run.name, "job_id": run.job_id, "path": str(run.path), "output": str(target)}
-    if as_json:
-        click.echo(json.dumps(told))
-    else:
-        common.tell_submitted(run, as_json)
+    common.tell_submitted(run, as_json, output=str(target))
+    if not as_json:
         click.echo(f"  answers    {target}, once it has ended")
     if watch:
         sys.exit(watch_to_the_end(run))

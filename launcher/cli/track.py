@@ -34,18 +34,17 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
     runs = [find(root, each) for each in wanted] if wanted else every(root)
     if not runs:
         raise UnknownRun(none_yet(root))
-    where = uri or site.tracking
-    store = stores.at(site.root, where)
+    store = stores.at(site.root, uri or site.tracking)
     done = []
-    for name, words in _imported(store, where, dict.fromkeys(runs)):
+    for name, words in _imported(store, dict.fromkeys(runs)):
         done.append({"run": name, "done": words})
         if words.startswith("passed over"):
             note(f"{name}: {words}")
         elif not as_json:
             click.echo(f"{name}: {words}")
     if as_json:
-        click.echo(json.dumps({"uri": where or store.uri, "runs": done}, indent=1))
-    elif weights_and_biases.is_meant(where):
+        click.echo(json.dumps({"uri": store.wandb or store.uri, "runs": done}, indent=1))
+    elif store.wandb:
         if folder := weights_and_biases.offline(store):
             note(f"upload them with: wandb sync {folder}/offline-run-*")
     elif store.embedded:
@@ -53,12 +52,10 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
         note(f"look at them with: {serve}")
 
 
-def _imported(
-    store: stores.Store, where: str | None, runs: Iterable[Run]
-) -> Iterator[tuple[str, str]]:
+def _imported(store: stores.Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
     """Write runs; yield each one's name and what was done."""
-    if where and weights_and_biases.is_meant(where):
-        yield from weights_and_biases.import_runs(store, where, runs)
+    if store.wandb:
+        yield from weights_and_biases.import_runs(store, runs)
         return
     with stores.opened(store) as client:
         yield from importer.import_runs(client, store, runs)
@@ -72,7 +69,7 @@ def track_at_the_end(runs: Iterable[Run]) -> None:
         if not wanted:
             continue
         try:
-            for name, words in _imported(stores.at(site.root, str(wanted)), str(wanted), [run]):
+            for name, words in _imported(stores.at(site.root, str(wanted)), [run]):
                 note(f"tracking: {name} {words}")
         except CookbookError as error:
             # The run's own end counts; it can be imported at any time.

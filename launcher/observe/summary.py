@@ -84,17 +84,9 @@ def _limit(run: Run, state: State, limit: str | None) -> str:
     """Say the job's time limit, and how much of it is left to a job that runs."""
     if not limit:
         return ""
-    began, text = run.status.get("started"), f", time limit {limit}"
-    if state.word != "RUNNING" or not isinstance(began, int | float):
+    text = f", time limit {limit}"
+    if state.word != "RUNNING" or (began := run.job_began) is None:
         return text
-    # Earlier attempts of the same job have used some of it.
-    same = [run.own_status.get(key) for key in ("job_id", "restart_count")]
-    begins = [
-        each.get("started")
-        for each in run.attempts
-        if [each.get("job_id"), each.get("restart_count")] == same
-    ]
-    began = min([began, *(each for each in begins if isinstance(each, int | float))])
     try:
         left = began + time_limit_s(limit) - time.time()
     except (CookbookError, ValueError):

@@ -140,6 +140,18 @@ class Run:
         return status if jobs and _same_job(jobs[-1], status) else {}
 
     @property
+    def job_began(self) -> float | None:
+        """When the job of the newest attempt began, with the first of its attempts.
+
+        A job that went back into the queue begins anew.
+        """
+        status, keys = self.status, ("job_id", "restart_count")
+        job = [status.get(key) for key in keys]
+        own = [each for each in self.attempts if [each.get(key) for key in keys] == job]
+        began = [each.get("started") for each in (*own, status)]
+        return min((each for each in began if isinstance(each, int | float)), default=None)
+
+    @property
     def sweep(self) -> str | None:
         """The name of the sweep that it is part of."""
         name = self.submission.get("sweep")

@@ -10,7 +10,7 @@ Each function is of one layer, in a step whose model has such layers alone: `Ste
 from __future__ import annotations
 
 from launcher.sizing.step_config import FP32, StepConfig
-from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED
+from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Experts, Latent, Linear
 
 # Tokens that linear attention takes at a time: transformers' torch_chunk_gated_delta_rule.
 CHUNK = 64
@@ -29,15 +29,15 @@ def saved_by_layer(step: StepConfig) -> float:
     t, d = step.tokens, shape.dim
     saved = shape.norms * _norm_bytes(step) * t * d / tp
     if shape.linear:
-        saved += _saved_by_linear_attention(step)
+        saved += _saved_by_linear_attention(step, shape.linear)
     elif shape.latent:
-        saved += _saved_by_latent_attention(step)
+        saved += _saved_by_latent_attention(step, shape.latent)
     else:
         saved += _saved_by_attention(step)
     if shape.experts is None:
         saved += e * t * d * step.trains(*MLP[:2]) + _saved_by_mlp(step, shape.intermediate)
     else:
-        saved += _saved_by_experts(step)
+        saved += _saved_by_experts(step, shape.experts)
     return saved + _saved_by_adapters(step)
 
 
@@ -69,14 +69,13 @@ def _saved_by_attention(step: StepConfig) -> float:
     return saved
 
 
-def _saved_by_latent_attention(step: StepConfig) -> float:
+def _saved_by_latent_attention(step: StepConfig, latent: Latent) -> float:
     """Besides attention's own: both latents before and behind their norms.
 
     Keys are made of two parts, and values are a part of a product, all of which stays.
     """
     shape, e, t = step.shape, step.element_bytes, step.tokens
-    latent, heads = shape.latent, shape.heads
-    assert latent is not None
+    heads = shape.heads
     saved: float = e * t * shape.dim * step.trains("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
     saved += _norm_bytes(step) * t * (latent.queries + latent.keys)
     saved += e * t * latent.queries * step.trains("q_b_proj")
@@ -87,7 +86,7 @@ def _saved_by_latent_attention(step: StepConfig) -> float:
     return saved + e * t * (2 * shape.query_width + product + shape.value_width) + FP32 * t * heads
 
 
-def _saved_by_linear_attention(step: StepConfig) -> float:
+def _saved_by_linear_attention(step: StepConfig, linear: Linear) -> float:
     """transformers' own code of the gated delta rule, in fp32 and chunk by chunk.
 
     Inputs before the convolution, before and behind its activation; queries and keys before their
@@ -96,8 +95,6 @@ def _saved_by_linear_attention(step: StepConfig) -> float:
     its gate and their product.
     """
     shape, e, t = step.shape, step.element_bytes, step.tokens
-    linear = shape.linear
-    assert linear is not None
     key, value = linear.value_heads * linear.key, linear.value_width
     saved: float = e * t * shape.dim * step.trains(*(name for name, _ in linear.parts))
     saved += e * t * (3 * linear.mixed + value)
@@ -116,13 +113,13 @@ def _saved_by_mlp(step: StepConfig, width: int, prefix: str = "") -> float:
 
 
 def expert_rows(step: StepConfig) -> float:
-    """Rows that the experts of a rank take, if each expert has as many."""
+    """Rows that the experts of a rank take, if each expert has as many; 0 without experts."""
     experts = step.shape.experts
-    assert experts is not None
-    return step.tokens / step.layout.tensor_parallel * experts.active
+    active = experts.active if experts else 0
+    return step.tokens / step.layout.tensor_parallel * active
 
 
-def _saved_by_experts(step: StepConfig) -> float:
+def _saved_by_experts(step: StepConfig, experts: Experts) -> float:
     """The experts' inputs in their order, as a dense MLP's rows from there on, and their outputs.
 
     The outputs stay, as the router's weights are multiplied with them. Each row has two numbers of
@@ -130,8 +127,7 @@ def _saved_by_experts(step: StepConfig) -> float:
     is trained, in fp32 if it computes so.
     """
     shape, e, tp = step.shape, step.element_bytes, step.layout.tensor_parallel
-    experts, rows, t = shape.experts, expert_rows(step), step.tokens / tp
-    assert experts is not None
+    rows, t = expert_rows(step), step.tokens / tp
     width, d = experts.intermediate, shape.dim
     # Experts with a bias cap their gate and have an activation of their own. Those that are spread
     # over ranks are outside of what is compiled, as is the exchange of rows.
@@ -228,7 +224,7 @@ def forward_working(step: StepConfig) -> float:
     width, kept = e * t * shape.dim, step.checkpointing == "none"
     if shape.experts is not None:
         rows = e * expert_rows(step)
-        inside = (1 + 2 * (not kept)) * rows * shape.dim + _weighted_rows(step)
+        inside = (1 + 2 * (not kept)) * rows * shape.dim + _weighted_rows(step, shape.experts)
         inside += 0 if kept else rows * shape.experts.intermediate
         return inside + 2 * width / tp + dequantised(step)
     inside = e * t * shape.intermediate / tp
@@ -238,13 +234,10 @@ def forward_working(step: StepConfig) -> float:
     return max(at_product, at_scatter) + 2 * width / tp + dequantised(step)
 
 
-def _weighted_rows(step: StepConfig) -> float:
+def _weighted_rows(step: StepConfig, experts: Experts) -> float:
     """The experts' outputs times the router's weights, which may be in fp32."""
-    experts = step.shape.experts
-    assert experts is not None
-    return (
-        (FP32 if experts.wide_router else step.element_bytes) * expert_rows(step) * step.shape.dim
-    )
+    number_bytes = FP32 if experts.wide_router else step.element_bytes
+    return number_bytes * expert_rows(step) * step.shape.dim
 
 
 def backward_working(step: StepConfig) -> float:
@@ -256,7 +249,8 @@ def backward_working(step: StepConfig) -> float:
     entry = e * t * shape.dim / tp
     if shape.experts is not None:
         rows, width = e * expert_rows(step), shape.experts.intermediate
-        outputs = 2 * _weighted_rows(step) + (rows * shape.dim if shape.experts.wide_router else 0)
+        outputs = 2 * _weighted_rows(step, shape.experts)
+        outputs += rows * shape.dim if shape.experts.wide_router else 0
         inside = rows * (2 * shape.dim + width) + dequantised(step)
         return max(outputs, inside) + 2 * entry
     working = 2 * e * t * shape.intermediate / tp + 2 * entry + dequantised(step)

@@ -6,6 +6,7 @@ The importers of MLflow and of W&B write the same facts.
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from launcher.errors import CookbookError
@@ -14,7 +15,7 @@ from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 from runspec import files
 
-ARTEFACTS = (files.RECIPE, files.JOB_SCRIPT, files.PROVENANCE, files.ATTEMPTS, files.SAMPLES)
+_ARTEFACTS = (files.RECIPE, files.JOB_SCRIPT, files.PROVENANCE, files.ATTEMPTS, files.SAMPLES)
 # Fields of a logged step that are no measurement.
 _NOT_METRICS = ("step", "time", "epoch_step", "attempt")
 
@@ -35,11 +36,20 @@ def each(runs: Iterable[Run], write: Callable[[Run, State], str]) -> Iterator[tu
         yield run.name, done
 
 
+def artefacts(run: Run) -> list[Path]:
+    """Return the files of a run that tracking keeps, and its evaluations in their folder."""
+    kept = [path for name in _ARTEFACTS if (path := run.path / name).is_file()]
+    return [*kept, *_evaluation_files(run)]
+
+
+def _evaluation_files(run: Run) -> list[Path]:
+    return sorted((run.path / files.EVALS).glob("*.json"))
+
+
 def fingerprint(run: Run, state: State) -> str:
     """Return what changes whenever there is something new to import."""
     seen = [state.word]
-    evals = sorted((run.path / files.EVALS).glob("*.json"))
-    for path in [run.path / files.METRICS, run.path / files.STATUS, *evals]:
+    for path in [run.path / files.METRICS, run.path / files.STATUS, *_evaluation_files(run)]:
         try:
             found = path.stat()
         except OSError:
@@ -70,7 +80,7 @@ def outcomes(run: Run, state: State) -> dict[str, float]:
 
 def evaluations(run: Run) -> Iterator[tuple[str, float, float]]:
     """Yield name, value and time of each figure of the run's evaluations."""
-    for path in sorted((run.path / files.EVALS).glob("*.json")):
+    for path in _evaluation_files(run):
         result = files.read_json_or_none(path)
         if isinstance(result, dict):
             for name, value in figures(result).items():

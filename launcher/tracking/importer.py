@@ -53,11 +53,8 @@ def _import(client: Any, store: Store, run: Run, state: State) -> str:
     metrics = list(_metrics(run, state))
     for begin in range(0, len(metrics), _METRICS):
         client.log_batch(run_id, metrics=metrics[begin : begin + _METRICS])
-    for name in facts.ARTEFACTS:
-        if (run.path / name).is_file():
-            client.log_artifact(run_id, str(run.path / name))
-    for path in sorted((run.path / files.EVALS).glob("*.json")):
-        client.log_artifact(run_id, str(path), files.EVALS)
+    for path in facts.artefacts(run):
+        client.log_artifact(run_id, str(path), files.EVALS if path.parent != run.path else None)
     if new:
         _lineage(client, run_id, run)
     for key, value in {**facts.tags(run, state), **changed, "cookbook.imported": mark}.items():

@@ -22,10 +22,14 @@ _INSTALL = "bash setup.sh --with mlflow"
 
 @dataclass(frozen=True)
 class Store:
-    """Where tracking lies: folder holds the kit's own files of it, uri is what MLflow opens."""
+    """Where tracking lies: folder holds the kit's own files of it, uri is what MLflow opens.
+
+    wandb: the setting that names W&B, such as wandb:ENTITY/PROJECT; "" if runs go to MLflow.
+    """
 
     folder: Path
     uri: str
+    wandb: str = ""
 
     @property
     def embedded(self) -> bool:
@@ -62,9 +66,10 @@ def at(root: Path, given: str | None = None) -> Store:
     folder, where = root / "tracking", given or "mlflow"
     if not KINDS["tracker"].test(where):
         raise UsageFault(f"tracking: {given!r} is not {KINDS['tracker'].words}")
-    if where == "mlflow" or where.startswith("wandb"):
-        return Store(folder, f"sqlite:///{folder / 'mlflow.db'}")
-    return Store(folder, where)
+    beside = f"sqlite:///{folder / 'mlflow.db'}"
+    if where.startswith("wandb"):
+        return Store(folder, beside, where)
+    return Store(folder, beside if where == "mlflow" else where)
 
 
 @contextmanager

@@ -23,26 +23,20 @@ _INSTALL = "bash setup.sh --with wandb"
 _WRITTEN = "wandb.json"
 
 
-def is_meant(where: str | None) -> bool:
-    """Return whether a tracking setting names W&B, such as wandb or wandb:ENTITY/PROJECT."""
-    return str(where or "").partition(":")[0] == "wandb"
-
-
 def offline(store: Store) -> Path | None:
     """Return the folder of what `wandb sync` has to upload, None if W&B is reached directly."""
     return store.folder / "wandb" if os.environ.get("WANDB_MODE") == "offline" else None
 
 
-def import_runs(store: Store, where: str, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
+def import_runs(store: Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
     """Write runs to W&B; yield each run's name and what was done or why not.
 
-    Args:
-        where: the tracking setting; wandb alone makes a project per recipe.
+    Where the setting names no project, each recipe has one.
 
     Raises:
         StoreFault: W&B is not installed, nobody is logged in, or it does not answer.
     """
-    entity, _, project = where.partition(":")[2].rpartition("/")
+    entity, _, project = store.wandb.partition(":")[2].rpartition("/")
     with written_by_one(store.folder), _told():
         wandb = _module()
         seen = files.read_json_or_none(store.folder / _WRITTEN)
@@ -129,8 +123,6 @@ def _write(opened: Any, run: Run, state: State, last: int) -> tuple[int, int]:
     figures = facts.outcomes(run, state)
     figures |= {name: value for name, value, _ in facts.evaluations(run)}
     opened.summary.update(figures)
-    kept = [run.path / name for name in facts.ARTEFACTS]
-    for path in [*kept, *sorted((run.path / files.EVALS).glob("*.json"))]:
-        if path.is_file():
-            opened.save(str(path), base_path=str(run.path), policy="now")
+    for path in facts.artefacts(run):
+        opened.save(str(path), base_path=str(run.path), policy="now")
     return last, count + len(figures)

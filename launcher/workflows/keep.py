@@ -81,25 +81,11 @@ def _near(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
     starts = {str(each.get("run")): float(each.get("start_s") or 0) for each in endpoint.replicas}
     found = {}
     for run in runs:
-        limit, began = run.asked["time"], _began(run)
-        if not limit or began is None:
+        limit, began = run.asked["time"], run.job_began
+        if not limit or began is None or run.status.get("state") != "RUNNING":
             continue
         whole = time_limit_s(limit)
         left = whole - (time.time() - began)
         if left < min(_LEAD_S + 2 * starts.get(run.name, 0.0), whole / 2):
             found[run.name] = max(0.0, left)
     return found
-
-
-def _began(run: Run) -> float | None:
-    """Return when a run's job began, None if it does not run: with its first attempt.
-
-    A job that went back into the queue begins anew.
-    """
-    status = run.status
-    if status.get("state") != "RUNNING":
-        return None
-    job = [status.get(key) for key in ("job_id", "restart_count")]
-    own = [a for a in run.attempts if [a.get(key) for key in ("job_id", "restart_count")] == job]
-    began = [each.get("started") for each in (*own, status)]
-    return min((each for each in began if isinstance(each, int | float)), default=None)
