@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import attention, lora, nf4
 from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
-from trainer.models.transformers import experts, rope
+from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.attention import Observer
 from trainer.models.transformers.names import HubNames
 from trainer.storage.weights import SafetensorsSource, named_parameters
@@ -71,8 +70,8 @@ class TransformersDecoder(Decoder):
         self.packs = not self._linear
         self._check_parts(base)
         self.output_softcap = getattr(self.config, "final_logit_softcapping", None)
-        self.output_multiplier = _multiplier(self.config)
-        self._check_head(causal)
+        self.output_multiplier = head.multiplier(self.config)
+        self._refuse(head.faults(causal, self._prefix, self.output_multiplier, self.output_softcap))
         self.add_module(self._prefix, base)
         self.final_norm, base.norm = base.norm, nn.Identity()
         self.lm_head = None if self.config.tie_word_embeddings else causal.lm_head
@@ -251,25 +250,6 @@ class TransformersDecoder(Decoder):
             what = "experts that are stored" if ".experts." in deep[0] else "weights"
             lacks.append(f"it has {what} in a way that is not supported yet ({deep[0]})")
         self._refuse(lacks)
-
-    def _check_head(self, causal: PreTrainedModel) -> None:
-        """Compare what the class makes of hidden states with what `unembed` makes of them."""
-        if getattr(causal.lm_head, "bias", None) is not None:
-            self._refuse(["its output layer has a bias, which is not supported yet"])
-        hidden = torch.linspace(-40, 40, 24, device="cpu", dtype=torch.float32).view(1, 6, 4)
-        tokens = torch.zeros(1, 6, dtype=torch.int64, device="cpu")
-        parts = dict(causal._modules)
-        causal._modules |= {self._prefix: _Given(hidden), "lm_head": nn.Identity()}
-        try:
-            with torch.device("cpu"), torch.no_grad():
-                found = causal(input_ids=tokens).logits.float()
-        finally:
-            causal._modules.update(parts)
-        expected = hidden if self.output_multiplier is None else hidden * self.output_multiplier
-        if self.output_softcap is not None:
-            expected = torch.tanh(expected / self.output_softcap) * self.output_softcap
-        if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
-            self._refuse(["its class changes the logits in a way that is not known here"])
 
     def _observed_roles(self) -> dict[str, Role]:
         """Run a forward pass without data; give attention layers theirs, and modules their roles.
@@ -455,31 +435,6 @@ def _held_buffers(base: nn.Module, causal: PreTrainedModel) -> list[str]:
         if last in kept:
             buffers[last] = buffers[last].float()
     return [f"{prefix}.{name}" for name in names]
-
-
-class _Given(nn.Module):
-    """Stands for a base model, and returns these hidden states."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self._hidden = hidden
-
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return _Output(last_hidden_state=self._hidden)
-
-
-class _Output(BaseModelOutputWithPast):
-    """None for whatever else a class may look for, such as a router's logits."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _multiplier(config: Any) -> float | None:
-    """What a class multiplies its logits with, under the names that the classes have for it."""
-    divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
-    found = factor if divisor is None else 1 / divisor
-    return None if found is None or math.isclose(found, 1) else found
 
 
 def _keep_input(kept: dict, name: str) -> Callable[..., None]:
