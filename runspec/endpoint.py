@@ -19,7 +19,7 @@ from runspec.states import process_start
 
 ENDPOINT, KEY, GATEWAY, SHARES = "endpoint.json", "key", "gateway.json", "shares.json"
 BACKENDS, REQUESTS = "backends", "requests"
-# A replica renews its file every second or so; one that does not is gone.
+# A replica renews its file every second or so, a gateway every few; one that does not is gone.
 STALE_S = 20.0
 
 
@@ -61,10 +61,12 @@ def gateway(folder: Path) -> dict[str, Any] | None:
     found = files.read_json_or_none(folder / GATEWAY)
     if not isinstance(found, dict):
         return None
-    here = found.get("host") == socket.gethostname()
-    if here and process_start(int(found["pid"])) != found.get("process_start"):
-        return None
-    return found
+    if found.get("host") != socket.gethostname():
+        renewed = found.get("time")
+        alive = isinstance(renewed, int | float) and time.time() - renewed < STALE_S
+    else:
+        alive = process_start(int(found["pid"])) == found.get("process_start")
+    return found if alive else None
 
 
 def address(folder: Path) -> str | None:

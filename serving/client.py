@@ -30,6 +30,10 @@ class Refused(Exception):
     """The endpoint refuses a request, or does not answer; the text says why."""
 
 
+class BrokenOff(Refused):
+    """A stream ended before its answer did; what came of it is printed already."""
+
+
 class Client:
     """Asks an endpoint; its address is read again before every try."""
 
@@ -67,6 +71,8 @@ class Client:
                         raise Refused(reason)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = f"it does not answer ({type(error).__name__})"
+            except BrokenOff:
+                raise
             except Refused:
                 if reason:
                     raise
@@ -83,16 +89,23 @@ async def _whole(answer: aiohttp.ClientResponse) -> str:
 
 
 async def _streamed(answer: aiohttp.ClientResponse) -> str:
-    texts = []
-    async for line in answer.content:
-        text = line.decode("utf-8", errors="replace").strip()
-        if not text.startswith("data:") or text.endswith("[DONE]"):
-            continue
-        for choice in json.loads(text[5:]).get("choices") or []:
-            piece = (choice.get("delta") or {}).get("content")
-            if piece:
-                print(piece, end="", flush=True)
-                texts.append(piece)
+    """Print an answer as it comes, and return it; BrokenOff if a part of it is missing."""
+    texts: list[str] = []
+    try:
+        async for line in answer.content:
+            text = line.decode("utf-8", errors="replace").strip()
+            if not text.startswith("data:") or text.endswith("[DONE]"):
+                continue
+            for choice in json.loads(text[5:]).get("choices") or []:
+                piece = (choice.get("delta") or {}).get("content")
+                if piece:
+                    print(piece, end="", flush=True)
+                    texts.append(piece)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        if not texts:
+            raise  # nothing is printed yet: it is asked again
+        print(flush=True)
+        raise BrokenOff("the answer broke off: the replica went away; ask again") from error
     print(flush=True)
     return "".join(texts)
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from runspec.endpoint import ENDPOINT, GATEWAY
 from runspec.keys.serve import SERVE
 from runspec.states import process_start
 from serving import backends
+
+# How often its file says that it lives; runspec.endpoint.STALE_S is some times as long.
+_RENEWED_S = 5.0
 
 
 async def run(folder: Path, port: int, host: str) -> int:
@@ -50,11 +54,23 @@ async def run(folder: Path, port: int, host: str) -> int:
     url = f"http://{host}:{runner.addresses[0][1]}"
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     facts["process_start"] = process_start(os.getpid())
-    files.write_json(folder / GATEWAY, facts, mode=0o600)
+
+    files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
+    renewed = time.monotonic()
+
+    def look() -> list[backends.Backend]:
+        """Read the replicas' files, and renew the gateway's own: other hosts go by its time."""
+        nonlocal renewed
+        if time.monotonic() - renewed >= _RENEWED_S and _is_of(folder, facts):
+            renewed = time.monotonic()
+            with suppress(OSError):
+                files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
+        return pool.refresh()
+
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
         # Beside the requests: a shared filesystem may take its time.
-        await pool.dismiss(await asyncio.to_thread(pool.refresh))
+        await pool.dismiss(await asyncio.to_thread(look))
         try:
             await asyncio.wait_for(ended.wait(), 0.5)
         except TimeoutError:
@@ -63,8 +79,15 @@ async def run(folder: Path, port: int, host: str) -> int:
     while proxy.metrics.in_flight and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
     await runner.cleanup()
-    (folder / GATEWAY).unlink(missing_ok=True)
+    if _is_of(folder, facts):
+        (folder / GATEWAY).unlink(missing_ok=True)
     return 0
+
+
+def _is_of(folder: Path, facts: dict[str, Any]) -> bool:
+    """Whether gateway.json is this gateway's, and not that of one that took its place."""
+    found = files.read_json_or_none(folder / GATEWAY)
+    return isinstance(found, dict) and all(found.get(k) == facts[k] for k in ("host", "started"))
 
 
 def main() -> int:

@@ -202,26 +202,39 @@ def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield the requests since a time, those in living journals too; each request once.
 
     One that was asked again, of another replica after the loss of the first, is in two logs: what
-    was answered counts.
+    was answered counts. Texts are read in batches: only the requests' ids are kept in memory.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for row in _rows(folder):
-        before = found.get(row["request_id"])
-        if before is None or _worth(row) > _worth(before):
-            found[row["request_id"]] = row
-    yield from (row for row in found.values() if (row["time"] or 0) >= since)
+    recover(folder)
+    # The journals first: one that becomes Parquet meanwhile is then read twice, and not missed.
+    living = list(_living(folder))
+    written = sorted(folder.glob("requests-*.parquet"))
+    best: dict[str, tuple[int, int]] = {}
+    for place, row in _numbered(living, written, ["request_id", "status"]):
+        worth = 2 if row["status"] == 200 else 1 if row["status"] else 0
+        if worth > best.get(row["request_id"], (-1, 0))[0]:
+            best[row["request_id"]] = (worth, place)
+    for place, row in _numbered(living, written, list(COLUMNS)):
+        if best[row["request_id"]][1] == place and (row["time"] or 0) >= since:
+            yield row
 
 
-def _worth(row: Mapping[str, Any]) -> int:
-    return 2 if row["status"] == 200 else 1 if row["status"] else 0
-
-
-def _rows(folder: Path) -> Iterator[dict[str, Any]]:
+def _numbered(
+    living: list[dict[str, Any]], written: list[Path], columns: list[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of Parquet files, and those of living journals, with a number each."""
     import pyarrow.parquet as pq
 
-    recover(folder)
-    for path in sorted(folder.glob("requests-*.parquet")):
-        yield from pq.read_table(path).to_pylist()
+    place = 0
+    for path in written:
+        for batch in pq.ParquetFile(path).iter_batches(1024, columns=columns):
+            for row in batch.to_pylist():
+                yield place, row
+                place += 1
+    yield from enumerate(living, place)
+
+
+def _living(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the journals of living processes, as Parquet has them."""
     for path in sorted(folder.glob("journal-*.jsonl")):
         with suppress(FileNotFoundError):
             for row in rows_of(path):

@@ -30,6 +30,10 @@ ID = "X-Request-Id"
 CONNECT_S = 3
 
 
+class _BrokenOff(ConnectionResetError):
+    """A replica went away when a part of its answer was passed on already."""
+
+
 class Pool(Protocol):
     """Where requests may go."""
 
@@ -168,8 +172,9 @@ class Proxy:
         except asyncio.CancelledError:
             told.status = 499  # the client hung up
             raise
-        except (ConnectionResetError, aiohttp.ClientConnectionResetError):
-            told.status = 499
+        except (ConnectionResetError, aiohttp.ClientConnectionResetError) as error:
+            # 502: the replica went away in the middle of a stream.
+            told.status = 502 if isinstance(error, _BrokenOff) else 499
             raise
         finally:
             self.metrics.in_flight -= 1
@@ -245,11 +250,10 @@ class Proxy:
                 backend.failed_at = time.monotonic()
                 if sent is not None:
                     # A part is sent: the client must see that the rest is missing.
-                    told.status = 502
                     with suppress(OSError):
                         if request.transport is not None:
                             request.transport.abort()
-                    raise ConnectionResetError("the replica went away") from error
+                    raise _BrokenOff("the replica went away") from error
                 reason = f"a replica does not answer ({type(error).__name__})"
             finally:
                 backend.in_flight -= 1

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,52 +21,73 @@ _SOME, _MUCH = 0.1, 0.25
 
 def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dict[str, Any]:
     """Return the figures of logged requests; drift is against the texts of the training files."""
-    rows = list(rows)
-    good = [row for row in rows if row["status"] == 200]
-    statuses = Counter(str(row["status"]) for row in rows)
-    times = [row["time"] for row in rows if row["time"] is not None]
-    span = max(times) - min(times) if len(times) > 1 else 0.0
-    per_token = [
-        (row["latency_s"] - row["first_token_s"]) / (row["answer_tokens"] - 1)
-        for row in good
-        if row["stream"] and row["first_token_s"] is not None and (row["answer_tokens"] or 0) > 1
-    ]
-    streams = [row["first_token_s"] for row in good if row["stream"]]
-    answer_tokens = sum(row["answer_tokens"] or 0 for row in good)
+    statuses: Counter[str] = Counter()
+    models: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    times: list[float] = []
+    latencies, first_tokens, per_token = array("d"), array("d"), array("d")
+    asked, said = Texts(), Texts()
+    for row in rows:
+        statuses[str(row["status"])] += 1
+        models[row["model"]] += 1
+        if row["time"] is not None:
+            times = [min([row["time"], *times]), max([row["time"], *times])]
+        if row["status"] != 200:
+            continue
+        latencies.append(row["latency_s"])
+        for kind in ("prompt_tokens", "answer_tokens"):
+            tokens[kind] += row[kind] or 0
+        if row["stream"] and row["first_token_s"] is not None:
+            first_tokens.append(row["first_token_s"])
+            if (row["answer_tokens"] or 0) > 1:
+                rest = row["latency_s"] - row["first_token_s"]
+                per_token.append(rest / (row["answer_tokens"] - 1))
+        if training:
+            asked.add(_last(row["messages"]))
+            said.add(row["answer"] or "")
+    count, span = statuses.total(), times[1] - times[0] if times else 0.0
     found: dict[str, Any] = {
-        "requests": len(rows),
+        "requests": count,
         "status": dict(statuses),
         "unfinished": statuses.get("0", 0),
-        "errors": sum(count for code, count in statuses.items() if int(code) >= 500),
+        "errors": sum(each for code, each in statuses.items() if int(code) >= 500),
         "seconds": span,
-        "requests_per_s": len(rows) / span if span else None,
-        "prompt_tokens": sum(row["prompt_tokens"] or 0 for row in good),
-        "answer_tokens": answer_tokens,
-        "answer_tokens_per_s": answer_tokens / span if span else None,
-        "latency_s": _quantiles([row["latency_s"] for row in good]),
-        "first_token_s": _quantiles([each for each in streams if each is not None]),
+        "requests_per_s": count / span if span else None,
+        "prompt_tokens": tokens["prompt_tokens"],
+        "answer_tokens": tokens["answer_tokens"],
+        "answer_tokens_per_s": tokens["answer_tokens"] / span if span else None,
+        "latency_s": _quantiles(latencies),
+        "first_token_s": _quantiles(first_tokens),
         "per_token_s": _quantiles(per_token),
-        "models": dict(Counter(row["model"] for row in rows)),
+        "models": dict(models),
     }
-    if training and good:
+    if training and asked.lengths:
         questions, answers = _training(training)
-        asked = [_last(row["messages"]) for row in good]
-        said = [row["answer"] or "" for row in good]
-        found["drift"] = {
-            "input": drift(questions, asked),
-            "output": drift(answers, said),
-        }
+        found["drift"] = {"input": drift(questions, asked), "output": drift(answers, said)}
     return found
 
 
-def _quantiles(values: list[float]) -> dict[str, float | None]:
+class Texts:
+    """What drift needs of texts: their lengths in words, and how often each word comes."""
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self.lengths, self.words = array("l"), Counter[str]()
+        for text in texts:
+            self.add(text)
+
+    def add(self, text: str) -> None:
+        self.lengths.append(len(text.split()))
+        self.words.update(text.lower().split())
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float | None]:
     return {name: quantile(values, share) for name, share in _SHARES}
 
 
 _SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 
 
-def drift(before: Sequence[str], now: Sequence[str]) -> dict[str, Any]:
+def drift(before: Texts, now: Texts) -> dict[str, Any]:
     """Compare texts with those of the training set.
 
     Returns:
@@ -73,11 +95,11 @@ def drift(before: Sequence[str], now: Sequence[str]) -> dict[str, Any]:
         words_js: Jensen-Shannon distance of the words' frequencies, 0 to 1.
         unknown_words: share of the words that the training set does not have.
     """
-    if not before or not now:
+    if not before.lengths or not now.lengths:
         return {}
-    old, new = Counter(_words(before)), Counter(_words(now))
+    old, new = before.words, now.words
     unknown = sum(count for word, count in new.items() if word not in old)
-    psi = _psi([len(text.split()) for text in before], [len(text.split()) for text in now])
+    psi = _psi(before.lengths, now.lengths)
     return {
         "length_psi": round(psi, 4),
         "words_js": round(_jensen_shannon(old, new), 4),
@@ -86,16 +108,11 @@ def drift(before: Sequence[str], now: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _words(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield from text.lower().split()
-
-
-def _psi(before: list[int], now: list[int]) -> float:
+def _psi(before: Sequence[int], now: Sequence[int]) -> float:
     ordered = sorted(before)
     edges = sorted({ordered[min(len(ordered) - 1, k * len(ordered) // 10)] for k in range(1, 10)})
 
-    def spread(values: list[int]) -> list[float]:
+    def spread(values: Sequence[int]) -> list[float]:
         counts = [0] * (len(edges) + 1)
         for value in values:
             counts[sum(value > edge for edge in edges)] += 1
@@ -124,21 +141,22 @@ def _last(messages: Any) -> str:
         return ""
 
 
-def _training(names: Sequence[str]) -> tuple[list[str], list[str]]:
+def _training(names: Sequence[str]) -> tuple[Texts, Texts]:
     """Return the questions and the answers of training files."""
-    questions, answers = [], []
+    questions, answers = Texts(), Texts()
     for name in names:
-        for line in Path(name).read_text(encoding="utf-8").splitlines():
-            row = json.loads(line) if line.strip() else {}
-            if isinstance(row.get("messages"), list):
-                questions.append(_last(row["messages"]))
-                answers.append(str(row["messages"][-1].get("content", "")))
-                continue
-            texts = [value for value in row.values() if isinstance(value, str)]
-            known = [row[key] for key in ("question", "prompt", "instruction") if key in row]
-            if texts:
-                questions.append(str((known or texts)[0]))
-                answers.append(str(row.get("answer", row.get("output", texts[-1]))))
+        with open(name, encoding="utf-8") as file:
+            for line in file:
+                row = json.loads(line) if line.strip() else {}
+                if isinstance(row.get("messages"), list):
+                    questions.add(_last(row["messages"]))
+                    answers.add(str(row["messages"][-1].get("content", "")))
+                    continue
+                texts = [value for value in row.values() if isinstance(value, str)]
+                known = [row[key] for key in ("question", "prompt", "instruction") if key in row]
+                if texts:
+                    questions.add(str((known or texts)[0]))
+                    answers.add(str(row.get("answer", row.get("output", texts[-1]))))
     return questions, answers
 
 
@@ -174,11 +192,11 @@ def main() -> int:
     parser.add_argument("--training-data", action="append", default=[])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = list(journal.read(options.folder / endpoints.REQUESTS, options.since))
-    if not rows:
+    rows = journal.read(options.folder / endpoints.REQUESTS, options.since)
+    found = summary(rows, options.training_data)
+    if not found["requests"]:
         print(f"error: no request of {options.folder.name} is logged in that time", file=sys.stderr)
         return 1
-    found = summary(rows, options.training_data)
     print(json.dumps(found, indent=1) if options.json else "\n".join(lines(found)))
     return 0
 

@@ -68,7 +68,6 @@ def test_the_pages_show_every_command():
         "eval",
         "serve",
         "query",
-        "requests",
         "register",
         "promote",
         "registry",

@@ -43,6 +43,6 @@ head -n 3 "$data/answers.jsonl"
 
 step "monitoring, and the log as data"
 cookbook serve --stats support-intent
-cookbook requests support-intent --since 7d
+cookbook prepare from-requests support-intent --since 7d
 cookbook prepare "$root/datasets/requests-support-intent/requests-support-intent.yaml"
 cookbook data show requests-support-intent

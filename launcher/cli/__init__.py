@@ -34,7 +34,6 @@ _COMMANDS = {
     "eval": ("evaluate", "Evaluate a model, alone or against another."),
     "serve": ("serve", "Serve a model under OpenAI's protocol, as a job."),
     "query": ("query", "Ask a served model, once or a whole file."),
-    "requests": ("requests", "Make a data source of a served model's requests."),
     "register": ("registry", "Register a model as the next version of a name."),
     "promote": ("registry", "Give an alias to a version that passes its gates."),
     "registry": ("registry", "List registered models, versions and their history."),

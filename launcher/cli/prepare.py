@@ -14,7 +14,25 @@ from runspec import files
 _RESOURCES = ("time", "partition", "account", "qos", "mem")
 
 
-@click.command()
+class _Prepare(click.Command):
+    """The command has a second form, whose options are others."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **more: Any,
+    ) -> click.Context:
+        if args[:1] == ["from-requests"]:
+            from launcher.cli.requests import from_requests
+
+            name = f"{info_name} {args[0]}"
+            return from_requests.make_context(name, args[1:], parent, **more)
+        return super().make_context(info_name, args, parent, **more)
+
+
+@click.command(cls=_Prepare)
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
@@ -58,6 +76,8 @@ def prepare(
     RECIPE is a name in configs/data or the path of a YAML file. KEY=VALUE changes it:
     sources.0.path=/shared/raw/*.jsonl, steps.0.filter='quality >= 0.9'. Train on the result with:
     cookbook submit --recipe NAME dataset=prepared:RECIPE@train
+
+    cookbook prepare from-requests NAME makes a RECIPE of what the endpoint NAME was asked.
     """
     # Imported late: only this command needs them.
     from launcher.recipes import data

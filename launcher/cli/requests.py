@@ -1,4 +1,4 @@
-"""cookbook requests"""
+"""cookbook prepare from-requests"""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ from launcher.workflows import requests as workflow
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
-@click.command()
+@click.command("from-requests")
 @click.argument("name")
 @since_option("Only those since")
 @click.option("--feedback", type=_FILE, help="JSON lines of request_id, feedback and label.")
 @json_option
 @cluster_option
-def requests(
+def from_requests(
     name: str, since: str | None, feedback: Path | None, as_json: bool, cluster: str | None
 ) -> None:
     """Make a data source of the logged requests of the endpoint NAME, and a data recipe of it.

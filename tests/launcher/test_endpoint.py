@@ -30,6 +30,10 @@ def test_a_loopback_address_of_another_host_is_not_used(endpoint):
     file = endpoints.replica_file(endpoint.folder, "a")
     file.write_text(json.dumps({**json.loads(file.read_text()), "machine": "n17"}))
     gateway = {"url": "http://127.0.0.1:4001", "host": "login2", "pid": 1, "process_start": "x"}
+    gateway["time"] = time.time() - endpoints.STALE_S
+    (endpoint.folder / endpoints.GATEWAY).write_text(json.dumps(gateway))
+    assert endpoint.gateway is None, "one that no more renews its file has ended with its host"
+    gateway["time"] = time.time()
     (endpoint.folder / endpoints.GATEWAY).write_text(json.dumps(gateway))
     with pytest.raises(EndpointFault, match="loopback address of login2"):
         _ = endpoint.url

@@ -11,6 +11,7 @@ from aiohttp import web
 from runspec import endpoint as endpoints
 from runspec.keys.serve import SERVE
 from serving.backends import Backend, Pool
+from serving.client import BrokenOff, Client
 from serving.journal import Journal, read
 from serving.proxy import Proxy
 
@@ -24,6 +25,7 @@ class Upstream:
     def __init__(self, name: str) -> None:
         self.name, self.heard, self.hung_up, self.pause_s = name, [], 0, 0.0
         self.keys: list[str] = []
+        self.breaks_off = False
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -40,6 +42,9 @@ class Upstream:
             for word in ("one ", "two ", "three ", "four"):
                 delta = {"choices": [{"delta": {"content": word}}]}
                 await stream.write(f"data: {json.dumps(delta)}\n\n".encode())
+                if self.breaks_off:
+                    assert request.transport is not None
+                    request.transport.abort()
                 await asyncio.sleep(self.pause_s)
         except (ConnectionResetError, asyncio.CancelledError):
             self.hung_up += 1
@@ -167,6 +172,21 @@ def test_a_client_that_hangs_up_ends_the_answer_and_is_logged(tmp_path):
             await asyncio.sleep(0.05)
 
     front(tmp_path, check)
+
+
+def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):
+    async def check(client, url, server, log):
+        server.breaks_off = True
+        asking = Client(None, url.removesuffix("/v1/chat/completions"), KEY)
+        with pytest.raises(BrokenOff, match="the answer broke off: the replica went away"):
+            await asking.ask({"messages": ask()["messages"]}, stream=True)
+        await asking.session.close()
+        assert len(server.heard) == 1, "what is printed cannot be taken back by another try"
+        (row,) = read(log)
+        assert row["status"] == 502 and row["answer"] == "one "
+
+    front(tmp_path, check)
+    assert capsys.readouterr().out == "one \n"
 
 
 def test_a_request_of_a_million_tokens_is_refused_before_it_is_read_whole(tmp_path):
