@@ -8,11 +8,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from launcher.errors import UsageFault, nearest
+from launcher.observe.ended import EndedRows
 from launcher.observe.text import duration, number, percent, plain
 from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
-from launcher.runs.states import State, judged
+from launcher.runs.states import State, judged, own_state
 from runspec.since import moment
+from runspec.states import FINAL
 
 # The states of runs, and those that only Slurm reports.
 _STATES = (
@@ -125,21 +127,35 @@ def chosen(
     """
     words = {_state(word) for text in states for word in text.split(",")}
     patterns = list(recipes)
+
+    def by_recipe(recipe: Any) -> bool:
+        return not patterns or any(fnmatchcase(str(recipe), pattern) for pattern in patterns)
+
+    runs = [run for run in runs if run.name[:15] >= newer_than]
+    # All are read: those that have ended since long are known from the last time.
+    whole = bool(runs) and (limit is None or bool(words))
+    kept = EndedRows(runs[0].path.parent) if whole else None
+    known = {} if kept is None else kept.find(runs)
     torn: list[str] = []
     picked: list[Run] = []
-    for run in ahead(runs[::-1]):
-        if run.name[:15] < newer_than or (len(picked) == limit and not words):
+    for run in ahead([run for run in runs[::-1] if run.name not in known]):
+        if len(picked) == limit and not words:
             break
-        if patterns:
-            recipe = str(run.submission.get("recipe"))
-            if not any(fnmatchcase(recipe, pattern) for pattern in patterns):
-                continue
+        if patterns and not by_recipe(run.submission.get("recipe")):
+            continue
         if run.torn:
             torn.append(run.name)
         else:
             picked.append(run)
+    rows, ended = list(known.values()), {}
+    for run, state in judged(ahead(picked)):
+        rows.append(row(run, state))
+        if own_state(run) in FINAL and not (run.starting or run.broken()):
+            ended[run.name] = rows[-1]
+    if kept is not None:
+        kept.keep(runs, ended)
     rows = [
-        row(run, state) for run, state in judged(ahead(picked)) if not words or state.word in words
+        each for each in rows if (not words or each["state"] in words) and by_recipe(each["recipe"])
     ]
     rows.sort(key=lambda each: each["run"])
     return rows[-limit:] if limit else rows, sorted(torn)

@@ -14,7 +14,7 @@ import pytest
 
 from launcher import paths
 from tests.faults.conftest import user_of
-from tests.faults.kit import processes_of, processes_of_node
+from tests.faults.kit import ended, processes_of, processes_of_node
 from tests.launcher.kit import Kit, ranks_of, report, until
 
 
@@ -195,3 +195,37 @@ def test_a_job_is_replaced_before_its_time_limit_without_a_failed_request(
         assert f"the time limit of {before} is" in words
         ended = json.loads((user.root / "runs" / before / "status.json").read_text())
         assert ended["state"] == "CANCELLED", "it was ended before its limit, by the keeper"
+
+
+# As many questions as take long enough to be killed between the first answers and the last.
+@pytest.mark.named
+def test_a_file_is_answered_by_a_job_that_is_killed_and_cancelled(
+    user: Kit, tmp_path: Path, model: Path
+):
+    questions, alone = tmp_path / "questions.jsonl", tmp_path / "alone.jsonl"
+    questions.write_text("".join(json.dumps(f"job {k}") + "\n" for k in range(6000)))
+    argv = ["query", str(model), "--offline", f"--input={questions}", "--max-tokens=16"]
+    done = user.cookbook(*argv, f"--output={alone}", "--local", "--watch", timeout=600)
+    assert done.returncode == 0, done.stderr + words_of(user)
+    answers = tmp_path / "answers.jsonl"
+    told = user.cookbook(*argv, f"--output={answers}", "--nodes=2", "--gpus-per-node=1", "--json")
+    assert told.returncode == 0, told.stderr
+    run = Path(json.loads(told.stdout)["path"])
+
+    def saved() -> int:
+        return len(list(run.glob("evals/shards/*.json")))
+
+    until(lambda: saved() >= 2, 120, lambda: report(run))
+    os.kill(ranks_of(run, "trainer.evaluate")[1], signal.SIGKILL)
+    kept = {path: path.stat().st_mtime_ns for path in run.glob("evals/shards/*.json")}
+    until(lambda: (run / "logs" / "1").is_dir(), 120, lambda: report(run))
+    before = saved()
+    until(lambda: saved() >= before + 2, 120, lambda: report(run))
+    assert user.cookbook("cancel", run.name).returncode == 0
+    user.wait(run, "CANCELLED")
+    assert not answers.exists(), "it appears whole"
+    resumed = user.cookbook("resume", run.name)
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(ended(user, run, "COMPLETED")) == 3
+    assert answers.read_bytes() == alone.read_bytes()
+    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.kit import Kit
+from tests.launcher.kit import Kit, checkpoints, report, until
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lifecycle" / "run.sh"
 
@@ -86,8 +86,21 @@ def test_a_registered_model_is_trained_evaluated_and_loaded_by_its_alias(user: K
     assert [json.loads(x)["line"] for x in answers.read_text().splitlines()] == [*range(1, 33)]
     again = user.cookbook(*batch, "--output", str(answers), "--local")
     assert again.returncode == 2 and "is there already" in again.stderr
+    rates = tmp_path / "rates.yaml"
+    cells = "list: [{name: a, set: {optimizer.lr: 1.0e-3}}, {name: b, set: {optimizer.lr: 0.002}}]"
+    rates.write_text(f"description: two rates\nrecipe: {recipe[0]}\nparallel: 1\n{cells}\n")
+    done("sweep", str(rates), *recipe[1:], "max_steps=2", "--local")
+    swept = [run for run in user.runs() if "rates" in run.name or (run / "export").is_dir()]
+    assert len(swept) >= 3, "each cell has trained and exported"
+    _, stopped = user.submit(*recipe, "--local", "epochs=200", "save_every_n_steps=2")
+    until(lambda: checkpoints(stopped), 120, lambda: report(stopped))
+    done("cancel", stopped.name)
     # A run exports merged weights, which can be registered and trained on.
     done("register", "tuned", "--as", "tiny")
+    done("promote", "tiny", "--to", "champion", "--gates", str(gates))
+    done("resume", stopped.name, "--local", "max_steps=8")
+    user.wait(stopped, "COMPLETED")
+    assert f"checkpoint_dir: {model}" in (stopped / "recipe.yaml").read_text()
     store = f"sqlite:///{user.root / 'tracking' / 'mlflow.db'}"
     argv = [sys.executable, "-c", LOAD, store]
     loaded = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=user.env)

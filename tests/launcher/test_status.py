@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UsageFault
+from launcher.observe.ended import EndedRows
 from launcher.observe.status import chosen, row, since, table
 from launcher.observe.summary import story
 from launcher.observe.text import plain
@@ -116,6 +117,30 @@ def test_filters(tmp_path):
     assert len(chosen(runs, 20, (), (), since("2026-01-28"))[0]) == 3
     with pytest.raises(UsageFault, match=r"no such state \(did you mean FAILED"):
         chosen(runs, 20, ["FAILD"])
+
+
+def test_runs_that_have_ended_are_known_from_the_last_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names = [f"20260102-0304{k:02}-demo-0a1b" for k in range(70)]
+    for k, name in enumerate(names):
+        run = made(tmp_path, name, "RUNNING" if k == 5 else "COMPLETED")
+        os.utime(run.path, (1000.0 + k, 1000.0 + k))
+    runs = every(tmp_path / "runs")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
+    first, _ = chosen(runs, None)
+    (file,) = (tmp_path / "cache" / "cookbook").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    kept = EndedRows(tmp_path / "runs").find(runs)
+    assert set(kept) == set(names) - {names[5]}, "of one that runs, nothing is kept"
+    assert chosen(runs, None)[0] == first
+    assert chosen(runs, 3, ["completed"])[0] == first[-3:]
+    # Whatever replaces a file of a run, such as its next attempt, is seen at once.
+    runs[7].write("status.json", {**runs[7].status, "state": "FAILED"})
+    assert [each["run"] for each in chosen(runs, None, ["failed"])[0]] == [names[7]]
+    runs[8].write("submission.json", {**runs[8].submission, "starting": {"since": 1.0}})
+    assert chosen(runs, None)[0][8]["state"] != "COMPLETED"
+    file.write_text('{"format": 1, "rows": {"x": 3}}')
+    assert len(chosen(runs, None, ["completed"])[0]) == 67
 
 
 def test_since_takes_a_time_or_how_long_ago():

@@ -1,0 +1,83 @@
+"""The rows of runs that have ended, kept for the next time, in one file per user and runs root.
+
+The files of such a run change only by being replaced, which changes the time of its directory: if
+that is as it was, one look takes the place of reading four files.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from launcher.runs.directory import Run
+from runspec import files
+
+# Another number when a row's keys or their meaning change.
+_FORMAT = 1
+# Filesystems tell two changes apart that are so far from each other.
+_SETTLED_S = 2.0
+# The file is written again for so many new rows.
+_WORTH_WRITING = 64
+
+Row = dict[str, Any]
+
+
+class EndedRows:
+    """What is kept of the runs in one root."""
+
+    def __init__(self, root: Path) -> None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        name = sha256(str(root.absolute()).encode()).hexdigest()[:16]
+        self.file = cache / "cookbook" / f"status-{name}.json"
+        self._marks: dict[str, str] = {}
+        self._kept = self._read()
+
+    def _read(self) -> dict[str, list[Any]]:
+        found = files.read_json_or_none(self.file)
+        if not isinstance(found, dict) or found.get("format") != _FORMAT:
+            return {}
+        rows = found.get("rows")
+        return rows if isinstance(rows, dict) else {}
+
+    def find(self, runs: Iterable[Run]) -> dict[str, Row]:
+        """Return the rows of the runs that are as they were."""
+        found, now = {}, time.time()
+        for run in runs:
+            if not (mark := _mark(run, now)):
+                continue
+            self._marks[run.name] = mark
+            kept = self._kept.get(run.name)
+            if isinstance(kept, list) and len(kept) == 2 and kept[0] == mark:
+                found[run.name] = kept[1]
+        return found
+
+    def keep(self, runs: Sequence[Run], rows: Mapping[str, Row]) -> None:
+        """Keep the rows of runs that have ended; find has looked at them before they were read."""
+        new = {name: [self._marks[name], row] for name, row in rows.items() if name in self._marks}
+        if len(new) < _WORTH_WRITING:
+            return
+        present = {run.name for run in runs}
+        kept = {name: each for name, each in self._kept.items() if name in present}
+        # A cache that cannot be written costs time, and nothing else.
+        with suppress(OSError):
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            content = {"format": _FORMAT, "rows": {**kept, **new}}
+            files.write_text(self.file, json.dumps(content), mode=0o600)
+
+
+def _mark(run: Run, now: float) -> str:
+    """Return what changes with each change of a run's directory, "" if that was just now."""
+    try:
+        # A network filesystem asks its server when a directory is opened, and else now and then.
+        descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return ""
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return f"{found.st_ino}-{found.st_mtime_ns}" if now - found.st_mtime > _SETTLED_S else ""
