@@ -11,6 +11,10 @@ from datakit.errors import DataError
 
 # About 0.4 million rows of chats: small enough to be one task of an Arrow function.
 _SHARD_BYTES = 64 * 2**20
+# Rows that a thread gathers before it writes them to the splits' files: with DuckDB's own 524,288 the
+# last write of 3 million rows took a quarter more CPU time and 1.6 times the memory. Row groups have
+# tens of thousands of rows all the same.
+_BUFFERED_ROWS = 30_000
 # What Python and its packages take beside DuckDB.
 _PYTHON_BYTES = 384 * 2**20
 
@@ -43,6 +47,7 @@ class DuckEngine(Engine):
 
         # It would be drawn into the results on stdout.
         self.con.raw_sql("SET enable_progress_bar = false")
+        self.con.raw_sql(f"SET partitioned_write_flush_threshold = {_BUFFERED_ROWS}")
 
     def versions(self) -> dict[str, str]:
         import duckdb

@@ -31,10 +31,10 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
     store.
     """
     site, root = sites.load(cluster), runs_root(cluster)
+    store = stores.at(site.root, uri or site.tracking)
     runs = [find(root, each) for each in wanted] if wanted else every(root)
     if not runs:
         raise UnknownRun(none_yet(root))
-    store = stores.at(site.root, uri or site.tracking)
     done = []
     for name, words in _imported(store, dict.fromkeys(runs)):
         done.append({"run": name, "done": words})
