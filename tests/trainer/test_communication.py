@@ -1,8 +1,10 @@
 """What ranks really send each other in a step, message by message, and the launcher's formulas."""
 
+import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -285,19 +287,18 @@ def test_70b_over_512_gpus_sends_what_is_predicted() -> None:
     assert_as_traced("llama3_3.lora_llama3_3_70b", 512, **TP | LINEAR)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("split", [1, 8])
-@pytest.mark.parametrize("replicas", [1, 4])
-@pytest.mark.parametrize(
-    "model",
-    [
-        "llama3_3.llama3_3_70b",
-        "llama3_3.lora_llama3_3_70b",
-        "llama3_1.qlora_llama3_1_8b",
-        "qwen2_5.qwen2_5_72b_instruct",
-        "llama3_2.lora_llama3_2_1b",
-    ],
-)
+def _sizes() -> Iterator[Any]:
+    """Every layout of one model, and one of each other; the rest, near to these, by name."""
+    whole = "llama3_3.llama3_3_70b"
+    others = ("llama3_3.lora_llama3_3_70b", "llama3_1.qlora_llama3_1_8b")
+    others += ("qwen2_5.qwen2_5_72b_instruct", "llama3_2.lora_llama3_2_1b")
+    for model, replicas, split in itertools.product((whole, *others), (1, 4), (1, 8)):
+        often = model == whole or (replicas, split) == (4, 8)
+        mark = pytest.mark.long if often else pytest.mark.named
+        yield pytest.param(model, replicas, split, marks=mark)
+
+
+@pytest.mark.parametrize(("model", "replicas", "split"), list(_sizes()))
 def test_real_sizes_send_what_is_predicted(model, replicas, split) -> None:
     layout = {"tensor_parallel_dim": split, "data_parallel_replicate_dim": replicas}
     assert_as_traced(model, 64, **layout | LINEAR | APART | TWICE)
