@@ -21,6 +21,7 @@ from datakit.errors import DataError
 from datakit.ingest import BAD_SUFFIX
 from datakit.rows import Rows, Work
 from datakit.sources import Input
+from datakit.steps import columns
 from runspec import files
 from runspec.datarecipe import step_name, step_options
 
@@ -72,6 +73,7 @@ def run(
         DataError: a source, a step or too many rows are wrong.
     """
     all_keep = _all_keep(config)
+    columns.check(config, all_keep)
     inputs = sources.find(config, base, work / "sources", threads, say)
     first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
     rows, bad, bad_count, lengths = _ingest(

@@ -65,9 +65,13 @@ def scanned(
     bad = _blank(whole.answer)
     if formats == {"qa"}:
         bad = bad | _blank(whole.prompt)
-    seen = whole.select(bucket=length_bucket(whole), bad=bad)
+    # All columns are looked at, so that a damaged page is found here.
+    kept = {f"keep_{name}": whole[name] for name in all_keep}
+    seen = whole.select(bucket=length_bucket(whole), bad=bad, **kept)
+    most = {name: seen[name].max() for name in kept}
+    figures = {"n": seen.count(), "bad": seen.bad.sum(), **most}
     try:
-        rows = con.to_pyarrow(seen.group_by("bucket").agg(n=seen.count(), bad=seen.bad.sum()))
+        rows = con.to_pyarrow(seen.group_by("bucket").agg(**figures))
     except duckdb.Error:
         # A damaged file, which a reader names.
         return None

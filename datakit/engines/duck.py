@@ -11,9 +11,9 @@ from datakit.errors import DataError
 
 # About 0.4 million rows of chats: small enough to be one task of an Arrow function.
 _SHARD_BYTES = 64 * 2**20
-# Rows that a thread gathers before it writes them to the splits' files: with DuckDB's own 524,288 the
-# last write of 3 million rows took a quarter more CPU time and 1.6 times the memory. Row groups have
-# tens of thousands of rows all the same.
+# Rows that a thread gathers before it writes them to the splits' files: with DuckDB's own 524,288
+# the last write of 3 million rows took a quarter more CPU time and 1.6 times the memory. Row groups
+# have tens of thousands of rows all the same.
 _BUFFERED_ROWS = 30_000
 # What Python and its packages take beside DuckDB.
 _PYTHON_BYTES = 384 * 2**20

@@ -1,6 +1,6 @@
 """Templates: prompt and answer made of a row's columns, with Jinja in its sandbox."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datakit.errors import DataError
@@ -13,32 +13,37 @@ def template(rows: Rows, work: Work) -> Rows:
 
     A template may use each column of a row, `text`, and `messages` as a list.
     """
+    if faults := template_faults(work.options, rows.table.columns, work.where):
+        raise DataError(*faults, exit_code=2)
+    options = {"templates": _given(work.options), "where": work.where}
+    return work.map(rows, "rendered", "datakit.steps.templates:render", options)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(text) for name, text in options.items() if text is not None}
+
+
+def template_faults(options: Mapping[str, Any], columns: Sequence[str], where: str) -> list[str]:
+    """Return what is wrong with templates of rows with these columns."""
     from jinja2 import TemplateSyntaxError, meta
     from jinja2.sandbox import SandboxedEnvironment
 
-    templates = {name: str(text) for name, text in work.options.items() if text is not None}
-    known = [*(name for name in rows.table.columns if name != "_id"), "text"]
+    templates = _given(options)
+    known = [*(name for name in columns if name != "_id"), "text"]
     faults = []
     for name, text in templates.items():
         try:
             environment = SandboxedEnvironment()
             used = meta.find_undeclared_variables(environment.parse(text))
         except TemplateSyntaxError as error:
-            faults.append(
-                f"{work.where}.{name}, line {error.lineno}: {error.message}: fix the template"
-            )
+            faults.append(f"{where}.{name}, line {error.lineno}: {error.message}: fix the template")
             continue
         faults += [
-            f"{work.where}.{name}: the template uses the unknown field {field!r}"
+            f"{where}.{name}: the template uses the unknown field {field!r}"
             f"{nearest(field, known)}; there are {', '.join(known)}"
             for field in sorted(used - set(known) - set(environment.globals))
         ]
-    if not templates:
-        faults = [f"{work.where}: give prompt, answer or system"]
-    if faults:
-        raise DataError(*faults, exit_code=2)
-    options = {"templates": templates, "where": work.where}
-    return work.map(rows, "rendered", "datakit.steps.templates:render", options)
+    return faults if templates else [f"{where}: give prompt, answer or system"]
 
 
 # Arrow function ------------------------------------------------------------------------------

@@ -148,6 +148,14 @@ def test_a_file_that_is_cut_short(tmp_path, duck):
     path.write_bytes(whole[:500] + bytes(800) + whole[1300:])
     with pytest.raises(DataError, match=r"data.parquet: cannot be read: .*: copy it again"):
         run(tmp_path, [], duck, source={"path": "data.parquet"})
+    table = [{**qa(f"q{n}", "a" * 99), "n": float(n % 7)} for n in range(999)]
+    pq.write_table(pa.Table.from_pylist(table), path)
+    kept, whole = pq.ParquetFile(path).metadata.row_group(0).column(2), path.read_bytes()
+    begin = kept.dictionary_page_offset + 20
+    path.write_bytes(whole[:begin] + b"\xff" * 60 + whole[begin + 60 :])
+    source = {"path": "data.parquet", "keep": {"n": "number"}}
+    with pytest.raises(DataError, match=r"data.parquet: cannot be read: .*: copy it again"):
+        run(tmp_path, [{"filter": "n > 2"}], duck, source=source)
 
 
 def test_columns_that_are_all_null(tmp_path, duck):

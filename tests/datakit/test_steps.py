@@ -85,6 +85,29 @@ def test_a_wrong_condition_is_one_line(tmp_path, duck, condition, words):
     assert words in fault and "\n" not in fault and error.value.exit_code == 2
 
 
+def test_faults_of_all_steps_are_told_before_a_row_is_read(tmp_path, duck):
+    steps = [
+        {"filter": "qualty > 1"},
+        {"exact_duplicates": {"columns": ["prompt", "kind"], "keep": "-stars"}},
+        {"template": {"prompt": "{{ question }}"}},
+        {"quality": {"min": 0.5}},
+        {"filter": "quality_score > 0.7"},
+        {"cap": {"by": "sourc", "rows": 3}},
+        {"split": {"shares": {"train": 1.0}, "group": ["user", "near_duplicates"]}},
+    ]
+    lines(tmp_path / "data.jsonl", ["not a record"])
+    with pytest.raises(DataError) as error:
+        run(tmp_path, steps, duck, source={"keep": {"quality": "number"}})
+    found = list(error.value.faults)
+    wanted = [
+        *("steps.0.filter: there is no column 'qualty'", "steps.2.template.prompt: the template"),
+        *("steps.1.exact_duplicates: there is no column 'kind'", "no column 'stars'"),
+        *("steps.5.cap: there is no column 'sourc' (did you mean source?)", "no column 'user'"),
+    ]
+    assert all(any(words in each for each in found) for words in wanted), found
+    assert len(found) == len(wanted) and error.value.exit_code == 2
+
+
 def test_exact_duplicates_keep_the_first_or_the_best(tmp_path, duck):
     records = [qa("q", "a", n=1), qa("q", "A!", n=3), qa("q", "a", n=2), qa("p", "a", n=0)]
     lines(tmp_path / "data.jsonl", records)
