@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 _WORDS = 50_000
+_PEERS = ("datasketch", "datatrove")
 _MEMORY = "2G"
 
 
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--count", type=int)
     parser.add_argument("--out", type=Path, default=Path("/tmp/cookbook-data-benchmark"))
     parser.add_argument("--peers", metavar="PYTHON", default="")
+    parser.add_argument("--peer", action="append", choices=_PEERS, help="only this one")
     parser.add_argument("--peer-count", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3, help="each side so often, in turn")
     given = parser.parse_args()
@@ -41,7 +44,12 @@ def main() -> None:
         found = rows(given.out, given.count or 5_000_000, given.rounds)
     else:
         found = near(
-            given.out, given.count or 1_000_000, given.peers, given.peer_count, given.rounds
+            given.out,
+            given.count or 1_000_000,
+            given.peers,
+            given.peer or _PEERS,
+            given.peer_count,
+            given.rounds,
         )
     print(json.dumps(found, indent=1))
 
@@ -175,7 +183,9 @@ def _make_rows(folder: Path, count: int) -> None:
 # Near duplicates -----------------------------------------------------------------------------
 
 
-def near(out: Path, count: int, peers: str, peer_count: int, rounds: int) -> dict[str, Any]:
+def near(
+    out: Path, count: int, peers: str, names: Sequence[str], peer_count: int, rounds: int
+) -> dict[str, Any]:
     """Measure recall and precision against planted pairs of known similarity, and the rate."""
     source = out / f"near-{count}"
     if not source.is_dir():
@@ -199,11 +209,14 @@ def near(out: Path, count: int, peers: str, peer_count: int, rounds: int) -> dic
         "peak_mib": told["peak_mib"],
     }
     if peers:
-        made["peers"] = [_beside_peers(out, source, peers, peer_count) for _ in range(rounds)]
+        turns = (_beside_peers(out, source, peers, names, peer_count) for _ in range(rounds))
+        made["peers"] = list(turns)
     return made
 
 
-def _beside_peers(out: Path, source: Path, python: str, count: int) -> dict[str, Any]:
+def _beside_peers(
+    out: Path, source: Path, python: str, names: Sequence[str], count: int
+) -> dict[str, Any]:
     """One round: each on the first documents, one after the other; ours as a whole process."""
     few = out / f"near-first-{count}"
     few.mkdir(exist_ok=True)
@@ -218,7 +231,7 @@ def _beside_peers(out: Path, source: Path, python: str, count: int) -> dict[str,
     ours = _prepare(out, "near-first", recipe)
     found: dict[str, Any] = {"documents": count}
     found["prepare"] = {"wall_s": round(ours["wall_s"], 1), "cpu_s": round(ours["cpu_s"], 1)}
-    for name in ("datasketch", "datatrove"):
+    for name in names:
         argv = [python, "-m", "benchmarks.peers.near", name, str(few), str(out)]
         _, used = _measured(argv)
         found[name] = {

@@ -79,6 +79,8 @@ GROUPS["Data"] = (
     Key("dataset.data_files", "any", "Your own files: /shared/my.jsonl, or a list."),
     Key("dataset.split", "text", "Split, or a part of one: train[:95%].", "train"),
     Key("dataset.train_on_input", "flag", "Train on the prompt's tokens too."),
+    Key("dataset.train_on", "all | last | marked", "Which answers of a conversation are trained."),
+    Key("dataset.train_on_reasoning", "flag", "Train on the answers' reasoning. Default: true."),
     Key(
         "dataset.packed",
         "flag",

@@ -145,6 +145,17 @@ def opened(
     )
 
 
+def trained_texts(tokenizer: HuggingFaceTokenizer, tokens: Any, trained: Any) -> list[str]:
+    """What is trained, decoded: a text for each run of tokens."""
+    spans: list[list[int]] = []
+    for index in range(len(tokens)):
+        if trained[index] and not (index and trained[index - 1]):
+            spans.append([])
+        if trained[index]:
+            spans[-1].append(int(tokens[index]))
+    return [tokenizer.decode(span, skip_special_tokens=False) for span in spans]
+
+
 @pytest.mark.parametrize(("template", "messages", "train_on", "expected"), CASES)
 def test_exactly_the_chosen_answers_are_trained(
     template: str,
@@ -160,18 +171,74 @@ def test_exactly_the_chosen_answers_are_trained(
     other = {"messages": [*CALLS[:1], CALLS[1] | {"tool_calls": [call("x", '{"y": 1}')]}]}
     tokens, trained = _sample(opened(tokenizer, tmp_path, row, other, train_on=train_on), 0, None)
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-    spans, position = [], 0
-    for index in range(len(tokens)):
-        if trained[index] and not (index and trained[index - 1]):
-            spans.append([])
-        if trained[index]:
-            spans[-1].append(int(tokens[index]))
-    found = [tokenizer.decode(span, skip_special_tokens=False) for span in spans]
-    assert found == expected
+    position = 0
+    assert trained_texts(tokenizer, tokens, trained) == expected
     for span in expected:
         position = text.index(span, position) + len(span)
     if template is THINKING and messages is CALLS:
         assert '"name": "jobs"' in text.partition("</s>")[0], "the tools' schemas"
+
+
+# As gpt-oss's: reasoning and answer are messages of their own; beside a call stands one of them.
+CHANNELS = """
+{%- for m in messages %}
+{%- if m.role != 'assistant' %}<s>{{ m.role }}<m>{{ m.content }}</s>
+{%- else %}
+{%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
+{%- if m.thinking %}<s>assistant<c>analysis<m>{{ m.thinking }}</s>{% endif %}
+{%- for call in m.tool_calls or [] %}<s>assistant<c>call<m>{{ call.function.name }}</s>
+{%- else %}<s>assistant<c>final<m>{{ m.content }}</s>{% endfor %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<s>assistant{% endif %}"""
+THOUGHT = [
+    CALLS[0],
+    {"role": "assistant", "content": None, "tool_calls": [call("jobs", "{}")]},
+    {"role": "tool", "content": "RUNNING"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        # The first answers' reasoning is not in the text; the last one's is left out.
+        (THINKING, CALLS, [CALLED, "Yes.</s>", "Yes.</s>"]),
+        (
+            THINKING,
+            [CALLS[0], CALLS[1] | {"reasoning_content": "I look."}],
+            [CALLED],
+        ),
+        # It stands in the content, with the answer behind it.
+        (
+            TRIMMED,
+            [CALLS[0], {"role": "assistant", "content": "<think>Hm.</think>\n\nYes."}],
+            ["\n\nYes.</s>"],
+        ),
+        (
+            MARKED,
+            [CALLS[0], {"role": "assistant", "content": "<think>Hm.</think>No."}],
+            ["No.</s>"],
+        ),
+        (
+            CHANNELS,
+            [
+                THOUGHT[0],
+                THOUGHT[1] | {"thinking": "I look."},
+                THOUGHT[2],
+                THOUGHT[3] | {"thinking": "It runs."},
+            ],
+            ["</s><s>assistant<c>call<m>jobs</s>", "Yes.</s>"],
+        ),
+    ],
+)
+def test_the_reasoning_may_be_left_out_of_what_is_trained(
+    template: str, messages: list[dict], expected: list[str], tokenizer_of: Any, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(template)
+    samples = opened(tokenizer, tmp_path, {"messages": messages}, train_on_reasoning=False)
+    assert trained_texts(tokenizer, *_sample(samples, 0, None)) == expected
+    whole = opened(tokenizer, tmp_path, {"messages": messages})
+    assert "Hm." in str(messages) or trained_texts(tokenizer, *_sample(whole, 0, None)) != expected
 
 
 @pytest.mark.parametrize(

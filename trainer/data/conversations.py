@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.data.tokenizers import HuggingFaceTokenizer
+from trainer.data.tokenizers import REASONING, HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
@@ -25,6 +25,7 @@ def conversation_dataset(
     conversation_column: str = "messages",
     tools_column: str = "tools",
     train_on: str = "all",
+    train_on_reasoning: bool = True,
     new_system_prompt: str | None = None,
     split: str = "train",
     filter_fn: Callable[..., bool] | None = None,
@@ -36,6 +37,8 @@ def conversation_dataset(
         conversation_column, tools_column: where the messages are, and the schemas of their tools,
             which a sample may leave out.
         train_on: "all" answers, the "last" one, or those "marked" by `"train": true`.
+        train_on_reasoning: whether the reasoning before an answer is trained, too; else what
+            follows it is.
         new_system_prompt: takes the place of every system message.
 
     Raises:
@@ -54,7 +57,8 @@ def conversation_dataset(
     if filter_fn is not None:
         rows = rows.filter(filter_fn)
     columns = conversation_column, tools_column
-    return Conversations(rows, tokenizer, columns, train_on, new_system_prompt)
+    chosen = train_on, train_on_reasoning
+    return Conversations(rows, tokenizer, columns, chosen, new_system_prompt)
 
 
 class Conversations:
@@ -62,6 +66,7 @@ class Conversations:
 
     Args:
         columns: of the messages and of the tools.
+        chosen: which answers are trained, and whether their reasoning is.
     """
 
     def __init__(
@@ -69,11 +74,12 @@ class Conversations:
         rows: Any,
         tokenizer: HuggingFaceTokenizer,
         columns: tuple[str, str],
-        train_on: str,
+        chosen: tuple[str, bool],
         system: str | None,
     ) -> None:
         self._data, self._tokenizer, self._columns = rows, tokenizer, columns
-        self._train_on, self._system = train_on, system
+        self._train_on, self._reasoning = chosen
+        self._system = system
 
     def __len__(self) -> int:
         return len(self._data)
@@ -92,7 +98,7 @@ class Conversations:
         elif self._train_on == "marked":
             answers = [i for i in answers if marked[i]]
         schemas = _schemas(tools, self._columns[1])
-        tokens, mask = self._tokenizer.tokenize_turns(turns, answers, schemas)
+        tokens, mask = self._tokenizer.tokenize_turns(turns, answers, schemas, self._reasoning)
         labels = [
             IGNORE_INDEX if masked else token for token, masked in zip(tokens, mask, strict=True)
         ]
@@ -138,7 +144,7 @@ def _text(turn: dict[str, Any], where: str) -> str:
         if other := sorted(kinds - {"text"}):
             raise ConfigError(f"{where} has a part of type {other[0]}; only text can be trained")
         return "".join(part["text"] for part in content)
-    if content is None and (turn.get("tool_calls") or turn.get("reasoning_content")):
+    if content is None and (turn.get("tool_calls") or any(turn.get(key) for key in REASONING)):
         return ""
     if not isinstance(content, str):
         what = "no content and no tool_calls" if content is None else "a content that is no text"

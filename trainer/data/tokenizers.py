@@ -12,6 +12,9 @@ from trainer.errors import ConfigError
 # Templates that ask for today's date get this one, so that a resumed run sees the same tokens.
 TEMPLATE_DATE = datetime(2024, 7, 26)
 ROLES = {"ipython": "tool"}
+# Where messages have the reasoning before an answer; it may stand in the content, too.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+END_OF_REASONING = "</think>"
 # An answer that no conversation has.
 STAND_IN = "\u241esomething else\u241e"
 
@@ -103,12 +106,14 @@ class HuggingFaceTokenizer:
         turns: list[dict[str, Any]],
         trained: list[int],
         tools: list[dict[str, Any]] | None = None,
+        reasoning: bool = True,
     ) -> tuple[list[int], list[bool]]:
         """As `tokenize_messages`, of turns as the chat template takes them.
 
         Args:
             trained: which turns are trained.
             tools: the schemas of the tools.
+            reasoning: whether an answer's reasoning is trained, too.
         """
         text, marks = self._rendered(turns, tools=tools)
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -117,6 +122,11 @@ class HuggingFaceTokenizer:
             spans = [marks[answers.index(index)] for index in trained]
         else:
             spans = [self._span(turns, index, text, tools) for index in trained]
+        if not reasoning:
+            spans = [
+                (max(begin, self._end_of_reasoning(turns, index, text, tools)), end)
+                for (begin, end), index in zip(spans, trained, strict=True)
+            ]
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         mask = [
             not any(begin <= start < end for begin, end in spans) for start, _ in encoding.offsets
@@ -219,6 +229,36 @@ class HuggingFaceTokenizer:
         if not text[end:].startswith(closing):
             return None
         return begin, end + len(closing)
+
+    def _end_of_reasoning(
+        self, turns: list[dict[str, Any]], index: int, text: str, tools: Any
+    ) -> int:
+        """Where the reasoning of the answer `index` has ended, 0 if the text has none of it.
+
+        That is where the text changes with the answer's content; for an answer that is only a call
+        of a tool, behind what changes with the reasoning.
+        """
+        turn = turns[index]
+        head, tag, _ = str(turn["content"]).rpartition(END_OF_REASONING)
+        given = [key for key in REASONING if turn.get(key)]
+        if not (tag or given):
+            return 0
+
+        def with_other(**changes: str) -> str | None:
+            try:
+                return self.render(
+                    [*turns[:index], turn | changes, *turns[index + 1 :]], tools=tools
+                )
+            except ConfigError:
+                return None  # such as: no content beside a call
+
+        changed = with_other(content=f"{head}{tag}{STAND_IN}")
+        if changed is not None and changed != text:
+            return _common(text, changed)
+        changed = with_other(**dict.fromkeys(given, STAND_IN))
+        if changed is None or changed == text:
+            return 0
+        return len(text) - _common(text[::-1], changed[::-1])
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
