@@ -13,12 +13,17 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from launcher.errors import StoreFault, UsageFault, nearest
+from launcher.tracking import importer
 from launcher.tracking.store import Store
 from runspec import files
 
 ALIASES = ("candidate", "staging", "champion")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _TAG = 4900
+# Of models on a server that come from no run.
+_EXPERIMENT = "registered models"
+# Files of a tokenizer, the model's config.json among them.
+_TOKENIZER = {".json", ".jinja", ".model", ".txt"}
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,12 @@ def add(
 ) -> Version:
     """Register a model folder as the next version of a name, with the alias candidate.
 
+    A server takes no local path: it gets the model's files, without weights for a reference, as
+    those of a run of its own.
+
     Args:
         copy: keep a copy of the weights; else the version refers to the folder, which must stay.
-        tags: what is known of it.
+        tags: what is known of it; `run` is the run directory that it comes from.
 
     Raises:
         UsageFault: the name is not one.
@@ -56,7 +64,7 @@ def add(
         / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
     )
     try:
-        _write_model(place, folder, copy)
+        _write_model(place, folder, copy, store.embedded)
     except OSError as error:
         shutil.rmtree(place, ignore_errors=True)
         raise StoreFault(
@@ -64,19 +72,34 @@ def add(
         ) from error
     weights = place / "model" if copy else folder.resolve()
     known = {**tags, "cookbook.folder": weights, "cookbook.by": "copy" if copy else "reference"}
+    texts = {key: str(value)[:_TAG] for key, value in known.items() if value is not None}
     try:
-        made = client.create_model_version(
-            name,
-            source=place.as_uri(),
-            tags={key: str(value)[:_TAG] for key, value in known.items() if value is not None},
-        )
+        run_id, source = None, place.as_uri()
+        if not store.embedded:
+            run_id, source = _uploaded(client, place, name, str(tags.get("run") or ""))
+        made = client.create_model_version(name, source=source, run_id=run_id, tags=texts)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
+    if not (store.embedded or copy):
+        shutil.rmtree(place, ignore_errors=True)
     number = int(made.version)
     _record(store, name, "register", number, before=last or None, why=None)
     set_alias(client, store, name, "candidate", number, why="registered")
     return version(client, name, str(number))
+
+
+def _uploaded(client: Any, place: Path, name: str, run: str) -> tuple[str, str]:
+    """Give a server the files of a version; return its run's id and their address there."""
+    tracked = importer.find(client, run) if run else None
+    if tracked is None:
+        known = client.get_experiment_by_name(_EXPERIMENT)
+        experiment = known.experiment_id if known else client.create_experiment(_EXPERIMENT)
+        tracked = client.create_run(experiment, tags={"mlflow.runName": name})
+        client.set_terminated(tracked.info.run_id)
+    inside = f"models/{name}/{place.name}"
+    client.log_artifacts(tracked.info.run_id, str(place), inside)
+    return tracked.info.run_id, f"{tracked.info.artifact_uri}/{inside}"
 
 
 def version(client: Any, name: str, wanted: str) -> Version:
@@ -188,11 +211,14 @@ def _of(client: Any, found: Any) -> Version:
     return Version(found.name, int(found.version), folder, aliases, created, tags)
 
 
-def _write_model(place: Path, folder: Path, copy: bool) -> None:
+def _write_model(place: Path, folder: Path, copy: bool, linked: bool) -> None:
     """Write an MLflow model whose weights are a folder, or a copy of it.
 
     mlflow.transformers.load_model reads it, and so does every tool that takes models:/NAME@ALIAS.
     An adapter has no flavour of MLflow's that needs no base: only its files are kept.
+
+    Args:
+        linked: links lead to the folder; else, for a server, its path stands in MLmodel.
     """
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, DataType, Schema
@@ -204,26 +230,36 @@ def _write_model(place: Path, folder: Path, copy: bool) -> None:
     place.mkdir(parents=True)
     if copy:
         shutil.copytree(folder, place / "model")
-    else:
+    elif linked:
         (place / "model").symlink_to(folder.resolve())
     settings = files.read_json_or_none(folder / "config.json")
     if isinstance(settings, dict):
         dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
         kinds = settings.get("architectures") or ["AutoModelForCausalLM"]
-        (place / "components").mkdir()
-        (place / "components" / "tokenizer").symlink_to(Path("..") / "model")
+        tokenizer = place / "components" / "tokenizer"
+        if linked:
+            tokenizer.parent.mkdir()
+            tokenizer.symlink_to(Path("..") / "model")
+        else:
+            tokenizer.mkdir(parents=True)
+            for path in folder.iterdir():
+                if path.is_file() and path.suffix in _TOKENIZER:
+                    shutil.copyfile(path, tokenizer / path.name)
+        by = {"model_binary": "model"}
+        if not (linked or copy):
+            by = {"local_base_model_path": str(folder.resolve())}
         model.add_flavor(
             "transformers",
             code=None,
             components=["tokenizer"],
             framework="pt",
             instance_type="TextGenerationPipeline",
-            model_binary="model",
             pipeline_model_type=kinds[0],
             source_model_name=folder.name,
             task="text-generation",
             tokenizer_type="PreTrainedTokenizerFast",
             torch_dtype=f"torch.{dtype}",
+            **by,
         )
         model.add_flavor("python_function", loader_module="mlflow.transformers", python_version="3")
     (place / "input_example.json").write_text(json.dumps(example) + "\n", encoding="utf-8")

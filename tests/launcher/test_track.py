@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.site import Site
+from launcher.workflows import models
+from launcher.workflows import promote as workflow
 from tests.launcher.kit import Kit, finished_run
 
 # Importing MLflow and W&B takes seconds.
@@ -48,7 +51,7 @@ def server(tmp_path) -> Iterator[str]:
         process.wait()
 
 
-def test_a_server_has_the_run_with_its_files(server, tmp_path):
+def test_a_server_has_the_run_with_its_files_and_is_the_registry(server, tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     run, user = finished_run(tmp_path, 1), user_of(tmp_path)
@@ -63,6 +66,14 @@ def test_a_server_has_the_run_with_its_files(server, tmp_path):
     assert tracked.data.params["optimizer.lr"] == "0.001"
     assert "recipe.yaml" in {each.path for each in client.list_artifacts(tracked.info.run_id)}
     assert user.cookbook("track", "--uri", server).stdout == f"{run.name}: is up to date\n"
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path))
+    (tmp_path / "gates.yaml").write_text("gates: [{size_gib_at_most: 1}]\n")
+    site, told = Site(tracking=server), []
+    workflow.register(site, models.resolve(site, run.name), "intent", copy=False)
+    gates = tmp_path / "gates.yaml"
+    assert workflow.promote(site, "intent", "champion", None, gates, "", told.append).number == 1
+    assert client.get_model_version_by_alias("intent", "champion").tags["run"] == run.name
+    assert models.resolve(site, "models:/intent@champion").run.name == run.name
 
 
 def test_a_server_that_is_away_is_told(tmp_path):
