@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
+from runspec import files
 from tests.faults.conftest import user_of
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, processes_of_node, rank, trains
 from tests.launcher.kit import ranks_of, report, until
@@ -92,6 +93,8 @@ def test_a_requeue_waits_for_the_controller(new_cluster, root, undisturbed: Undi
         trains(run)
         (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
         cluster.run(["scancel", "--batch", "--signal=USR1", job])
+        # A controller answers before it has passed the signal on.
+        until(lambda: (run / files.STOP).exists(), 60, lambda: report(run))
         os.kill(controller, signal.SIGKILL)
         try:
             until(lambda: waits(run, "waiting to go back into"), 120, lambda: report(run))
