@@ -30,6 +30,7 @@ POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)]).expan
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 TP, CHECKPOINTED = {"tensor_parallel_dim": 2}, {"enable_activation_checkpointing": True}
 EP = {"expert_parallel_dim": 2}
+COPIES = {"data_parallel_replicate_dim": 2, "batch_size": 1}
 AUXILIARY = {"router_aux_loss_coef": 0.5}
 PACKED = {"row_length": 96, "batch_size": 4}
 SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}}
