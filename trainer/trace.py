@@ -12,6 +12,7 @@ block.
 
 import argparse
 import json
+import math
 import os
 import sys
 import weakref
@@ -394,18 +395,22 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
 def estimate(config: TrainConfig, ranks: int) -> Traced:
     """The whole model's step: traced if it is shallow, else extrapolated from two depths."""
     module = models.empty(config)
-    layers, depths = len(module.blocks), depths_of(module)
+    every = config.activation_checkpointing
+    layers, depths = len(module.blocks), depths_of(module, every if isinstance(every, int) else 1)
     if layers <= depths[-1]:
         return trace(config, ranks)
     return extrapolate(*(trace(config, ranks, depth) for depth in depths), layers)
 
 
-def depths_of(module: Decoder) -> tuple[int, int]:
+def depths_of(module: Decoder, every: int = 1) -> tuple[int, int]:
     """Two depths from which the whole depth can be told.
 
     Blocks may begin with others and then repeat: three of one kind and one of another, or one
     without experts and then all with them. Each depth has what comes first, at least three blocks
     behind it, and as many periods as end the model.
+
+    Args:
+        every: each so-many-th block is recomputed, which is a period of its own.
     """
     kinds = [_kind(block) for block in module.blocks]
     count = len(kinds)
@@ -413,6 +418,7 @@ def depths_of(module: Decoder) -> tuple[int, int]:
         rest = range(first, count - period)
         if all(kinds[index] == kinds[index + period] for index in rest):
             break
+    period = math.lcm(period, every)
     over = (count - first) % period
     low = first + over + period * -(-(DEPTHS[0] - over) // period)
     return low, low + period * -(-(DEPTHS[1] - DEPTHS[0]) // period)

@@ -129,10 +129,11 @@ def _saved_by_experts(step: StepConfig, experts: Experts) -> float:
     shape, e, tp = step.shape, step.element_bytes, step.layout.tensor_parallel
     rows, t = expert_rows(step), step.tokens / tp
     width, d = experts.intermediate, shape.dim
-    # Experts with a bias cap their gate and have an activation of their own. Those that are spread
-    # over ranks are outside of what is compiled, as is the exchange of rows.
+    # Experts with a bias cap their gate and have an activation of their own, of which compiled
+    # layers keep one part instead of four. Experts that are spread over ranks are outside of what
+    # is compiled, as is the exchange of rows.
     compiled = step.compiled and step.layout.expert_parallel == 1
-    between = 4 if experts.bias and not compiled else 1
+    between = (1 if compiled else 4) if experts.bias else not compiled
     saved = e * rows * (d * step.trains(EXPERTS[0]) + d)
     saved += e * rows * width * (2 + between + step.trains(EXPERTS[1])) + 3 * 8 * rows
     saved += FP32 * t * experts.count
