@@ -89,16 +89,17 @@ def _saved_by_latent_attention(step: StepConfig, latent: Latent) -> float:
 def _saved_by_linear_attention(step: StepConfig, linear: Linear) -> float:
     """transformers' own code of the gated delta rule, in fp32 and chunk by chunk.
 
-    Inputs before the convolution, before and behind its activation; queries and keys before their
-    norm, normalised, decayed, and keys times their rate; values, times their rate, corrected, and
-    the new ones; five matrices of pairs in each chunk; every chunk's state; the gated norm's input,
-    its gate and their product.
+    The convolution's output before and behind its activation, and its input if it is trained;
+    queries and keys before their norm, normalised and decayed, keys times their rate, and those
+    that read the state; values, the new ones, and what the state does not predict of them; five
+    matrices of pairs in each chunk; every chunk's state; the gated norm's input, its gate and their
+    product. Counted by hooks on the saved tensors of one layer.
     """
     shape, e, t = step.shape, step.element_bytes, step.tokens
     key, value = linear.value_heads * linear.key, linear.value_width
     saved: float = e * t * shape.dim * step.trains(*(name for name, _ in linear.parts))
-    saved += e * t * (3 * linear.mixed + value)
-    saved += FP32 * t * (9 * key + 4 * value + 5 * CHUNK * linear.value_heads)
+    saved += e * t * ((2 + step.is_full) * linear.mixed + value)
+    saved += FP32 * t * (8 * key + 3 * value + 5 * CHUNK * linear.value_heads)
     saved += FP32 * t / CHUNK * key * linear.value
     saved += FP32 * t * value * (3 + step.is_full)
     return saved + e * t * value * step.trains("out_proj")
@@ -167,16 +168,16 @@ def recomputed_elements(step: StepConfig) -> float:
     return max(saved_by_layer(step) - saved_products(step), 0.0)
 
 
-def kept_by_layer(step: StepConfig) -> tuple[float, float]:
+def kept_by_layer(step: StepConfig, recomputed: bool) -> tuple[float, float]:
     """(bytes a layer keeps from forward to backward, bytes that backward computes again)."""
-    whole, share = saved_by_layer(step), step.recomputed_share
-    if step.checkpointing == "none":
+    whole = saved_by_layer(step)
+    if not recomputed:
         return whole, 0.0
     entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
     entry = 0.0 if step.activation_offload else entry
     if step.checkpointing == "op":
         return entry + saved_products(step), whole
-    return entry * share + whole * (1 - share), whole
+    return entry, whole
 
 
 def saved_products(step: StepConfig) -> float:

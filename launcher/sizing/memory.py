@@ -85,9 +85,13 @@ class _Phases:
         held = self.trained * step.reduce_bytes if self.unreduced else self.gradients
         self.accumulated = held if step.accumulation > 1 else 0.0
         # What each layer keeps, and what it computes again.
-        sizes = [activations.kept_by_layer(block.step) for block in units.blocks]
-        self.kept = [sizes[which][0] for which in self.order]
-        self.again = [sizes[which][1] for which in self.order]
+        layers = [(which, step.recomputes(index)) for index, which in enumerate(self.order)]
+        sizes = {
+            (which, again): activations.kept_by_layer(units.blocks[which].step, again)
+            for which, again in set(layers)
+        }
+        self.kept = [sizes[layer][0] for layer in layers]
+        self.again = [sizes[layer][1] for layer in layers]
         self.all_kept = sum(self.kept)
         self.entry = e * t * shape.dim / tp
         # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
@@ -103,8 +107,9 @@ class _Phases:
         depth = self.step.shape.layers
         yield from self._forward()
         yield from self._loss()
-        # The last two, the first, and the last one of each kind.
+        # The last two, the first, and the last one of each kind and of those computed again.
         found = {depth - 1, max(depth - 2, 0), 0}
+        found |= {max((i for i, again in enumerate(self.again) if again), default=0)}
         found |= {depth - 1 - self.order[::-1].index(which) for which in set(self.order)}
         for index in sorted(found):
             yield from self._layer_backward(index)

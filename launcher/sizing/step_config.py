@@ -157,6 +157,12 @@ class StepConfig:
         known = {"none": 0.0, "op": 0.0, "full": 1.0}.get(self.checkpointing)
         return 1 / int(self.checkpointing) if known is None else known
 
+    def recomputes(self, layer: int) -> bool:
+        """Whether backward computes something of a layer again; the first layer is 0."""
+        if self.checkpointing in ("none", "full", "op"):
+            return self.checkpointing != "none"
+        return (layer + 1) % int(self.checkpointing) == 0
+
     @cached_property
     def flops(self) -> TokenFlops:
         """FLOPs per token."""
