@@ -79,6 +79,9 @@ def test_a_preemption_is_told(new_cluster, root, tmp_path):
         assert cluster.run(urgent).returncode == 0
         until(lambda: told(run)[0] == "RUNNING" and attempts(run), 90, lambda: report(run))
         assert [line["cause"] for line in attempts(run)] == ["preempted"], report(run)
+        # The line of the first attempt is there before the status says that it has ended.
+        status = run / "status.json"
+        until(lambda: json.loads(status.read_text())["attempt"] == 1, 60, lambda: report(run))
         cluster.run(["scancel", job])
         ended(user, run, "CANCELLED", timeout=60)
 
