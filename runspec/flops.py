@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from runspec.shape import Shape
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class Linear:
     """The numbers that one token is multiplied with in a linear layer, and which are trained.
 
@@ -38,7 +39,7 @@ class Linear:
         return self.trained or sum(self.adapter) > 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Attention:
     """Scores and their product with the values.
 
@@ -50,7 +51,7 @@ class Attention:
     window: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Recurrence:
     """Linear attention by the delta rule; state: numbers of all heads' states together.
 
@@ -65,7 +66,7 @@ class Recurrence:
 Stage = Sequence[Linear] | Attention | Recurrence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ModelFlops:
     """FLOPs per token, per trained position and per query-key pair.
 

@@ -15,7 +15,8 @@ DEFAULT = "h100-80"
 _LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 180)
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class Gpu:
     """A kind of GPU; match is a regular expression for the name that the driver gives it."""
 

@@ -162,7 +162,8 @@ def _method_keys(step: StepConfig) -> str:
 # What is predicted -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     """One setting, its memory, and its time, which is worked out when it is asked for."""
 
@@ -201,7 +202,7 @@ class Prediction:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Predictor:
     """Predicts settings near a recipe's own.
 
@@ -245,7 +246,7 @@ class Predictor:
 # What to change if a recipe does not fit ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Remedy:
     """A change of the recipe, on top of those before it that helped, and what comes of it."""
 

@@ -28,7 +28,8 @@ class Parameter(NamedTuple):
     shared: bool = False
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class Unit:
     """Parameters that FSDP gathers and reduces together; shards: the ranks that it shards over."""
 
@@ -71,7 +72,7 @@ class Unit:
         return Unit(self.parameters + other.parameters, self.shards)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Block:
     """The FSDP units of one kind of block, and how many blocks are of it.
 
