@@ -127,8 +127,11 @@ def deadly(node: str, run: Path) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.parametrize(
+    # A spare node is begun with in the next test, too.
+    "spare",
+    [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.named)],
+)
 def test_a_bad_node_is_left_out(new_cluster, root, undisturbed: Undisturbed, spare):
     with new_cluster("bad", "--nodes", "3", "--requeue-delay", "5") as cluster:
         user = user_of(cluster, root)

@@ -405,6 +405,8 @@ def test_compiled_layers_compute_the_same(
 ) -> None:
     """Lengths change from batch to batch, and the last batch of the six is a short one."""
     monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_breaks")
+    # tests/benchmarks runs inductor's own code.
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     compiled = {"compile": True, "save_every_n_steps": 0}
     runs = {
         "full-shards-by-operation": compiled | BY_OPERATION | {"batch_size": 4},

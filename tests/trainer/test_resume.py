@@ -186,9 +186,15 @@ def mean_answer_loss(export: Path) -> float:
     return total / count
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("is_packed", [False, True], ids=["unpacked", "packed"])
+@pytest.mark.parametrize(
+    ("is_packed", "ranks"),
+    [
+        pytest.param(False, 1, marks=pytest.mark.long),
+        pytest.param(False, 4, marks=pytest.mark.named),
+        pytest.param(True, 1, marks=pytest.mark.named),
+        pytest.param(True, 4, marks=pytest.mark.long),
+    ],
+)
 def test_killed_at_a_random_step(
     is_packed: bool, ranks: int, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
