@@ -270,25 +270,27 @@ def _splits(folder: Path, threads: int) -> dict[str, dict[str, Any]]:
 def content_hash(path: Path) -> tuple[int, int]:
     """Return the rows of a Parquet file, and a hash of them that does not depend on their order.
 
-    It is the sum of the rows' md5 as numbers, so that both engines give the same for the same rows,
-    however they lay them into files.
+    It is the sum of the rows' md5 as numbers of 128 bits, so that both engines give the same for
+    the same rows, however they lay them into files.
     """
     import numpy as np
     import pyarrow.parquet as pq
 
     values = np.zeros(256, np.uint8)
     values[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
-    count = low = high = 0
+    count = total = 0
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=65536, columns=["md5"]):
             column = batch.column(0)
-            digits = np.frombuffer(column.buffers()[2], np.uint8)[: 32 * len(column)]
+            begin = 32 * column.offset
+            digits = np.frombuffer(column.buffers()[2], np.uint8)[begin : begin + 32 * len(column)]
             nibbles = values[digits].reshape(-1, 2)
-            both = ((nibbles[:, 0] << 4) | nibbles[:, 1]).reshape(-1, 16).view(np.uint64)
+            quarters = ((nibbles[:, 0] << 4) | nibbles[:, 1]).reshape(-1, 16).view(np.uint32)
             count += len(column)
-            low += int(both[:, 0].sum(dtype=np.uint64))
-            high += int(both[:, 1].sum(dtype=np.uint64))
-    return count, (high % 2**64 << 64) | low % 2**64
+            # A batch's sums of 32 bits each fit in 64, so that no carry is lost.
+            for place, part in enumerate(quarters.sum(axis=0, dtype=np.uint64)):
+                total += int(part) << 32 * place
+    return count, total % 2**128
 
 
 def files_hash(splits: Mapping[str, Mapping[str, Any]]) -> str:

@@ -26,7 +26,7 @@ from runspec import files
 from runspec.datarecipe import step_name, step_options
 
 # Changes whenever the same recipe may give other rows, or another hash of them, than before.
-FORMAT = 2
+FORMAT = 3
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01

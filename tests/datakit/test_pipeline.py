@@ -1,5 +1,6 @@
 """A whole preparation: nothing is done twice, and a set appears whole or not at all."""
 
+import hashlib
 import json
 import os
 import signal
@@ -85,12 +86,17 @@ def test_a_set_of_each_form_is_written_whole(tmp_path, form, record, columns):
     assert (record.get("text") or record["rejected"]) in page
 
 
-def test_the_hash_is_of_the_rows_and_not_of_their_order(tmp_path):
-    hashes = ["%032x" % (n * 7919) for n in range(100)]
-    for name, order in (("a", hashes), ("b", hashes[::-1]), ("c", hashes[:-1])):
+def test_the_hash_is_of_the_rows_and_not_of_their_order_or_files(tmp_path):
+    hashes = [hashlib.md5(str(n).encode()).hexdigest() for n in range(100)]
+    parts = {"a": hashes, "b": hashes[::-1], "c": hashes[:-1], "d": hashes[:7], "e": hashes[7:]}
+    found = {}
+    for name, order in parts.items():
         pq.write_table(pa.table({"md5": order}), tmp_path / name, row_group_size=30)
-    assert output.content_hash(tmp_path / "a") == output.content_hash(tmp_path / "b")
-    assert output.content_hash(tmp_path / "a") != output.content_hash(tmp_path / "c")
+        found[name] = output.content_hash(tmp_path / name)
+    assert found["a"] == found["b"] != found["c"]
+    numbers = [int.from_bytes(bytes.fromhex(each), "little") for each in hashes]
+    assert found["a"] == (100, sum(numbers) % 2**128)
+    assert (found["d"][1] + found["e"][1]) % 2**128 == found["a"][1], "in two files"
 
 
 def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
