@@ -65,7 +65,15 @@ def write(
     temporary.mkdir()
     try:
         _write_rows(engine, rows, form, _are_pairs(config), temporary / DATA, work)
-        splits = _splits(temporary, engine.threads)
+        # Imported late: it needs the engine's figures, and templates.
+        from datakit import report
+
+        columns = _columns(temporary)
+        # Hashing leaves a core idle at its end, and the figures wait for disks.
+        with ThreadPoolExecutor(1) as aside:
+            counting = aside.submit(report.figures, made, engine, temporary, columns)
+            splits = _splits(temporary, engine.threads)
+            shown = counting.result()
         lost = rows.count - sum(each["rows"] for each in splits.values())
         if lost:
             raise DataError(f"{lost} rows were lost on the way to {folder}: report this")
@@ -73,7 +81,7 @@ def write(
             "format": form,
             "created": time.time(),
             "rows": rows.count,
-            "columns": _columns(temporary),
+            "columns": columns,
             "splits": splits,
             "content_sha256": files_hash(splits),
             "sources": sorted({each.source for each in made.inputs}),
@@ -94,12 +102,7 @@ def write(
         text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in made.bad)
         files.write_text(temporary / BAD_ROWS, text)
         _keep_ledgers(made, temporary)
-        # Imported late: it needs the engine's figures, and templates.
-        from datakit import report
-
-        files.write_text(
-            temporary / REPORT, report.page(folder.name, made, engine, temporary, card, lineage)
-        )
+        files.write_text(temporary / REPORT, report.page(folder.name, card, lineage, shown))
         if made.start.folder is None:
             # The rows came straight from the sources' files.
             unchanged(made.inputs)

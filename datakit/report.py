@@ -1,7 +1,7 @@
 """The page about a training set: lengths, languages, sources, steps, samples, before and after."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +18,35 @@ _MOST_VALUES = 12
 _KINDS_AT_MOST = 50
 
 
-def page(
-    name: str,
-    made: Prepared,
-    engine: Engine,
-    version: Path,
-    card: Mapping[str, Any],
-    lineage: Mapping[str, Any],
-) -> str:
-    """Return the page as one HTML text that needs nothing else.
+def figures(
+    made: Prepared, engine: Engine, version: Path, columns: Collection[str]
+) -> dict[str, Any]:
+    """Return what the page tells of the rows.
 
-    version: the folder of the set, whose rows are written already.
+    Args:
+        version: the folder of the set, whose rows are written already.
+        columns: those of the rows.
     """
+    before = lengths(engine, made.start.table) if made.lengths is None else made.lengths
+    return {
+        "lengths": _bars(before, _written_lengths(version)),
+        "counts": [each for each in _counts(engine, made, version, columns) if each["rows"]],
+        "samples": _first_rows(version),
+        "bad": made.bad[:10],
+    }
+
+
+def page(
+    name: str, card: Mapping[str, Any], lineage: Mapping[str, Any], shown: Mapping[str, Any]
+) -> str:
+    """Return the page as one HTML text that needs nothing else; shown: the figures."""
     import jinja2
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    before = lengths(engine, made.start.table) if made.lengths is None else made.lengths
-    after = _written_lengths(version)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name,
-        card=card,
-        lineage=lineage,
-        lengths=_bars(before, after),
-        counts=[each for each in _counts(engine, made, version, card) if each["rows"]],
-        samples=_first_rows(version),
-        bad=made.bad[:10],
-    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(name=name, card=card, lineage=lineage, **shown)
 
 
 def _written(version: Path, columns: list[str]) -> Any:
@@ -102,7 +103,7 @@ def _bars(before: Mapping[int, int], after: Mapping[int, int]) -> list[dict[str,
 
 
 def _counts(
-    engine: Engine, made: Prepared, version: Path, card: Mapping[str, Any]
+    engine: Engine, made: Prepared, version: Path, columns: Collection[str]
 ) -> list[dict[str, Any]]:
     """Count the values of columns of few values, before and after."""
     import pyarrow.compute as pc
@@ -110,7 +111,7 @@ def _counts(
     first = made.start.table
     kept = [name for name in first.columns[6:] if first[name].type().is_string()]
     found = []
-    for name in [*(each for each in _COUNTED if each in card["columns"]), *kept]:
+    for name in [*(each for each in _COUNTED if each in columns), *kept]:
         counted = pc.value_counts(_written(version, [name])[name]).to_pylist()
         after = {str(each["values"]): int(each["counts"]) for each in counted}
         if len(after) > _KINDS_AT_MOST:

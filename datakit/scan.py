@@ -33,6 +33,8 @@ def scanned(
     import duckdb
     import pyarrow.parquet as pq
 
+    from datakit.engines.duck import arrow
+
     sources = {source_name(each, n): each for n, each in enumerate(config["sources"])}
     if len(inputs) > _MOST_FILES:
         return None
@@ -71,7 +73,7 @@ def scanned(
     most = {name: seen[name].max() for name in kept}
     figures = {"n": seen.count(), "bad": seen.bad.sum(), **most}
     try:
-        rows = con.to_pyarrow(seen.group_by("bucket").agg(**figures))
+        rows = arrow(con, seen.group_by("bucket").agg(**figures))
     except duckdb.Error:
         # A damaged file, which a reader names.
         return None

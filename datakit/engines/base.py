@@ -54,8 +54,7 @@ class Engine:
 
     def one(self, expression: Any) -> dict[str, Any]:
         """Return the only row of a table of aggregates."""
-        rows: list[dict[str, Any]] = self.con.to_pyarrow(expression).to_pylist()
-        return rows[0]
+        return self.rows(expression)[0]
 
     def rows(self, expression: Any) -> list[dict[str, Any]]:
         """Return the rows of a small table."""
