@@ -410,7 +410,7 @@ def depths_of(module: Decoder, every: int = 1) -> tuple[int, int]:
     behind it, and as many periods as end the model.
 
     Args:
-        every: each so-many-th block is recomputed, which is a period of its own.
+        every: one block in so many is recomputed.
     """
     kinds = [_kind(block) for block in module.blocks]
     count = len(kinds)
