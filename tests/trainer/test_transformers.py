@@ -340,11 +340,11 @@ RUNS: Runs = {
         FULL | HALF | {"custom_sharded_layers": ["embedding", "output_head"]},
     ),
     "qlora": (1, "llama3", None, {"model": LORA | {"quantize_base": True}}),
-    "bf16": (2, "qwen3", None, FULL | HALF | {"dtype": "bf16"}),
-    "fp8": (2, "qwen3", None, FULL | HALF | {"dtype": "bf16", "enable_fp8_training": True}),
+    "bf16": (2, "llama3", None, FULL | HALF | {"dtype": "bf16"}),
+    "fp8": (2, "llama3", None, FULL | HALF | {"dtype": "bf16", "enable_fp8_training": True}),
 }
-# Seen: 0.0014 to 0.0060 of losses of 6.6 to 6.9.
-FP8_TOLERANCE = 0.02
+# Of losses from 7.3 to 5.4. Seen: 0.008 to 0.016.
+FP8_TOLERANCE = 0.04
 PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
 
 
