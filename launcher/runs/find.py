@@ -53,15 +53,17 @@ def none_yet(root: Path) -> str:
 
 def find(root: Path, wanted: str) -> Run:
     """Return the run that wanted names: its name, a unique part of it, a job id, or 'last'."""
+    if _RUN_NAME.match(wanted) and (root / wanted).is_dir():
+        # Without a look at all others, of which there may be thousands.
+        return Run(root / wanted)
     known = every(root)
     if wanted == "last":
         if not known:
             raise UnknownRun(none_yet(root))
         return known[-1]
-    exact = [run for run in known if run.name == wanted]
     by_job = [run for run in known if wanted.isdigit() and wanted in _job_ids(run)]
     parts = [run for run in known if wanted and wanted in run.name]
-    for found in (exact, by_job, parts):
+    for found in (by_job, parts):
         if len(found) == 1:
             return found[0]
         if found:
