@@ -139,6 +139,9 @@ def test_runs_that_have_ended_are_known_from_the_last_time(tmp_path, monkeypatch
     # Whatever replaces a file of a run, such as its next attempt, is seen at once.
     runs[7].write("status.json", {**runs[7].status, "state": "FAILED"})
     assert [each["run"] for each in chosen(runs, None, ["failed"])[0]] == [names[7]]
+    # And later, when the change is long ago.
+    os.utime(runs[7].path, (5000.0, 5000.0))
+    assert [each["run"] for each in chosen(runs, None, ["failed"])[0]] == [names[7]]
     file.write_text('{"format": 1, "rows": {"x": 3}}')
     assert len(chosen(runs, None, ["completed"])[0]) == 68
 
