@@ -231,7 +231,7 @@ def test_many_runs_are_one_question_and_each_file_is_read_once(
         chosen([run for run in every(tmp_path / "runs")[1:3]], None)
     finally:
         files.read_json = before
-    opened = [path for path in opened if "runs" in path]
+    opened = [path for path in opened if "/runs/" in path]
     assert len(opened) == len(set(opened)) == 6
 
 
