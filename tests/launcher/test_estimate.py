@@ -253,18 +253,18 @@ def test_it_prints_within_twice_the_time_of_help(user: Kit):
     env = {key: value for key, value in user.env.items() if key != "PYTHONDONTWRITEBYTECODE"}
 
     def seconds(*arguments: str) -> float:
-        best = 1e9
-        for _ in range(5):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(
-                [sys.executable, "-m", "launcher", *arguments],
-                env=env,
-                cwd=paths.REPO_ROOT,
-                stdout=subprocess.DEVNULL,
-                check=True,
-            )
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            best = min(best, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-        return best
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-m", "launcher", *arguments],
+            env=env,
+            cwd=paths.REPO_ROOT,
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
-    assert seconds("estimate", "llama70b_lora") <= 2 * seconds("--help")
+    # In turn, so that what slows down the host meanwhile is not counted to one of them.
+    pairs = [(seconds("estimate", "llama70b_lora"), seconds("--help")) for _ in range(12)]
+    estimated, helped = map(min, zip(*pairs, strict=True))
+    assert estimated <= 2 * helped
