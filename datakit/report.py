@@ -21,7 +21,7 @@ _KINDS_AT_MOST = 50
 def figures(
     made: Prepared, engine: Engine, version: Path, columns: Collection[str]
 ) -> dict[str, Any]:
-    """Return what the page tells of the rows.
+    """Return the page's figures of the rows.
 
     Args:
         version: the folder of the set, whose rows are written already.

@@ -14,7 +14,7 @@ from runspec.datarecipe import source_name
 from runspec.prepared import ROW_BITS
 
 _TEXTS = {"qa": ("question", "answer"), "text": (None, "text")}
-_TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
+TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
 _SPACES = "".join(chr(n) for n in range(0x3001) if chr(n).isspace())
 # A query of more files than this would be slow to plan.
 _MOST_FILES = 200
@@ -126,5 +126,5 @@ def _table(
     }
     for name in schema(all_keep).names[6:]:
         kept = name in (source.get("keep") or {})
-        fields[name] = file[name] if kept else ibis.null(_TYPES[all_keep[name]])
+        fields[name] = file[name] if kept else ibis.null(TYPES[all_keep[name]])
     return file.select(**fields)

@@ -24,14 +24,14 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
     statuses: Counter[str] = Counter()
     models: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    times: list[float] = []
+    begin, end = math.inf, -math.inf
     latencies, first_tokens, per_token = array("d"), array("d"), array("d")
     asked, said = Texts(), Texts()
     for row in rows:
         statuses[str(row["status"])] += 1
         models[row["model"]] += 1
         if row["time"] is not None:
-            times = [min([row["time"], *times]), max([row["time"], *times])]
+            begin, end = min(begin, row["time"]), max(end, row["time"])
         if row["status"] != 200:
             continue
         latencies.append(row["latency_s"])
@@ -45,7 +45,7 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
         if training:
             asked.add(_last(row["messages"]))
             said.add(row["answer"] or "")
-    count, span = statuses.total(), times[1] - times[0] if times else 0.0
+    count, span = statuses.total(), max(0.0, end - begin)
     found: dict[str, Any] = {
         "requests": count,
         "status": dict(statuses),

@@ -6,11 +6,11 @@ from typing import Any
 
 from datakit.errors import DataError
 from datakit.expressions import column, condition
+from datakit.scan import TYPES
 from datakit.steps.templates import template_faults
 from runspec.datarecipe import step_name, step_options
 
 _OWN = ("source", "prompt", "answer", "messages", "rejected")
-_KINDS = {"text": "string", "number": "float64", "whole": "int64", "flag": "boolean"}
 # Columns that a step adds. near_duplicates adds one only to mark.
 _ADDED = {
     "language": {"language": "string"},
@@ -29,7 +29,7 @@ def check(config: Mapping[str, Any], all_keep: Mapping[str, str]) -> None:
     import ibis
 
     known = {"_id": "int64", **dict.fromkeys(_OWN, "string")}
-    known |= {name: _KINDS[kind] for name, kind in all_keep.items()}
+    known |= {name: TYPES[kind] for name, kind in all_keep.items()}
     faults: list[str] = []
     for number, step in enumerate(config.get("steps") or []):
         name, options = step_name(step), step_options(step)
