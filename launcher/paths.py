@@ -52,3 +52,9 @@ def venv_root() -> Path:
     """Return the virtual environment of jobs: COOKBOOK_VENV, or the one this command runs in."""
     chosen = os.environ.get("COOKBOOK_VENV")
     return Path(chosen).expanduser().absolute() if chosen else Path(sys.prefix)
+
+
+def user_cache() -> Path:
+    """Return the folder of this user for what can be computed again."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "slurm-cookbook"

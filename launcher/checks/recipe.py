@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
@@ -151,8 +150,7 @@ def _question(context: Context) -> tuple[dict[str, Any], bool]:
 
 
 def _kept(config: dict[str, Any], stock: bool) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "slurm-cookbook" / "checks" / f"{_cache_key(config, stock)}.json"
+    return paths.user_cache() / "checks" / f"{_cache_key(config, stock)}.json"
 
 
 def _keep(kept: Path, answer: dict[str, Any]) -> None:

@@ -9,8 +9,9 @@ import click
 
 from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option, note, runs_root
-from launcher.errors import UnknownRun
+from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import diff as comparison
+from launcher.observe import status
 from launcher.observe.results import FORMATS, compare, ordered, shown
 from launcher.runs.find import every, find, none_yet
 from launcher.runs.sweeps import runs_of
@@ -21,12 +22,20 @@ _NEWEST = 20
 
 @click.command()
 @click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
+@flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
+@click.option("--since", metavar="TIME", help="Runs made since then: 90m, 12h, 3d, 2026-01-31.")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
 @click.option("--sort", metavar="COLUMN", help="As --format json names it; -COLUMN: highest first.")
 @click.option("--price", type=click.FloatRange(min=0), help="Of a GPU-hour. [default: the site's]")
 @cluster_option
 def results(
-    wanted: tuple[str, ...], form: str, sort: str | None, price: float | None, cluster: str | None
+    wanted: tuple[str, ...],
+    show_all: bool,
+    since: str | None,
+    form: str,
+    sort: str | None,
+    price: float | None,
+    cluster: str | None,
 ) -> None:
     """Compare runs: the settings that differ, and loss, speed, memory, GPU-hours and cost.
 
@@ -35,10 +44,23 @@ def results(
     """
     site = sites.load(cluster)
     root = runs_root(cluster)
-    chosen = runs_of(site.root, wanted) if wanted else every(root)[-_NEWEST:]
+    if wanted and (show_all or since):
+        raise UsageFault("--all and --since choose from all runs: give no RUN or SWEEP with them")
+    newer_than = status.since(since) if since else ""
+    chosen = runs_of(site.root, wanted) if wanted else every(root)
+    chosen = [run for run in chosen if run.name[:15] >= newer_than]
+    everything = len(chosen)
+    if not (wanted or show_all or since):
+        chosen = chosen[-_NEWEST:]
+        if len(chosen) < everything:
+            note(f"the newest {_NEWEST} of {everything} runs; more: cookbook results --all")
     chosen = [run for run in chosen if not run.torn]
     if not chosen:
-        raise UnknownRun(none_yet(root))
+        raise UnknownRun(
+            f"no run was made since {since}: cookbook results --all compares all"
+            if every(root)
+            else none_yet(root)
+        )
     rate = site.gpu_hour_price if price is None else price
     rows, keys = compare(chosen, rate)
     click.echo(shown(ordered(rows, sort), keys, form))

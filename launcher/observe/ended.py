@@ -1,4 +1,4 @@
-"""The rows of runs that have ended, kept for the next time, in one file per user and runs root.
+"""What was read of runs that have ended, kept for the next time, in one file per user and root.
 
 The files of such a run change only by being replaced, which changes the time of its directory: if
 that is as it was, one look takes the place of reading four files.
@@ -13,11 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from launcher import paths
 from launcher.runs.directory import Run
+from launcher.runs.states import own_state
 from runspec import files
+from runspec.states import FINAL
 
-# Another number when a row's keys or their meaning change.
-_FORMAT = 1
 # Filesystems tell two changes apart that are so far from each other.
 _SETTLED_S = 2.0
 # The file is written again for so many new rows.
@@ -27,21 +28,26 @@ Row = dict[str, Any]
 
 
 class EndedRows:
-    """What is kept of the runs in one root."""
+    """What a command keeps of the runs in one root.
 
-    def __init__(self, root: Path) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    Args:
+        command: its name.
+        form: another text when a row's keys or their meaning change: older rows are not used then.
+    """
+
+    def __init__(self, root: Path, command: str, form: str) -> None:
         name = sha256(str(root.absolute()).encode()).hexdigest()[:16]
-        self.file = cache / "cookbook" / f"status-{name}.json"
+        self.file = paths.user_cache() / f"{command}-{name}.json"
+        self._form = form
         self._marks: dict[str, str] = {}
-        self._kept = self._read()
-
-    def _read(self) -> dict[str, list[Any]]:
+        self._kept: dict[str, Any] = {}
+        # Texts that rows name by their number, because many rows have them.
+        self.texts: list[str] = []
         found = files.read_json_or_none(self.file)
-        if not isinstance(found, dict) or found.get("format") != _FORMAT:
-            return {}
-        rows = found.get("rows")
-        return rows if isinstance(rows, dict) else {}
+        if isinstance(found, dict) and found.get("format") == form:
+            rows, texts = found.get("rows"), found.get("texts")
+            if isinstance(rows, dict) and isinstance(texts, list):
+                self._kept, self.texts = rows, texts
 
     def find(self, runs: Iterable[Run]) -> dict[str, Row]:
         """Return the rows of the runs that are as they were."""
@@ -65,8 +71,13 @@ class EndedRows:
         # A cache that cannot be written costs time, and nothing else.
         with suppress(OSError):
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            content = {"format": _FORMAT, "rows": {**kept, **new}}
+            content = {"format": self._form, "texts": self.texts, "rows": {**kept, **new}}
             files.write_text(self.file, json.dumps(content), mode=0o600)
+
+
+def settled(run: Run) -> bool:
+    """Return whether a run has ended by its own word and nothing about it is open or broken."""
+    return own_state(run) in FINAL and not (run.starting or run.broken())
 
 
 def _mark(run: Run, now: float) -> str:

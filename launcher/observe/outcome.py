@@ -18,14 +18,22 @@ GIB = 2**30
 _NOT_SETTINGS = ("output_dir", "description", "prepare", "share", "hub")
 
 
-def configuration(run: Run) -> dict[str, Any]:
-    """Return a run's resolved recipe by dotted keys, {} if it cannot be read."""
+def resolved(run: Run) -> dict[str, Any]:
+    """Return a run's resolved recipe, {} if it cannot be read."""
     try:
-        found = yamlfile.load(run.path / files.RECIPE)
+        return yamlfile.load(run.path / files.RECIPE)
     except CookbookError:
         return {}
-    kept = {key: value for key, value in found.items() if key not in _NOT_SETTINGS}
-    return dict(leaves(kept))
+
+
+def configuration(run: Run) -> dict[str, Any]:
+    """Return the settings of a run by dotted keys, {} if its recipe cannot be read."""
+    return settings(resolved(run))
+
+
+def settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a resolved recipe says of the training, by dotted keys."""
+    return dict(leaves({key: each for key, each in recipe.items() if key not in _NOT_SETTINGS}))
 
 
 def leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -37,23 +45,14 @@ def leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield f"{above}{key}", value
 
 
-def differing(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose value is not the same in all runs, in the order of the recipe."""
-    keys = {key: None for each in settings.values() for key in each}
-    absent = object()
-    return [
-        key for key in keys if len({repr(each.get(key, absent)) for each in settings.values()}) > 1
-    ]
-
-
-def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any]:
+def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what came of a run; None for what is not known.
 
     GPU-hours count every attempt. lost_gpu_hours is the part of them whose steps were done again
     or never saved.
 
     Args:
-        price: of a GPU-hour.
+        recipe: its resolved recipe, if the caller has read it.
     """
     values, progress = row(run, state), run.progress
     metrics = run.metrics
@@ -79,12 +78,15 @@ def outcome(run: Run, state: State, price: float | None = None) -> dict[str, Any
         "tokens_per_second_per_gpu": values["tokens_per_second_per_gpu"],
         "mfu": values["mfu"],
         "gpu_use": gpu_use.mean(run),
-        "peak_predicted_gib": predicted_gib(run, values["node_count"], values["gpus_per_node"]),
+        "peak_predicted_gib": predicted_gib(
+            resolved(run) if recipe is None else recipe,
+            values["node_count"],
+            values["gpus_per_node"],
+        ),
         "peak_measured_gib": max(peaks, default=progress.get("peak_memory_reserved_gb")),
         "used_s": values["used_s"],
         "gpu_hours": None if hours is None else round(hours, 4),
         "lost_gpu_hours": None if hours is None else round(lost, 4),
-        "cost": None if hours is None or price is None else round(hours * price, 2),
     }
 
 
@@ -116,7 +118,9 @@ def lost_times(
     return lost
 
 
-def predicted_gib(run: Run, nodes: int | None, gpus_per_node: int | None) -> float | None:
+def predicted_gib(
+    recipe: Mapping[str, Any], nodes: int | None, gpus_per_node: int | None
+) -> float | None:
     """Return the peak memory per GPU that `cookbook estimate` computes, None if it cannot."""
     # Imported late: most commands compute no memory.
     from launcher.sizing.memory import StepMemory
@@ -125,8 +129,7 @@ def predicted_gib(run: Run, nodes: int | None, gpus_per_node: int | None) -> flo
     if not nodes or not gpus_per_node:
         return None
     try:
-        config = yamlfile.load(run.path / files.RECIPE)
-        return round(StepMemory(step_of(config, nodes, gpus_per_node)).peak / GIB, 3)
+        return round(StepMemory(step_of(dict(recipe), nodes, gpus_per_node)).peak / GIB, 3)
     except (CookbookError, KeyError, TypeError, ValueError):
         # The user's own script, a recipe of another version, or one that was edited by hand.
         return None

@@ -3,12 +3,17 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from itertools import chain
 from typing import Any
 
+from launcher import paths
 from launcher.errors import UsageFault, nearest
-from launcher.observe.outcome import configuration, differing, outcome
+from launcher.observe.ended import EndedRows, settled
+from launcher.observe.outcome import outcome, resolved, settings
 from launcher.observe.text import number, percent, plain
+from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
 from launcher.runs.states import judged
 
@@ -33,21 +38,79 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 # A setting is cut to this many characters where a person reads it.
 _WIDEST = 32
+# Of so many runs, what was read of those that have ended is kept for the next time.
+_MANY = 64
+# Another one when the keys of an outcome or their meaning change.
+_FORMAT = 1
 FORMATS = ("table", "csv", "json", "markdown")
 
 
-def compare(runs: Iterable[Run], price: float | None = None) -> tuple[list[Result], list[str]]:
-    """Return the outcome of each run with its settings that differ, and the keys of those."""
-    found, settings = {}, {}
-    for run, state in judged(runs):
-        found[run.name] = outcome(run, state, price)
-        settings[run.name] = configuration(run)
-    keys = differing(settings) if len(settings) > 1 else []
+def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Result], list[str]]:
+    """Return the outcome of each run with its settings that differ, and the keys of those.
+
+    Args:
+        price: of a GPU-hour.
+    """
+    kept = EndedRows(runs[0].path.parent, "results", _form()) if len(runs) >= _MANY else None
+    known = {} if kept is None else kept.find(runs)
+    texts = _Texts(kept.texts if kept is not None else [])
+    ended = {}
+    for run, state in judged(ahead([run for run in runs if run.name not in known])):
+        recipe = resolved(run)
+        given = [texts.number(key, value) for key, value in settings(recipe).items()]
+        known[run.name] = {**outcome(run, state, recipe), "settings": given}
+        if kept is not None and settled(run):
+            ended[run.name] = known[run.name]
+    if kept is not None:
+        kept.keep(runs, ended)
+    names = sorted(known)
+    keys, chosen = texts.differing([known[name]["settings"] for name in names])
     rows = []
-    for name in sorted(found):
-        chosen = {key: settings[name].get(key) for key in keys}
-        rows.append({**found[name], "settings": chosen})
+    for name, differing in zip(names, chosen, strict=True):
+        row = known[name]
+        hours = row["gpu_hours"]
+        cost = None if hours is None or price is None else round(hours * price, 2)
+        rows.append({**row, "cost": cost, "settings": differing})
     return rows, keys
+
+
+def _form() -> str:
+    """Return what the rows that are kept of ended runs depend on besides their files."""
+    # The predicted memory is computed by the files there.
+    sources = sorted((paths.REPO_ROOT / "launcher" / "sizing").glob("*.py"))
+    seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    return sha256(repr((_FORMAT, seen)).encode()).hexdigest()[:16]
+
+
+class _Texts:
+    """Settings by number: thousands of runs have most of theirs in common."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+        self._numbers = {text: number for number, text in enumerate(texts)}
+
+    def number(self, key: str, value: Any) -> int:
+        text = json.dumps([key, value])
+        if (number := self._numbers.setdefault(text, len(self._texts))) == len(self._texts):
+            self._texts.append(text)
+        return number
+
+    def differing(self, runs: Sequence[list[int]]) -> tuple[list[str], list[dict[str, Any]]]:
+        """Return the keys whose value is not the same in all runs, and each run's values of them.
+
+        The keys come in the order of the recipes, and a run that lacks one has None there.
+        """
+        common = set(runs[0]).intersection(*runs[1:]) if runs else set()
+        pairs = {
+            number: json.loads(self._texts[number])
+            for number in dict.fromkeys(chain.from_iterable(runs))
+            if number not in common
+        }
+        keys = list(dict.fromkeys(key for key, _ in pairs.values()))
+        return keys, [
+            {**dict.fromkeys(keys), **dict(pairs[number] for number in run if number in pairs)}
+            for run in runs
+        ]
 
 
 def ordered(rows: list[Result], by: str | None) -> list[Result]:

@@ -8,13 +8,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from launcher.errors import UsageFault, nearest
-from launcher.observe.ended import EndedRows
+from launcher.observe.ended import EndedRows, settled
 from launcher.observe.text import duration, number, percent, plain
 from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
-from launcher.runs.states import State, judged, own_state
+from launcher.runs.states import State, judged
 from runspec.since import moment
-from runspec.states import FINAL
 
 # The states of runs, and those that only Slurm reports.
 _STATES = (
@@ -35,6 +34,8 @@ _COLOURS = {
 }
 # From the one that is missed least, if the terminal is too narrow for all.
 _LEFT_OUT_FIRST = ("JOB", "RECIPE", "MFU", "USED", "TOK/S/GPU", "SIZE", "LEFT", "LOSS", "STEP")
+# Of the rows that are kept of ended runs: another one when their keys or their meaning change.
+_FORMAT = "1"
 # A reason that has less room than this on its run's line stands below it.
 _REASON_ROOM = 24
 
@@ -134,7 +135,7 @@ def chosen(
     runs = [run for run in runs if run.name[:15] >= newer_than]
     # All are read: those that have ended since long are known from the last time.
     whole = bool(runs) and (limit is None or bool(words))
-    kept = EndedRows(runs[0].path.parent) if whole else None
+    kept = EndedRows(runs[0].path.parent, "status", _FORMAT) if whole else None
     known = {} if kept is None else kept.find(runs)
     torn: list[str] = []
     picked: list[Run] = []
@@ -150,7 +151,7 @@ def chosen(
     rows, ended = list(known.values()), {}
     for run, state in judged(ahead(picked)):
         rows.append(row(run, state))
-        if own_state(run) in FINAL and not (run.starting or run.broken()):
+        if settled(run):
             ended[run.name] = rows[-1]
     if kept is not None:
         kept.keep(runs, ended)

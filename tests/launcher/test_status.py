@@ -130,9 +130,9 @@ def test_runs_that_have_ended_are_known_from_the_last_time(tmp_path, monkeypatch
     runs = every(tmp_path / "runs")
     monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
     first, _ = chosen(runs, None)
-    (file,) = (tmp_path / "cache" / "cookbook").iterdir()
+    (file,) = (tmp_path / "cache" / "slurm-cookbook").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
-    kept = EndedRows(tmp_path / "runs").find(runs)
+    kept = EndedRows(tmp_path / "runs", "status", "1").find(runs)
     assert set(kept) == set(names) - {*names[5:7]}, "not of one that runs or is started"
     assert chosen(runs, None)[0] == first
     assert chosen(runs, 3, ["completed"])[0] == first[-3:]
