@@ -29,11 +29,17 @@ class Role(Enum):
             its output.
         OUTPUT: as a column layer; its logits stay split over the vocabulary.
         COLUMN: a linear layer whose outputs are split.
+        FUSED: a column layer that computes several outputs one after another, of which each rank
+            gets its part. `pieces` has their widths.
         ROW: a linear layer whose inputs are split, behind column layers; its outputs are summed.
         NORM: a norm before column layers: it takes this rank's tokens and gathers the whole
             sequence.
+        GATHER: a module that begins with column layers where no norm stands before them: it gathers
+            the whole sequence.
         REPLICATED: whole on every rank, on this rank's tokens or heads: other norms, and linear
             layers.
+        SPLIT_NORM: a norm over all features that a column layer has split.
+        HEADS: an attention layer with parameters of its own, a number for each head.
         ROUTER: whole on every rank, on this rank's tokens; computed by its own forward pass.
         EXPERT: the experts of a layer, from trainer.layers.experts, on this rank's tokens;
             expert parallelism spreads them.
@@ -42,9 +48,13 @@ class Role(Enum):
     EMBEDDING = auto()
     OUTPUT = auto()
     COLUMN = auto()
+    FUSED = auto()
     ROW = auto()
     NORM = auto()
+    GATHER = auto()
     REPLICATED = auto()
+    SPLIT_NORM = auto()
+    HEADS = auto()
     ROUTER = auto()
     EXPERT = auto()
 
@@ -148,6 +158,9 @@ class Decoder(nn.Module, ABC):
         if self.output_softcap is None:
             return logits
         return torch.tanh(logits.float() / self.output_softcap) * self.output_softcap
+
+    def prepare_split(self, ranks: int) -> None:  # noqa: B027 (most models need nothing)
+        """Tell its modules, where they count heads, that each rank has one of so many parts."""
 
     def split_faults(self) -> list[str]:
         """Why tensor parallelism cannot split it into any number of parts, one line each."""

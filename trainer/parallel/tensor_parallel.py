@@ -10,12 +10,13 @@ the parameters, and does the communication and its gradients.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -29,6 +30,8 @@ from trainer.parallel.sharded import local
 SEQUENCE = Shard(1)
 # A parameter -> what this rank computes with.
 LocalPart = Callable[[torch.Tensor], torch.Tensor]
+# The argument of a block's parts in transformers' models, where it is given by name.
+HIDDEN = "hidden_states"
 # The placements of a column-split layer's parameters.
 COLUMN = dict.fromkeys(("weight", "bias", "lora_b.weight", "magnitude"), Shard(0))
 
@@ -97,16 +100,76 @@ def _with_bias(layer: nn.Module, out: torch.Tensor, bias: LocalPart) -> torch.Te
 
 def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Normalise this rank's [batch, sequence / ranks, dim]; return [batch, sequence, dim]."""
+    return _whole(norm, _replicated(norm, x))
+
+
+def _whole(layer: nn.Module, part: torch.Tensor) -> torch.Tensor:
+    """The whole sequence of which `part` is this rank's, for column-split layers."""
+    own = DTensor.from_local(part, layer.tensor_parallel_mesh, [SEQUENCE], run_check=False)
+    # They give back a gradient that is Partial.
+    return local(own.redistribute(placements=[Replicate()]), partial_gradient=True)
+
+
+def _gather(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A module's own forward pass, on the whole sequence instead of this rank's part of it."""
+    if args:
+        args = (_whole(layer, args[0]), *args[1:])
+    else:
+        kwargs = kwargs | {HIDDEN: _whole(layer, kwargs[HIDDEN])}
+    return super(_patched(layer, _gather), layer).forward(*args, **kwargs)
+
+
+def _split_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """An RMSNorm over the last dimension of x, of which this rank has its part."""
     mesh = norm.tensor_parallel_mesh
-    part = DTensor.from_local(_replicated(norm, x), mesh, [SEQUENCE], run_check=False)
-    # Column-split layers give back a gradient that is Partial.
-    return local(part.redistribute(placements=[Replicate()]), partial_gradient=True)
+    scale, wide = local(norm.weight).float(), x.float()
+    if norm.unit_offset:
+        scale = 1 + scale
+    squares = _summed(norm, Replicate(), wide.square().sum(-1, keepdim=True))
+    # Each rank's features give back a part of the gradient.
+    shared = DTensor.from_local(squares, mesh, [Replicate()], run_check=False)
+    mean = local(shared, partial_gradient=True) / (mesh.size() * x.shape[-1])
+    return (wide * torch.rsqrt(mean + norm.eps) * scale).to(x.dtype)
 
 
 def _column(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
     # A sees the whole input, but only this rank's rows of B send a gradient back to it.
     return _with_bias(layer, _product(layer, x, local, _partial, local), local)
+
+
+def _fused(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """[batch, sequence, in] to this rank's part of each piece, [batch, sequence, out / ranks].
+
+    The rows of the weight are split in their order, as a checkpoint has them, so that a rank may
+    have all of one piece and nothing of another: the ranks exchange their outputs.
+    """
+    mesh = layer.tensor_parallel_mesh
+    order, sent, received = _exchanged(layer.pieces, mesh.size(), mesh.get_local_rank())
+    out = _column(layer, x).movedim(-1, 0)
+    if order is not None:
+        out = out[torch.tensor(order, device=out.device)]
+    out = all_to_all_single_autograd(out.contiguous(), received, sent, mesh.get_group())
+    return out.movedim(0, -1)
+
+
+@cache
+def _exchanged(
+    pieces: tuple[int, ...], ranks: int, rank: int
+) -> tuple[list[int] | None, list[int], list[int]]:
+    """How one rank exchanges its outputs of a fused layer.
+
+    Returns:
+        The order in which they leave, None if it is theirs, how many leave to each rank, and how
+        many come from each. What comes from the ranks is in the order of the pieces.
+    """
+    owners = [place * ranks // width for width in pieces for place in range(width)]
+    width = len(owners) // ranks
+    own = owners[rank * width : (rank + 1) * width]
+    order = sorted(range(width), key=own.__getitem__)
+    received = [owners[r * width : (r + 1) * width].count(rank) for r in range(ranks)]
+    in_order = order == list(range(width))
+    return None if in_order else order, [own.count(r) for r in range(ranks)], received
 
 
 def _row(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -127,24 +190,29 @@ def _router(layer: nn.Module, *args: torch.Tensor) -> object:
     whole = dict(layer._parameters)
     layer._parameters |= {name: _partial(p) for name, p in whole.items() if p is not None}
     try:
-        return super(_patched(layer), layer).forward(*args)
+        return super(_patched(layer, _router), layer).forward(*args)
     finally:
         layer._parameters |= whole
 
 
-def _patched(layer: nn.Module) -> type[nn.Module]:
-    return next(kind for kind in type(layer).__mro__ if kind.__dict__.get("forward") is _router)
+def _patched(layer: nn.Module, forward: Callable[..., Any]) -> type[nn.Module]:
+    return next(kind for kind in type(layer).__mro__ if kind.__dict__.get("forward") is forward)
 
 
 # By role: the forward pass (module, input) -> output, in which tensors are this rank's and the
-# module has its mesh; and the placements of the parameters that are not replicated.
-STYLES: dict[Role, tuple[Callable[..., Any], dict[str, Shard]]] = {
+# module has its mesh, or None: it stays as it is; and the placements of the parameters that are not
+# replicated.
+STYLES: dict[Role, tuple[Callable[..., Any] | None, dict[str, Shard]]] = {
     Role.EMBEDDING: (_embedding, {"weight": Shard(0)}),
     Role.OUTPUT: (_output, COLUMN),
     Role.COLUMN: (_column, COLUMN),
+    Role.FUSED: (_fused, COLUMN),
     Role.ROW: (_row, {"weight": Shard(1), "lora_a.weight": Shard(1)}),
     Role.NORM: (_norm, {}),
+    Role.GATHER: (_gather, {}),
     Role.REPLICATED: (_replicated, {}),
+    Role.SPLIT_NORM: (_split_norm, {"weight": Shard(0)}),
+    Role.HEADS: (None, {"sinks": Shard(0)}),
     Role.ROUTER: (_router, {}),
 }
 
@@ -158,6 +226,7 @@ def split(model: Decoder, mesh: DeviceMesh) -> None:
     Args:
         model: on the meta device, before activation checkpointing; `faults` found none in it.
     """
+    model.prepare_split(mesh.size())
     modules = list(model.named_modules())
     for pattern, role in model.roles().items():
         for module in (module for name, module in modules if fnmatchcase(name, pattern)):
@@ -176,13 +245,16 @@ def _replicate_experts(layer: nn.Module, mesh: DeviceMesh) -> None:
 
 def _split_module(module: nn.Module, mesh: DeviceMesh, role: Role) -> None:
     forward, placements = STYLES[role]
-    _distribute(module, mesh, placements)
+    _distribute(module, mesh, placements, role not in (Role.GATHER, Role.HEADS))
     module.tensor_parallel_mesh = mesh
-    patch_forward(module, forward)
+    if forward is not None:
+        patch_forward(module, forward)
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Shard]) -> None:
-    for name, parameter in list(module.named_parameters()):
+def _distribute(
+    module: nn.Module, mesh: DeviceMesh, placements: dict[str, Shard], with_inner: bool = True
+) -> None:
+    for name, parameter in list(module.named_parameters(recurse=with_inner)):
         # Every rank fills its own part later, so none needs to send it.
         placement = placements.get(name, Replicate())
         split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from trainer.errors import ConfigError
 from trainer.layers.attention import DocumentAttention, Mask
+from trainer.parallel.sharded import local
 
 # The name of the attention function; transformers makes no masks for a name that it has none for.
 NAME = "slurm_cookbook_documents"
@@ -94,7 +95,8 @@ def attend(
     if not hasattr(layer, "document_attention"):
         raise ConfigError("its layers do not hand the documents of packed rows to their attention")
     heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return layer.document_attention(*heads, documents, given.get(SINKS)), None
+    sinks = given.get(SINKS)
+    return layer.document_attention(*heads, documents, None if sinks is None else local(sinks)), None
 
 
 AttentionInterface.register(NAME, attend)

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -13,28 +13,18 @@ from transformers import PreTrainedModel
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers import attention, lora, nf4
+from trainer.layers import lora, nf4
 from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, head, rope
-from trainer.models.transformers.attention import Observer
 from trainer.models.transformers.names import HubNames
+from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
 from trainer.storage.weights import SafetensorsSource, named_parameters
 from trainer.storage.weights import plain_name as plain
 
 PLACE = "checkpointer.checkpoint_dir"
-# A style of transformers' tensor-parallel plans, and the role that does the same.
-STYLES = {
-    "colwise": Role.COLUMN,
-    "rowwise": Role.ROW,
-    "replicated_with_grad_allreduce": Role.REPLICATED,
-}
-SLIDING = "sliding_attention"
-LINEAR = "linear_attention"
 CHUNKED = "chunked_attention"
 LAYER_TYPES = {"full_attention", SLIDING, LINEAR, CHUNKED}
-# Enough tokens for every operation; nothing is computed on the meta device.
-PROBE_TOKENS = 8
 
 
 class TransformersDecoder(Decoder):
@@ -77,8 +67,14 @@ class TransformersDecoder(Decoder):
         self.lm_head = None if self.config.tie_word_embeddings else causal.lm_head
         self.max_seq_len = _longest_row(self.config)
         rope.prepare(self)
-        self._unsplit: list[str] = []
-        self._roles = self._observed_roles()
+        kinds = getattr(self.config, "layer_types", None)
+        flow = Flow(self, self._hidden)
+        self._refuse(flow.faults(self, kinds))
+        found = Roles(self, flow, self._prefix, getattr(self.config, "base_model_tp_plan", None) or {})
+        self._roles, self._unsplit, self._pieces = found.by_pattern(), found.unsplit, found.pieces
+        if self._linear:
+            self._unsplit = ["it has layers of linear attention"]
+        self._sizes = self._split_sizes()
 
     @property
     def base(self) -> nn.Module:
@@ -124,17 +120,29 @@ class TransformersDecoder(Decoder):
 
     def sizes(self) -> dict[str, int]:
         """What tensor parallelism divides."""
+        return self._sizes
+
+    def _split_sizes(self) -> dict[str, int]:
+        keys = 0
+        for layer in (m for m in self.modules() if hasattr(m, "document_attention")):
+            if (inner := getattr(layer, "k_proj", None)) is not None:
+                # Of what all layers have in common: Gemma 4's have different numbers.
+                keys = math.gcd(keys, inner.out_features // layer.document_attention.head_dim)
         heads = self.config.num_attention_heads
-        try:
-            shared = getattr(self.config, "num_key_value_heads", None)
-        except RuntimeError:
-            # transformers refuses to say for layers that differ (Gemma 4), which are not split.
-            shared = None
         return {
             "num_heads": heads,
-            "num_kv_heads": shared or heads,
+            "num_kv_heads": keys or getattr(self.config, "num_key_value_heads", None) or heads,
             "intermediate_dim": self.config.intermediate_size,
         }
+
+    def prepare_split(self, ranks: int) -> None:
+        """See `Decoder.prepare_split`."""
+        for name, pieces in self._pieces.items():
+            self.get_submodule(name).pieces = pieces
+        for layer in (m for m in self.modules() if hasattr(m, QKV)):
+            layer.config = copy(layer.config)
+            layer.config.num_attention_heads //= ranks
+            layer.num_key_value_heads //= ranks
 
     def recurrent_state(self, module: str) -> int:
         """See `Decoder.recurrent_state`."""
@@ -201,13 +209,16 @@ class TransformersDecoder(Decoder):
 
     def routers(self) -> list[nn.Module]:
         """What chooses the experts of each block, if its scores are a softmax."""
-        names = {pattern for pattern, role in self._roles.items() if role is Role.ROUTER}
-        found = [module for name, module in self.named_modules() if _pattern(plain(name)) in names]
+        chosen = {name for name, role in self._roles.items() if role is Role.ROUTER}
+        names = [(plain(name), module) for name, module in self.named_modules()]
+        found = [module for name, module in names if chosen & {name, pattern(name)}]
         return [router for router in found if experts.is_balanced(router)]
 
     def held_buffers(self) -> dict[str, torch.Tensor]:
-        """The routers' biases, which no gradient changes."""
-        return {name: self.get_buffer(name) for name in self._held}
+        """The routers' biases, for one, which no gradient changes."""
+        # A block may be wrapped by activation checkpointing by now.
+        found = {plain(name): buffer for name, buffer in self.named_buffers()}
+        return {name: found[name] for name in self._held}
 
     def expert_shares(self) -> dict[str, float]:
         """Of experts, stacked in one parameter, the share that a token meets; of a router, all."""
@@ -251,148 +262,8 @@ class TransformersDecoder(Decoder):
             lacks.append(f"it has {what} in a way that is not supported yet ({deep[0]})")
         self._refuse(lacks)
 
-    def _observed_roles(self) -> dict[str, Role]:
-        """Run a forward pass without data; give attention layers theirs, and modules their roles.
-
-        What stands against tensor parallelism alone goes to `_unsplit`.
-        """
-        norms, inputs, outputs = {}, {}, {}
-        hooks = []
-        for name, module in self.named_modules():
-            own = dict(module.named_parameters(recurse=False))
-            if isinstance(module, nn.Linear):
-                hooks.append(module.register_forward_pre_hook(_keep_input(inputs, name)))
-            elif (
-                [p.ndim for p in own.values()] == [1]
-                and not list(module.children())
-                and module is not self.final_norm
-            ):
-                hooks.append(module.register_forward_hook(_keep_output(norms, name)))
-        for index, block in enumerate(self.blocks):
-            hooks.append(block.register_forward_hook(_keep_output(outputs, index)))
-        observer = Observer()
-        tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
-        positions = torch.arange(PROBE_TOKENS, device="meta").unsqueeze(0)
-        with torch.no_grad():
-            last = self._hidden(tokens, positions, observer)
-        for hook in hooks:
-            hook.remove()
-        self._refuse(observer.faults + self._flow_faults(observer, outputs, last))
-        return self._roles_of(norms, inputs)
-
-    def _flow_faults(self, observer: Observer, outputs: dict, last: Any) -> list[str]:
-        """What the forward pass did otherwise than block after block, each with its attention."""
-        faults = []
-        layers = Counter(id(layer) for layer in observer.seen)
-        for index, block in enumerate(self.blocks):
-            linear = LINEAR in (self.config.layer_types[index : index + 1] if self._linear else ())
-            if sum(layers[id(module)] for module in block.modules()) != 1 - linear:
-                kinds = getattr(self.config, "layer_types", None) or ["no attention"] * (index + 1)
-                faults.append(
-                    f"its layer {index} ({kinds[index]}) does not call one attention function, so "
-                    "that the documents of packed rows could leak"
-                )
-                break
-        if outputs.get(len(self.blocks) - 1) is not last:
-            faults.append("its last block's output does not go to the final norm as it is")
-        windows = [layer.document_attention.window for layer in observer.seen]
-        kinds = getattr(self.config, "layer_types", None)
-        slides = [kind == SLIDING for kind in kinds or () if kind != LINEAR]
-        if kinds and not faults and slides != [window is not None for window in windows]:
-            faults.append("its layers do not have the windows that layer_types says")
-        return faults
-
-    def _roles_of(self, norms: dict, inputs: dict) -> dict[str, Role]:
-        plan = getattr(self.config, "base_model_tp_plan", None) or {}
-        if not plan:
-            self._unsplit.append("its class has no tensor-parallel plan")
-        if experts.weighs_inputs(self.base):
-            self._unsplit.append("its routers weigh the inputs of experts")
-        if self._linear:
-            self._unsplit.append("it has layers of linear attention")
-        if len({layer.head_dim for layer in attention.layers(self)}) > 1:
-            self._unsplit.append("its layers have heads of different widths")
-        roles = self._expert_roles()
-        experts_of = [name for name, role in roles.items() if role is Role.EXPERT]
-        mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts_of)
-        for name, style in plan.items():
-            if mixtures and f"{self._prefix}.{name}.".startswith(mixtures):
-                continue
-            kind = STYLES.get(style, Role.REPLICATED)
-            roles[f"{self._prefix}.{name}"] = kind
-            if style not in STYLES:
-                self._unsplit.append(f"its plan has {name} as {style}")
-        in_front = {id(tensor): name for name, tensor in norms.items()}
-        for name, tensor in inputs.items():
-            kind = _pattern(name)
-            if roles.get(kind) is not Role.COLUMN:
-                continue
-            if id(tensor) in in_front:
-                roles[_pattern(in_front[id(tensor)])] = Role.NORM
-            else:
-                self._unsplit.append(f"{kind} does not stand behind a norm")
-        for name in norms:
-            roles.setdefault(_pattern(name), Role.REPLICATED)
-        for name in {_pattern(name): name for name in norms}.values():
-            self._prepare_norm(name)
-        self._prepare_norm("final_norm")
-        self._prepare_embedding()
-        roles |= {self._embedding_name(): Role.EMBEDDING, "final_norm": Role.NORM}
-        if self.lm_head is not None:
-            roles["lm_head"] = Role.OUTPUT
-        for name, _ in self.named_parameters():
-            if _pattern(name.rpartition(".")[0]) not in roles:
-                self._unsplit.append(f"its plan says nothing of {_pattern(name)}")
-        self._unsplit = list(dict.fromkeys(self._unsplit))
-        return roles
-
-    def _expert_roles(self) -> dict[str, Role]:
-        """The parts of the blocks' mixtures of experts, which work on each rank's own tokens."""
-        roles, having = {}, set()
-        for name, layer in routed.layers(self):
-            mixture = name.rpartition(".")[0]
-            having.add(_pattern(mixture))
-            roles[_pattern(name)] = Role.EXPERT
-            for inner, module in self.get_submodule(mixture).named_modules(prefix=mixture):
-                if module is not layer and list(module.parameters(recurse=False)):
-                    linear = type(module) is nn.Linear
-                    roles[_pattern(inner)] = Role.REPLICATED if linear else Role.ROUTER
-        if 0 < len(list(routed.layers(self))) < len(self.blocks):
-            self._unsplit.append("some of its layers have experts and others none")
-        return roles
-
-    def _prepare_norm(self, name: str) -> None:
-        """Tell tensor parallelism how the norms of this kind compute, if it is an RMSNorm."""
-        norm = self.get_submodule(name)
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        with torch.device("cpu"), torch.no_grad():
-            weight = torch.linspace(0.5, 2.0, len(norm.weight), dtype=torch.float32)
-            x = torch.linspace(-1, 3, 2 * len(weight), dtype=torch.float32).view(2, -1)
-            try:
-                found = torch.func.functional_call(norm, {"weight": weight}, x)
-            except (AttributeError, TypeError):
-                found = x  # It has a gate as its second input.
-            for unit_offset in (False, True):
-                expected = F.rms_norm(x, weight.shape, weight + unit_offset, eps)
-                if torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
-                    break
-            else:
-                self._unsplit.append(f"{_pattern(name)} is no RMSNorm")
-                return
-        for other, module in self.named_modules():
-            if _pattern(other) == _pattern(name):
-                module.eps, module.unit_offset = eps, unit_offset
-
     def _embedding_name(self) -> str:
         return next(name for name, module in self.named_modules() if module is self.embedding)
-
-    def _prepare_embedding(self) -> None:
-        embedding = self.embedding
-        scale = getattr(embedding, "scalar_embed_scale", None)
-        if scale is not None:
-            embedding.output_scale = scale
-        elif type(embedding) is not nn.Embedding:
-            self._unsplit.append(f"its embedding is a {type(embedding).__name__}")
 
     def _refuse(self, reasons: list[str]) -> None:
         if reasons:
@@ -435,22 +306,3 @@ def _held_buffers(base: nn.Module, causal: PreTrainedModel) -> list[str]:
         if last in kept:
             buffers[last] = buffers[last].float()
     return [f"{prefix}.{name}" for name in names]
-
-
-def _keep_input(kept: dict, name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        kept[name] = args[0]
-
-    return hook
-
-
-def _keep_output(kept: dict, name: Any) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        kept[name] = output
-
-    return hook
-
-
-def _pattern(name: str) -> str:
-    """A module's name with * in place of its block's number."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -11,6 +11,7 @@ from transformers.models.llama4.modeling_llama4 import (
 
 from trainer.layers import experts
 from trainer.layers.patch import patch_forward
+from trainer.parallel.sharded import local
 
 # What a class has that transformers' own functions compute (integrations/moe.py): a gate beside
 # the activation, and no norm behind.
@@ -66,7 +67,8 @@ def _llama4_activation(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _llama4_forward(layer: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Llama 4 weighs the inputs of its experts, and transformers sends every token to all."""
     hidden = hidden.reshape(-1, layer.hidden_dim)
-    logits = F.linear(hidden, layer.router.weight)
+    # Under tensor parallelism these are this rank's tokens.
+    logits = F.linear(hidden, local(layer.router.weight, partial_gradient=True))
     best, index = logits.topk(layer.top_k, dim=1)
     weights = torch.sigmoid(best.float()).to(best.dtype)
     rows = hidden.unsqueeze(1) * weights.unsqueeze(-1)
