@@ -174,7 +174,8 @@ def of_shape(
     def linear(name: str, shape: Shape) -> Linear:
         matrix = shape.output if name == "output" else shape.matrices[name]
         rank = matrix.active * ranks.get(name, 0)
-        return Linear(matrix.active_parameters, full, (rank * matrix.inputs, rank * matrix.outputs))
+        inputs = 0 if name in shape.fused_behind else matrix.inputs
+        return Linear(matrix.active_parameters, full, (rank * inputs, rank * matrix.outputs))
 
     found = count((), linear("output", shape), trained_before=True, backward=backward)
     for block, number in shape.blocks:

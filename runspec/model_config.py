@@ -54,12 +54,13 @@ _ASSUMED: dict[str, dict[str, Any]] = {
 }
 # Those of linear attention; in their other layers attention's output has a gate.
 _LINEAR = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-# Families of transformers' that our tensor parallelism cannot split: fused matrices, norms over all
-# heads, no norm in front of the matrices that it splits by outputs, heads of two widths, no plan.
-_WHOLE = (
-    *("apertus", "cohere2", "exaone4", "glm", "glm4", "olmo2", "olmo3", "phi3", "gemma4_text"),
-    *("gpt_oss", "granitemoe", "llama4_text", "deepseek_v3", *_LINEAR),
-)
+# Families of transformers' that our tensor parallelism cannot split: their last norm is no RMSNorm,
+# or they have linear attention.
+_WHOLE = ("cohere2", *_LINEAR)
+# Gate and up projection come out of one product.
+_FUSED_MLP = ("phi3", "glm", "glm4")
+# Their norms stand behind attention and the MLP, and none before them.
+_POST_NORMS = ("exaone4", "olmo2", "olmo3")
 # Those whose queries and keys have a norm as wide as a head.
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "exaone4", *_LINEAR)
 # Their `attention_bias` is that of queries, keys and values only.
@@ -134,8 +135,10 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
         qkv_bias=biased and latent is None,
         output_bias=biased and family not in (*_WITHOUT_OUTPUT_BIAS, "qwen2"),
         head_norms=_head_norms(shape, given, family),
-        whole=family in _WHOLE or _mixed(shape, given, experts),
+        whole=family in _WHOLE,
         fused=family == "phi3",
+        fused_mlp=family in _FUSED_MLP,
+        post_norms=family in _POST_NORMS,
         softcap=bool(given.get("final_logit_softcapping", shape.softcap)),
         experts=experts,
         latent=latent,
@@ -280,11 +283,6 @@ def _has_experts(index: int, given: Mapping[str, Any]) -> bool:
         return False
     step = given.get("decoder_sparse_step") or given.get("interleave_moe_layer_step") or 1
     return (index + 1) % int(step) == 0
-
-
-def _mixed(shape: Shape, given: Mapping[str, Any], experts: Experts | None) -> bool:
-    """Whether some blocks have experts and others none."""
-    return experts is not None and not all(_has_experts(i, given) for i in range(shape.layers))
 
 
 def of_builder_arguments(arguments: Mapping[str, Any], family: str) -> Shape | None:

@@ -6,6 +6,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import Literal, NamedTuple
 
 # How tensor and expert parallelism split a matrix: column by its outputs, row by its inputs,
@@ -135,7 +136,8 @@ class Shape:
     rotary_tables: RoPE has tables of all positions; else it computes those of a batch.
     whole_rotary: they have a cosine and a sine for each feature, not for each pair of them.
     whole: tensor parallelism cannot split it, whatever its sizes are. fused: q, k and v come out
-    of one product. gated: attention's output has a gate, as wide, beside the queries. sinks: each
+    of one product. fused_mlp: so do gate and up. post_norms: norms stand behind attention and MLP
+    only. gated: attention's output has a gate, as wide, beside the queries. sinks: each
     head has one. window: keys that a query sees in the blocks that have one. wide_norms: a norm
     multiplies its scale in fp32. far: the heads of blocks without a window, if
     they are others. keys_are_values: no matrix makes values.
@@ -161,6 +163,8 @@ class Shape:
     whole_rotary: bool = False
     whole: bool = False
     fused: bool = False
+    fused_mlp: bool = False
+    post_norms: bool = False
     experts: Experts | None = None
     output_bias: bool = False
     gated: bool = False
@@ -327,11 +331,27 @@ class Shape:
         return self.experts is not None and self.experts.watched
 
     @property
+    def split_norms(self) -> bool:
+        """Whether the norms of queries and keys are over all heads."""
+        return self.head_norms > 2 * self.head_dim
+
+    @property
+    def fused_widths(self) -> tuple[int, ...]:
+        """Of one block the widths of the products that compute several things one after another."""
+        attention = (self.query_width + 2 * self.kv_width,) if self.fused else ()
+        return attention + ((2 * self.intermediate,) if self.fused_mlp else ())
+
+    @property
+    def fused_behind(self) -> tuple[str, ...]:
+        """The matrices of those products but the first of each: its adapter's A is theirs, too."""
+        return ATTENTION[1:3] * self.fused + MLP[1:2] * self.fused_mlp
+
+    @property
     def split_sizes(self) -> dict[str, int]:
         """What tensor parallelism divides, as `runspec.layout.model_faults` takes it."""
         return {
             "num_heads": self.heads,
-            "num_kv_heads": self.kv_heads,
+            "num_kv_heads": gcd(self.kv_heads, self.far.kv_heads if self.far else 0),
             "intermediate_dim": self.intermediate,
             "vocab_size": self.vocab,
         }

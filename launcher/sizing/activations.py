@@ -63,7 +63,7 @@ def _saved_by_attention(step: StepConfig) -> float:
     saved += (e * t * 2 * (q + copied) + FP32 * t * shape.heads) / tp
     if shape.fused:
         # The values that are kept are a part of the product, so that all of it stays.
-        saved += e * t * (q + kv)
+        saved += e * t * (q + kv) / tp
     if shape.gated:
         saved += e * t * q * (1 + (not step.compiled) + step.trains("output_proj")) / tp
     return saved
@@ -72,9 +72,10 @@ def _saved_by_attention(step: StepConfig) -> float:
 def _saved_by_latent_attention(step: StepConfig, latent: Latent) -> float:
     """Besides attention's own: both latents before and behind their norms.
 
-    Keys are made of two parts, and values are a part of a product, all of which stays.
+    Keys are made of two parts, and values are a part of a product, all of which stays. Tensor
+    parallelism splits the heads, and leaves the latents whole.
     """
-    shape, e, t = step.shape, step.element_bytes, step.tokens
+    shape, e, t, tp = step.shape, step.element_bytes, step.tokens, step.layout.tensor_parallel
     heads = shape.heads
     saved: float = e * t * shape.dim * step.trains("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
     saved += _norm_bytes(step) * t * (latent.queries + latent.keys)
@@ -83,7 +84,8 @@ def _saved_by_latent_attention(step: StepConfig, latent: Latent) -> float:
     product = heads * (latent.plain + latent.value)
     if step.compiled:
         product = heads * latent.value
-    return saved + e * t * (2 * shape.query_width + product + shape.value_width) + FP32 * t * heads
+    split = e * t * (2 * shape.query_width + product + shape.value_width) + FP32 * t * heads
+    return saved + split / tp
 
 
 def _saved_by_linear_attention(step: StepConfig, linear: Linear) -> float:
@@ -154,7 +156,7 @@ def _saved_by_adapters(step: StepConfig) -> float:
         if matrix.role == "expert":
             saved += e * expert_rows(step) * step.lora_rank
             continue
-        saved += e * t * step.lora_rank
+        saved += e * t * step.lora_rank * (name not in step.shape.fused_behind)
         if step.dropout:
             saved += (1 + e) * t * matrix.inputs / (tp if matrix.role == "row" else 1)
         if step.is_dora and not (step.compiled and name in MLP):
@@ -200,7 +202,10 @@ def saved_products(step: StepConfig) -> float:
         kept += e * rows * width
         if name in step.lora_targets:
             kept += e * rows * (width + step.lora_rank)
-    return kept + (e * t * shape.dim * (2 + 2 / tp) if tp > 1 else 0.0)
+    if tp == 1:
+        return kept
+    exchanged = e * t * sum(shape.fused_widths) / tp
+    return kept + e * t * shape.dim * (2 + 2 / tp) + exchanged
 
 
 # What a layer works with --------------------------------------------------------------------------

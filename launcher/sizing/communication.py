@@ -123,9 +123,10 @@ def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
 
     Experts take each rank's own tokens: a layer that has them gathers and scatters once. The
     embedding scatters and the last norm gathers once more. A layer that is recomputed does so
-    again, but for its last scatter, which nothing in its backward needs.
+    again, but for its last scatter, which nothing in its backward needs. Fused layers exchange
+    their outputs, and norms over all heads sum each token's squares.
     """
-    tp, depth = step.layout.tensor_parallel, step.shape.layers
+    tp = step.layout.tensor_parallel
     both = sum(count * (2 - (block.shape.experts is not None)) for block, count in step.blocks)
     hidden = step.element_bytes * step.tokens * step.shape.dim
 
@@ -143,17 +144,29 @@ def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
     yield exchange("norms' gradients", "reduce-scatter", both - 1 + full, "backward")
     yield exchange("layers' gradients", "all-gather", both, "backward")
     yield exchange("embedding's gradient", "all-gather", full, "end")
-    # Recomputed by operation, no layer communicates again.
-    again = depth // round(1 / step.recomputed_share) if step.recomputed_share else 0
-    # Gemma 2 normalises what is scattered, and so needs it again.
-    scatters = 2 if step.shape.norms == 4 else 1
-    yield exchange("norms' outputs", "all-gather", 2 * again, "recompute")
-    yield exchange("layers' outputs", "reduce-scatter", scatters * again, "recompute")
-    for name in step.lora_targets if step.is_dora else ():
-        matrix = step.shape.matrices[name]
-        if matrix.role == "row":
-            norms = FP32 * matrix.outputs
-            yield exchange("DoRA's norms", "all-reduce", depth + again, "forward", norms)
+    for block, count in step.blocks:
+        shape = block.shape
+        # Recomputed by operation, no layer communicates again.
+        again = count // round(1 / step.recomputed_share) if step.recomputed_share else 0
+        parts = 2 - (shape.experts is not None)
+        # What is normalised behind the scatter is needed again.
+        behind = shape.norms == 4 or shape.post_norms or parts == 1
+        yield exchange("norms' outputs", "all-gather", parts * again, "recompute")
+        scatters = parts if behind else parts - 1
+        yield exchange("layers' outputs", "reduce-scatter", scatters * again, "recompute")
+        passes = (("forward", count), ("recompute", again), ("backward", count))
+        for when, layers in passes:
+            for width in shape.fused_widths:
+                size = step.element_bytes * step.tokens * width / tp
+                yield exchange("fused layers' outputs", "all-to-all", layers, when, size)
+            if shape.split_norms:
+                squares = FP32 * step.tokens
+                yield exchange("norms' squares", "all-reduce", 2 * layers, when, squares)
+        for name in block.lora_targets if step.is_dora else ():
+            matrix = shape.matrices[name]
+            if matrix.role == "row" and block.split_of(name) > 1:
+                norms = FP32 * matrix.outputs
+                yield exchange("DoRA's norms", "all-reduce", count + again, "forward", norms)
 
 
 def _experts(step: StepConfig) -> Iterator[Message]:

@@ -117,8 +117,9 @@ class StepConfig:
 
     def split_of(self, name: str) -> int:
         """Tensor-parallel ranks that split a matrix; what stands beside experts is whole."""
-        beside = name.startswith(SHARED) or name in ("router", "shared_expert_gate")
-        return 1 if beside or name in EXPERTS else self.layout.tensor_parallel
+        found = self.shape.matrices.get(name)
+        whole = found is not None and found.role in ("replicated", "expert")
+        return 1 if whole or name.startswith(SHARED) else self.layout.tensor_parallel
 
     def partial_gradient(self, name: str) -> bool:
         """Whether each tensor-parallel rank has a share of a matrix's gradient."""
@@ -130,9 +131,11 @@ class StepConfig:
         """Whether any of these matrices needs its input in backward."""
         return self.is_full or any(name in self.lora_targets for name in names)
 
-    def _adapter(self, matrix: Matrix) -> int:
+    def _adapter(self, matrix: Matrix, name: str = "") -> int:
         magnitudes = matrix.outputs if self.is_dora else 0
-        return matrix.count * (self.lora_rank * (matrix.inputs + matrix.outputs) + magnitudes)
+        # What one product computes has one A.
+        inputs = 0 if name in self.shape.fused_behind else matrix.inputs
+        return matrix.count * (self.lora_rank * (inputs + matrix.outputs) + magnitudes)
 
     @property
     def trainable(self) -> int:
@@ -140,7 +143,7 @@ class StepConfig:
         if self.is_full:
             return self.shape.parameters
         layers = sum(
-            count * step._adapter(step.shape.matrices[name])
+            count * step._adapter(step.shape.matrices[name], name)
             for step, count in self.blocks
             for name in step.lora_targets
         )
@@ -238,7 +241,7 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
     if from_folder:
         return replace(shape, rotary_tables=False)
     # What transformers' code does, and not other code for the same config.json.
-    return replace(shape, whole=False, fused=False, wide_norms=True)
+    return replace(shape, whole=False, fused=False, fused_mlp=False, wide_norms=True)
 
 
 def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepConfig:

@@ -170,7 +170,8 @@ def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
     if name in step.shape.bias:
         # Of experts each row holds one expert's.
         each = matrix.outputs if matrix.role == "expert" else 1
-        yield Parameter(rows, each, each * e, full, shared)
+        # It is added to the sum of the ranks, on each rank's own tokens.
+        yield Parameter(rows, each, each * e, full, shared or matrix.role == "row")
     if name in step.lora_targets:
         yield from _adapter(step, name, matrix)
 
@@ -180,10 +181,20 @@ def _small(step: StepConfig) -> Iterator[Parameter]:
     for _ in range(step.shape.norms):
         yield _norm(step)
     # Queries and keys have a norm each.
-    norms = step.shape.head_norms if not (step.shape.linear or step.shape.latent) else 0
-    for numbers in (norms // 2, norms - norms // 2, step.shape.small - norms):
+    shape, tp = step.shape, step.layout.tensor_parallel
+    norms = (0, 0)
+    if shape.split_norms:
+        norms = (shape.query_width, shape.kv_width)
+    elif shape.latent:
+        norms = (shape.latent.queries, shape.latent.keys)
+    elif not shape.linear:
+        norms = (shape.head_norms // 2, shape.head_norms - shape.head_norms // 2)
+    parts = [(numbers, shape.split_norms) for numbers in norms]
+    # Of sinks each rank has those of its heads.
+    for numbers, split in (*parts, (shape.small - sum(norms), shape.sinks)):
         if numbers:
-            yield Parameter(numbers, 1, step.element_bytes, step.is_full, shared=True)
+            rows = numbers / (tp if split else 1)
+            yield Parameter(rows, 1, step.element_bytes, step.is_full, shared=not split)
 
 
 def _split(step: StepConfig, name: str, matrix: Matrix) -> tuple[float, float]:
@@ -199,7 +210,10 @@ def _norm(step: StepConfig) -> Parameter:
 
 
 def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
-    """LoRA's A [rank, inputs] and B [outputs, rank], and DoRA's magnitude [outputs]."""
+    """LoRA's A [rank, inputs] and B [outputs, rank], and DoRA's magnitude [outputs].
+
+    What one product computes has one A.
+    """
     e, rank, by_row = step.element_bytes, step.lora_rank, matrix.role == "row"
     rows, width = _split(step, name, matrix)
     if matrix.role == "expert":
@@ -208,7 +222,8 @@ def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]
             yield Parameter(rows, numbers, numbers * e, True, shared)
         return
     whole = step.partial_gradient(name)
-    yield Parameter(rank, width, width * e, True, shared=whole or not by_row)
+    if name not in step.shape.fused_behind:
+        yield Parameter(rank, width, width * e, True, shared=whole or not by_row)
     yield Parameter(rows, rank, rank * e, True, shared=whole or by_row)
     if step.is_dora:
         yield Parameter(rows, 1, e, True, shared=whole or by_row)

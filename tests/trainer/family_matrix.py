@@ -32,6 +32,7 @@ ASKED: dict[str, dict[str, Any]] = {
 # Sizes that four bits, fp8 and two ranks can divide, as those of published models.
 EVEN = {
     "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
     "head_dim": 16,
     "moe_intermediate_size": 64,
     "kv_lora_rank": 64,

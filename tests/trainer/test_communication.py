@@ -135,6 +135,9 @@ def own_sizes(exchanged: list[tuple[int, int]]) -> Counter[tuple[str, int]]:
     """
     numbers = [first for first, second in exchanged if first == second and first < SMALL]
     rows = [set(pair) for pair in exchanged if pair[0] != pair[1] or pair[0] >= SMALL]
+    if all(len(pair) == 1 for pair in rows):
+        # Fused layers' outputs: as many leave each rank as come to it.
+        numbers, rows = [first for first, _ in exchanged], []
     found = Counter({("all-to-all", size): count for size, count in Counter(numbers).items()})
     if rows:
         (own,) = set.intersection(*rows)
@@ -196,6 +199,30 @@ EXPERTS: Runs = {
 }
 
 
+# Of families whose split does what Llama's does not: fused layers, norms over all heads without
+# others in front, sinks and biases, latent attention and layers without experts.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "phi4-mini": TP | ALL_LORA | BF16,
+    "olmo3": TP | BY_OPERATION,
+    "gpt-oss": TP | ALL_LORA | RECOMPUTED,
+    "deepseek-v3": TP | RECOMPUTED,
+}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+    root = tmp_path_factory.mktemp("sent_families")
+    runs: Runs = {2: {}}
+    for family, change in FAMILIES.items():
+        # Not as many experts as the numbers that every step sums.
+        sizes = {"num_local_experts": 6} if family == "gpt-oss" else {}
+        source = write(family, root / "models" / family, model_folder, **sizes)
+        checkpointer = {"checkpoint_dir": str(source)}
+        runs[2][family] = {"model": None} | change | {"checkpointer": checkpointer}
+    train_all(runs, root, model_folder, dataset)
+    return root
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
     root = tmp_path_factory.mktemp("sent_experts")
@@ -242,6 +269,14 @@ def test_a_step_of_every_layout_sends_what_is_predicted(name: str, ranks: int, l
 @pytest.mark.parametrize(("name", "ranks"), cases(EXPERTS))
 def test_spread_experts_send_what_is_predicted(name: str, ranks: int, experts: Path) -> None:
     assert_as_predicted(experts / name, ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_send_what_is_predicted_under_tensor_parallelism(
+    family: str, families: Path
+) -> None:
+    assert_as_predicted(families / family, 2)
 
 
 # The real sizes: the trainer's own step on fake tensors, by one rank of many ----------------------

@@ -60,13 +60,22 @@ RUNS: Runs = {
         ADAPTED | HALF | {"model": LORA | {"quantize_base": True}},
     ),
 }
+# What their tensor parallelism has beside: sinks and biases; latent attention, and a block without
+# experts.
+RUNS |= {
+    "gpt-oss": (1, "gpt-oss", None, ADAPTED),
+    "gpt-oss-ep2-tp2": (2, "gpt-oss", "gpt-oss", ADAPTED | EP | TP),
+    "deepseek-v3": (1, "deepseek-v3", None, FULL),
+    "deepseek-v3-tp2": (2, "deepseek-v3", "deepseek-v3", FULL | TP | CHECKPOINTED),
+}
 PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    return {name: write(name, root / name, model_folder) for name in ("qwen3-moe", "mixtral")}
+    names = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")
+    return {name: write(name, root / name, model_folder) for name in names}
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,8 @@ SAVED_OPERATIONS = (
     # What tensor parallelism communicated is not communicated again.
     "_c10d_functional.all_gather_into_tensor",
     "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_reduce",
+    "_c10d_functional.all_to_all_single",
 )
 
 COMPILE_BACKEND = "TORCH_COMPILE_BACKEND"

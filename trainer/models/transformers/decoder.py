@@ -24,6 +24,7 @@ from trainer.storage.weights import plain_name as plain
 
 PLACE = "checkpointer.checkpoint_dir"
 CHUNKED = "chunked_attention"
+MULTIPLE = 8
 LAYER_TYPES = {"full_attention", SLIDING, LINEAR, CHUNKED}
 
 
@@ -137,8 +138,9 @@ class TransformersDecoder(Decoder):
 
     def prepare_split(self, ranks: int) -> None:
         """See `Decoder.prepare_split`."""
-        for name, pieces in self._pieces.items():
-            self.get_submodule(name).pieces = pieces
+        for name, layer in self.named_modules():
+            if name in self._pieces:
+                layer.pieces = self._pieces[name]
         for layer in (m for m in self.modules() if hasattr(m, QKV)):
             layer.config = copy(layer.config)
             layer.config.num_attention_heads //= ranks
@@ -286,7 +288,8 @@ def _longest_row(config: Any) -> int:
     if CHUNKED in (getattr(config, "layer_types", None) or ()):
         lengths.append(config.attention_chunk_size)
         if config.attn_temperature_tuning:
-            lengths.append(config.floor_scale - 1)
+            # Rounded down to what tensor parallelism may divide.
+            lengths.append((config.floor_scale - 1) // MULTIPLE * MULTIPLE)
     return min(lengths)
 
 
