@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,27 @@ def test_ranks_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match="tensor_parallel_dim 3 does not divide 4 ranks"):
         distributed.start("cpu", {"tensor_parallel_dim": 3})
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("pieces", [(64, 16, 16), (48, 48), (8, 24, 40)])
+def test_each_rank_gets_its_part_of_what_a_fused_layer_computes(
+    pieces: tuple[int, ...], ranks: int
+) -> None:
+    """The outputs are their own numbers, and travel as an all-to-all takes them."""
+    width = sum(pieces) // ranks
+    plans = [tensor_parallel._exchanged(pieces, ranks, rank) for rank in range(ranks)]
+    parcels: list[list[list[int]]] = []
+    for rank, (order, sent, _) in enumerate(plans):
+        own = list(range(rank * width, (rank + 1) * width))
+        leaving = iter([own[place] for place in order or range(width)])
+        parcels.append([[next(leaving) for _ in range(count)] for count in sent])
+    starts = [sum(pieces[:index]) for index in range(len(pieces))]
+    for rank, (_, _, received) in enumerate(plans):
+        coming = [parcels[other][rank] for other in range(ranks)]
+        assert [len(parcel) for parcel in coming] == received
+        parts = [
+            range(start + rank * piece // ranks, start + (rank + 1) * piece // ranks)
+            for start, piece in zip(starts, pieces, strict=True)
+        ]
+        assert [*chain(*coming)] == [*chain(*parts)]
