@@ -150,7 +150,7 @@ class Comparison:
         overrides = {k: getattr(options, k) for k in ("batch_size", "sequence", "dtype")}
         dtype = options.dtype or workloads.WORKLOADS[name].dtype
         # Workloads with the same model share its folder.
-        shape = name.partition("_")[0]
+        shape = name.rpartition("_")[0]
         return workloads.make_job(
             name,
             self.work / f"{shape}_{dtype}_{options.seed}",

@@ -46,6 +46,11 @@ class Shape:
     rope_factor: float
     tied: bool = False
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The layers that have adapters."""
+        return TARGETS
+
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json."""
         return {
@@ -127,6 +132,74 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class ExpertsShape(Shape):
+    """Sizes of a Qwen 3 model with experts; `inner` is the width of one, which has no builder."""
+
+    builder: str = ""
+    rope_factor: float = 1.0
+    head_dim: int = 128
+    experts: int = 128
+    active: int = 8
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Attention's: not every engine adapts experts."""
+        return TARGETS[:4]
+
+    def hf_config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        same = ("hidden_act", "attention_bias", "attention_dropout", "initializer_range")
+        same += ("vocab_size", "bos_token_id", "eos_token_id", "num_hidden_layers", "hidden_size")
+        same += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
+        found = super().hf_config()
+        return {key: found[key] for key in same} | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "intermediate_size": self.inner,
+            "moe_intermediate_size": self.inner,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.active,
+            "norm_topk_prob": True,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+        }
+
+    def model_block(self, method: str) -> dict[str, Any]:
+        """The `model` block of a config whose model folder says what the model is."""
+        adapter = {"lora_rank": LORA_RANK, "lora_alpha": LORA_ALPHA}
+        return {} if method == "full" else {**adapter, "lora_modules": list(self.targets)}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each tensor in the model folder."""
+        found = super().tensors()
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for name in list(found):
+            if ".mlp." in name:
+                del found[name]
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+            found |= {
+                attention + "q_proj.weight": (queries, self.width),
+                attention + "k_proj.weight": (keys, self.width),
+                attention + "v_proj.weight": (keys, self.width),
+                attention + "o_proj.weight": (self.width, queries),
+                attention + "q_norm.weight": (self.head_dim,),
+                attention + "k_norm.weight": (self.head_dim,),
+                mlp + "gate.weight": (self.experts, self.width),
+            }
+            for expert in range(self.experts):
+                found |= {
+                    f"{mlp}experts.{expert}.gate_proj.weight": (self.inner, self.width),
+                    f"{mlp}experts.{expert}.up_proj.weight": (self.inner, self.width),
+                    f"{mlp}experts.{expert}.down_proj.weight": (self.width, self.inner),
+                }
+        return found
+
+
+@dataclass(frozen=True)
 class Workload:
     """A model, a method, and the batch per GPU and step: batch_size rows of `sequence` tokens."""
 
@@ -144,6 +217,8 @@ class Workload:
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256, "llama3_1", 8.0)
 LLAMA_1B = Shape(16, 2048, 8192, 32, 8, 128256, "llama3_2", 32.0, tied=True)
+QWEN3_30B_A3B = ExpertsShape(48, 2048, 768, 32, 4, 151936)
+TINY_MOE = ExpertsShape(2, 256, 128, 4, 2, 512, head_dim=64, experts=8, active=2)
 # The same structure for a CPU, with the smallest matrices that torchao's NF4 accepts.
 TINY = Shape(2, 256, 512, 4, 2, 512, "llama3_1", 8.0)
 
@@ -153,7 +228,13 @@ WORKLOADS = {
     "llama8b_qlora": Workload(LLAMA_8B, "qlora", 2),
     "llama1b_full": Workload(LLAMA_1B, "full", 4),
     "llama1b_lora": Workload(LLAMA_1B, "lora", 4),
+    "qwen3_30b_a3b_lora": Workload(QWEN3_30B_A3B, "lora", 1),
+    "qwen3_30b_a3b_full": Workload(QWEN3_30B_A3B, "full", 1),
     **{f"tiny_{m}": Workload(TINY, m, 2, sequence=128, dtype="fp32") for m in METHODS},
+    **{
+        f"tinymoe_{m}": Workload(TINY_MOE, m, 2, sequence=128, dtype="fp32")
+        for m in ("full", "lora")
+    },
 }
 
 
@@ -193,6 +274,7 @@ def make_job(name: str, folder: Path, **overrides: Any) -> Job:
         "lr": workload.lr,
         "lora_rank": LORA_RANK,
         "lora_alpha": LORA_ALPHA,
+        "targets": list(workload.shape.targets),
     }
     return Job(**values | overrides)
 
@@ -336,7 +418,7 @@ def write_adapter(job: Job, model: Decoder) -> None:
         "r": job.lora_rank,
         "lora_alpha": job.lora_alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(TARGETS),
+        "target_modules": sorted(job.targets),
         "bias": "none",
         "inference_mode": False,
     }

@@ -75,7 +75,7 @@ def recipe_config(job: Job) -> dict[str, Any]:
     if job.method != "full":
         config["peft"] = {
             "_target_": "nemo_automodel.components._peft.lora.PeftConfig",
-            "target_modules": [f"*.{name}" for name in engine.TARGETS],
+            "target_modules": [f"*.{name}" for name in job.targets],
             "dim": job.lora_rank,
             "alpha": job.lora_alpha,
             "use_triton": True,

@@ -43,7 +43,8 @@ class Job:
 
     folder: input of all engines, written by `workloads.prepare`.
     out: the engine's own folder, for its output and result.json.
-    model: the `model` block of a torchtune config.
+    model: the `model` block of a torchtune config; without _component_ torchtune has no builder.
+    targets: the layers with adapters, by the last parts of their names.
     documents: packed (several per row) or whole (one, which fills its row).
     settings: changes to the engine's defaults, under the engine's own names.
     """
@@ -66,6 +67,7 @@ class Job:
     lora_rank: int
     lora_alpha: int
     documents: str
+    targets: list[str] = field(default_factory=lambda: list(TARGETS))
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property

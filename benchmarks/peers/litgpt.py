@@ -47,6 +47,8 @@ class Rows(Dataset):
 
 def run(job: Job) -> dict[str, Any]:
     """Train with the setup function of `litgpt finetune_lora` or `litgpt finetune_full`."""
+    if "_component_" not in job.model:
+        raise Skip("this benchmark does not convert a model with experts for it")
     if job.method == "full" and job.model_type == "LLAMA3_2":
         raise Skip("it unties tied embeddings, so it would train a different model")
     if job.setting("activation_checkpointing", False):

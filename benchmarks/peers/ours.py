@@ -1,4 +1,8 @@
-"""This project's trainer, started as in a job: it reads train.yaml and writes metrics.jsonl."""
+"""This project's trainer, started as in a job: it reads train.yaml and writes metrics.jsonl.
+
+The setting source=transformers takes the layers from transformers' code, where the default is the
+builder of torchtune that the job names.
+"""
 
 import json
 import subprocess
@@ -63,7 +67,13 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
         "compile": job.device == "cuda",
         "log_every_n_steps": 1,
     }
-    for key, value in job.settings.items():
+    settings = dict(job.settings)
+    if settings.pop("source", None) == "transformers":
+        named = ("lora_rank", "lora_alpha", "lora_modules", "quantize_base")
+        config["model"] = {key: job.model[key] for key in named if key in job.model}
+        if job.method != "full":
+            config["model"].setdefault("lora_modules", list(job.targets))
+    for key, value in settings.items():
         # All engines take true or false under this name.
         if key == "activation_checkpointing" and isinstance(value, bool):
             key = "enable_activation_checkpointing"

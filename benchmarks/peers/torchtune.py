@@ -123,6 +123,8 @@ def run(job: Job) -> dict[str, Any]:
     """Train with the stock recipe, without the checkpoint at its end."""
     from omegaconf import OmegaConf
 
+    if "_component_" not in job.model:
+        raise engine.Skip("it has no builder for this model")
     if not job.setting("flex", True):
         _without_flex_attention()
     distributed = job.ranks > 1

@@ -47,7 +47,7 @@ def model(job: Job) -> Any:
         lora_alpha=job.lora_alpha,
         lora_dropout=0,
         bias="none",
-        target_modules=list(engine.TARGETS),
+        target_modules=list(job.targets),
         use_gradient_checkpointing="unsloth" if checkpointing else False,
         random_state=job.seed,
     )
