@@ -211,7 +211,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     assert "no part no_part; known: attention, block" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.named
 @pytest.mark.parametrize("part", levers.PARTS)
 def test_compiled_variants_match_the_reference(part):
     torch._dynamo.reset()
