@@ -119,8 +119,8 @@ def test_a_different_curve_exceeds_the_tolerances(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workload", "options"),
     [
-        # LoRA in bf16, in whole rows, with rows cut or on two ranks is near to the others, and to the
-        # test below.
+        # LoRA in bf16, in whole rows, with rows cut or on two ranks is near to the others, and to
+        # the test below.
         pytest.param("tiny_lora", (), id="lora", marks=pytest.mark.named),
         pytest.param("tiny_full", (), id="full", marks=pytest.mark.long),
         pytest.param(
