@@ -91,6 +91,16 @@ def test_nf4_is_torchaos_without_the_second_quantisation() -> None:
     assert torch.equal(dequantised(ours), ours)
 
 
+def test_nf4_values_are_the_same_however_many_are_computed_at_a_time(monkeypatch) -> None:
+    weight = torch.randn(7, 96, 128, generator=torch.Generator().manual_seed(0))
+    packed, table = nf4.quantise(weight), nf4.table()
+    whole = [nf4.dequantise(part, table, torch.bfloat16) for part in (packed, packed[0])]
+    for number in (2 * 96 * 128, 1000):
+        monkeypatch.setattr(nf4, "AT_A_TIME", number)
+        parts = [nf4.dequantise(part, table, torch.bfloat16) for part in (packed, packed[0])]
+        assert all(torch.equal(*pair) for pair in zip(whole, parts, strict=True))
+
+
 def test_nf4_takes_zeros_parts_and_bytes_that_were_cast() -> None:
     torch.manual_seed(0)
     weight = torch.randn(8, 256)

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# So many values are computed at a time outside of compiled code: 256 MiB in fp32.
+AT_A_TIME = 2**26
 BLOCK = 64
 CODE_BYTES, SCALE_BYTES = BLOCK // 2, 2
 # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero.
@@ -110,6 +112,18 @@ def quantise(weight: torch.Tensor) -> torch.Tensor:
 
 def dequantise(packed: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Packed [..., in / 64, 34] to [..., in] in `dtype`; `table` as `table()` makes it."""
+    *others, blocks, _ = packed.shape
+    rows = max(1, AT_A_TIME * others[0] // (math.prod(others) * blocks * BLOCK))
+    if torch.compiler.is_compiling() or rows >= others[0]:
+        return _dequantised(packed, table, dtype)
+    # In the values' fp32 the experts of a layer would take several times their own memory.
+    dense = packed.new_empty(*others, blocks * BLOCK, dtype=dtype)
+    for part, into in zip(packed.split(rows), dense.split(rows), strict=True):
+        into.copy_(_dequantised(part, table, dtype))
+    return dense
+
+
+def _dequantised(packed: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Older torch's FSDP casts whatever it gathers: the bytes then arrive as bf16 or fp32, which
     # hold 0 to 255 exactly.
     packed = packed.to(torch.uint8)

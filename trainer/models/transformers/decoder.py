@@ -129,11 +129,12 @@ class TransformersDecoder(Decoder):
             if (inner := getattr(layer, "k_proj", None)) is not None:
                 # Of what all layers have in common: Gemma 4's have different numbers.
                 keys = math.gcd(keys, inner.out_features // layer.document_attention.head_dim)
-        heads = self.config.num_attention_heads
+        heads, config = self.config.num_attention_heads, self.config
         return {
             "num_heads": heads,
-            "num_kv_heads": keys or getattr(self.config, "num_key_value_heads", None) or heads,
-            "intermediate_dim": self.config.intermediate_size,
+            "num_kv_heads": keys or getattr(config, "num_key_value_heads", None) or heads,
+            # Where all layers have experts, no MLP is split.
+            "intermediate_dim": getattr(config, "intermediate_size", None) or heads,
         }
 
     def prepare_split(self, ranks: int) -> None:
