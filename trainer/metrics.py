@@ -94,9 +94,16 @@ class Metrics:
     def write(self, record: dict[str, Any]) -> None:
         """Append one logged step; `record["step"]` counts from 1."""
         self._file.write(json.dumps(record) + "\n")
-        for name, value in record.items():
-            if name not in ("step", "time") and value is not None:
-                self._board.add_scalar(_TAGS.get(name, f"more/{name}"), value, record["step"])
+        board = self._board
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=_TAGS.get(name, f"more/{name}"), simple_value=value)
+            for name, value in record.items()
+            if name not in ("step", "time") and value is not None
+        ]
+        # One event for all: each wakes the thread that writes them.
+        board.file_writer.add_summary(Summary(value=values), record["step"])
 
     def flush(self) -> None:
         """Bring everything written so far to the disk."""

@@ -123,6 +123,8 @@ class World:
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def _reduced(self, values: list[float], operation: dist.ReduceOp) -> list[float]:
+        if self.size == 1:
+            return [float(value) for value in values]
         reduced = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(reduced, operation, self.cpu_group)
         return reduced.tolist()
