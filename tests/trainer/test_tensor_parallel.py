@@ -237,12 +237,11 @@ def test_each_rank_gets_its_part_of_what_a_fused_layer_computes(
     width = sum(pieces) // ranks
     plans = [tensor_parallel._exchanged(pieces, ranks, rank) for rank in range(ranks)]
     parcels: list[list[list[int]]] = []
-    for rank, (order, sent, _) in enumerate(plans):
+    for rank, (leaving, _) in enumerate(plans):
         own = list(range(rank * width, (rank + 1) * width))
-        leaving = iter([own[place] for place in order or range(width)])
-        parcels.append([[next(leaving) for _ in range(count)] for count in sent])
+        parcels.append([[*chain(*(own[part] for part in parts))] for parts in leaving])
     starts = [sum(pieces[:index]) for index in range(len(pieces))]
-    for rank, (_, _, received) in enumerate(plans):
+    for rank, (_, received) in enumerate(plans):
         coming = [parcels[other][rank] for other in range(ranks)]
         assert [len(parcel) for parcel in coming] == received
         parts = [

@@ -145,31 +145,39 @@ def _fused(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     have all of one piece and nothing of another: the ranks exchange their outputs.
     """
     mesh = layer.tensor_parallel_mesh
-    order, sent, received = _exchanged(layer.pieces, mesh.size(), mesh.get_local_rank())
+    leaving, received = _exchanged(layer.pieces, mesh.size(), mesh.get_local_rank())
     out = _column(layer, x).movedim(-1, 0)
-    if order is not None:
-        out = out[torch.tensor(order, device=out.device)]
-    out = all_to_all_single_autograd(out.contiguous(), received, sent, mesh.get_group())
-    return out.movedim(0, -1)
+    # By slices: an index would be copied to the GPU in each forward pass, which waits for it.
+    parcels = torch.cat([out[part] for parts in leaving for part in parts])
+    sent = [sum(part.stop - part.start for part in parts) for parts in leaving]
+    return all_to_all_single_autograd(parcels, received, sent, mesh.get_group()).movedim(0, -1)
 
 
 @cache
 def _exchanged(
     pieces: tuple[int, ...], ranks: int, rank: int
-) -> tuple[list[int] | None, list[int], list[int]]:
+) -> tuple[list[list[slice]], list[int]]:
     """How one rank exchanges its outputs of a fused layer.
 
     Returns:
-        The order in which they leave, None if it is theirs, how many leave to each rank, and how
-        many come from each. What comes from the ranks is in the order of the pieces.
+        By rank, the outputs that leave to it, and how many come from it. What comes from the ranks
+        is in the order of the pieces.
     """
-    owners = [place * ranks // width for width in pieces for place in range(width)]
-    width = len(owners) // ranks
-    own = owners[rank * width : (rank + 1) * width]
-    order = sorted(range(width), key=own.__getitem__)
-    received = [owners[r * width : (r + 1) * width].count(rank) for r in range(ranks)]
-    in_order = order == list(range(width))
-    return None if in_order else order, [own.count(r) for r in range(ranks)], received
+    width = sum(pieces) // ranks
+
+    def parts(source: int, target: int) -> list[slice]:
+        """Of the outputs of one rank, those that another one needs."""
+        found, start, first = [], 0, source * width
+        for piece in pieces:
+            share = piece // ranks
+            low = max(first, start + target * share)
+            high = min(first + width, start + (target + 1) * share)
+            found += [slice(low - first, high - first)] if low < high else []
+            start += piece
+        return found
+
+    coming = [sum(p.stop - p.start for p in parts(source, rank)) for source in range(ranks)]
+    return [parts(rank, target) for target in range(ranks)], coming
 
 
 def _row(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -199,14 +199,14 @@ class Roles:
         for name in {pattern(name): name for name in norms}.values():
             self._prepare_norm(name)
 
-    def _column_parts(self) -> Iterator[str]:
+    def _column_parts(self) -> list[str]:
         """The parts of the blocks that begin with layers whose outputs are split."""
         found = {}
         for name, role in self._of.items():
             if role in (Role.COLUMN, Role.FUSED):
                 above = [each for each in self._attentions if name.startswith(f"{each}.")]
                 found[above[0] if above else name.rpartition(".")[0]] = None
-        yield from found
+        return list(found)
 
     def _prepare_norm(self, name: str) -> None:
         """Tell tensor parallelism how the norms of this kind compute, if it is an RMSNorm."""
