@@ -143,7 +143,7 @@ def measure(path: Path, runs: int) -> dict[str, Any]:
     rest = [name for name in rank["modules"] if name not in set(torch["modules"])]
     for _ in range(runs):
         seconds["torch"].append(import_seconds(["torch"]))
-        seconds["rank"].append(import_seconds(["trainer", "torch", *rest]))
+        seconds["rank"].append(import_seconds(["trainer.start", *rest]))
     rank_s, torch_s = (statistics.median(seconds[kind]) for kind in ("rank", "torch"))
     return {
         "files": rank["files"] / torch["files"],

@@ -174,8 +174,8 @@ def of_shape(
     def linear(name: str, shape: Shape) -> Linear:
         matrix = shape.output if name == "output" else shape.matrices[name]
         rank = matrix.active * ranks.get(name, 0)
-        inputs = 0 if name in shape.fused_behind else matrix.inputs
-        return Linear(matrix.active_parameters, full, (rank * inputs, rank * matrix.outputs))
+        adapter = rank * matrix.adapter_inputs, rank * matrix.outputs
+        return Linear(matrix.active_parameters, full, adapter)
 
     found = count((), linear("output", shape), trained_before=True, backward=backward)
     for block, number in shape.blocks:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runspec.shape import Experts, Heads, Kind, Latent, Linear, Shape
+from runspec.shape import MIXED, Experts, Heads, Kind, Latent, Linear, Shape
 
 # Configurations of models of the hub as published, by the folder's name.
 PUBLISHED = Path(__file__).parents[1] / "configs" / "shapes"
@@ -54,9 +54,8 @@ _ASSUMED: dict[str, dict[str, Any]] = {
 }
 # Those of linear attention; in their other layers attention's output has a gate.
 _LINEAR = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-# Families of transformers' that our tensor parallelism cannot split: their last norm is no RMSNorm,
-# or they have linear attention.
-_WHOLE = ("cohere2", *_LINEAR)
+# Families of transformers' that our tensor parallelism cannot split: their norms are no RMSNorms.
+_WHOLE = ("cohere2",)
 # Gate and up projection come out of one product.
 _FUSED_MLP = ("phi3", "glm", "glm4")
 # Their norms stand behind attention and the MLP, and none before them.
@@ -233,7 +232,7 @@ def _linear(given: Mapping[str, Any], family: str) -> Linear | None:
     kernel = int(given.get("linear_conv_kernel_dim") or 4)
     linear = Linear(key_heads, value_heads, key, value, kernel, ())
     mixed, width, heads = linear.mixed, linear.value_width, linear.value_heads
-    parts = {"in_proj_qkv": mixed, "in_proj_z": width, "in_proj_b": heads, "in_proj_a": heads}
+    parts = {MIXED: mixed, "in_proj_z": width, "in_proj_b": heads, "in_proj_a": heads}
     if family == "qwen3_next":
         parts = {"in_proj_qkvz": mixed + width, "in_proj_ba": 2 * heads}
     return replace(linear, parts=tuple(parts.items()))

@@ -17,19 +17,30 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 # The experts' two matrices, the gate and the up projection in one.
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+# Of linear attention: queries, keys and values out of one product.
+MIXED = "in_proj_qkv"
 # What stands before the names of an MLP that every token meets beside its experts.
 SHARED = "shared."
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [outputs, inputs], or `count` of them, of which a token meets `active`."""
+    """A weight [outputs, inputs], or `count` of them, of which a token meets `active`.
+
+    behind: it is a part of a fused product that is not the first, whose adapter's A it shares.
+    """
 
     inputs: int
     outputs: int
     role: Role
     count: int = 1
     active: int = 1
+    behind: bool = False
+
+    @property
+    def adapter_inputs(self) -> int:
+        """Inputs of the A that its adapter has of its own."""
+        return 0 if self.behind else self.inputs
 
     @property
     def parameters(self) -> int:
@@ -256,17 +267,18 @@ class Shape:
                 "kv_b_proj": Matrix(latent.keys, both, "column"),
                 **output,
             }
-        values = {"v_proj": Matrix(self.dim, self.kv_width, "column")}
+        keys = Matrix(self.dim, self.kv_width, "column", behind=self.fused)
         return {
             "q_proj": Matrix(self.dim, self.query_width * (1 + self.gated), "column"),
-            "k_proj": Matrix(self.dim, self.kv_width, "column"),
-            **({} if self.keys_are_values else values),
+            "k_proj": keys,
+            **({} if self.keys_are_values else {"v_proj": keys}),
             **output,
         }
 
     def _mlp(self, width: int, prefix: str = "") -> dict[str, Matrix]:
-        into, back = Matrix(self.dim, width, "column"), Matrix(width, self.dim, "row")
-        return {prefix + name: back if name == "down_proj" else into for name in MLP}
+        gate, back = Matrix(self.dim, width, "column"), Matrix(width, self.dim, "row")
+        found = (gate, replace(gate, behind=self.fused_mlp), back)
+        return {prefix + name: matrix for name, matrix in zip(MLP, found, strict=True)}
 
     @property
     def embedding(self) -> Matrix:
@@ -339,19 +351,20 @@ class Shape:
     def fused_widths(self) -> tuple[int, ...]:
         """Of one block the widths of the products that compute several things one after another."""
         attention = (self.query_width + 2 * self.kv_width,) if self.fused else ()
+        if self.linear:
+            attention = (self.linear.mixed,) if MIXED in dict(self.linear.parts) else ()
         return attention + ((2 * self.intermediate,) if self.fused_mlp else ())
-
-    @property
-    def fused_behind(self) -> tuple[str, ...]:
-        """The matrices of those products but the first of each: its adapter's A is theirs, too."""
-        return ATTENTION[1:3] * self.fused + MLP[1:2] * self.fused_mlp
 
     @property
     def split_sizes(self) -> dict[str, int]:
         """What tensor parallelism divides, as `runspec.layout.model_faults` takes it."""
         return {
             "num_heads": self.heads,
-            "num_kv_heads": gcd(self.kv_heads, self.far.kv_heads if self.far else 0),
+            "num_kv_heads": gcd(
+                self.kv_heads,
+                self.far.kv_heads if self.far else 0,
+                self.linear.key_heads if self.linear else 0,
+            ),
             "intermediate_dim": self.intermediate,
             "vocab_size": self.vocab,
         }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from launcher.sizing.step_config import FP32, StepConfig
 from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Experts, Latent, Linear
 
-# Tokens that linear attention takes at a time: transformers' torch_chunk_gated_delta_rule.
+# Tokens that linear attention takes at a time: trainer.layers.delta.
 CHUNK = 64
 
 
@@ -89,22 +89,23 @@ def _saved_by_latent_attention(step: StepConfig, latent: Latent) -> float:
 
 
 def _saved_by_linear_attention(step: StepConfig, linear: Linear) -> float:
-    """transformers' own code of the gated delta rule, in fp32 and chunk by chunk.
+    """The gated delta rule of trainer.layers.delta, in fp32 and chunk by chunk.
 
-    The convolution's output before and behind its activation, and its input if it is trained;
-    queries and keys before their norm, normalised and decayed, keys times their rate, and those
+    The convolution's output, and if it is trained its input at each of its positions; queries and
+    keys before their norm, normalised and decayed, keys times their rate, and those
     that read the state; values, the new ones, and what the state does not predict of them; five
     matrices of pairs in each chunk; every chunk's state; the gated norm's input, its gate and their
     product. Counted by hooks on the saved tensors of one layer.
     """
-    shape, e, t = step.shape, step.element_bytes, step.tokens
+    shape, e, t, tp = step.shape, step.element_bytes, step.tokens, step.layout.tensor_parallel
     key, value = linear.value_heads * linear.key, linear.value_width
-    saved: float = e * t * shape.dim * step.trains(*(name for name, _ in linear.parts))
-    saved += e * t * ((2 + step.is_full) * linear.mixed + value)
+    inputs: float = e * t * shape.dim * step.trains(*(name for name, _ in linear.parts))
+    saved: float = e * t * ((1 + linear.kernel * step.is_full) * linear.mixed + value)
     saved += FP32 * t * (8 * key + 3 * value + 5 * CHUNK * linear.value_heads)
     saved += FP32 * t / CHUNK * key * linear.value
     saved += FP32 * t * value * (3 + step.is_full)
-    return saved + e * t * value * step.trains("out_proj")
+    saved += e * t * value * step.trains("out_proj")
+    return inputs + saved / tp
 
 
 def _saved_by_mlp(step: StepConfig, width: int, prefix: str = "") -> float:
@@ -156,7 +157,7 @@ def _saved_by_adapters(step: StepConfig) -> float:
         if matrix.role == "expert":
             saved += e * expert_rows(step) * step.lora_rank
             continue
-        saved += e * t * step.lora_rank * (name not in step.shape.fused_behind)
+        saved += e * t * step.lora_rank * (not matrix.behind)
         if step.dropout:
             saved += (1 + e) * t * matrix.inputs / (tp if matrix.role == "row" else 1)
         if step.is_dora and not (step.compiled and name in MLP):
@@ -185,14 +186,16 @@ def kept_by_layer(step: StepConfig, recomputed: bool) -> tuple[float, float]:
 def saved_products(step: StepConfig) -> float:
     """Selective checkpointing by operation: matrix products, attention and communication.
 
-    One product per matrix and two per adapter; attention's output and log-sum; under tensor
-    parallelism the two gathered inputs, the whole output of the matrices that are split by rows,
-    and what of it is scattered.
+    One product per matrix and two per adapter; attention's output and log-sum; of linear attention
+    both products of pairs, three that are as wide as the values, and each chunk's state; under
+    tensor parallelism the two gathered inputs, the whole output of the matrices that are split by
+    rows, and what of it is scattered.
     """
     shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
     kept = e * t * shape.value_width / tp + FP32 * t * shape.heads / tp
-    if shape.linear:
-        kept = 0.0
+    if linear := shape.linear:
+        pairs, states = 2 * CHUNK * linear.value_heads, linear.value_width * linear.key / CHUNK
+        kept = FP32 * t * (pairs + 3 * linear.value_width + states) / tp
     for name, matrix in shape.matrices.items():
         if step.compiled and name == "down_proj":
             continue  # nothing in the layer needs its result again

@@ -131,11 +131,10 @@ class StepConfig:
         """Whether any of these matrices needs its input in backward."""
         return self.is_full or any(name in self.lora_targets for name in names)
 
-    def _adapter(self, matrix: Matrix, name: str = "") -> int:
+    def _adapter(self, matrix: Matrix) -> int:
         magnitudes = matrix.outputs if self.is_dora else 0
-        # What one product computes has one A.
-        inputs = 0 if name in self.shape.fused_behind else matrix.inputs
-        return matrix.count * (self.lora_rank * (inputs + matrix.outputs) + magnitudes)
+        numbers = matrix.adapter_inputs + matrix.outputs
+        return matrix.count * (self.lora_rank * numbers + magnitudes)
 
     @property
     def trainable(self) -> int:
@@ -143,7 +142,7 @@ class StepConfig:
         if self.is_full:
             return self.shape.parameters
         layers = sum(
-            count * step._adapter(step.shape.matrices[name], name)
+            count * step._adapter(step.shape.matrices[name])
             for step, count in self.blocks
             for name in step.lora_targets
         )

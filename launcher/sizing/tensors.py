@@ -189,12 +189,17 @@ def _small(step: StepConfig) -> Iterator[Parameter]:
         norms = (shape.latent.queries, shape.latent.keys)
     elif not shape.linear:
         norms = (shape.head_norms // 2, shape.head_norms - shape.head_norms // 2)
-    parts = [(numbers, shape.split_norms) for numbers in norms]
-    # Of sinks each rank has those of its heads.
-    for numbers, split in (*parts, (shape.small - sum(norms), shape.sinks)):
+    parts = [(numbers, 1, shape.split_norms) for numbers in norms]
+    # Each rank has those of its heads: of sinks, of decays and their biases.
+    parts += [(shape.heads, 1, True)] * shape.sinks
+    if linear := shape.linear:
+        parts += [(linear.value_heads, 1, True)] * 2
+        parts += [(linear.mixed, linear.kernel, False), (linear.value, 1, False)]
+    for numbers, width, split in parts:
         if numbers:
             rows = numbers / (tp if split else 1)
-            yield Parameter(rows, 1, step.element_bytes, step.is_full, shared=not split)
+            each = width * step.element_bytes
+            yield Parameter(rows, width, each, step.is_full, shared=not split)
 
 
 def _split(step: StepConfig, name: str, matrix: Matrix) -> tuple[float, float]:
@@ -222,7 +227,7 @@ def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]
             yield Parameter(rows, numbers, numbers * e, True, shared)
         return
     whole = step.partial_gradient(name)
-    if name not in step.shape.fused_behind:
+    if not matrix.behind:
         yield Parameter(rank, width, width * e, True, shared=whole or not by_row)
     yield Parameter(rows, rank, rank * e, True, shared=whole or by_row)
     if step.is_dora:

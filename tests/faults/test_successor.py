@@ -73,13 +73,16 @@ def test_the_successor_goes_on_for_a_batch_script_that_was_killed(
 def test_a_cancelled_job_leaves_no_successor(user: Kit, slurm, no_requeue, how):
     job, run = user.submit(*SHORT, "--cluster", no_requeue)
     trains(run)
-    assert len(queue(slurm, run)) == 2
+    successor = queue(slurm, run)[1]
     if how == "scancel":
         slurm.run(["scancel", job])
     else:
         assert user.cookbook("cancel", run.name).returncode == 0
     ended(user, run, "CANCELLED", timeout=60)
     until(lambda: not queue(slurm, run), 30, lambda: report(run))
+    # It would end by itself, after it had waited for a node.
+    told = slurm.run(["scontrol", "show", "job", successor]).stdout
+    assert "JobState=CANCELLED" in told and "BatchHost" not in told, told
 
 
 def test_a_series_counts_its_attempts_together_and_a_resumed_run_anew(tmp_path, monkeypatch):

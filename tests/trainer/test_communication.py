@@ -200,12 +200,14 @@ EXPERTS: Runs = {
 
 
 # Of families whose split does what Llama's does not: fused layers, norms over all heads without
-# others in front, sinks and biases, latent attention and layers without experts.
+# others in front, sinks and biases, latent attention and layers without experts, linear attention.
 FAMILIES: dict[str, dict[str, Any]] = {
     "phi4-mini": TP | ALL_LORA | BF16,
     "olmo3": TP | BY_OPERATION,
     "gpt-oss": TP | ALL_LORA | RECOMPUTED,
     "deepseek-v3": TP | RECOMPUTED,
+    "qwen3.5": TP | RECOMPUTED,
+    "qwen3-next": TP | ALL_LORA | BF16,
 }
 
 

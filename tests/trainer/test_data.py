@@ -162,7 +162,9 @@ def test_what_one_document_says_changes_no_other(build: Any) -> None:
 
 def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
     rows = build(**packed()).training.rows
-    chosen = [rows[0], rows[1]]
+    # Of the second row each token is trained, the first of each document, too.
+    whole = [(tokens, np.ones_like(trained)) for tokens, trained in rows[1].documents]
+    chosen = [rows[0], rows[1]._replace(documents=whole)]
     batch = rows.collate(chosen)
     assert batch.tokens.shape == (2, ROW)
     begins = batch.documents.cu_seqlens.tolist()

@@ -32,6 +32,7 @@ from tests.trainer.transformers_runs import (
     train_all,
 )
 from trainer.config import load
+from trainer.layers import experts
 from trainer.layers.balance import Balance
 from trainer.models import build as models
 from trainer.parallel import world as distributed
@@ -113,6 +114,25 @@ def test_routers_are_balanced_or_frozen(root: Path, sources: dict[str, Path]) ->
         after = tensors(root / name / "export")
         same = [torch.equal(after[k], t) for k, t in before.items() if "mlp.gate." in k]
         assert same == [frozen] * 3
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("width", [24, 20])
+@pytest.mark.parametrize("operator", [experts.grouped, experts._grouped])
+def test_a_grouped_product_is_each_experts_own(operator, width: int, transposed: bool) -> None:
+    """Of rows that the kernel takes and of others, and an expert without a row."""
+    torch.manual_seed(0)
+    x, ends = torch.randn(11, 16, requires_grad=True), torch.tensor([4, 4, 11]).int()
+    weight = torch.randn(3, *((16, width) if transposed else (width, 16)), requires_grad=True)
+    each = weight if transposed else weight.transpose(1, 2)
+    parts = zip(x.split([4, 0, 7]), each, strict=True)
+    wanted = torch.cat([part @ own for part, own in parts])
+    found, scale = operator(x, each, ends), torch.randn_like(wanted)
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad((o * scale).sum(), (x, weight)) for o in (found, wanted)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    assert gradients[0][1].stride() == weight.stride(), "autograd copies another layout"
 
 
 def test_the_auxiliary_loss_is_transformers(

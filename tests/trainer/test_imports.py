@@ -52,11 +52,11 @@ def test_checking_a_config_needs_no_torch() -> None:
 
 
 def test_a_rank_imports_little_more_than_torch(tmp_path: Path, model_folder: Path) -> None:
-    """Files are counted exactly; the time has slack for a machine that is busy."""
+    """Files are counted exactly; the time, about 1.1 times torch's, has room for noise."""
     found = startup.measure(startup.write_run(tmp_path / "run", model_folder), runs=1)
     print("\n".join(found["lines"]))
     assert found["files"] <= startup.LIMIT
-    assert found["seconds"] <= 1.4 * startup.LIMIT
+    assert found["seconds"] <= startup.LIMIT
     heavy = {"datasets", "pandas", "transformers", "omegaconf", "jinja2", "tensorboard"}
     assert not heavy & set(found["modules"])
     # Of these only a deferred module may be there, and nothing below it.

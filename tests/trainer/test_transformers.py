@@ -28,7 +28,6 @@ from tests.trainer.transformers_cases import (
     FAMILIES,
     LARGER,
     SIZES,
-    UNPACKED,
     reference,
     write,
     write_larger,
@@ -97,11 +96,9 @@ def test_logits_equal_transformers_and_export_is_exact(
     assert expected.std() > 0.1, "logits so small would hide a difference"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     apart = logits(source, TOKENS[:, :FIRST], TOKENS[:, FIRST:])
-    assert model.module.packs == (family not in UNPACKED)
-    if model.module.packs:
-        torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
-        assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
-        assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
+    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
+    assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
+    assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
 
     _assert_shape(source, model.module)
 
@@ -159,7 +156,10 @@ def test_adamw_equals_a_plain_loop(
     ("family", "use_dora"),
     [(name, False) for name in ("qwen3", "gemma3", "phi4-mini", "granite", "mixtral")]
     + [("qwen2.5", True)]
-    + [pytest.param(name, False, marks=pytest.mark.long) for name in ("gpt-oss", "deepseek-v3")],
+    + [
+        pytest.param(name, False, marks=pytest.mark.long)
+        for name in ("gpt-oss", "deepseek-v3", "qwen3.5")
+    ],
 )
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
     family: str,
@@ -281,7 +281,6 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
     ("family", "changes", "told"),
     [
         ("cohere2", TP, "cannot be split: model.layers.*.input_layernorm is no RMSNorm; set ten"),
-        ("qwen3.5", TP, "cannot be split: it has layers of linear attention; set tensor_paralle"),
         ("qwen3", {"tensor_parallel_dim": 4}, "does not divide the model's num_kv_heads 2"),
         (
             "qwen3",
@@ -296,11 +295,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
         ),
         ("mixtral", {"model": LORA | {"use_dora": True}}, "model.lora_modules=[k_proj,o_proj,q_p"),
         ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
-        (
-            "qwen3.5",
-            {"row_length": 64},
-            "dataset.packed: in this model's layers of linear attention a packed document would",
-        ),
+        ("qwen3.5", {"tensor_parallel_dim": 4}, "does not divide the model's num_kv_heads 2"),
         ("qwen3", AUXILIARY, "router_aux_loss_coef: this model has no routers of experts that it"),
         ("mixtral", {"expert_parallel_dim": 3}, "does not divide the model's 4 experts"),
         ("qwen3", {"model": {"quantize_base": True}}, "set model.lora_rank or use a lora_* builde"),
@@ -314,6 +309,19 @@ def test_what_a_family_cannot_do_is_refused(
     assert any(told in fault for fault in faults), faults
 
 
+def test_linear_attention_of_another_kind_is_neither_packed_nor_split(
+    tmp_path: Path, sources: dict[str, Path], dataset: Path
+) -> None:
+    source = write("qwen3.5", tmp_path / "source", sources["llama3"], hidden_act="gelu")
+    config = config_of(tmp_path / "run", source, dataset, row_length=64, **TP)
+    faults = check.faults(read_yaml(config))
+    assert [fault.partition(":")[0] for fault in faults] == [
+        "tensor_parallel_dim",
+        "dataset.packed",
+    ]
+    assert check.faults(read_yaml(config_of(tmp_path / "run", source, dataset))) == []
+
+
 def test_an_adapter_is_no_base(tmp_path: Path, dataset: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     config = load(config_of(tmp_path, tmp_path, dataset))
@@ -323,7 +331,7 @@ def test_an_adapter_is_no_base(tmp_path: Path, dataset: Path) -> None:
 
 # Runs by name: ranks, family, the run that it must equal, changes to the config. The families
 # differ in what the layouts must get right: norms of heads; scaled embeddings and norms with an
-# offset; multipliers of embedding and logits; fused rows.
+# offset; multipliers of embedding and logits; fused rows; linear attention.
 RUNS: Runs = {
     "qwen3": (1, "qwen3", None, ADAPTED),
     "qwen3-fsdp2": (2, "qwen3", "qwen3", ADAPTED | HALF | CHECKPOINTED | {"loss": LINEAR}),
@@ -344,6 +352,9 @@ RUNS: Runs = {
     "phi4-mini-tp2": (2, "phi4-mini", "phi4-mini", FULL | TP | {"compile": True}),
     "olmo3": (1, "olmo3", None, ADAPTED),
     "olmo3-tp2": (2, "olmo3", "olmo3", ADAPTED | TP | {"loss": LINEAR}),
+    "qwen3.5": (1, "qwen3.5", None, FULL),
+    "qwen3.5-fsdp2": (2, "qwen3.5", "qwen3.5", FULL | HALF | CHECKPOINTED),
+    "qwen3.5-tp2": (2, "qwen3.5", "qwen3.5", FULL | TP | {"compile": True, "loss": LINEAR}),
     "qlora": (1, "llama3", None, {"model": LORA | {"quantize_base": True}}),
     "bf16": (2, "llama3", None, FULL | HALF | {"dtype": "bf16"}),
     "fp8": (2, "llama3", None, FULL | HALF | {"dtype": "bf16", "enable_fp8_training": True}),
@@ -366,6 +377,7 @@ def test_every_layout_equals_the_single_process(name: str, reference: str, root:
 
 
 SPLIT = ("gemma4", "glm4", "olmo2", "exaone4", "smollm3", "glm4.5-moe", "granite-moe", "llama4")
+SPLIT += ("qwen3.5", "qwen3-next", "qwen3.5-moe")
 
 
 @pytest.mark.named

@@ -168,7 +168,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _LINEAR = {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
+    "linear_num_value_heads": 16,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -202,9 +202,6 @@ FAMILIES["llama4"] = (
         "attention_chunk_size": 128,
     },
 )
-# Their layers of linear attention cannot keep packed documents apart.
-UNPACKED = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
-
 _IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
 _IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 # Models of text and images, whose text part is trained: kind, text part, part for images.

@@ -76,23 +76,24 @@ class Rows(Dataset):
         tokens = np.full(shape, self._pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         positions, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
-        offsets = [0]
+        begins = []
         for line, row in enumerate(rows):
-            end = 0
-            for number, (own, trained) in enumerate(row.documents):
-                begin, end = end, end + len(own)
-                tokens[line, begin:end] = own
-                if row.counted:
-                    labels[line, begin : end - 1] = np.where(trained[1:], own[1:], IGNORE_INDEX)
-                positions[line, begin:end] = np.arange(len(own))
-                numbers[line, begin:end] = number
-                offsets.append(line * shape[1] + end)
+            lengths = [len(own) for own, _ in row.documents]
+            end = sum(lengths)
+            tokens[line, :end] = np.concatenate([own for own, _ in row.documents])
+            if row.counted:
+                trained = np.concatenate([trained for _, trained in row.documents])
+                labels[line, : end - 1] = np.where(trained[1:], tokens[line, 1:end], IGNORE_INDEX)
+                labels[line, np.cumsum(lengths) - 1] = IGNORE_INDEX
             if end < shape[1]:
                 # The padding is a document too: every position belongs to one.
-                positions[line, end:] = np.arange(shape[1] - end)
-                numbers[line, end:] = len(row.documents)
-                offsets.append((line + 1) * shape[1])
-        documents = Documents(torch.from_numpy(numbers), torch.tensor(offsets, dtype=torch.int32))
+                lengths.append(shape[1] - end)
+            first = np.cumsum([0, *lengths[:-1]])
+            positions[line] = np.arange(shape[1]) - np.repeat(first, lengths)
+            numbers[line] = np.repeat(np.arange(len(lengths)), lengths)
+            begins.append(first + line * shape[1])
+        offsets = np.concatenate([*begins, [len(rows) * shape[1]]]).astype(np.int32)
+        documents = Documents(torch.from_numpy(numbers), torch.from_numpy(offsets))
         trained_at = np.flatnonzero(labels != IGNORE_INDEX)
         counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
         return MicroBatch(

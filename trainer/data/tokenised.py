@@ -362,4 +362,5 @@ def _fingerprint(tokens: np.ndarray, trained: np.ndarray) -> int:
 def _mapped(path: Path, lengths: np.ndarray) -> np.ndarray:
     if not path.is_file() or path.stat().st_size != 4 * lengths.sum():
         raise ConfigError(f"data_cache_dir: {path} is damaged; delete its folder and start again")
-    return np.memmap(path, dtype=np.int32, mode="r")
+    # A plain array: each slice of a memmap, and each operation on it, runs Python code of its own.
+    return np.asarray(np.memmap(path, dtype=np.int32, mode="r"))

@@ -91,19 +91,23 @@ def forward(
     """
     tokens, active = index.shape
     chosen = index.flatten()
-    rows = hidden.unsqueeze(1).expand(-1, active, -1).flatten(0, 1)
     compute = apply if layer.exchange is None else layer.exchange
-    out = compute(layer, rows, chosen) * weights.reshape(-1, 1)
+    out = compute(layer, hidden, chosen, active) * weights.reshape(-1, 1)
     return out.unflatten(0, (tokens, active)).sum(1).to(hidden.dtype)
 
 
-def apply(layer: nn.Module, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Each row, [rows, dim], through the expert `chosen` [rows] of those that this rank has."""
+def apply(
+    layer: nn.Module, rows: torch.Tensor, chosen: torch.Tensor, active: int = 1
+) -> torch.Tensor:
+    """Each row, [rows, dim], through `active` of the experts that this rank has.
+
+    `chosen`, int64 [rows x active], has them row by row; so has the output, [rows x active, dim].
+    """
     order = chosen.argsort(stable=True)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     count = local(getattr(layer, MATRICES[0])).shape[0]
     ids, ends = chosen[order], counts(chosen, count).cumsum(0).to(torch.int32)
-    x = permuted(rows, order, back)
+    x = permuted(rows, order, back, active)
     x = layer.activation(layer, _product(layer, MATRICES[0], x, ends, ids))
     return permuted(_product(layer, MATRICES[1], x, ends, ids), back, order)
 
@@ -138,16 +142,24 @@ def _product(
 def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x [rows, in] by weight [experts, in, out]: rows up to ends[0] by the first, and so on.
 
-    In bf16 it is torch's grouped product; it takes no other dtype under the compiler.
+    It is torch's grouped product. That takes nothing but bf16 on fake tensors, and so under the
+    compiler: there it is called by an operator of our own.
     """
-    aligned = not (x.shape[1] % MULTIPLE or weight.shape[2] % MULTIPLE)
-    if x.dtype is torch.bfloat16 and aligned and hasattr(F, "grouped_mm"):
+    real = type(x) is torch.Tensor and not x.is_meta and not torch.compiler.is_compiling()
+    if (real or x.dtype is torch.bfloat16) and _aligned(x, weight):
         return F.grouped_mm(x, weight, offs=ends)
     return _grouped(x, weight, ends)
 
 
+def _aligned(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether torch's grouped product takes them, by the lengths of their rows."""
+    return not (one.shape[1] % MULTIPLE or other.shape[-1] % MULTIPLE) and hasattr(F, "grouped_mm")
+
+
 @torch.library.custom_op("slurm_cookbook::grouped", mutates_args=())
 def _grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if _aligned(x, weight):
+        return F.grouped_mm(x, weight, offs=ends)
     out, start = x.new_empty(x.shape[0], weight.shape[2]), 0
     for expert, end in enumerate(ends.tolist()):
         torch.mm(x[start:end], weight[expert], out=out[start:end])
@@ -163,6 +175,8 @@ def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 @torch.library.custom_op("slurm_cookbook::grouped_weight", mutates_args=())
 def _grouped_weight(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The gradient of the weights, [experts, in, out]; zeros for an expert without a row."""
+    if _aligned(x, gradient):
+        return F.grouped_mm(x.T, gradient, offs=ends)
     out, start = x.new_empty(len(ends), x.shape[1], gradient.shape[1]), 0
     for expert, end in enumerate(ends.tolist()):
         torch.mm(x[start:end].T, gradient[start:end], out=out[expert])
@@ -177,12 +191,16 @@ def _(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tens
 
 def _grouped_backward(ctx, gradient):
     x, weight, ends = ctx.saved_tensors
-    for_x, for_weight, _ = ctx.needs_input_grad
-    return (
-        _grouped(gradient, weight.transpose(1, 2), ends) if for_x else None,
-        _grouped_weight(x, gradient.contiguous(), ends) if for_weight else None,
-        None,
-    )
+    gradient = gradient.contiguous()
+    for_x = for_weight = None
+    if ctx.needs_input_grad[0]:
+        for_x = _grouped(gradient, weight.transpose(1, 2), ends)
+    if ctx.needs_input_grad[1] and weight.stride(1) == 1:
+        # In the layout of the parameter, which is transposed here: autograd would copy another.
+        for_weight = _grouped_weight(gradient, x, ends).transpose(1, 2)
+    elif ctx.needs_input_grad[1]:
+        for_weight = _grouped_weight(x, gradient, ends)
+    return for_x, for_weight, None
 
 
 _grouped.register_autograd(
@@ -210,21 +228,30 @@ class _Packed(torch.autograd.Function):
         return grouped(gradient.contiguous(), weight, ends), None, None, None, None
 
 
-def permuted(rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """rows[order]; `back` undoes it, which is the backward pass, the same bit by bit each time."""
-    return _Permuted.apply(rows, order, back)
+def permuted(
+    rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor, copies: int = 1
+) -> torch.Tensor:
+    """As many copies of each of `rows`, [rows, dim], one after the other, then sorted by `order`.
+
+    `back` undoes the order, which is the backward pass, the same bit by bit each time.
+    """
+    return _Permuted.apply(rows, order, back, copies)
 
 
 class _Permuted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, order, back):
+    def forward(ctx, rows, order, back, copies):
         ctx.save_for_backward(back)
-        return rows[order]
+        ctx.copies = copies
+        return rows.index_select(0, order if copies == 1 else order // copies)
 
     @staticmethod
     def backward(ctx, gradient):
         (back,) = ctx.saved_tensors
-        return gradient[back], None, None
+        gradient = gradient.index_select(0, back)
+        if ctx.copies > 1:
+            gradient = gradient.unflatten(0, (-1, ctx.copies)).sum(1)
+        return gradient, None, None, None
 
 
 @torch.no_grad()

@@ -19,9 +19,11 @@ KERNEL_OPTIONS = {"BACKEND": "TRITON"}
 
 
 class BlockMasks(NamedTuple):
-    """The block masks of a batch: one for each window that its layers have, or None."""
+    """The block masks of a batch, one for each window that its layers have or None; and the ids of
+    its documents, int32 [batch, sequence]."""
 
     by_window: dict[int | None, BlockMask]
+    ids: torch.Tensor
 
 
 def block_masks(document_ids: torch.Tensor, windows: set[int | None]) -> BlockMasks:
@@ -30,7 +32,8 @@ def block_masks(document_ids: torch.Tensor, windows: set[int | None]) -> BlockMa
     Args:
         document_ids: int32 [batch, sequence], ascending within each row.
     """
-    return BlockMasks({window: _block_mask(document_ids, window) for window in windows})
+    masks = {window: _block_mask(document_ids, window) for window in windows}
+    return BlockMasks(masks, document_ids)
 
 
 def _block_mask(ids: torch.Tensor, window: int | None) -> BlockMask:

@@ -40,7 +40,8 @@ class Role(Enum):
             layers.
         SPLIT_NORM: a norm over all features that a column layer has split.
         HEADS: an attention layer with parameters of its own, a number for each head.
-        ROUTER: whole on every rank, on this rank's tokens; computed by its own forward pass.
+        WHOLE: a router, a norm with a gate: whole on every rank, and computed by its own forward
+            pass on this rank's tokens or heads.
         EXPERT: the experts of a layer, from trainer.layers.experts, on this rank's tokens;
             expert parallelism spreads them.
     """
@@ -55,7 +56,7 @@ class Role(Enum):
     REPLICATED = auto()
     SPLIT_NORM = auto()
     HEADS = auto()
-    ROUTER = auto()
+    WHOLE = auto()
     EXPERT = auto()
 
 

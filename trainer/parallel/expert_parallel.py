@@ -62,8 +62,10 @@ class Exchange:
 
     # How many rows come from each rank is known only when they have been counted.
     @torch.compiler.disable
-    def __call__(self, layer: nn.Module, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """As `experts.apply`, with the experts of all ranks: [rows, dim] and int64 [rows]."""
+    def __call__(
+        self, layer: nn.Module, rows: torch.Tensor, chosen: torch.Tensor, active: int
+    ) -> torch.Tensor:
+        """As `experts.apply`, with the experts of all ranks."""
         order = chosen.argsort(stable=True)
         numbers = torch.arange(len(order), device=order.device)
         back = torch.empty_like(order).scatter_(0, order, numbers)
@@ -74,7 +76,7 @@ class Exchange:
         sent, received = self.rows_per_rank(leaving, coming)
         ids = torch.arange(own, device=chosen.device).repeat(self._ranks)
         ids = ids.repeat_interleave(coming, output_size=sum(received))
-        x = experts.permuted(rows, order, back)
+        x = experts.permuted(rows, order, back, active)
         # The gradient is small between the two, where the experts are, and whole outside.
         x = _AllToAll.apply(x, received, sent, self._group, 1 / self._share)
         x = _AllToAll.apply(experts.apply(layer, x, ids), sent, received, self._group, self._share)

@@ -47,10 +47,13 @@ def clip_gradients(
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     own = [local(gradient) for gradient in gradients]
-    norms = torch._foreach_norm(own, dtype=torch.float32)
-    squares = torch._foreach_pow(norms, 2)
     # A shard that several ranks hold counts once.
-    torch._foreach_mul_(squares, [1 / _replicas(g) for g in gradients])
+    by_replicas: dict[int, list[torch.Tensor]] = {}
+    for gradient, norm in zip(
+        gradients, torch._foreach_norm(own, dtype=torch.float32), strict=True
+    ):
+        by_replicas.setdefault(_replicas(gradient), []).append(norm)
+    squares = [torch.stack(norms).square().sum() / n for n, norms in by_replicas.items()]
     total = torch.stack(squares).sum()
     if loss is not None:
         total = total + 0 * loss.to(total.device)

@@ -193,12 +193,12 @@ def _output(layer: nn.Module, x: torch.Tensor) -> DTensor:
     return DTensor.from_local(_column(layer, x), mesh, [Shard(-1)], run_check=False)
 
 
-def _router(layer: nn.Module, *args: torch.Tensor) -> object:
-    """The router's own forward pass, on this rank's tokens."""
+def _own_forward(layer: nn.Module, *args: torch.Tensor) -> object:
+    """A module's own forward pass, on this rank's tokens or heads."""
     whole = dict(layer._parameters)
     layer._parameters |= {name: _partial(p) for name, p in whole.items() if p is not None}
     try:
-        return super(_patched(layer, _router), layer).forward(*args)
+        return super(_patched(layer, _own_forward), layer).forward(*args)
     finally:
         layer._parameters |= whole
 
@@ -220,8 +220,8 @@ STYLES: dict[Role, tuple[Callable[..., Any] | None, dict[str, Shard]]] = {
     Role.GATHER: (_gather, {}),
     Role.REPLICATED: (_replicated, {}),
     Role.SPLIT_NORM: (_split_norm, {"weight": Shard(0)}),
-    Role.HEADS: (None, {"sinks": Shard(0)}),
-    Role.ROUTER: (_router, {}),
+    Role.HEADS: (None, dict.fromkeys(("sinks", "A_log", "dt_bias"), Shard(0))),
+    Role.WHOLE: (_own_forward, {}),
 }
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers import lora, nf4
+from trainer.layers import delta, lora, nf4
 from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, head, rope
@@ -55,10 +55,12 @@ class TransformersDecoder(Decoder):
         self._others = [re.compile(p) for p in causal._keys_to_ignore_on_load_unexpected or ()]
         base = getattr(causal, self._prefix)
         experts.prepare(base)
+        delta.prepare(base)
         self._held = _held_buffers(base, causal)
-        self._linear = LINEAR in (getattr(self.config, "layer_types", None) or ())
-        # Their state goes from token to token, whatever document it belongs to.
-        self.packs = not self._linear
+        linear = (getattr(self.config, "layer_types", None) or []).count(LINEAR)
+        self._linear = linear > 0
+        # The state of others goes from token to token, whatever document it belongs to.
+        self.packs = linear == len(dict(delta.layers(base)))
         self._check_parts(base)
         self.output_softcap = getattr(self.config, "final_logit_softcapping", None)
         self.output_multiplier = head.multiplier(self.config)
@@ -73,7 +75,7 @@ class TransformersDecoder(Decoder):
         self._refuse(flow.faults(self, kinds))
         found = Roles(self, flow, self._prefix, getattr(self.config, "base_model_tp_plan", None) or {})
         self._roles, self._unsplit, self._pieces = found.by_pattern(), found.unsplit, found.pieces
-        if self._linear:
+        if not self.packs:
             self._unsplit = ["it has layers of linear attention"]
         self._sizes = self._split_sizes()
 
@@ -129,6 +131,8 @@ class TransformersDecoder(Decoder):
             if (inner := getattr(layer, "k_proj", None)) is not None:
                 # Of what all layers have in common: Gemma 4's have different numbers.
                 keys = math.gcd(keys, inner.out_features // layer.document_attention.head_dim)
+        for _, layer in delta.layers(self):
+            keys = math.gcd(keys, layer.num_k_heads)
         heads, config = self.config.num_attention_heads, self.config
         return {
             "num_heads": heads,
@@ -146,6 +150,8 @@ class TransformersDecoder(Decoder):
             layer.config = copy(layer.config)
             layer.config.num_attention_heads //= ranks
             layer.num_key_value_heads //= ranks
+        for _, layer in delta.layers(self):
+            delta.divide(layer, ranks)
 
     def recurrent_state(self, module: str) -> int:
         """See `Decoder.recurrent_state`."""
@@ -212,7 +218,7 @@ class TransformersDecoder(Decoder):
 
     def routers(self) -> list[nn.Module]:
         """What chooses the experts of each block, if its scores are a softmax."""
-        chosen = {name for name, role in self._roles.items() if role is Role.ROUTER}
+        chosen = {name for name, role in self._roles.items() if role is Role.WHOLE}
         names = [(plain(name), module) for name, module in self.named_modules()]
         found = [module for name, module in names if chosen & {name, pattern(name)}]
         return [router for router in found if experts.is_balanced(router)]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.layers import delta
 from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers.attention import Observer
@@ -31,6 +32,15 @@ ATTENTION = {
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), Role.REPLICATED),
     "o_proj": Role.ROW,
 }
+# And linear attention, whose gated norm works on each head.
+DELTA = {
+    "in_proj_qkv": Role.FUSED,
+    **dict.fromkeys((f"in_proj_{name}" for name in ("z", "b", "a", "qkvz", "ba")), Role.COLUMN),
+    **dict.fromkeys(("conv1d", "norm"), Role.WHOLE),
+    "out_proj": Role.ROW,
+}
+# An attention layer's own parameters, which are numbers of its heads.
+OF_HEADS = ({"sinks"}, {"A_log", "dt_bias"})
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"
 SLIDING = "sliding_attention"
 LINEAR = "linear_attention"
@@ -116,12 +126,13 @@ class Roles:
         self._attentions = [
             name for name, module in self._modules.items() if hasattr(module, "document_attention")
         ]
+        self._deltas = [name for name, _ in delta.layers(model)]
         self._linears([name for name in self._modules if not name.startswith(tuple(inside))])
         self._norms()
-        for name in self._attentions:
+        for name in [*self._attentions, *self._deltas]:
             if own := dict(self._modules[name].named_parameters(recurse=False)):
                 self._of[name] = Role.HEADS
-                if own.keys() != {"sinks"}:
+                if own.keys() not in OF_HEADS:
                     self.unsplit.append(f"its attention has {', '.join(sorted(own))}")
         self._ends()
         for name, _ in model.named_parameters():
@@ -147,13 +158,18 @@ class Roles:
             for name, module in self._modules[mixture].named_modules(prefix=mixture):
                 if list(module.parameters(recurse=False)):
                     linear = type(module) is nn.Linear
-                    roles[name] = Role.REPLICATED if linear else Role.ROUTER
+                    roles[name] = Role.REPLICATED if linear else Role.WHOLE
         return roles | {name: Role.EXPERT for name, _ in routed.layers(self._model)}
 
     def _linears(self, names: list[str]) -> None:
         for name in names:
             module, (above, _, last) = self._modules[name], name.rpartition(".")
             planned = self._plan.get(pattern(name).removeprefix(f"{self._prefix}."))
+            if above in self._deltas and last in DELTA:
+                self._of[name] = DELTA[last]
+                if DELTA[last] is Role.FUSED:
+                    self.pieces[name] = self._modules[above].pieces
+                continue
             if planned is not None:
                 self._of[name] = STYLES.get(planned, Role.REPLICATED)
                 if planned not in STYLES:
@@ -179,6 +195,7 @@ class Roles:
         flow, made = self._flow, {}
         norms = [name for name, module in self._modules.items() if _is_norm(module)]
         norms = [n for n in norms if n in flow.into and self._modules[n] is not self._model.final_norm]
+        norms = [n for n in norms if self._of.get(n) is not Role.WHOLE]
         for name in norms:
             made[id(flow.out_of[name])] = name
             self._of.setdefault(name, Role.REPLICATED)
@@ -218,7 +235,7 @@ class Roles:
             try:
                 found = torch.func.functional_call(norm, {"weight": weight}, x)
             except (AttributeError, TypeError):
-                found = x  # It has a gate as its second input.
+                found = x  # It has another input.
             for unit_offset in (False, True):
                 expected = F.rms_norm(x, weight.shape, weight + unit_offset, eps)
                 if torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
