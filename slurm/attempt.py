@@ -114,7 +114,7 @@ def begin(
 
 def end(
     run_dir: Path,
-    attempt: int,
+    attempt: int | None,
     exit_code: int,
     max_retries: int = 0,
     job_state: str | None = None,
@@ -125,6 +125,7 @@ def end(
     """Record the end of an attempt; return what the job script does next (Verdict.next).
 
     Args:
+        attempt: None for the one that this start of the job has begun, if it has begun any.
         job_state: Slurm's word for the job if Slurm is ending it; COMPLETING says nothing, and the
             job's log is searched.
         timeout_s: the recipe's timeout, 0 for none.
@@ -134,6 +135,10 @@ def end(
     full = _is_full(run_dir)
     (run_dir / files.RESERVE).unlink(missing_ok=True)
     status = read_object(run_dir / files.STATUS)
+    if attempt is None:
+        if status.get("state") != "RUNNING" or not _owned(status):
+            return "failed"
+        attempt = int(status["attempt"])
     if not _owned(status, attempt):
         _say(
             f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run"
@@ -380,7 +385,8 @@ def main() -> None:
     begins.add_argument("--head", required=True)
     begins.add_argument("--ended")
     begins.add_argument("--max-retries", type=int, default=0)
-    for name in ("attempt", "exit-code", "max-retries"):
+    ends.add_argument("--attempt", type=int)
+    for name in ("exit-code", "max-retries"):
         ends.add_argument(f"--{name}", type=int, default=0)
     ends.add_argument("--timeout-s", type=float, default=0)
     ends.add_argument("--job-state")

@@ -55,8 +55,9 @@ begin_attempt() {
     HOSTS=$(hostname -s) HEAD_ADDR=127.0.0.1 ONE_HOST=yes
   fi
   local begin=(record begin --hosts "$HOSTS" --head "$HEAD_ADDR" --max-retries "$MAX_RETRIES")
+  BEGINS=yes
   # Prints the attempt's number and a free port, or why there is nothing to do.
-  answer=$("${begin[@]}") || { NEXT=failed; return 1; }
+  answer=$("${begin[@]}") || not_begun $? || return 1
   if [ "${answer% *}" = busy ]; then
     local other=${answer#busy }
     if job_runs "$other"; then
@@ -64,10 +65,11 @@ begin_attempt() {
       NEXT=failed
       return 1
     fi
-    answer=$("${begin[@]}" --ended "$other") || { NEXT=failed; return 1; }
+    answer=$("${begin[@]}" --ended "$other") || not_begun $? || return 1
   fi
   if [ "$answer" = finished ]; then NEXT=finished; return 1; fi
   read -r ATTEMPT HEAD_PORT <<<"$answer"
+  BEGINS=
   LOGS=$RUN_DIR/logs/$ATTEMPT
   STOP_ASKED=
   export ATTEMPT LOGS HEAD_ADDR HEAD_PORT ONE_HOST COOKBOOK_ATTEMPT=$ATTEMPT
@@ -78,6 +80,14 @@ begin_attempt() {
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
   # Training does not wait for it.
   [ "$ATTEMPT" != 0 ] || notify start &
+}
+
+# The program that records the start has ended with this status. scancel's TERM may have ended it after
+# it had written, and not reach this script.
+not_begun() {
+  [ "$1" != 143 ] || terminated
+  NEXT=failed
+  return 1
 }
 
 # Whether another job is there; if Slurm does not say, it is taken to be.
@@ -223,9 +233,9 @@ terminated() {
   # Not to stdout: while the end of an attempt is recorded, that is the file "$LOGS/next".
   say "terminated" >&2
   local next=failed
-  # Unless the attempt's end is recorded already.
-  if [ -n "${ATTEMPT:-}" ] && [ ! -s "$LOGS/next" ]; then
-    record end --attempt "$ATTEMPT" --exit-code 143 --job-state "$state" >"$LOGS/next" && read -r next <"$LOGS/next"
+  # Unless the attempt's end is recorded already. While BEGINS is set, its start may be.
+  if [ -n "${BEGINS:-}" ] || { [ -n "${ATTEMPT:-}" ] && [ ! -s "$LOGS/next" ]; }; then
+    next=$(record end ${ATTEMPT:+--attempt "$ATTEMPT"} --exit-code 143 --job-state "$state") || next=failed
   fi
   if [ "$next" != requeue ]; then
     drop_successor

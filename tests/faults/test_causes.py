@@ -29,6 +29,15 @@ def told(run: Path) -> tuple[str, str]:
     return status["state"], status.get("cause", "")
 
 
+def goes_on(run: Path, timeout: float) -> None:
+    """Wait until the second attempt runs."""
+
+    def number() -> int:
+        return json.loads((run / "status.json").read_text())["attempt"]
+
+    until(lambda: number() == 1 and told(run)[0] == "RUNNING", timeout, lambda: report(run))
+
+
 def test_a_plain_scancel_is_a_cancelled_run(user: Kit, slurm, tmp_path):
     job, run = waits(user, tmp_path)
     slurm.run(["scancel", job])
@@ -40,7 +49,7 @@ def test_a_plain_scancel_is_a_cancelled_run(user: Kit, slurm, tmp_path):
 def test_a_requeue_by_somebody_is_told_and_the_run_goes_on(user: Kit, slurm, tmp_path):
     job, run = waits(user, tmp_path)
     slurm.run(["scontrol", "requeue", job])
-    until(lambda: told(run)[0] == "RUNNING" and attempts(run), 60, lambda: report(run))
+    goes_on(run, 60)
     assert [line["cause"] for line in attempts(run)] == ["requeued"], report(run)
     slurm.run(["scancel", job])
     ended(user, run, "CANCELLED", timeout=60)
@@ -77,11 +86,8 @@ def test_a_preemption_is_told(new_cluster, root, tmp_path):
         job, run = waits(user, tmp_path)
         urgent = ["srun", "--partition=debug", "--nodes=2", "--exclusive", "sleep", "10"]
         assert cluster.run(urgent).returncode == 0
-        until(lambda: told(run)[0] == "RUNNING" and attempts(run), 90, lambda: report(run))
+        goes_on(run, 90)
         assert [line["cause"] for line in attempts(run)] == ["preempted"], report(run)
-        # The line of the first attempt is there before the status says that it has ended.
-        status = run / "status.json"
-        until(lambda: json.loads(status.read_text())["attempt"] == 1, 60, lambda: report(run))
         cluster.run(["scancel", job])
         ended(user, run, "CANCELLED", timeout=60)
 

@@ -264,7 +264,12 @@ def test_it_prints_within_twice_the_time_of_help(user: Kit):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
-    # In turn, so that what slows down the host meanwhile is not counted to one of them.
-    pairs = [(seconds("estimate", "llama70b_lora"), seconds("--help")) for _ in range(12)]
-    estimated, helped = map(min, zip(*pairs, strict=True))
-    assert estimated <= 2 * helped
+    # In turn, because the host has slow phases, and again while all rounds may have met one: what
+    # is slow in the command itself is slow in each.
+    pairs: list[tuple[float, float]] = []
+    for _ in range(5):
+        pairs += [(seconds("estimate", "llama70b_lora"), seconds("--help")) for _ in range(12)]
+        estimated, helped = map(min, zip(*pairs, strict=True))
+        if estimated <= 2 * helped:
+            return
+    raise AssertionError(f"estimate takes {estimated:.3f} s of CPU time, --help {helped:.3f} s")

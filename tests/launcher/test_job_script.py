@@ -157,6 +157,37 @@ def test_a_script_started_twice_leaves_the_run_to_the_first(root, plain_env):
     assert (state.word, state.detail) == ("CANCELLED", "its job was cancelled")
 
 
+ENDED = {
+    "the script gets the signal": "[ $begins = no ] || kill -TERM $JOB_PID",
+    "the program that records gets it": "[ $begins = no ] || exit 143",
+}
+
+
+@pytest.mark.parametrize("ending", ENDED.values(), ids=ENDED)
+def test_a_job_that_ends_while_its_attempt_begins_is_recorded(root, plain_env, ending):
+    """Between the record of the start and the script that reads its answer."""
+    run = made(root)
+    python = root / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        "#!/bin/bash\n"
+        'case " $* " in *" begin "*) begins=yes ;; *) begins=no ;; esac\n'
+        f'"{paths.venv_root()}/bin/python" "$@"; status=$?\n'
+        f"{ending}\n"
+        "exit $status\n"
+    )
+    python.chmod(0o755)
+    script = run.path / "job.sbatch"
+    script.write_text(
+        re.sub("(?m)^export VENV=.*", f"export VENV={root / 'venv'}", script.read_text())
+    )
+    assert by_bash(run, plain_env) == 143, report(run.path)
+    assert run.status["state"] == "CANCELLED", report(run.path)
+    (attempt,) = run.attempts
+    assert (attempt["attempt"], attempt["cause"]) == (0, "cancelled")
+    assert not (run.logs / "0" / "node_0.log").exists()
+
+
 def test_the_warning_before_the_time_limit_asks_the_ranks_to_stop(root, plain_env):
     """By the file that the trainer, and a script of the user's own, looks for."""
     script = (
