@@ -118,7 +118,7 @@ def test_broken_yaml_names_line_and_column(user: Kit, tmp_path):
 
 
 def test_no_slurm_at_all_and_no_cluster_configured(user: Kit, tmp_path):
-    told = "run this on a login node, or start the job here with --local"
+    told = 'configuration source"): run this on a login node, or start the job here with --local'
     refused(user, "submit", "--recipe", "demo", status=1, told=told)
     bare = Kit({**user.env, "PATH": str(tmp_path)}, user.root)
     refused(bare, "submit", "--recipe", "demo", status=1, told="there is no sinfo on this machine")

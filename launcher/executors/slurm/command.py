@@ -67,10 +67,12 @@ def run(
     if done.returncode == 0:
         return output + message if merged else output
     words = one_line(message) or f"{argv[0]}: exit status {done.returncode}, no message"
-    if _UNCONFIGURED.search(message):
+    # Slurm says the same in four lines; the one that names it is enough.
+    named = next(filter(_UNCONFIGURED.search, message.splitlines()), None)
+    if named is not None:
         raise SlurmMissing(
             f"{argv[0]} is installed, but no cluster is configured on this machine "
-            f'("{words}"): {_ELSEWHERE}'
+            f'("{named.strip()}"): {_ELSEWHERE}'
         )
     if _TIMED_OUT.search(message):
         raise SlurmTimeout(f'Slurm says "{words}": check whether scontrol ping answers')
