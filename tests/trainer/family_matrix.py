@@ -13,7 +13,7 @@ import yaml
 from launcher import paths
 from tests.trainer.transformers_cases import FAMILIES, write
 from tests.trainer.transformers_runs import EP, LORA, TP, config_of
-from trainer import check
+from trainer import check, demo
 from trainer.config import read_yaml
 
 QLORA = LORA | {"quantize_base": True}
@@ -56,15 +56,14 @@ def row(family: str, folder: Path, dataset: Path, tokenizer: Path) -> dict[str, 
 
 
 def main() -> None:
-    dataset, tokenizer = (
-        paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl",
-        paths.REPO_ROOT / "models/demo-llama",
-    )
+    dataset = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
     print(
         "# What each family of transformers' models can be trained with; cookbook models shows it."
     )
-    print("# Made by: python -m tests.trainer.family_matrix, after the demo has made its model")
+    print("# Made by: python -m tests.trainer.family_matrix")
     with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Path(folder) / "demo-llama"
+        demo.make(tokenizer, dataset, seed=0)
         for family in FAMILIES:
             rows = {family: row(family, Path(folder) / family, dataset, tokenizer)}
             print(yaml.safe_dump(rows, sort_keys=False, width=1000), end="", flush=True)

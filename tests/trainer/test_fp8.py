@@ -24,7 +24,7 @@ from tests.trainer.runs import (
 )
 from trainer.config import KEYS, load
 from trainer.errors import ConfigError
-from trainer.layers import fp8
+from trainer.layers import fp8, lora
 from trainer.loop import Trainer
 from trainer.models.build import empty_module
 from trainer.objectives.sft import SupervisedFineTuning
@@ -81,6 +81,16 @@ def test_a_frozen_weight_has_no_gradient_and_keeps_no_input() -> None:
     same = fp8.linear(own, weight, "tensorwise", weight.abs().max())
     same.square().sum().backward()
     assert torch.equal(same, out) and torch.equal(own.grad, x.grad)
+
+
+def test_a_layer_that_is_too_narrow_multiplies_as_without_fp8() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"gate": torch.nn.Linear(64, 1), "up": torch.nn.Linear(64, 32)})
+    x = torch.randn(16, 64)
+    plain = {name: layer(x) for name, layer in model.items()}
+    lora.use_fp8(model, ["gate", "up"], "tensorwise")
+    assert torch.equal(model["gate"](x), plain["gate"])
+    assert not torch.equal(model["up"](x), plain["up"])
 
 
 def test_zeros_and_rows_of_zeros_stay_zeros() -> None:

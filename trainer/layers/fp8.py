@@ -26,6 +26,11 @@ SMALLEST = 1e-12
 EXPONENT_BITS = 0x7F800000
 
 
+def applies(layer: nn.Module) -> bool:
+    """Whether a linear layer is wide enough; a gate with one output is too little work to matter."""
+    return min(layer.weight.shape) >= FP8_MULTIPLE
+
+
 def faults(layers: dict[nn.Module, bool], ranks: int) -> list[str]:
     """Return one line per size that no GPU multiplies in fp8.
 

@@ -66,13 +66,15 @@ def quantise(model: nn.Module, names: Iterable[str]) -> None:
 def use_fp8(model: nn.Module, names: Iterable[str], recipe: str) -> None:
     """Let the linear layers `names` multiply in fp8; A and B of an adapter stay as they are.
 
+    Those that are too narrow stay as they are, too.
+
     Args:
         recipe: tensorwise or rowwise.
     """
     frozen = method(model) != "full"
-    for name in names:
-        fp8.prepare(model.get_submodule(name), recipe, frozen)
-        _use_base_forward(model.get_submodule(name))
+    for layer in filter(fp8.applies, map(model.get_submodule, names)):
+        fp8.prepare(layer, recipe, frozen)
+        _use_base_forward(layer)
 
 
 def _use_base_forward(layer: nn.Module) -> None:

@@ -316,7 +316,8 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
     if config.fp8_recipe is not None:
         row = set(module.linear_layers(Role.ROW))
         layers = {name: module.get_submodule(name) for name in module.linear_layers()}
-        faults += fp8.faults({layer: name in row for name, layer in layers.items()}, ranks)
+        wide = {layer: name in row for name, layer in layers.items() if fp8.applies(layer)}
+        faults += fp8.faults(wide, ranks)
     return faults
 
 
