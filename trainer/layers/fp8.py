@@ -27,7 +27,7 @@ EXPONENT_BITS = 0x7F800000
 
 
 def applies(layer: nn.Module) -> bool:
-    """Whether a linear layer is wide enough; a gate with one output is too little work to matter."""
+    """Whether a linear layer is wide enough; a gate with one output is no work worth it."""
     return min(layer.weight.shape) >= FP8_MULTIPLE
 
 
