@@ -18,7 +18,8 @@ class Parameter(NamedTuple):
     """One parameter, before FSDP shards it by its rows.
 
     width: numbers in a row. row_bytes: of a row as it is gathered. trained: it has a gradient.
-    shared: each tensor-parallel rank has a share of its gradient.
+    shared: each tensor-parallel rank has a share of its gradient. inner: if a row is a matrix, its
+    sizes, by which FSDP can shard, too.
     """
 
     rows: float
@@ -26,6 +27,7 @@ class Parameter(NamedTuple):
     row_bytes: float
     trained: bool
     shared: bool = False
+    inner: tuple[int, ...] = ()
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.
@@ -52,7 +54,12 @@ class Unit:
         return sum(self.padded(p) * p.width for p in self.parameters if p.trained)
 
     def padded(self, parameter: Parameter) -> float:
-        """Rows of a parameter that FSDP shards: filled up to a multiple of its ranks."""
+        """Rows of a parameter that FSDP shards: filled up to a multiple of its ranks.
+
+        Not if it shards the matrices that the rows are.
+        """
+        if any(size % self.shards == 0 for size in parameter.inner):
+            return parameter.rows
         return -(-parameter.rows // self.shards) * self.shards
 
     def stored(self, weight_bytes: int) -> float:
@@ -166,7 +173,8 @@ def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
     e, full, shared = step.element_bytes, step.is_full, step.partial_gradient(name)
     rows, width = _split(step, name, matrix)
     number_bytes = NF4_BYTES if step.is_quantised and name != "router" else e
-    yield Parameter(rows, width, width * number_bytes, full, shared)
+    sizes = (matrix.outputs, matrix.inputs) if matrix.role == "expert" else ()
+    yield Parameter(rows, width, width * number_bytes, full, shared, sizes)
     if name in step.shape.bias:
         # Of experts each row holds one expert's.
         each = matrix.outputs if matrix.role == "expert" else 1
@@ -223,8 +231,9 @@ def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]
     rows, width = _split(step, name, matrix)
     if matrix.role == "expert":
         shared = step.partial_gradient(name)
-        for numbers in (rank * matrix.inputs, rank * matrix.outputs):
-            yield Parameter(rows, numbers, numbers * e, True, shared)
+        for size in (matrix.inputs, matrix.outputs):
+            numbers = rank * size
+            yield Parameter(rows, numbers, numbers * e, True, shared, (size, rank))
         return
     whole = step.partial_gradient(name)
     if not matrix.behind:

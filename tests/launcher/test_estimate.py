@@ -192,6 +192,10 @@ def test_experts_count_with_all_their_parameters_and_work_with_the_active_ones(u
     # Seven eighths of the experts are not gathered.
     phase = "forward, before the last layer"
     assert found["phases_gib"][phase] < whole["phases_gib"][phase] - 2
+    # Sixteen ranks have a part of each of eight experts, not every other rank a whole one.
+    twice = json.loads(user.cookbook("estimate", mixtral, "--json", "--nodes", "2").stdout)
+    half = 0.5 * whole["terms_gib"]["weights"]
+    assert twice["terms_gib"]["weights"] == pytest.approx(half, rel=0.01)
     for change, words in (
         ("expert_parallel_dim=3", "expert_parallel_dim 3 must be a multiple of"),
         ("expert_parallel_dim=16", "and divide the 8 ranks of a replica"),

@@ -35,6 +35,7 @@ from trainer.config import load
 from trainer.layers import experts
 from trainer.layers.balance import Balance
 from trainer.models import build as models
+from trainer.parallel import fsdp
 from trainer.parallel import world as distributed
 
 COPIES = {"data_parallel_replicate_dim": 2}
@@ -53,6 +54,9 @@ RUNS: Runs = {
     "moe-ep2-fsdp2": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP),
     "moe-ep2-copies": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP | COPIES),
     "moe-lora-ep2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF | EP | CHECKPOINTED),
+    # Three experts have no equal parts for two ranks: each has a part of every expert.
+    "odd": (1, "mixtral", None, FULL),
+    "odd-fsdp2": (2, "mixtral", "odd", FULL | HALF | CHECKPOINTED),
     "qlora-moe": (1, "mixtral", None, ADAPTED | {"model": LORA | {"quantize_base": True}}),
     "qlora-moe-fsdp2": (
         2,
@@ -75,8 +79,9 @@ PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    names = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")
-    return {name: write(name, root / name, model_folder) for name in names}
+    names = ("qwen3-moe", "gpt-oss", "deepseek-v3")
+    odd = write("mixtral", root / "mixtral", model_folder, num_local_experts=3)
+    return {name: write(name, root / name, model_folder) for name in names} | {"mixtral": odd}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +119,22 @@ def test_routers_are_balanced_or_frozen(root: Path, sources: dict[str, Path]) ->
         after = tensors(root / name / "export")
         same = [torch.equal(after[k], t) for k, t in before.items() if "mlp.gate." in k]
         assert same == [frozen] * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "axis"),
+    [
+        ((8, 64, 32), 4, None),
+        ((8, 64, 32), 16, 1),
+        ((12, 24, 32), 16, 2),
+        # Nothing is even, and biases are small.
+        ((8, 12, 20), 16, None),
+        ((8, 64), 16, None),
+    ],
+)
+def test_fsdp_cuts_experts_inside_if_their_number_has_no_equal_parts(shape, ranks, axis) -> None:
+    found = fsdp._placement(ranks, torch.nn.Parameter(torch.empty(shape, device="meta")))
+    assert (found and found.dim) == axis
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -2,15 +2,18 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from trainer.config import TrainConfig
 from trainer.models.decoder import Decoder
+from trainer.parallel.sharded import local
 from trainer.parallel.world import World
 
 # A split embedding returns a view of what was communicated, and nothing changes it in place.
@@ -48,6 +51,7 @@ def shard(
         "mesh": mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced),
         "reshard_after_forward": config.fsdp_reshard_after_forward,
+        "shard_placement_fn": partial(_placement, mesh["dp_shard"].size()),
     }
     if config.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
@@ -72,11 +76,24 @@ def _shard_experts(model: Decoder, expert_mesh: DeviceMesh, options: dict[str, A
     policy: MixedPrecisionPolicy = options["mp_policy"]
     own = options | {
         "mesh": expert_mesh[names],
+        "shard_placement_fn": partial(_placement, expert_mesh["ep_shard"].size()),
         # The routers' weights of the experts stay in fp32.
         "mp_policy": replace(policy, cast_forward_inputs=False),
     }
     for _, layer in experts.layers(model):
         fully_shard(layer, **own)
+
+
+def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Where a parameter is cut: by its rows (None), or stacked matrices inside of them.
+
+    8 experts have no equal parts for 16 ranks, and cut by rows every other rank would have none.
+    """
+    own = local(parameter)
+    if own.ndim < 3 or own.shape[0] % ranks == 0:
+        return None
+    even = (axis for axis in range(1, own.ndim) if own.shape[axis] % ranks == 0)
+    return next(map(Shard, even), None)
 
 
 def _prefetch(model: Decoder, depth: int) -> None:
