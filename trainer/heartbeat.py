@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from statistics import median
+
+import numpy as np
 
 from runspec import files
 
@@ -67,7 +68,7 @@ class Heartbeat:
             "phase": self._phase,
             "step": self._step,
             "steps": self._steps,
-            "median_step_s": median(self._times) if self._times else None,
+            "median_step_s": float(np.median(self._times)) if self._times else None,
             "longest_s": self._longest,
         }
         # No rename and no fsync: training waits for this. A full disk ends no run here.

@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Mapping
@@ -205,7 +204,7 @@ def make(
     Raises:
         ConfigError: the folder cannot be written to, or a sample cannot be tokenised.
     """
-    temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{secrets.token_hex(4)}"))[0]
+    temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{os.urandom(4).hex()}"))[0]
     world.on_main(lambda: _begin(temporary))
     limit = getattr(tokenizer, "max_seq_len", None)
     try:

@@ -8,8 +8,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -66,7 +66,7 @@ def faults(found: Sequence[Fitness], compare_speed: bool) -> dict[int, str]:
 
     Where the sum is wrong on all ranks nothing says whose fault it is, and rank 0 tells it.
     """
-    usual = median(each.tflops for each in found)
+    usual = np.median([each.tflops for each in found])
     wrong = [rank for rank, each in enumerate(found) if not each.sum_is_right]
     if len(wrong) == len(found):
         wrong = [0]
