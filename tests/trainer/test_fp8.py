@@ -209,7 +209,14 @@ def layouts(
         starts[1].append(write_config(root / name, model_folder, dataset, **changes))
     for name, (ranks, _, changes) in LAYOUTS.items():
         starts[ranks].append(write_config(root / name, model_folder, dataset, **changes))
-    said = "".join(train(*paths, ranks=n, limit_s=1200) for n, paths in starts.items())
+    said = ""
+    for ranks, paths in starts.items():
+        for path in paths:
+            with pytest.MonkeyPatch.context() as changed:
+                if path.parent.name == "lora-compiled":
+                    # Inductor's own code is run by the other compiled one.
+                    changed.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+                said += train(path, ranks=ranks, limit_s=1200)
     return root, said
 
 
