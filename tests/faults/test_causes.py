@@ -38,6 +38,13 @@ def goes_on(run: Path, timeout: float) -> None:
     until(lambda: number() == 1 and told(run)[0] == "RUNNING", timeout, lambda: report(run))
 
 
+@pytest.fixture(scope="module")
+def limited(user: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose job has a minute, of which it needs all: other tests run meanwhile."""
+    short = {"nodes": 1, "gpus_per_node": 1, "time": "1"}
+    return waits(user, tmp_path_factory.mktemp("limited"), resources=short)[1]
+
+
 def test_a_plain_scancel_is_a_cancelled_run(user: Kit, slurm, tmp_path):
     job, run = waits(user, tmp_path)
     slurm.run(["scancel", job])
@@ -46,6 +53,7 @@ def test_a_plain_scancel_is_a_cancelled_run(user: Kit, slurm, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("limited")
 def test_a_requeue_by_somebody_is_told_and_the_run_goes_on(user: Kit, slurm, tmp_path):
     job, run = waits(user, tmp_path)
     slurm.run(["scontrol", "requeue", job])
@@ -67,13 +75,6 @@ def test_a_killed_torchrun_costs_neither_the_allocation_nor_a_result(
     assert "torchrun (task 1) was killed" in first["message"]
     assert (second["cause"], second["restart_count"]) == ("finished", 0)
     undisturbed.is_equalled_by(run)
-
-
-@pytest.mark.long
-def test_slurms_own_time_limit_is_told(user: Kit, slurm, tmp_path):
-    _, run = waits(user, tmp_path, resources={"nodes": 1, "gpus_per_node": 1, "time": "1"})
-    until(lambda: told(run)[0] != "RUNNING", 180, lambda: report(run))
-    assert told(run) == ("INTERRUPTED", "time_limit")
 
 
 @pytest.mark.long
@@ -108,3 +109,9 @@ def test_a_memory_limit_of_slurm_is_told(new_cluster, root, tmp_path):
         first, second = ended(user, run, "FAILED", timeout=240)
         assert first["cause"] == second["cause"] == "out_of_memory", report(run)
         assert "memory limit" in second["message"] and "twice in a row" in second["message"]
+
+
+@pytest.mark.long
+def test_slurms_own_time_limit_is_told(limited: Path):
+    until(lambda: told(limited)[0] != "RUNNING", 180, lambda: report(limited))
+    assert told(limited) == ("INTERRUPTED", "time_limit")

@@ -11,6 +11,7 @@ import pytest
 
 from runspec import files
 from slurm.watchdog import LEFT_S, LeftBehind, Watch, laggards, stop_limit_s
+from tests.conftest import SlurmCluster
 from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
 from tests.launcher.kit import Kit, report
 from trainer.heartbeat import Heartbeat
@@ -111,6 +112,18 @@ def test_sruns_word_of_ranks_that_do_not_end_is_read_once_it_is_whole(tmp_path: 
     assert not watch.look(1001.0 + LEFT_S - 1) and watch.look(1001.0 + LEFT_S)
 
 
+@pytest.fixture(scope="module")
+def unstoppable(user: Kit, slurm: SlurmCluster, undisturbed: Undisturbed) -> Path:
+    """A run that is asked to stop and cannot, which takes a while: another test runs meanwhile."""
+    # The lead of a limit of 3 minutes is 45 s, of which the ranks have 30.
+    job, run = user.submit(*SHORT, "resources.time=3", "hang_timeout_s=0")
+    trains(run)
+    os.kill(rank(run, 0), signal.SIGSTOP)
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    return run
+
+
+@pytest.mark.usefixtures("unstoppable")
 @pytest.mark.parametrize(
     "where",
     [pytest.param([], marks=pytest.mark.long), pytest.param(["--local"], marks=pytest.mark.named)],
@@ -132,17 +145,12 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Und
 
 @pytest.mark.long
 def test_ranks_that_cannot_stop_before_the_limit_are_ended_and_requeued(
-    user: Kit, slurm, undisturbed: Undisturbed
+    user: Kit, unstoppable: Path, undisturbed: Undisturbed
 ):
-    # The lead of a limit of 3 minutes is 45 s, of which the ranks have 30.
-    job, run = user.submit(*SHORT, "resources.time=3", "hang_timeout_s=0")
-    trains(run)
-    os.kill(rank(run, 0), signal.SIGSTOP)
-    slurm.run(["scancel", "--batch", "--signal=USR1", job])
-    first, second = ended(user, run, "COMPLETED")
-    assert first["cause"] == "time_limit", report(run)
+    first, second = ended(user, unstoppable, "COMPLETED")
+    assert first["cause"] == "time_limit", report(unstoppable)
     assert "did not stop within 30 s" in first["message"]
     assert "rank 0 on n1 does not answer" in first["message"]
     assert (first["restart_count"], second["restart_count"]) == (0, 1)
     assert first["checkpoint_step"] >= SAVE_EVERY
-    undisturbed.is_equalled_by(run)
+    undisturbed.is_equalled_by(unstoppable)
