@@ -92,10 +92,14 @@ def test_a_requeue_waits_for_the_controller(new_cluster, root, undisturbed: Undi
         job, run = user.submit(*SHORT)
         trains(run)
         (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        held = rank(run, 0)
+        # The ranks do not stop, and take their file away, before the controller is gone.
+        os.kill(held, signal.SIGSTOP)
         cluster.run(["scancel", "--batch", "--signal=USR1", job])
         # A controller answers before it has passed the signal on.
         until(lambda: (run / files.STOP).exists(), 60, lambda: report(run))
         os.kill(controller, signal.SIGKILL)
+        os.kill(held, signal.SIGCONT)
         try:
             until(lambda: waits(run, "waiting to go back into"), 120, lambda: report(run))
         finally:
