@@ -5,6 +5,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Model:
     method: str
     dtype: torch.dtype
 
-    @property
+    # Every step asks for them, and to go through all modules takes milliseconds.
+    @cached_property
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that the optimizer changes."""
         return [p for p in self.module.parameters() if p.requires_grad]
