@@ -8,12 +8,11 @@ from pathlib import Path
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, flag, json_option, note, runs_root
+from launcher.cli.common import cluster_option, flag, json_option, note, runs_root, since_option
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import diff as comparison
-from launcher.observe import status
 from launcher.observe.results import FORMATS, compare, ordered, shown
-from launcher.runs.find import every, find, none_yet
+from launcher.runs.find import every, find, made_since, none_yet
 from launcher.runs.sweeps import runs_of
 from launcher.workflows import replay as replaying
 
@@ -23,7 +22,7 @@ _NEWEST = 20
 @click.command()
 @click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
 @flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
-@click.option("--since", metavar="TIME", help="Runs made since then: 90m, 12h, 3d, 2026-01-31.")
+@since_option("Runs made since")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
 @click.option("--sort", metavar="COLUMN", help="As --format json names it; -COLUMN: highest first.")
 @click.option("--price", type=click.FloatRange(min=0), help="Of a GPU-hour. [default: the site's]")
@@ -46,9 +45,7 @@ def results(
     root = runs_root(cluster)
     if wanted and (show_all or since):
         raise UsageFault("--all and --since choose from all runs: give no RUN or SWEEP with them")
-    newer_than = status.since(since) if since else ""
-    chosen = runs_of(site.root, wanted) if wanted else every(root)
-    chosen = [run for run in chosen if run.name[:15] >= newer_than]
+    chosen = runs_of(site.root, wanted) if wanted else made_since(every(root), since)
     everything = len(chosen)
     if not (wanted or show_all or since):
         chosen = chosen[-_NEWEST:]

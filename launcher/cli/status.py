@@ -8,15 +8,14 @@ import sys
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, flag, json_option, note, runs_root
+from launcher.cli.common import cluster_option, flag, json_option, note, runs_root, since_option
 from launcher.errors import UsageFault
 from launcher.observe.status import Row, chosen, row, table
-from launcher.observe.status import since as since_time
 from launcher.observe.summary import story, summary
 from launcher.observe.text import plain as harmless
 from launcher.observe.watch import watch_all
 from launcher.runs.directory import Run
-from launcher.runs.find import every, foreign, none_yet
+from launcher.runs.find import every, foreign, made_since, none_yet
 from launcher.runs.states import judged
 from launcher.runs.sweeps import runs_of
 
@@ -28,7 +27,7 @@ _NEWEST = 20
 @flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
 @click.option("--state", "wanted", multiple=True, metavar="STATE", help="Runs in this state.")
 @click.option("--recipe", multiple=True, metavar="NAME", help="Runs of this recipe; * is any text.")
-@click.option("--since", metavar="TIME", help="Runs made since then: 90m, 12h, 3d, 2026-01-31.")
+@since_option("Runs made since")
 @json_option
 @cluster_option
 def status(
@@ -51,7 +50,7 @@ def status(
             raise UsageFault("RUN is one run: leave out --all, --state, --recipe and --since")
         named = runs_of(sites.load(cluster).root, [run])
         if len(named) > 1:
-            rows, _ = chosen(named, None, (), (), "")
+            rows, _ = chosen(named, None)
             _show(rows, as_json)
             return
         ((one, state),) = judged(named)
@@ -60,13 +59,13 @@ def status(
         else:
             click.echo("\n".join(story(one, state)))
         return
-    runs, newer_than = every(root), since_time(since) if since else ""
+    runs = made_since(every(root), since)
     limit = None if show_all else _NEWEST
-    rows, torn = chosen(runs, limit, wanted, recipe, newer_than)
+    rows, torn = chosen(runs, limit, wanted, recipe)
     if rows or as_json:
         _show(rows, as_json)
     else:
-        note("no run is as you ask" if runs else none_yet(root))
+        note("no run is as you ask" if every(root) else none_yet(root))
     if limit is not None and len(rows) == limit < len(runs):
         note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
     if names := [harmless(name) for name in (*foreign(root), *torn)]:

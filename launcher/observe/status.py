@@ -3,7 +3,6 @@
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +12,6 @@ from launcher.observe.text import duration, number, percent, plain
 from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
-from runspec.since import moment
 
 # The states of runs, and those that only Slurm reports.
 _STATES = (
@@ -114,14 +112,12 @@ def chosen(
     limit: int | None,
     states: Iterable[str] = (),
     recipes: Iterable[str] = (),
-    newer_than: str = "",
 ) -> tuple[list[Row], list[str]]:
     """Return the rows of the newest runs that the filters let through, oldest first.
 
     Args:
         limit: so many rows at most; None for all.
         states: their states, in any case. recipes: their recipes, with * and ? as in a shell.
-        newer_than: the time of the oldest, as since() returns it.
 
     Returns:
         The rows, and the names of the directories that were passed over because they hold nothing.
@@ -132,7 +128,6 @@ def chosen(
     def by_recipe(recipe: Any) -> bool:
         return not patterns or any(fnmatchcase(str(recipe), pattern) for pattern in patterns)
 
-    runs = [run for run in runs if run.name[:15] >= newer_than]
     # All are read: those that have ended since long are known from the last time.
     whole = bool(runs) and (limit is None or bool(words))
     kept = EndedRows(runs[0].path.parent, "status", _FORMAT) if whole else None
@@ -169,14 +164,6 @@ def _state(word: str) -> str:
     raise UsageFault(
         f"--state {word}: there is no such state{hint}: choose one of {', '.join(STATES)}"
     )
-
-
-def since(text: str) -> str:
-    """Return a time, or how long ago it was, as the names of runs begin: 20260131-235900 (UTC)."""
-    try:
-        return f"{moment(text).astimezone(UTC):%Y%m%d-%H%M%S}"
-    except ValueError as error:
-        raise UsageFault(str(error)) from error
 
 
 def table(

@@ -12,13 +12,13 @@ import pytest
 
 from launcher.errors import UsageFault
 from launcher.observe.ended import EndedRows
-from launcher.observe.status import chosen, row, since, table
+from launcher.observe.status import chosen, row, table
 from launcher.observe.summary import story
 from launcher.observe.text import plain
 from launcher.runs import ahead as reading
 from launcher.runs import states as judging
 from launcher.runs.directory import Run
-from launcher.runs.find import every, foreign
+from launcher.runs.find import every, foreign, made_since
 from launcher.runs.states import judged, state_of
 from runspec import files
 from tests.launcher.kit import Kit
@@ -114,7 +114,7 @@ def test_filters(tmp_path):
     assert len(chosen(runs, None)[0]) == 30
     assert [each["run"][6:8] for each in chosen(runs, 20, ["failed"])[0]] == ["01", "11", "21"]
     assert [each["run"][6:8] for each in chosen(runs, 2, (), ["oth*"])[0]] == ["28", "30"]
-    assert len(chosen(runs, 20, (), (), since("2026-01-28"))[0]) == 3
+    assert len(chosen(made_since(runs, "2026-01-28"), 20)[0]) == 3
     with pytest.raises(UsageFault, match=r"no such state \(did you mean FAILED"):
         chosen(runs, 20, ["FAILD"])
 
@@ -146,13 +146,21 @@ def test_runs_that_have_ended_are_known_from_the_last_time(tmp_path, monkeypatch
     assert len(chosen(runs, None, ["completed"])[0]) == 68
 
 
-def test_since_takes_a_time_or_how_long_ago():
-    assert since("2026-01-31T23:59") == "20260131-235900"
-    assert since("2026-01-31T23:59+02:00") == "20260131-215900"
-    ago = datetime.now(UTC) - timedelta(hours=36)
-    assert abs(int(since("36h")[-6:-2]) - int(f"{ago:%H%M}")) <= 1 or ago.minute in (0, 59)
-    with pytest.raises(UsageFault, match="write how long ago"):
-        since("yesterday")
+def test_since_takes_a_time_or_how_long_ago(tmp_path, user: Kit):
+    def left(since: str | None) -> list[str]:
+        return [run.name[:15] for run in made_since(runs, since)]
+
+    now = datetime.now(UTC)
+    times = ("20260131-215859", "20260131-235900")
+    times += tuple(f"{now - timedelta(hours=hours):%Y%m%d-%H%M%S}" for hours in (37, 35))
+    runs = [Run(tmp_path / f"{each}-demo-0a1b") for each in times]
+    assert left("2026-01-31T23:59") == list(times[1:])
+    assert left("2026-01-31T23:59+02:00") == list(times[1:])
+    assert left("2026-01-31T23:58:59+02:00") == left(None) == list(times)
+    assert left("36h") == [times[3]]
+    for command in ("status", "results"):
+        done = user.cookbook(command, "--since", "yesterday")
+        assert done.returncode == 2 and "write how long ago" in done.stderr
 
 
 def test_what_is_no_run_is_named_and_passed_over(tmp_path, user: Kit):
