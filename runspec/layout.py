@@ -98,7 +98,7 @@ def model_faults(tensor_parallel: int, sizes: Mapping[str, int]) -> list[str]:
 
     Args:
         sizes: by name, what tensor parallelism divides: num_heads, num_kv_heads,
-            intermediate_dim, vocab_size, max_seq_len.
+            linear_num_key_heads, intermediate_dim, vocab_size, max_seq_len.
     """
     return [
         f"tensor_parallel_dim {tensor_parallel} does not divide the model's {name} {size}: choose "

@@ -358,13 +358,11 @@ class Shape:
     @property
     def split_sizes(self) -> dict[str, int]:
         """What tensor parallelism divides, as `runspec.layout.model_faults` takes it."""
+        linear = {"linear_num_key_heads": self.linear.key_heads} if self.linear else {}
         return {
             "num_heads": self.heads,
-            "num_kv_heads": gcd(
-                self.kv_heads,
-                self.far.kv_heads if self.far else 0,
-                self.linear.key_heads if self.linear else 0,
-            ),
+            "num_kv_heads": gcd(self.kv_heads, self.far.kv_heads if self.far else 0),
+            **linear,
             "intermediate_dim": self.intermediate,
             "vocab_size": self.vocab,
         }

@@ -295,7 +295,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
         ),
         ("mixtral", {"model": LORA | {"use_dora": True}}, "model.lora_modules=[k_proj,o_proj,q_p"),
         ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
-        ("qwen3.5", {"tensor_parallel_dim": 4}, "does not divide the model's num_kv_heads 2"),
+        ("qwen3.5", {"tensor_parallel_dim": 4}, "the model's linear_num_key_heads 2: choose"),
         ("qwen3", AUXILIARY, "router_aux_loss_coef: this model has no routers of experts that it"),
         ("mixtral", {"expert_parallel_dim": 3}, "does not divide the model's 4 experts"),
         ("qwen3", {"model": {"quantize_base": True}}, "set model.lora_rank or use a lora_* builde"),
