@@ -1,6 +1,7 @@
 """Lines of files of any size: their end, their times, several files merged; never a whole file."""
 
 import heapq
+import math
 import os
 import re
 import time
@@ -160,7 +161,9 @@ def merged(
     Args:
         began: when the attempt started, which is the time of first lines that tell none.
     """
-    streams = [_timed(*each, began, StepTimes(metrics)) for each in sources]
+    # The job script tells whole seconds: its first line may have the one after the attempt's start.
+    first = math.ceil(began)
+    streams = [_timed(*each, first, StepTimes(metrics)) for each in sources]
     for _, _, source, line in heapq.merge(*streams, key=lambda each: each[0]):
         yield source.origin, line
 

@@ -48,8 +48,11 @@ def add_attempt(run: Run, attempt: int) -> Path:
     return folder
 
 
-def test_several_logs_are_merged_by_time_with_their_origin(tmp_path):
+# The job script tells whole seconds: its first line may have the next one.
+@pytest.mark.parametrize("before", [0, 0.01, 0.99])
+def test_several_logs_are_merged_by_time_with_their_origin(tmp_path, before):
     run = made(tmp_path)
+    run.write("status.json", {**run.status, "started": BEGAN - before})
     steps = [{"step": k, "loss": 1.0, "time": BEGAN + 10 * k} for k in (1, 2, 3)]
     (run.path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     (run.logs / "0/rank_0.log").write_text(

@@ -165,7 +165,7 @@ def test_the_auxiliary_loss_is_transformers(
     module = models.build(load(config_of(tmp_path, sources["mixtral"], dataset)), world).module
     router = module.routers()[0]
     hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(3))
-    expected = load_balancing_loss_func((router(hidden)[0],), 4, 2)
+    expected = load_balancing_loss_func((router(hidden)[0],), 3, 2)
     (wanted,) = torch.autograd.grad(expected, [router.weight])
     balance = Balance([router], 0.5, 1)
     (router(hidden)[1].sum() * 0).backward()
