@@ -235,7 +235,10 @@ terminated() {
   local next=failed
   # Unless the attempt's end is recorded already. While BEGINS is set, its start may be.
   if [ -n "${BEGINS:-}" ] || { [ -n "${ATTEMPT:-}" ] && [ ! -s "$LOGS/next" ]; }; then
-    next=$(record end ${ATTEMPT:+--attempt "$ATTEMPT"} --exit-code 143 --job-state "$state") || next=failed
+    # Once: a second TERM may come before this script has ended.
+    local attempt=${ATTEMPT:-}
+    BEGINS='' ATTEMPT=''
+    next=$(record end ${attempt:+--attempt "$attempt"} --exit-code 143 --job-state "$state") || next=failed
   fi
   if [ "$next" != requeue ]; then
     drop_successor

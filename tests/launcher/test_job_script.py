@@ -160,6 +160,7 @@ def test_a_script_started_twice_leaves_the_run_to_the_first(root, plain_env):
 ENDED = {
     "the script gets the signal": "[ $begins = no ] || kill -TERM $JOB_PID",
     "the program that records gets it": "[ $begins = no ] || exit 143",
+    "another one comes at its end": "kill -TERM $JOB_PID",
 }
 
 
