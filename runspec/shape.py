@@ -356,6 +356,14 @@ class Shape:
         return attention + ((2 * self.intermediate,) if self.fused_mlp else ())
 
     @property
+    def fused_names(self) -> tuple[str, ...]:
+        """The matrices that those products are made of."""
+        attention: tuple[str, ...] = ATTENTION[:3] if self.fused else ()
+        if self.linear:
+            attention = (MIXED,) if MIXED in dict(self.linear.parts) else ()
+        return attention + (MLP[:2] if self.fused_mlp else ())
+
+    @property
     def split_sizes(self) -> dict[str, int]:
         """What tensor parallelism divides, as `runspec.layout.model_faults` takes it."""
         linear = {"linear_num_key_heads": self.linear.key_heads} if self.linear else {}

@@ -18,7 +18,7 @@ from runspec import yamlrules
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED, children, faults, unused
-from runspec.keys.sft import SFT, TRANSFORMERS, recomputed
+from runspec.keys.sft import SFT, TRANSFORMERS, recomputed, uncompiled_experts
 from trainer.errors import ConfigError
 
 # What the products of fp8 take as rows: see trainer/layers/fp8.py.
@@ -202,6 +202,11 @@ def _notes(content: dict[str, Any]) -> Iterator[str]:
         yield (
             "enable_fp8_training: its casts take longer than its products save unless they are "
             "compiled; set compile=True"
+        )
+    if uncompiled_experts(content):
+        yield (
+            "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "
+            "activation_checkpointing=op; with full, a number or none they are"
         )
 
 

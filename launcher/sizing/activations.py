@@ -10,10 +10,12 @@ Each function is of one layer, in a step whose model has such layers alone: `Ste
 from __future__ import annotations
 
 from launcher.sizing.step_config import FP32, StepConfig
-from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Experts, Latent, Linear
+from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Experts, Latent, Linear, Shape
 
 # Tokens that linear attention takes at a time: trainer.layers.delta.
 CHUNK = 64
+# Of a block with experts, what tensor parallelism leaves whole beside the shared experts.
+BESIDE_EXPERTS = ("router", "shared_expert_gate")
 
 
 def saved_by_layer(step: StepConfig) -> float:
@@ -95,15 +97,18 @@ def _saved_by_linear_attention(step: StepConfig, linear: Linear) -> float:
     keys before their norm, normalised and decayed, keys times their rate, and those
     that read the state; values, the new ones, and what the state does not predict of them; five
     matrices of pairs in each chunk; every chunk's state; the gated norm's input, its gate and their
-    product. Counted by hooks on the saved tensors of one layer.
+    product. Compiled layers keep one matrix of pairs less, the convolution's input once less, and
+    of the gated norm its input only. Counted by hooks on the saved tensors of one layer.
     """
     shape, e, t, tp = step.shape, step.element_bytes, step.tokens, step.layout.tensor_parallel
     key, value = linear.value_heads * linear.key, linear.value_width
     inputs: float = e * t * shape.dim * step.trains(*(name for name, _ in linear.parts))
-    saved: float = e * t * ((1 + linear.kernel * step.is_full) * linear.mixed + value)
-    saved += FP32 * t * (8 * key + 3 * value + 5 * CHUNK * linear.value_heads)
+    convolved = 1 + (linear.kernel - step.compiled) * step.is_full
+    saved: float = e * t * (convolved * linear.mixed + value)
+    pairs = (5 - step.compiled) * CHUNK * linear.value_heads
+    saved += FP32 * t * (8 * key + 3 * value + pairs)
     saved += FP32 * t / CHUNK * key * linear.value
-    saved += FP32 * t * value * (3 + step.is_full)
+    saved += t * value * (e if step.compiled else 3 * FP32 + e * step.is_full)
     saved += e * t * value * step.trains("out_proj")
     return inputs + saved / tp
 
@@ -183,32 +188,45 @@ def kept_by_layer(step: StepConfig, recomputed: bool) -> tuple[float, float]:
     return entry, whole
 
 
+def _norm_ends_layer(shape: Shape) -> bool:
+    """Whether a norm stands behind the MLP, so that its backward needs the MLP's result."""
+    return shape.norms == 4 or shape.post_norms
+
+
 def saved_products(step: StepConfig) -> float:
     """Selective checkpointing by operation: matrix products, attention and communication.
 
     One product per matrix and two per adapter; attention's output and log-sum; of linear attention
     both products of pairs, three that are as wide as the values, and each chunk's state; under
-    tensor parallelism the two gathered inputs, the whole output of the matrices that are split by
-    rows, and what of it is scattered.
+    tensor parallelism the gathered inputs of attention and MLP, the whole output of the matrices
+    that are split by rows, and what of it is scattered; experts, and what stands beside them, work
+    on the rank's own part of the sequence. Compiled layers keep only what they compute with again.
     """
     shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
     kept = e * t * shape.value_width / tp + FP32 * t * shape.heads / tp
+    ends = not _norm_ends_layer(shape)
     if linear := shape.linear:
         pairs, states = 2 * CHUNK * linear.value_heads, linear.value_width * linear.key / CHUNK
         kept = FP32 * t * (pairs + 3 * linear.value_width + states) / tp
     for name, matrix in shape.matrices.items():
-        if step.compiled and name == "down_proj":
-            continue  # nothing in the layer needs its result again
-        split = step.split_of(name)
-        width = matrix.outputs if matrix.role == "row" else matrix.outputs / split
+        split, is_row = step.split_of(name), matrix.role == "row"
+        exchanged = split > 1 and (is_row or name in shape.fused_names)
+        # Of these the layer needs nothing again, or only what other ranks have sent of it.
+        if step.compiled and (exchanged or (ends and name == "down_proj")):
+            continue
+        width = matrix.outputs if is_row else matrix.outputs / split
         rows = expert_rows(step) if matrix.role == "expert" else t
+        if name.startswith(SHARED) or name in BESIDE_EXPERTS:
+            rows = t / tp
         kept += e * rows * width
         if name in step.lora_targets:
             kept += e * rows * (width + step.lora_rank)
     if tp == 1:
         return kept
-    exchanged = e * t * sum(shape.fused_widths) / tp
-    return kept + e * t * shape.dim * (2 + 2 / tp) + exchanged
+    sent = e * t * sum(shape.fused_widths) / tp
+    gathered = 1 if shape.experts else 2
+    scattered = gathered - (step.compiled and ends and shape.experts is None)
+    return kept + e * t * shape.dim * (gathered + scattered / tp) + sent
 
 
 # What a layer works with --------------------------------------------------------------------------

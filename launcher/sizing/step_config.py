@@ -15,7 +15,7 @@ from launcher.recipes.recipe import method_of
 from runspec import model_config as shapes
 from runspec.files import read_json
 from runspec.flops import of_shape
-from runspec.keys.sft import TRANSFORMERS, recomputed
+from runspec.keys.sft import TRANSFORMERS, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError, model_faults
 from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Matrix, Shape
 
@@ -283,7 +283,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         sync_each=offload or bool(config.get("sync_each_micro_batch")),
         cpu_offload=offload,
         activation_offload=bool(config.get("enable_activation_offloading")),
-        compiled=config.get("compile") is True,
+        compiled=config.get("compile") is True and not uncompiled_experts(config),
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_lora(model, shape),

@@ -288,3 +288,13 @@ def recomputed(config: Mapping[str, Any]) -> int | str | None:
     if mode in ("none", "full", "op"):
         return {"none": None, "full": 1, "op": "op"}[str(mode)]
     return int(mode) if str(mode).isdigit() else None
+
+
+def uncompiled_experts(config: Mapping[str, Any]) -> bool:
+    """Whether blocks with experts stay uncompiled, although `compile` is set.
+
+    The exchange of tokens between ranks ends a compiled graph, and "op" needs a whole one.
+    """
+    ranks = config.get("expert_parallel_dim")
+    spread = isinstance(ranks, int) and ranks > 1
+    return config.get("compile") is True and spread and recomputed(config) == "op"

@@ -316,3 +316,12 @@ def test_a_config_holds_each_key_that_is_used_and_names_those_that_are_not(
         "optimizer_in_bwd is not used: the optimizer steps after the backward pass",
         "metric_logger is not used: metrics go to metrics.jsonl and TensorBoard",
     )
+
+
+@pytest.mark.parametrize(("mode", "ranks", "count"), [("op", 2, 1), ("op", 1, 0), ("full", 2, 0)])
+def test_blocks_that_stay_uncompiled_are_told(
+    tmp_path: Path, model_folder: Path, dataset: Path, mode: str, ranks: int, count: int
+) -> None:
+    changes = {"compile": True, "activation_checkpointing": mode, "expert_parallel_dim": ranks}
+    config = configs.load(write_config(tmp_path, model_folder, dataset, **changes))
+    assert len([note for note in config.notes if "are not compiled" in note]) == count

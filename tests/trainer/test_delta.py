@@ -65,3 +65,12 @@ def test_the_convolution_begins_anew_with_each_document(lengths: tuple[int, ...]
     found = delta.convolution(x, weight, ids)
     expected = [causal_conv1d_fn(x[:, part].transpose(1, 2), weight) for part in parts]
     torch.testing.assert_close(found, torch.cat(expected, 2).transpose(1, 2))
+
+
+def test_the_compiler_takes_the_states_for_an_operator() -> None:
+    """torch's own checks: of its schema, its gradients, its sizes, and both under the compiler."""
+    torch.manual_seed(0)
+    size = 2, 3, 4
+    wide, narrow, through = ((delta.CHUNK, 5), (delta.CHUNK, 6), (1, 1))
+    given = [0.1 * torch.randn(*size, *last) for last in (wide, narrow, narrow, through)]
+    torch.library.opcheck(delta._states, [x.requires_grad_() for x in given])

@@ -19,6 +19,7 @@ from tests.trainer.transformers_cases import write
 from tests.trainer.transformers_runs import (
     ADAPTED,
     AUXILIARY,
+    BY_OPERATION,
     CHECKPOINTED,
     EP,
     FULL,
@@ -71,6 +72,8 @@ RUNS |= {
     "gpt-oss": (1, "gpt-oss", None, ADAPTED),
     "gpt-oss-ep2-tp2": (2, "gpt-oss", "gpt-oss", ADAPTED | EP | TP),
     "deepseek-v3": (1, "deepseek-v3", None, FULL),
+    # The shared experts come after the others, which are a group of FSDP's in what is recomputed.
+    "deepseek-v3-ep2": (2, "deepseek-v3", "deepseek-v3", FULL | HALF | EP | BY_OPERATION),
     "deepseek-v3-tp2": (2, "deepseek-v3", "deepseek-v3", FULL | TP | CHECKPOINTED),
 }
 PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch._dynamo.utils import counters
 
 from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import trace as ask_for_trace
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, shape_of, step_of
+from tests.trainer.transformers_cases import write
+from tests.trainer.transformers_runs import BY_OPERATION, TP, config_of
 from trainer import config as configs
 from trainer.models.build import empty_module
 from trainer.models.decoder import Decoder
@@ -146,6 +149,7 @@ def test_the_closed_form_knows_other_families(model) -> None:
 
 ALL_LORA = {"lora_rank": 16, "lora_alpha": 32}
 FULL = {"activation_checkpointing": "full"}
+OPERATIONS = BY_OPERATION | TP
 
 
 def case(folder: str, ranks: int, layers: int, often: bool, **changes: object):
@@ -163,6 +167,7 @@ def case(folder: str, ranks: int, layers: int, often: bool, **changes: object):
         case("DeepSeek-V3-bf16", 64, 7, True, model=ALL_LORA, expert_parallel_dim=32, **FULL),
         case("Llama-4-Scout-17B-16E-Instruct", 32, 4, False, expert_parallel_dim=16),
         case("Qwen3.5-27B", 8, 4, False, model=ALL_LORA, **FULL),
+        case("Qwen3.5-27B", 8, 8, True, **OPERATIONS, model=ALL_LORA, compile=True),
     ],
 )
 def test_the_closed_form_knows_experts(folder, ranks, layers, changes) -> None:
@@ -173,6 +178,24 @@ def test_the_closed_form_knows_experts(folder, ranks, layers, changes) -> None:
     config["checkpointer"] = {"checkpoint_dir": folder}
     config["loss"] = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
     close(config, ranks, layers)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3.5", BY_OPERATION), ("qwen3-moe", {}), ("phi4-mini", BY_OPERATION)],
+    ids=["qwen3.5-op", "qwen3-moe", "phi4-mini-op"],
+)
+def test_split_blocks_compile_without_graph_breaks(
+    family: str, changes: dict[str, Any], tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    """With gated norms, routers, and products whose parts the ranks exchange."""
+    folder = write(family, tmp_path / family, model_folder)
+    changes = changes | TP | {"compile": True}
+    counters.clear()
+    trace(configs.load(config_of(tmp_path, folder, dataset, **changes)), 2)
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert dict(counters["graph_break"]) == {}
 
 
 @pytest.mark.long

@@ -148,19 +148,97 @@ def gated_delta_rule(
     )
     new, predicted = solved.split((value.shape[-1], key.shape[-1]), -1)
     scores, query, key = (query @ key.mT) * between, query * since, key * until
-    state, outputs = None, []
-    for chunk in zip(
-        *(x.unbind(2) for x in (new, predicted, scores, query, key, through)), strict=True
-    ):
-        values, known, pairs, reads, keys, kept = chunk
-        if state is None:
-            state, read = 0.0, pairs @ values
-        else:
-            values = values - known @ state
-            read = reads @ state + pairs @ values
-        outputs.append(read)
-        state = kept * state + keys.mT @ values
-    return torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype)
+    values, states = _states(new, predicted, key, through)
+    out = query @ states + scores @ values
+    return out.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype)
+
+
+@torch.library.custom_op("slurm_cookbook::delta_states", mutates_args=())
+def _states(
+    new: torch.Tensor, predicted: torch.Tensor, key: torch.Tensor, through: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values that enter the states, [..., CHUNK, value]; state before each chunk, [key, value]).
+
+    The one part that goes from chunk to chunk. For the compiler it is one operator: as a loop it
+    would be unrolled, and compiled for minutes.
+
+    Args:
+        new: [batch, heads, chunks, CHUNK, value], before what the state predicts is taken off.
+        predicted, key: [..., CHUNK, key]: what reads the state for that, and what writes into it.
+        through: [..., 1, 1]: of each state, what stays after the chunk.
+    """
+    values, states = _sizes(new, predicted, key, through)
+    steps = zip(*(_by_chunk(x) for x in (new, predicted, key, through, values)), strict=True)
+    each = _by_chunk(states)
+    each[0].zero_()
+    for index, (fresh, known, keys, kept, entering) in enumerate(steps):
+        torch.baddbmm(fresh, known, each[index], alpha=-1, out=entering)
+        if index + 1 < len(each):
+            after = torch.mul(each[index], kept, out=each[index + 1])
+            after.baddbmm_(keys.mT, entering)
+    return values, states
+
+
+@_states.register_fake
+def _sizes(
+    new: torch.Tensor, predicted: torch.Tensor, key: torch.Tensor, through: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    states = new.new_empty(*new.shape[:3], key.shape[-1], new.shape[-1])
+    return new.new_empty(new.shape), states
+
+
+@torch.library.custom_op("slurm_cookbook::delta_states_gradients", mutates_args=())
+def _gradients(
+    for_values: torch.Tensor,
+    for_states: torch.Tensor,
+    predicted: torch.Tensor,
+    key: torch.Tensor,
+    through: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the last chunk to the first: (of `new`; of the state after each chunk)."""
+    of_new, of_states = _sizes(for_values, predicted, key, through)
+    steps = zip(
+        *(_by_chunk(x) for x in (for_values, for_states, predicted, key, through, of_new)),
+        strict=True,
+    )
+    each = _by_chunk(of_states)
+    each[-1].zero_()
+    for index, (values, states, known, keys, kept, found) in reversed(list(enumerate(steps))):
+        torch.baddbmm(values, keys, each[index], out=found)
+        if index:
+            before = torch.addcmul(states, each[index], kept, out=each[index - 1])
+            before.baddbmm_(known.mT, found, alpha=-1)
+    return of_new, of_states
+
+
+@_gradients.register_fake
+def _(
+    for_values: torch.Tensor,
+    for_states: torch.Tensor,
+    predicted: torch.Tensor,
+    key: torch.Tensor,
+    through: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _sizes(for_values, predicted, key, through)
+
+
+def _keep(ctx: Any, inputs: Heads, output: Heads) -> None:
+    ctx.save_for_backward(*inputs[1:], *output)
+
+
+def _backward(ctx: Any, for_values: torch.Tensor, for_states: torch.Tensor) -> Heads:
+    predicted, key, through, values, states = ctx.saved_tensors
+    of_new, after = _gradients(for_values, for_states, predicted, key, through)
+    of_through = (states * after).sum((-2, -1), keepdim=True)
+    return of_new, -(of_new @ states.mT), values @ after.mT, of_through
+
+
+_states.register_autograd(_backward, setup_context=_keep)
+
+
+def _by_chunk(x: torch.Tensor) -> Heads:
+    """Of [batch, heads, chunks, rows, columns] each chunk's [batch x heads, rows, columns]."""
+    return x.flatten(0, 1).unbind(1)
 
 
 def _chunks(x: torch.Tensor) -> torch.Tensor:

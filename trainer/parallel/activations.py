@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -36,6 +38,7 @@ SAVED_OPERATIONS = (
     "higher_order.flex_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",
+    "slurm_cookbook.delta_states",
     # fp8's products, and the magnitudes that its scales are made of.
     "aten._scaled_mm",
     "aten.amax",
@@ -45,6 +48,10 @@ SAVED_OPERATIONS = (
     "_c10d_functional.all_reduce",
     "_c10d_functional.all_to_all_single",
 )
+
+# Ranges of torch's profiler. torch compares the operations of the recomputation with the first
+# ones; FSDP marks one range more in it if experts within the block are a group of their own.
+RANGES = ("profiler._record_function_enter_new", "profiler._record_function_exit._RecordFunction")
 
 COMPILE_BACKEND = "TORCH_COMPILE_BACKEND"
 
@@ -70,7 +77,7 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
         offload = config.enable_activation_offloading
         _recompute(model, mode, **({"checkpoint_fn": InputOffloading()} if offload else {}))
     if config.compile and mode == "op":
-        _compile(model)
+        _compile(model, skipped=_exchanges_tokens)
 
 
 def missing_for_compile(device: torch.device) -> str | None:
@@ -87,12 +94,18 @@ def missing_for_compile(device: torch.device) -> str | None:
     return None if header.is_file() else f"{header} (the package python3-dev or python3-devel)"
 
 
-def _compile(model: Decoder) -> None:
+def _exchanges_tokens(block: nn.Module) -> bool:
+    """Whether a block's experts are spread over ranks; see runspec.keys.sft.uncompiled_experts."""
+    return any(getattr(module, "exchange", None) is not None for module in block.modules())
+
+
+def _compile(model: Decoder, skipped: Callable[[nn.Module], bool] = lambda block: False) -> None:
     # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for block in model.blocks:
-        # Not the call: FSDP's hooks and the checkpoint's stand around it.
-        block.forward = compiled(block.forward)
+        if not skipped(block):
+            # Not the call: FSDP's hooks and the checkpoint's stand around it.
+            block.forward = compiled(block.forward)
     model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
 
 
@@ -118,6 +131,7 @@ def _recompute(model: Decoder, step: int, **settings: Any) -> None:
 
 def _policy() -> Callable[..., CheckpointPolicy]:
     saved = {op for name in SAVED_OPERATIONS if (op := _operation(name)) is not None}
+    SAC_IGNORED_OPS.update(op for name in RANGES if (op := _operation(name)) is not None)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operation in saved
@@ -127,9 +141,9 @@ def _policy() -> Callable[..., CheckpointPolicy]:
 
 
 def _operation(name: str) -> Any:
-    namespace, _, operation = name.partition(".")
+    namespace, operation, *overload = name.split(".")
     found = getattr(getattr(torch.ops, namespace), operation, None)
-    return getattr(found, "default", found)
+    return getattr(found, *(overload or ["default"]), found)
 
 
 class InputOffloading:

@@ -10,7 +10,7 @@ the parameters, and does the communication and its gradients.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,16 +144,15 @@ def _fused(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     The rows of the weight are split in their order, as a checkpoint has them, so that a rank may
     have all of one piece and nothing of another: the ranks exchange their outputs.
     """
-    mesh = layer.tensor_parallel_mesh
-    leaving, received = _exchanged(layer.pieces, mesh.size(), mesh.get_local_rank())
+    leaving, received = layer.exchanged
     out = _column(layer, x).movedim(-1, 0)
     # By slices: an index would be copied to the GPU in each forward pass, which waits for it.
     parcels = torch.cat([out[part] for parts in leaving for part in parts])
     sent = [sum(part.stop - part.start for part in parts) for parts in leaving]
-    return all_to_all_single_autograd(parcels, received, sent, mesh.get_group()).movedim(0, -1)
+    group = layer.tensor_parallel_mesh.get_group()
+    return all_to_all_single_autograd(parcels, received, sent, group).movedim(0, -1)
 
 
-@cache
 def _exchanged(
     pieces: tuple[int, ...], ranks: int, rank: int
 ) -> tuple[list[list[slice]], list[int]]:
@@ -195,12 +194,23 @@ def _output(layer: nn.Module, x: torch.Tensor) -> DTensor:
 
 def _own_forward(layer: nn.Module, *args: torch.Tensor) -> object:
     """A module's own forward pass, on this rank's tokens or heads."""
-    whole = dict(layer._parameters)
-    layer._parameters |= {name: _partial(p) for name, p in whole.items() if p is not None}
-    try:
-        return super(_patched(layer, _own_forward), layer).forward(*args)
-    finally:
-        layer._parameters |= whole
+    kinds = type(layer).__mro__
+    own = kinds[kinds.index(_patched(layer, _own_forward)) + 1]
+    return own.forward(_Local(layer), *args)
+
+
+class _Local:
+    """A module as its own forward pass sees it there, with this rank's part of its parameters.
+
+    Not by changing the module for the time: the compiler cannot follow that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        parameter = self._module._parameters.get(name)
+        return getattr(self._module, name) if parameter is None else _partial(parameter)
 
 
 def _patched(layer: nn.Module, forward: Callable[..., Any]) -> type[nn.Module]:
@@ -255,6 +265,8 @@ def _split_module(module: nn.Module, mesh: DeviceMesh, role: Role) -> None:
     forward, placements = STYLES[role]
     _distribute(module, mesh, placements, role not in (Role.GATHER, Role.HEADS))
     module.tensor_parallel_mesh = mesh
+    if role is Role.FUSED:
+        module.exchanged = _exchanged(module.pieces, mesh.size(), mesh.get_local_rank())
     if forward is not None:
         patch_forward(module, forward)
 
