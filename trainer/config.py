@@ -18,7 +18,7 @@ from runspec import yamlrules
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED, children, faults, unused
-from runspec.keys.sft import SFT, TRANSFORMERS, recomputed, uncompiled_experts
+from runspec.keys.sft import SFT, TRANSFORMERS, notes, recomputed
 from trainer.errors import ConfigError
 
 # What the products of fp8 take as rows: see trainer/layers/fp8.py.
@@ -192,22 +192,7 @@ def _notes(content: dict[str, Any]) -> Iterator[str]:
     """One line for each key that is not used, or that does less than it seems to."""
     for key in unused(content, SFT):
         yield f"{key.name} is not used: {key.unused}"
-    saved, validated = content.get("save_every_n_steps"), content.get("run_val_every_n_steps")
-    if saved and validated and saved % validated:
-        yield (
-            "save_every_n_steps: only a checkpoint at a multiple of run_val_every_n_steps has a "
-            "val_loss and can be the best"
-        )
-    if content.get("enable_fp8_training") and not content.get("compile"):
-        yield (
-            "enable_fp8_training: its casts take longer than its products save unless they are "
-            "compiled; set compile=True"
-        )
-    if uncompiled_experts(content):
-        yield (
-            "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "
-            "activation_checkpointing=op; with full, a number or none they are"
-        )
+    yield from notes(content)
 
 
 def _prefix_faults(key: str, block: dict[str, Any]) -> list[str]:

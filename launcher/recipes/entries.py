@@ -19,7 +19,7 @@ from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, task_faults
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.serve import SERVE
-from runspec.keys.sft import SFT
+from runspec.keys.sft import SFT, notes
 
 if TYPE_CHECKING:
     from launcher.recipes.recipe import Recipe
@@ -37,6 +37,7 @@ class Entry:
     of the kit's trainer, with its layout and weights), "components" (only that they exist and take
     their arguments) or "". resumes: it continues from its last checkpoint when it is started again.
     purpose: train, evaluate or serve. faults: what its table of keys does not see of a recipe.
+    notes: what the user should know of keys that are accepted.
     """
 
     keys: Keys
@@ -50,6 +51,7 @@ class Entry:
     resumes: bool = False
     purpose: str = "train"
     faults: Callable[[Mapping[str, Any]], Iterable[Fault]] = lambda config: ()
+    notes: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
 
     @property
     def max_retries(self) -> int:
@@ -104,6 +106,7 @@ ENTRIES = {
         can_estimate=True,
         can_profile=True,
         resumes=True,
+        notes=notes,
     ),
     "eval": Entry(
         keys={**COMMON, **EVAL},

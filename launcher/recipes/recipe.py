@@ -198,9 +198,10 @@ class Recipe:
 
     @property
     def notes(self) -> list[str]:
-        """One line about keys that are accepted and not used; none if there are none."""
+        """A line about the keys that are accepted and not used, and one for each used in part."""
         given = [f"{key.name} ({key.unused})" for key in unused(self.config, self.entry.keys)]
-        return [f"keys that are not used: {'; '.join(given)}"] if given else []
+        not_used = [f"keys that are not used: {'; '.join(given)}"] if given else []
+        return [*not_used, *self.entry.notes(self.config)]
 
     def profiled(self) -> Recipe:
         """Return the recipe with its profiler turned on; UsageFault if its entry has none."""

@@ -1,6 +1,6 @@
 """The keys of `entry: sft`, the kit's trainer; torchtune's name if torchtune has the key."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -298,3 +298,23 @@ def uncompiled_experts(config: Mapping[str, Any]) -> bool:
     ranks = config.get("expert_parallel_dim")
     spread = isinstance(ranks, int) and ranks > 1
     return config.get("compile") is True and spread and recomputed(config) == "op"
+
+
+def notes(config: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each key that does less than it seems to, because of another one."""
+    saved, validated = config.get("save_every_n_steps"), config.get("run_val_every_n_steps")
+    if isinstance(saved, int) and isinstance(validated, int) and validated and saved % validated:
+        yield (
+            "save_every_n_steps: only a checkpoint at a multiple of run_val_every_n_steps has a "
+            "val_loss and can be the best"
+        )
+    if config.get("enable_fp8_training") and not config.get("compile"):
+        yield (
+            "enable_fp8_training: its casts take longer than its products save unless they are "
+            "compiled; set compile=True"
+        )
+    if uncompiled_experts(config):
+        yield (
+            "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "
+            "activation_checkpointing=op; with full, a number or none they are"
+        )

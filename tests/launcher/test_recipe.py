@@ -354,6 +354,12 @@ def test_what_is_accepted_and_not_used_is_noted():
     assert all(recipes.load(name).notes == [] for name in recipes.names())
 
 
+def test_what_another_key_makes_useless_is_noted():
+    changes = ["activation_checkpointing=op", "save_every_n_steps=5", "run_val_every_n_steps=2"]
+    notes = recipes.load("qwen3_30b_a3b_full", changes).notes
+    assert [note.partition(":")[0] for note in notes] == ["save_every_n_steps", "compile"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "layers"),
     [

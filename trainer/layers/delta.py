@@ -159,8 +159,8 @@ def _states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values that enter the states, [..., CHUNK, value]; state before each chunk, [key, value]).
 
-    The one part that goes from chunk to chunk. For the compiler it is one operator: as a loop it
-    would be unrolled, and compiled for minutes.
+    The one part that goes from chunk to chunk. For the compiler it is one operator: it would unroll
+    a loop, and need a minute for 32 chunks.
 
     Args:
         new: [batch, heads, chunks, CHUNK, value], before what the state predicts is taken off.

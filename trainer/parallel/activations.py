@@ -65,7 +65,8 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
     after which no length compiles again.
 
     A block with activation checkpointing keeps its input only. With "op" it also keeps the results
-    of matrix products, of attention and of communication.
+    of matrix products, of attention and of communication, and is not compiled if its experts are
+    spread over ranks.
     """
     mode = config.activation_checkpointing
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
