@@ -36,6 +36,8 @@ SAVED_OPERATIONS = (
     "aten._scaled_dot_product_attention_math",
     "torch_attn._varlen_attn",
     "higher_order.flex_attention",
+    # trainer.trace has it in place of FlexAttention.
+    "slurm_cookbook.traced_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",
     "slurm_cookbook.delta_states",
