@@ -356,6 +356,11 @@ class Shape:
         return attention + ((2 * self.intermediate,) if self.fused_mlp else ())
 
     @property
+    def norms_behind(self) -> bool:
+        """Whether norms stand behind attention and MLP, alone or beside those before them."""
+        return self.norms == 4 or self.post_norms
+
+    @property
     def fused_names(self) -> tuple[str, ...]:
         """The matrices that those products are made of."""
         attention: tuple[str, ...] = ATTENTION[:3] if self.fused else ()

@@ -10,7 +10,7 @@ Each function is of one layer, in a step whose model has such layers alone: `Ste
 from __future__ import annotations
 
 from launcher.sizing.step_config import FP32, StepConfig
-from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Experts, Latent, Linear, Shape
+from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Experts, Latent, Linear
 
 # Tokens that linear attention takes at a time: trainer.layers.delta.
 CHUNK = 64
@@ -188,11 +188,6 @@ def kept_by_layer(step: StepConfig, recomputed: bool) -> tuple[float, float]:
     return entry, whole
 
 
-def _norm_ends_layer(shape: Shape) -> bool:
-    """Whether a norm stands behind the MLP, so that its backward needs the MLP's result."""
-    return shape.norms == 4 or shape.post_norms
-
-
 def saved_products(step: StepConfig) -> float:
     """Selective checkpointing by operation: matrix products, attention and communication.
 
@@ -204,7 +199,8 @@ def saved_products(step: StepConfig) -> float:
     """
     shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
     kept = e * t * shape.value_width / tp + FP32 * t * shape.heads / tp
-    ends = not _norm_ends_layer(shape)
+    # Where no norm is behind the MLP, no backward pass needs the MLP's result.
+    ends = not shape.norms_behind
     if linear := shape.linear:
         pairs, states = 2 * CHUNK * linear.value_heads, linear.value_width * linear.key / CHUNK
         kept = FP32 * t * (pairs + 3 * linear.value_width + states) / tp

@@ -150,7 +150,7 @@ def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
         again = count // round(1 / step.recomputed_share) if step.recomputed_share else 0
         parts = 2 - (shape.experts is not None)
         # What is normalised behind the scatter is needed again.
-        behind = shape.norms == 4 or shape.post_norms or parts == 1
+        behind = shape.norms_behind or parts == 1
         yield exchange("norms' outputs", "all-gather", parts * again, "recompute")
         scatters = parts if behind else parts - 1
         yield exchange("layers' outputs", "reduce-scatter", scatters * again, "recompute")

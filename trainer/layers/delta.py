@@ -211,15 +211,7 @@ def _gradients(
     return of_new, of_states
 
 
-@_gradients.register_fake
-def _(
-    for_values: torch.Tensor,
-    for_states: torch.Tensor,
-    predicted: torch.Tensor,
-    key: torch.Tensor,
-    through: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _sizes(for_values, predicted, key, through)
+_gradients.register_fake(lambda for_values, _, *others: _sizes(for_values, *others))
 
 
 def _keep(ctx: Any, inputs: Heads, output: Heads) -> None:
