@@ -2,12 +2,16 @@
 
 endpoint.json   which versions are served, by which runs, and the settings of the fronts
 key             the API key; only its owner may read it
+users.json      the keys of users, as hashes, with their limits
+usage/          what each replica has counted of the users' requests today
 backends/       one file per replica, which the replica renews; .drain-<replica> asks it to drain
 shares.json     the share of the traffic of each version
+scale.json      how many replicas of each version the gateway wants, if they follow the load
 gateway.json    the address and process of the gateway
 requests/       the log of requests and answers
 """
 
+import hashlib
 import socket
 import time
 from collections.abc import Mapping
@@ -18,7 +22,8 @@ from runspec import files
 from runspec.states import process_start
 
 ENDPOINT, KEY, GATEWAY, SHARES = "endpoint.json", "key", "gateway.json", "shares.json"
-BACKENDS, REQUESTS = "backends", "requests"
+SCALE = "scale.json"
+BACKENDS, REQUESTS, USERS, USAGE = "backends", "requests", "users.json", "usage"
 # A replica renews its file every second or so, a gateway every few; one that does not is gone.
 STALE_S = 20.0
 
@@ -90,3 +95,60 @@ def shares(folder: Path) -> dict[str, float]:
     if not isinstance(found, dict):
         return {}
     return {str(key): float(value) for key, value in found.items()}
+
+
+def ranges(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the least and the most replicas of each version whose number follows the load."""
+    found = files.read_json_or_none(folder / ENDPOINT)
+    served = found.get("served") if isinstance(found, dict) else None
+    return {
+        str(each["version"]): (int(each["replicas"]), int(each["max_replicas"]))
+        for each in served or []
+        if each.get("max_replicas") is not None
+    }
+
+
+def wanted(folder: Path) -> dict[str, int]:
+    """Return how many replicas of each version the gateway wants."""
+    found = files.read_json_or_none(folder / SCALE)
+    return {str(k): int(v) for k, v in found["wanted"].items()} if isinstance(found, dict) else {}
+
+
+def users(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the users of an endpoint by name: sha256, created, revoked, and their limits."""
+    found = files.read_json_or_none(folder / USERS)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def key_hash(key: str) -> str:
+    """Return what is kept of a user's key; it is random, and needs no salt."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def used_today(folder: Path, without: str = "") -> dict[str, tuple[int, int]]:
+    """Return the requests and tokens of each user on this day (UTC).
+
+    Args:
+        without: the replica whose own count is left out.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for path in (folder / USAGE).glob("*.json"):
+        if path.stem == without:
+            continue
+        for user, (requests, tokens) in used_by(path).items():
+            before = found.get(user, (0, 0))
+            found[user] = (before[0] + requests, before[1] + tokens)
+    return found
+
+
+def used_by(path: Path) -> dict[str, tuple[int, int]]:
+    """Return what one replica has counted on this day (UTC), {} if its file is of another day."""
+    content = files.read_json_or_none(path)
+    if not isinstance(content, dict) or content.get("day") != today():
+        return {}
+    return {str(user): (int(pair[0]), int(pair[1])) for user, pair in content["users"].items()}
+
+
+def today() -> str:
+    """Return the date in UTC."""
+    return time.strftime("%Y-%m-%d", time.gmtime())

@@ -107,3 +107,15 @@ async def answers(backend: Backend) -> bool:
             return bool(answer.status == 200)
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
+
+
+async def schema(backend: Backend) -> Any:
+    """Return the OpenAPI document of an engine, None if it has none."""
+    try:
+        timeout = aiohttp.ClientTimeout(total=20)
+        headers = {"Authorization": f"Bearer {backend.key}"} if backend.key else {}
+        url = f"{backend.url}/openapi.json"
+        async with connections(backend).get(url, timeout=timeout, headers=headers) as answer:
+            return await answer.json(content_type=None) if answer.status == 200 else None
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        return None

@@ -19,11 +19,12 @@ import aiohttp
 
 from runspec import endpoint as endpoints
 from runspec import files
+from serving.request import OF_A_LINE
 
 # An engine that is started again may take so long.
 _PATIENCE_S = 120.0
 # What another try cannot change.
-_FINAL = {400, 401, 404, 413, 422}
+_FINAL = {400, 401, 403, 404, 405, 413, 415, 422}
 
 
 class Refused(Exception):
@@ -67,7 +68,7 @@ class Client:
                     if answer.status == 200:
                         return await (_streamed(answer) if stream else _whole(answer))
                     reason = f"it answered {answer.status}: {_words(await answer.text())}"
-                    if answer.status in _FINAL:
+                    if answer.status in _FINAL or _far_off(answer.headers.get("Retry-After")):
                         raise Refused(reason)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = f"it does not answer ({type(error).__name__})"
@@ -81,6 +82,11 @@ class Client:
             if time.monotonic() > deadline:
                 raise Refused(f"{reason}, {attempt} times in {_PATIENCE_S:.0f} s")
             await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
+
+
+def _far_off(retry_after: str | None) -> bool:
+    """Whether a server asks to wait longer than this client does, as at the end of a quota."""
+    return retry_after is not None and retry_after.isdigit() and int(retry_after) > _PATIENCE_S
 
 
 async def _whole(answer: aiohttp.ClientResponse) -> str:
@@ -130,7 +136,7 @@ def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
         if not isinstance(text, str):
             raise Refused(f"{place}: it has no messages, prompt or question")
         messages = [{"role": "user", "content": text}]
-    own = {key: row[key] for key in ("max_tokens", "temperature", "top_p", "seed") if key in row}
+    own = {key: row[key] for key in OF_A_LINE if row.get(key) is not None}
     return {**settings, **own, "messages": messages}
 
 

@@ -89,7 +89,8 @@ def _model(folder: Path) -> _Model:
     adapter = files.read_json_or_none(folder / "adapter_config.json")
     if not isinstance(adapter, dict):
         return _Model(str(folder), None, 0)
-    return _Model(str(adapter["base_model_name_or_path"]), str(folder), int(adapter.get("r") or 16))
+    ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
+    return _Model(str(adapter["base_model_name_or_path"]), str(folder), int(max(ranks)))
 
 
 def _python(config: Mapping[str, Any]) -> str:

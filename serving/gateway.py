@@ -16,33 +16,64 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from runspec import files
 from runspec.endpoint import ENDPOINT, GATEWAY
 from runspec.keys.serve import SERVE
 from runspec.states import process_start
 from serving import backends
+from serving.keys import Keys
+from serving.proxy import Proxy
+from serving.scale import Scaler
 
 # How often its file says that it lives; runspec.endpoint.STALE_S is some times as long.
 _RENEWED_S = 5.0
+# Who was refused while the first replica starts may come back after so many seconds.
+_COLD_S = 30
+
+
+class Gateway(Proxy):
+    """Passes requests on; if replicas follow the load, a request waits for the first of them."""
+
+    def __init__(
+        self, settings: dict[str, Any], keys: Keys, pool: backends.Pool, scaler: Scaler
+    ) -> None:
+        super().__init__(settings, keys, pool)
+        self.scaler = scaler
+
+    def available(self) -> bool:
+        return bool(self.scaler.wanted) or super().available()
+
+    def retry_s(self) -> int:
+        return _COLD_S if self.scaler.wanted and not super().available() else super().retry_s()
+
+    async def backend(self, tried: set[str]) -> backends.Backend | None:
+        found = self.pool.choose(tried)
+        if not self.scaler.wanted:
+            return found
+        deadline = time.monotonic() + float(self.settings["cold_start_s"])
+        while found is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+            found = self.pool.choose(tried)
+        return found
 
 
 async def run(folder: Path, port: int, host: str) -> int:
     """Serve until the process is told to end."""
-    from aiohttp import web
-
-    from serving.proxy import Proxy
-
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
     settings |= files.read_json(folder / ENDPOINT)["settings"]
     # The fronts of the replicas see every request: they log.
-    key = Path(settings["key_file"]).read_text(encoding="utf-8").strip()
+    keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
     pool = backends.Pool(folder)
     pool.refresh()
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    proxy = Proxy(settings, key, pool)
+    idle_s = 60 * float(settings["scale_idle_minutes"])
+    scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
+    proxy = Gateway(settings, keys, pool, scaler)
     runner = web.AppRunner(proxy.app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     try:
@@ -65,12 +96,14 @@ async def run(folder: Path, port: int, host: str) -> int:
             renewed = time.monotonic()
             with suppress(OSError):
                 files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
+        keys.refresh()
         return pool.refresh()
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
         # Beside the requests: a shared filesystem may take its time.
         await pool.dismiss(await asyncio.to_thread(look))
+        await scaler.look(proxy.metrics.in_flight, proxy.metrics.take_peak())
         try:
             await asyncio.wait_for(ended.wait(), 0.5)
         except TimeoutError:

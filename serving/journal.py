@@ -26,11 +26,14 @@ REDACTED = (
 )
 COLUMNS = (
     "request_id",
+    "client_id",
+    "user",
     "time",
     "endpoint",
     "model",
     "messages",
     "answer",
+    "answers",
     "status",
     "stream",
     "latency_s",
@@ -40,7 +43,7 @@ COLUMNS = (
     "parameters",
 )
 # What people write; an id is none, however many digits it has.
-_TEXTS = {"messages", "answer", "parameters"}
+_TEXTS = {"messages", "answer", "answers", "parameters"}
 _NUMBERS = {"time", "latency_s", "first_token_s"}
 _WHOLE = {"status", "prompt_tokens", "answer_tokens"}
 
@@ -226,9 +229,12 @@ def _numbered(
 
     place = 0
     for path in written:
-        for batch in pq.ParquetFile(path).iter_batches(1024, columns=columns):
+        file = pq.ParquetFile(path)
+        # A log of an earlier version has not all of them.
+        there = [name for name in columns if name in file.schema_arrow.names]
+        for batch in file.iter_batches(1024, columns=there):
             for row in batch.to_pylist():
-                yield place, row
+                yield place, {**dict.fromkeys(columns), **row}
                 place += 1
     yield from enumerate(living, place)
 
@@ -239,7 +245,8 @@ def _living(folder: Path) -> Iterator[dict[str, Any]]:
         with suppress(FileNotFoundError):
             for row in rows_of(path):
                 row = {name: row.get(name) for name in COLUMNS} | row
-                for name in ("messages", "parameters"):
+                for name in ("messages", "answers", "parameters"):
                     value = row.get(name)
-                    row[name] = value if isinstance(value, str) else json.dumps(value)
+                    texts = value is None or isinstance(value, str)
+                    row[name] = value if texts else json.dumps(value)
                 yield row

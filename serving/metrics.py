@@ -2,7 +2,8 @@
 
 import bisect
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 # Of so many of the newest requests the quantiles are computed.
@@ -36,8 +37,32 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[int] = Counter()
         self.tokens: Counter[str] = Counter()
-        self.in_flight = 0
+        self.in_flight, self.peak = 0, 0
         self.latency, self.first_token, self.per_token = Histogram(), Histogram(), Histogram()
+
+    def began(self) -> None:
+        """Count a request that is answered from now on."""
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+
+    def take_peak(self) -> int:
+        """Return the most requests at a time since the last call."""
+        peak, self.peak = self.peak, self.in_flight
+        return peak
+
+    def ended(self, row: Mapping[str, Any]) -> None:
+        """Count a request that has ended, by what the log has of it."""
+        self.requests[row["status"]] += 1
+        if row["status"] != 200:
+            return
+        self.latency.add(row["latency_s"])
+        for kind in ("prompt", "answer"):
+            self.tokens[kind] += row[f"{kind}_tokens"] or 0
+        if row["first_token_s"] is not None:
+            self.first_token.add(row["first_token_s"])
+            if (row["answer_tokens"] or 0) > 1:
+                rest = row["latency_s"] - row["first_token_s"]
+                self.per_token.add(rest / (row["answer_tokens"] - 1))
 
     def text(self, endpoint: str) -> str:
         """Return the exposition format, version 0.0.4."""

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ import yaml
 from runspec import endpoint as endpoints
 from runspec import files
 from runspec.keys.serve import SERVE
-from serving import backends, engines
+from serving import backends, engines, parameters
 from serving.backends import Backend
 from serving.journal import Journal, turn_over
+from serving.keys import Keys, Quotas
 
 # An engine that dies so often within a minute each is not started again.
 _DEATHS, _SHORT_S = 5, 60.0
@@ -65,7 +67,7 @@ class Replica:
         key_file = Path(config["key_file"])
         if key_file.stat().st_mode & 0o077:
             raise ServeError(f"others may read {key_file}: chmod 600 {key_file}")
-        self.key = key_file.read_text(encoding="utf-8").strip()
+        self.keys = Keys(key_file.read_text(encoding="utf-8").strip(), self.endpoint)
         self.place = Path(tempfile.mkdtemp(prefix="cookbook-serve-"))
         self.engine = engines.command(
             config, self.place, len(gpus), _free_port(), secrets.token_urlsafe(24)
@@ -74,17 +76,19 @@ class Replica:
         url = "http://engine" if where else f"http://127.0.0.1:{self.engine.port}"
         version = str(config.get("version") or "")
         self.pool = Own(Backend(self.name, url, version, where, self.engine.key))
+        self.takes = parameters.takes(config, self.engine.model)
+        self.quotas = Quotas(self.endpoint, self.name)
         self.process: asyncio.subprocess.Process | None = None
         self.state, self.url = "starting", ""
         self.deaths: list[float] = []
-        self.began, self.ready_since, self.minutes = time.monotonic(), 0.0, -1
+        self.ready_since, self.start_s, self.minutes = 0.0, 0.0, -1
 
     async def run(self) -> str:
         """Serve until the stop file appears or the process is told to end; return the state."""
         # Imported late: what checks the settings needs no HTTP.
         from aiohttp import web
 
-        from serving.proxy import Proxy
+        from serving.front import Front
 
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -96,15 +100,16 @@ class Replica:
             self.config["redact"] or (),
         )
         count, limit = _tokenizer(Path(self.config["model"]))
-        proxy = Proxy(
+        proxy = Front(
             self.config,
-            self.key,
+            self.keys,
             self.pool,
+            lambda: self.takes,
             journal,
             count,
             limit,
             lambda: self.pool.healthy,
-            self.engine.model,
+            self.quotas,
         )
         runner = web.AppRunner(
             proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2
@@ -120,6 +125,7 @@ class Replica:
             if not ended.is_set():
                 print(f"ready: {self.url}", flush=True)
                 self.state, self.ready_since = "ready", time.monotonic()
+                self.start_s = max(0.0, time.time() - _asked_at(self.run_dir))
             asked = False
             while not ended.is_set() and not asked:
                 # Beside the requests: a shared filesystem may take its time.
@@ -174,12 +180,14 @@ class Replica:
             "job_id": os.environ.get("SLURM_JOB_ID"),
             "host": os.environ.get("NODE_NAME") or socket.gethostname(),
             "version": self.config.get("version"),
-            "start_s": round(max(0.0, self.ready_since - self.began), 1),
+            "start_s": round(self.start_s, 1),
             "model": self.config["model"],
             "in_flight": proxy.metrics.in_flight if proxy is not None else 0,
             "bind": self.config["bind"],
         }
         endpoints.tell(self.endpoint, self.name, facts)
+        self.keys.refresh()
+        self.quotas.refresh()
         self._count_minutes()
         return (self.run_dir / files.STOP).exists()
 
@@ -218,6 +226,8 @@ class Replica:
                 code = self.process.returncode
                 raise ServeError(f"the engine ended with exit status {code}: see the lines above")
             if await backends.answers(self.pool.backend):
+                schema = await backends.schema(self.pool.backend)
+                self.takes = parameters.takes(self.config, self.engine.model, schema)
                 self.pool.healthy = True
                 return
             if time.monotonic() > deadline:
@@ -271,6 +281,15 @@ _OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
     "ROLE_RANK",
     "TORCHELASTIC_RUN_ID",
 }
+
+
+def _asked_at(run_dir: Path) -> float:
+    """Return when this start was asked for: with the submission, later with its own attempt."""
+    if os.environ.get("COOKBOOK_ATTEMPT", "0") == "0":
+        with suppress(OSError):
+            return (run_dir / files.SUBMISSION).stat().st_mtime
+    status = files.read_json_or_none(run_dir / files.STATUS) or {}
+    return float(status.get("started") or time.time())
 
 
 def _free_port() -> int:

@@ -3,7 +3,8 @@
 Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, with the
 answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
 the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
-earlier one, and a label takes the answer's place in messages.
+earlier one, and a label takes the answer's place in messages. client_id in a line's place of
+request_id means all requests for which the client gave this id.
 """
 
 import argparse
@@ -24,15 +25,18 @@ COLUMNS = ("request_id", "time", "model", "messages", "answer", "feedback", "lab
 def rows_of(folder: Path, begin: float, feedback: Path | None = None) -> list[dict[str, Any]]:
     """Return the answered requests of an endpoint, with their feedback."""
     given = {
-        str(line.get("request_id")): line
+        (key, str(line[key])): line
         for line in files.read_json_lines(feedback or folder / FEEDBACK)
         if isinstance(line, dict)
+        for key in ("request_id", "client_id")
+        if key in line
     }
     found = []
     for row in journal.read(folder / endpoints.REQUESTS, begin):
         if row["status"] != 200 or not row["answer"]:
             continue
-        known = given.get(row["request_id"], {})
+        by_client = given.get(("client_id", str(row["client_id"])), {})
+        known = given.get(("request_id", row["request_id"]), by_client)
         label = known.get("label")
         turns = json.loads(row["messages"])
         turns.append({"role": "assistant", "content": label or row["answer"]})

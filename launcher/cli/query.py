@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from launcher import paths, venv
+from launcher import executors, paths, venv
 from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.common import cluster_option, flag, json_option, note
@@ -20,17 +20,19 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command()
 @click.argument("name")
 @click.argument("prompt", required=False)
-@click.option("--input", "source", type=_FILE, help="JSON lines: messages, prompt or question.")
-@click.option("--output", "target", type=_FILE, help="Gets one JSON line per question, in order.")
-@click.option("--in-flight", type=click.IntRange(min=1), help="Requests at a time. [default: 16]")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="0: always the likeliest.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of sampling.")
-@flag("--stream", help="Print the answer as it comes.")
-@flag("--offline", help="NAME is a MODEL: answer the file by a job of its own, without a server.")
+@click.option("--input", "source", type=_FILE, help="JSON lines with messages, prompt or question.")
+@click.option(
+    "--output", "target", type=_FILE, help="File for one JSON line per question, in order."
+)
+@click.option("--in-flight", type=click.IntRange(min=1), help="Concurrent requests. [default: 16]")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Maximum answer length.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="0: greedy decoding.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the sampling.")
+@flag("--stream", help="Print the answer while it is generated.")
+@flag("--offline", help="NAME is a MODEL: answer the file in a job, without a server.")
 @common.resource_options
-@flag("--watch", help="Of --offline: follow the job to its end.")
-@flag("--local", help="Of --offline: run on this host, without Slurm.")
+@flag("--watch", help="With --offline: follow the job to its end.")
+@flag("--local", help="With --offline: run on this host, without Slurm.")
 @json_option
 @cluster_option
 def query(
@@ -50,9 +52,9 @@ def query(
     cluster: str | None,
     **resources: Any,
 ) -> None:
-    """Ask the endpoint NAME: one PROMPT, or a file of them.
+    """Send one PROMPT, or a file of prompts, to the endpoint NAME.
 
-    A file that was answered in part is continued. What fails is tried again.
+    A partly answered file is continued. Failed requests are retried.
     """
     if (prompt is None) == (source is None) or (source is None) != (target is None):
         raise UsageFault("give PROMPT, or both --input FILE and --output FILE")
@@ -61,14 +63,14 @@ def query(
         if source is None or target is None:
             raise UsageFault("--offline answers a file: give --input FILE and --output FILE")
         if stream or in_flight is not None:
-            raise UsageFault("--stream and --in-flight belong to a server: leave them out")
+            raise UsageFault("--stream and --in-flight need a server: leave them out")
         settings = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
         _offline(site, name, source, target, settings, resources, watch, local, as_json)
         return
     if watch or local or any(value is not None for value in resources.values()):
-        raise UsageFault("what a job needs, --watch and --local belong to --offline: leave it out")
+        raise UsageFault("job options, --watch and --local require --offline: leave them out")
     if source is not None and (stream or as_json):
-        raise UsageFault("--stream and --json belong to one PROMPT: leave them out")
+        raise UsageFault("--stream and --json require one PROMPT: leave them out")
     endpoint = endpoints.find(site, name)
     endpoint.url  # noqa: B018  # an endpoint that nothing serves is told at once
     given: dict[str, Any] = {
@@ -108,12 +110,13 @@ def _offline(
     from launcher.workflows import submit as submission
 
     recipe = evaluate.batch(site, model, source, target, settings, resources)
-    planned = submission.plan(sites.complete(recipe, site, local), site)
-    checked = submission.context(planned, local)
+    executor = executors.choose(local)
+    planned = submission.plan(sites.complete(recipe, site, executor), site)
+    checked = submission.context(planned, executor)
     with interruption_told(Run(planned.path)):
         run = submission.submit(planned, checked, note)
     common.tell_submitted(run, as_json, output=str(target))
     if not as_json:
-        click.echo(f"  answers    {target}, once it has ended")
+        click.echo(f"  answers    {target}, when the job has ended")
     if watch:
         sys.exit(watch_to_the_end(run))

@@ -7,6 +7,7 @@ import click
 
 from launcher import paths
 from launcher import site as sites
+from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note
 from launcher.errors import UsageFault
 from launcher.observe.text import plain
@@ -20,13 +21,13 @@ _ALIAS = click.Choice(registered.ALIASES)
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=completion.runs)
 @click.option("--as", "name", required=True, metavar="NAME", help="Name in the registry.")
-@flag("--copy", help="Keep a copy of the weights. [default: refer to their folder]")
+@flag("--copy", help="Copy the weights. [default: refer to their folder]")
 @json_option
 @cluster_option
 def register(model: str, name: str, copy: bool, as_json: bool, cluster: str | None) -> None:
-    """Register MODEL, a run or a model folder, as the next version of NAME: its candidate."""
+    """Register MODEL (a run or a model folder) as the next version of NAME, its candidate."""
     site = sites.load(cluster)
     made = workflow.register(site, models.resolve(site, model), name, copy)
     if as_json:
@@ -38,11 +39,17 @@ def register(model: str, name: str, copy: bool, as_json: bool, cluster: str | No
 
 @click.command()
 @click.argument("name")
-@click.option("--to", "alias", type=_ALIAS, help="The alias.")
-@click.option("--version", "number", type=click.IntRange(min=1), help="[default: the candidate]")
-@click.option("--gates", "rules", default="default", show_default=True, help="Name or YAML file.")
-@click.option("--rollback", "back", type=_ALIAS, help="Give this alias back to its version before.")
-@click.option("--why", metavar="TEXT", help="The reason, for the history.")
+@click.option("--to", "alias", type=_ALIAS, help="Alias to assign.")
+@click.option(
+    "--version", "number", type=click.IntRange(min=1), help="Version. [default: the candidate]"
+)
+@click.option(
+    "--gates", "rules", default="default", show_default=True, help="Name or YAML file of the gates."
+)
+@click.option(
+    "--rollback", "back", type=_ALIAS, help="Move this alias back to its previous version."
+)
+@click.option("--why", metavar="TEXT", help="Reason, for the history.")
 @json_option
 @cluster_option
 def promote(
@@ -55,13 +62,15 @@ def promote(
     as_json: bool,
     cluster: str | None,
 ) -> None:
-    """Give an alias of NAME to a version that passes the gates, or say which failed."""
+    """Assign an alias of NAME to a version that passes the gates, or show which gates failed."""
     site = sites.load(cluster)
     if (alias is None) == (back is None):
         raise UsageFault("give one of --to ALIAS and --rollback ALIAS")
     if back is not None:
         if number is not None:
-            raise UsageFault("--rollback takes no --version: it goes back to the version before")
+            raise UsageFault(
+                "--rollback does not accept --version: it moves back to the previous version"
+            )
         before, now = workflow.rollback(site, name, back, why)
         words = f"{back} of {name} is v{now.number} again, was v{before}"
     else:
@@ -89,7 +98,9 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
                 listed = ", ".join(f"{alias} v{number}" for alias, number in aliases.items())
                 click.echo(f"{one}  {listed}")
             if not known:
-                note("no model is registered yet: cookbook register RUN --as NAME")
+                note(
+                    "no model is registered yet; register one with: cookbook register RUN --as NAME"
+                )
             return
         if name not in registered.names(client):
             registered.version(client, name, "candidate")
@@ -111,8 +122,9 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
     for line in changes:
         before = f", was v{line['before']}" if line.get("before") else ""
         why = f": {line['why']}" if line.get("why") else ""
-        words = f"{line['user']}  {line['change']} v{line['version']}{before}{why}"
-        click.echo(plain(f"  {_time(float(line['time']))}  {words}"))
+        by = "".join(f", evaluated by {run}" for run in line.get("evaluations") or [])
+        text = f"{line['user']}  {line['change']} v{line['version']}{before}{by}{why}"
+        click.echo(plain(f"  {_time(float(line['time']))}  {text}"))
 
 
 def _time(seconds: float) -> str:

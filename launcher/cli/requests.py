@@ -15,16 +15,18 @@ _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 @click.command("from-requests")
 @click.argument("name")
-@since_option("Only those since")
-@click.option("--feedback", type=_FILE, help="JSON lines of request_id, feedback and label.")
+@since_option("Only requests since")
+@click.option(
+    "--feedback", type=_FILE, help="JSON lines with request_id or client_id, feedback and label."
+)
 @json_option
 @cluster_option
 def from_requests(
     name: str, since: str | None, feedback: Path | None, as_json: bool, cluster: str | None
 ) -> None:
-    """Make a data source of the logged requests of the endpoint NAME, and a data recipe of it.
+    """Make a data source and a data recipe from the logged requests of the endpoint NAME.
 
-    A label takes the place of the answer.
+    A label replaces the answer.
     """
     site = sites.load(cluster)
     made = workflow.export(site, endpoints.find(site, name), since, feedback)

@@ -1,6 +1,7 @@
 """cookbook serve"""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,16 +12,18 @@ import click
 
 from launcher import paths, venv
 from launcher import site as sites
-from launcher.cli import common
+from launcher.cli import common, completion
 from launcher.cli.common import note
 from launcher.errors import EndpointFault, UsageFault
-from launcher.executors import title
+from launcher.executors import choose, title
 from launcher.observe.tensorboard import tunnel
 from launcher.runs.directory import Run
 from launcher.site import Site
 from launcher.workflows import endpoint as endpoints
 from launcher.workflows import keep as keeping
+from launcher.workflows import keys as access
 from launcher.workflows import models
+from launcher.workflows import scale as scaling
 from launcher.workflows import serve as workflow
 from launcher.workflows import stats as statistics
 from launcher.workflows.endpoint import Endpoint, Served
@@ -28,30 +31,51 @@ from runspec.endpoint import reachable
 
 
 @click.command()
-@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
-@click.option("--name", metavar="NAME", help="Of the endpoint. [default: the registered name]")
-@click.option("--config", help="Of configs/serve, or a path. [default: default]")
-@click.option("--replicas", type=click.IntRange(min=1), help="Jobs, each a copy. [default: 1]")
+@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...", shell_complete=completion.runs)
+@click.option("--name", metavar="NAME", help="Name of the endpoint. [default: the registered name]")
+@click.option("--config", help="Name in configs/serve, or a path. [default: default]")
+@click.option(
+    "--replicas", metavar="N|MIN-MAX", help="Jobs, one copy each; MIN-MAX: by load. [default: 1]"
+)
 @common.resource_options
-@click.option("--port", type=click.IntRange(1024, 65535), help="Of the gateway. [default: free]")
+@click.option(
+    "--port", type=click.IntRange(1024, 65535), help="Port of the gateway. [default: a free one]"
+)
 @common.flag("--local", help="Serve on this host, without Slurm.")
 @common.flag("--no-wait", help="Do not wait until it is ready, and start no gateway.")
-@common.flag("--replace", help="Take the place of what serves NAME now, without a gap.")
-@click.option("--share", type=click.FloatRange(0, 1), help="Serve it beside, for this share.")
+@common.flag("--replace", help="Replace the running deployment of NAME without interruption.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1),
+    help="Add it beside the running versions, with this share of requests.",
+)
 @click.option("--list", "listed", is_flag=True, help="List the endpoints.")
-@click.option("--url", "url", metavar="NAME", help="Print the address of an endpoint.")
-@click.option("--stop", "stopped", metavar="NAME", help="End an endpoint's jobs and gateway.")
-@click.option("--stats", metavar="NAME", help="Latency, throughput, errors, tokens and drift.")
-@common.since_option("Of --stats, requests since")
-@click.option("--keep", metavar="NAME", help="Look after an endpoint: alias, time limit, death.")
-@common.flag("--once", help="Of --keep: look once, as from cron.")
+@click.option("--url", "url", metavar="NAME", help="Print the URL of an endpoint.")
+@click.option("--stop", "stopped", metavar="NAME", help="Stop an endpoint's jobs and gateway.")
+@click.option("--stats", metavar="NAME", help="Show latency, throughput, errors, tokens and drift.")
+@common.since_option("With --stats, requests since")
+@click.option(
+    "--keep", metavar="NAME", help="Maintain an endpoint: alias changes, time limits, ended jobs."
+)
+@common.flag("--once", help="With --keep: check once, as from cron.")
+@click.option("--keys", metavar="NAME", help="List the users of an endpoint, with their limits.")
+@click.option("--add-key", metavar="NAME", help="Create an API key for --user, and print it once.")
+@click.option("--revoke-key", metavar="NAME", help="Revoke the API key of --user.")
+@click.option("--user", metavar="USER", help="User of --add-key or --revoke-key.")
+@click.option(
+    "--requests-per-day", type=click.IntRange(min=1), help="With --add-key: limit per UTC day."
+)
+@click.option(
+    "--tokens-per-day", type=click.IntRange(min=1), help="With --add-key: limit per UTC day."
+)
+@click.option("--adjust", metavar="NAME", hidden=True, help="Submit and end jobs by the load.")
 @common.json_option
 @common.cluster_option
 def serve(
     given: tuple[str, ...],
     name: str | None,
     config: str | None,
-    replicas: int | None,
+    replicas: str | None,
     port: int | None,
     local: bool,
     no_wait: bool,
@@ -64,22 +88,34 @@ def serve(
     since: str | None,
     keep: str | None,
     once: bool,
+    keys: str | None,
+    add_key: str | None,
+    revoke_key: str | None,
+    user: str | None,
+    requests_per_day: int | None,
+    tokens_per_day: int | None,
+    adjust: str | None,
     as_json: bool,
     cluster: str | None,
     **resources: Any,
 ) -> None:
-    """Serve MODEL under OpenAI's protocol, as a Slurm job: a run, a folder, or models:/NAME@ALIAS.
+    """Serve MODEL (a run, a folder, or models:/NAME@ALIAS) with an OpenAI-compatible API, as a job.
 
-    KEY=VALUE replaces a key of the configuration: engine=vllm, rate_per_s=20, bind=node.
+    KEY=VALUE overrides a key of the configuration: engine=vllm, rate_per_s=20, bind=node.
     """
     site = sites.load(cluster)
-    actions = [listed, url is not None, stopped is not None, stats is not None, keep is not None]
-    if sum(actions) + bool(given) != 1:
-        raise UsageFault("give MODEL, or one of --list, --url, --stop, --stats and --keep")
+    named = (url, stopped, stats, keep, keys, add_key, revoke_key, adjust)
+    if listed + sum(each is not None for each in named) + bool(given) != 1:
+        raise UsageFault(f"give MODEL, or one of {_ACTIONS}")
+    if (user is None) != (add_key is None and revoke_key is None):
+        raise UsageFault("--add-key and --revoke-key require --user USER; no other option uses it")
+    limits = {"requests_per_day": requests_per_day, "tokens_per_day": tokens_per_day}
+    if add_key is None and any(limits.values()):
+        raise UsageFault("--requests-per-day and --tokens-per-day require --add-key")
     if since and stats is None:
-        raise UsageFault("--since belongs to --stats: leave it out")
+        raise UsageFault("--since requires --stats: leave it out")
     if once and keep is None:
-        raise UsageFault("--once belongs to --keep: leave it out")
+        raise UsageFault("--once requires --keep: leave it out")
     if not given:
         _only_a_model(name, config, replicas, port, local, no_wait, replace, share, **resources)
     if listed:
@@ -90,15 +126,32 @@ def serve(
         workflow.stop(site, endpoints.find(site, stopped), note)
     elif keep is not None:
         keeping.keep(site, endpoints.find(site, keep), note, once)
+    elif adjust is not None:
+        scaling.adjust(site, endpoints.find(site, adjust), note)
+    elif keys is not None:
+        _list_keys(endpoints.find(site, keys), as_json)
+    elif add_key is not None and user is not None:
+        key = access.add(endpoints.find(site, add_key), user, limits)
+        click.echo(json.dumps({"user": user, "key": key}) if as_json else key)
+        note(f"  the key of {user} is not shown again")
+    elif revoke_key is not None and user is not None:
+        access.revoke(endpoints.find(site, revoke_key), user)
+        note(f"the key of {user} is revoked")
     elif stats is not None:
         _stats(site, endpoints.find(site, stats), since, as_json)
     else:
         if "=" in given[0] and not given[0].startswith("models:/"):
             raise UsageFault(f"MODEL comes first, before {given[0]}")
         if replace and (share is not None or no_wait):
-            raise UsageFault("--replace waits for the successor: leave --share and --no-wait out")
+            raise UsageFault(
+                "--replace waits for the new deployment: leave --share and --no-wait out"
+            )
         known = {key: value for key, value in resources.items() if value is not None}
-        asked = Served(given[0], "", config or "default", given[1:], known, local, replicas or 1)
+        least, most = _range(replicas or "1")
+        asked = Served(
+            given[0], "", config or "default", given[1:], known, choose(local).name, least
+        )
+        asked = changed(asked, max_replicas=most)
         if replace:
             endpoint = endpoints.find(site, _name(site, asked, name))
             asked = _as_before(endpoint, asked, config, replicas)
@@ -108,13 +161,24 @@ def serve(
         _wait(site, endpoint, runs, port or 0, no_wait, as_json)
 
 
+_ACTIONS = "--list, --url, --stop, --stats, --keep, --keys, --add-key and --revoke-key"
+
+
 def _only_a_model(*given: Any, **resources: Any) -> None:
     """Raise UsageFault for an option that says how a MODEL is served, without a MODEL."""
     if any(given) or any(resources.values()):
-        raise UsageFault(
-            "--list, --url, --stop, --stats and --keep take no option that says how a MODEL is "
-            "served: leave it out"
-        )
+        raise UsageFault(f"{_ACTIONS} accept no options for serving a MODEL: leave them out")
+
+
+def _range(text: str) -> tuple[int, int | None]:
+    """Return the least and the most replicas of N or MIN-MAX."""
+    found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+    if found is None or (found[2] is None and int(found[1]) < 1):
+        raise UsageFault(f"--replicas {text}: give a number of 1 or more, or a range such as 0-4")
+    least, most = int(found[1]), None if found[2] is None else int(found[2])
+    if most is not None and (most < 1 or most < least):
+        raise UsageFault(f"--replicas {text}: the second number must be 1 or more, and the larger")
+    return least, most
 
 
 def _name(site: Site, asked: Served, name: str | None) -> str:
@@ -122,7 +186,7 @@ def _name(site: Site, asked: Served, name: str | None) -> str:
 
 
 def _as_before(
-    endpoint: Endpoint, asked: Served, config: str | None, replicas: int | None
+    endpoint: Endpoint, asked: Served, config: str | None, replicas: str | None
 ) -> Served:
     """Return what was asked for, with what it does not say as it is served now."""
     if not endpoint.served:
@@ -134,8 +198,9 @@ def _as_before(
         config=config or now.config,
         overrides=[*now.overrides, *asked.overrides],
         resources={**now.resources, **asked.resources},
-        local=asked.local or now.local,
-        replicas=replicas or now.replicas,
+        executor=now.executor if asked.queued else asked.executor,
+        replicas=asked.replicas if replicas else now.replicas,
+        max_replicas=asked.max_replicas if replicas else now.max_replicas,
         runs=(),
     )
 
@@ -152,14 +217,15 @@ def _start(
     if port is not None:
         workflow.check_port(chosen, port)
     if replace:
-        return chosen, workflow.replace(site, chosen, asked, note)
+        with chosen.alone(60):
+            return chosen, workflow.replace(site, chosen, asked, note)
     if share is None:
         return workflow.start(site, asked, name, note)
     endpoint = endpoints.find(site, chosen.name)
     version = models.resolve(site, asked.model).name
     before = list(dict.fromkeys(each.version for each in endpoint.served))
     if version in before or not before:
-        raise UsageFault(f"--share needs another version than {', '.join(before) or 'none'}")
+        raise UsageFault(f"--share needs a version other than {', '.join(before) or 'none'}")
     made = workflow.start(site, asked, name, note, add=True)
     spread = {each: (1 - share) / len(before) for each in before}
     workflow.share(endpoint, {**spread, version: share})
@@ -175,7 +241,7 @@ def _wait(
     as_json: bool,
 ) -> None:
     """Wait until the runs are ready, start the gateway, and print the address."""
-    later = f"its gateway, once it is ready: cookbook serve --keep {endpoint.name} --once"
+    later = f"start its gateway when it is ready: cookbook serve --keep {endpoint.name} --once"
     if no_wait:
         told = {"endpoint": endpoint.name, "runs": [run.name for run in runs]}
         click.echo(json.dumps(told) if as_json else later)
@@ -183,10 +249,11 @@ def _wait(
     try:
         workflow.await_ready(endpoint, runs, note)
     except KeyboardInterrupt:
-        note(f"{', '.join(run.name for run in runs)} goes on; {later}")
+        note(f"{', '.join(run.name for run in runs)} continues; {later}")
         raise
-    if any(map(reachable, endpoint.replicas)):
-        workflow.start_gateway(endpoint, port)
+    scaled = any(each.max_replicas is not None for each in endpoint.served)
+    if scaled or any(map(reachable, endpoint.replicas)):
+        workflow.start_gateway(site, endpoint, port)
         _print_url(site, endpoint, as_json)
         return
     facts = endpoint.replicas[0]
@@ -196,7 +263,7 @@ def _wait(
         click.echo(json.dumps({**told, "key_file": str(endpoint.key_file)}))
         return
     click.echo(f"{facts['url']}/v1 on {facts['host']}")
-    note("  it has no gateway here: serve it with bind=node, which opens it to the cluster")
+    note("  it has no gateway on this host: serve it with bind=node, which opens it to the cluster")
     note(f"  key       {endpoint.key_file}")
     note(f"  at home   {tunnel(number, site.jump_host, str(facts['host']))}")
 
@@ -228,6 +295,7 @@ def _list(site: Site, as_json: bool) -> None:
                 "versions": sorted({str(r["version"]) for r in replicas if r.get("version")}),
                 "ready": sum(r["state"] == "ready" for r in replicas),
                 "replicas": max(len(replicas), sum(served.replicas for served in each.served)),
+                "max_replicas": sum(s.max_replicas or s.replicas for s in each.served),
                 "url": url,
                 "runs": [name for served in each.served for name in served.runs],
             }
@@ -236,11 +304,33 @@ def _list(site: Site, as_json: bool) -> None:
         click.echo(json.dumps(rows, indent=1))
         return
     if not rows:
-        note("no endpoint yet: start one with: cookbook serve MODEL")
+        note("there is no endpoint yet; start one with: cookbook serve MODEL")
     for row in rows:
         served = ", ".join(row["versions"]) or row["model"]
-        words = f"{row['ready']} of {row['replicas']} ready"
+        most = row["max_replicas"]
+        of = f"{row['replicas']}" if most <= row["replicas"] else f"up to {most}"
+        words = f"{row['ready']} of {of} ready"
         click.echo(f"{row['endpoint']}  {served}  {words}  {row['url'] or 'not served'}")
+
+
+def _list_keys(endpoint: Endpoint, as_json: bool) -> None:
+    rows = access.rows(endpoint)
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    if not rows:
+        note(
+            f"there is no user yet; add one with: cookbook serve --add-key {endpoint.name} "
+            "--user USER"
+        )
+    for row in rows:
+        counts = []
+        for kind in ("requests", "tokens"):
+            limit = row.get(f"{kind}_per_day")
+            of = "" if limit is None else f" of {limit:,}"
+            counts.append(f"{row[kind]:,}{of} {kind} today")
+        state = "valid" if row.get("revoked") is None else "revoked"
+        click.echo(f"{row['user']}  {state}  {', '.join(counts)}")
 
 
 def _stats(site: Site, endpoint: Endpoint, since: str | None, as_json: bool) -> None:

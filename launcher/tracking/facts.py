@@ -27,12 +27,12 @@ def each(runs: Iterable[Run], write: Callable[[Run, State], str]) -> Iterator[tu
     """
     for run, state in judged(runs):
         if run.torn or not run.submission:
-            yield run.name, "passed over: it is no whole run directory"
+            yield run.name, "skipped: it is not a complete run directory"
             continue
         try:
             done = write(run, state)
         except (CookbookError, OSError, ValueError, KeyError, TypeError) as error:
-            done = f"passed over: {str(error).splitlines()[0] if str(error) else type(error)}"
+            done = f"skipped: {str(error).splitlines()[0] if str(error) else type(error)}"
         yield run.name, done
 
 
@@ -70,7 +70,7 @@ def steps(run: Run) -> Iterator[tuple[int, float, dict[str, float]]]:
 def outcomes(run: Run, state: State) -> dict[str, float]:
     """Return what came of the run as a whole."""
     found = outcome(run, state).items()
-    left_out = ("step", "loss", "val_loss")
+    left_out = ("step", "val_loss")
     return {
         f"outcome/{name}": float(value)
         for name, value in found

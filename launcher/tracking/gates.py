@@ -1,23 +1,31 @@
-"""The gates of an alias: what a version must show before it gets it. Files in configs/gates/."""
+"""Files of gates, in configs/gates/: what a version must show before it gets an alias."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher import yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.tracking.facts import figures
-from runspec.keys.key import Key, faults
+from runspec.keys.evaluate import COMPARED, COMPARED_OF_TASK
+from runspec.keys.key import REQUIRED, Key, faults
 
 _KEYS = {
     key.name: key
     for key in (
         Key("description", "text", "One line about the gates."),
         Key("aliases", "texts", "The aliases that they guard.", ["staging", "champion"]),
+        Key("evaluations", "open block", "By suite.task: the evaluation that counts."),
         Key("gates", "list", "The gates."),
+    )
+}
+_EVALUATION = {
+    key.name: key
+    for key in (
+        Key("data_sha256", "text", "Hash of the samples.", REQUIRED),
+        Key("min_samples", "positive", "Fewest samples that the model answered.", REQUIRED),
+        Key("settings", "open block", "Settings of the suite; the others have their defaults."),
     )
 }
 _GATE = {
@@ -39,192 +47,99 @@ _KINDS = ("metric", "size_gib_at_most", "latency_p95_s_at_most", "forbidden")
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One gate's answer: whether it is passed, and the words with the figures."""
+class Wanted:
+    """The evaluation of a task that counts: its samples, how many, and settings by key."""
 
-    passed: bool
-    words: str
+    data_sha256: str
+    min_samples: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What gates judge: a version's folder and its evaluations, newest first.
+class Gates:
+    """A file of gates: the aliases that it guards, the evaluations by suite.task, the gates."""
 
-    compared: the folder of the version behind each alias, None if the alias names none.
-    """
-
-    label: str
-    folder: Path
-    results: Sequence[Mapping[str, Any]]
-    compared: Mapping[str, Path | None]
+    aliases: list[str]
+    evaluations: Mapping[str, Wanted]
+    gates: list[dict[str, Any]]
 
 
-def load(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the aliases that a file of gates guards, and its gates.
+def load(path: Path) -> Gates:
+    """Return a file of gates.
 
     Raises:
         RecipeFault: every fault of the file.
     """
     config = yamlfile.load(path)
-    found = [fault.text for fault in faults(config, _KEYS)]
+    texts = [fault.text for fault in faults(config, _KEYS)]
+    evaluations = config.get("evaluations")
+    evaluations = evaluations if isinstance(evaluations, dict) else {}
+    for task, block in evaluations.items():
+        texts += _faults_of_evaluation(str(task), block)
     gates = config.get("gates")
     for number, gate in enumerate(gates if isinstance(gates, list) else [], 1):
         where = f"gate {number}"
         if not isinstance(gate, dict):
-            found.append(f"{where} must be a block of 'key: value' lines")
+            texts.append(f"{where} must be a block of 'key: value' lines")
             continue
-        found += [f"{fault.text} in {where}" for fault in faults(gate, _GATE)]
-        kinds = [kind for kind in _KINDS if kind in gate]
-        if len(kinds) != 1:
-            found.append(f"{where} must have one of {', '.join(_KINDS)}, and has {len(kinds)}")
-        elif kinds == ["metric"] and not {"at_least", "at_most", "not_worse_than"} & set(gate):
-            found.append(f"{where} needs at_least, at_most or not_worse_than")
-        elif kinds[0] in ("forbidden", "latency_p95_s_at_most") and not gate.get("task"):
-            found.append(f"{where} needs task: suite.task")
-        found += [
-            f"{where}: {key} must be a number, got {gate[key]!r}"
-            for key in ("at_least", "at_most")
-            if key in gate and type(gate[key]) not in (int, float)
-        ]
-        patterns = gate.get("forbidden")
-        for pattern in patterns if isinstance(patterns, list) else []:
-            try:
-                re.compile(str(pattern))
-            except re.error as error:
-                found.append(f"{where}: forbidden holds {pattern!r}: {error}")
-    if found:
-        raise RecipeFault([f"{text}, in {path}" for text in found])
-    return list(config.get("aliases") or ["staging", "champion"]), list(gates or [])
+        texts += _faults_of_gate(where, gate)
+        task = task_of(gate)
+        if task and task not in evaluations:
+            texts.append(
+                f"{where} is about {task}, and evaluations has no block {task}: print one from a "
+                "finished evaluation with: cookbook eval MODEL --results --as-gates"
+            )
+    if texts:
+        raise RecipeFault([f"{text}, in {path}" for text in texts])
+    wanted = {
+        str(task): Wanted(block["data_sha256"], block["min_samples"], block.get("settings") or {})
+        for task, block in evaluations.items()
+    }
+    return Gates(list(config.get("aliases") or ["staging", "champion"]), wanted, list(gates or []))
 
 
-def judge(gates: Sequence[Mapping[str, Any]], subject: Subject) -> Iterator[Verdict]:
-    """Yield what each gate says of a version."""
-    for gate in gates:
-        if "size_gib_at_most" in gate:
-            yield _size(gate, subject)
-        elif "forbidden" in gate:
-            yield _forbidden(gate, subject)
-        elif "latency_p95_s_at_most" in gate:
-            yield _latency(gate, subject)
-        else:
-            yield from _metric(gate, subject)
+def task_of(gate: Mapping[str, Any]) -> str:
+    """Return the suite.task that a gate is about, '' for one about the weights alone."""
+    if gate.get("metric"):
+        return ".".join(str(gate["metric"]).split(".", 2)[:2])
+    return str(gate.get("task") or "")
 
 
-def _size(gate: Mapping[str, Any], subject: Subject) -> Verdict:
-    size = sum(path.stat().st_size for path in subject.folder.glob("*.safetensors")) / 2**30
-    limit = gate["size_gib_at_most"]
-    return Verdict(size <= limit, f"size {size:.3g} GiB, at most {limit:g}")
-
-
-def _make_it(name: str) -> str:
-    """Return the command that makes the figures of suite.task or suite.task.metric."""
-    return f"make it with: cookbook eval ... --suite {name.partition('.')[0]}"
-
-
-def _metric(gate: Mapping[str, Any], subject: Subject) -> Iterator[Verdict]:
-    name = str(gate["metric"])
-    for result in subject.results:
-        known = figures(result)
-        if name in known:
-            break
-    else:
-        every = sorted({key for result in subject.results for key in figures(result)})
-        hint = nearest(name, every) if every else ""
-        words = f"{name}: {subject.label} has no such figure{hint}"
-        yield Verdict(False, f"{words}: {_make_it(name)}")
+def _faults_of_evaluation(task: str, block: Any) -> Iterator[str]:
+    where = f"evaluations.{task}"
+    if task.count(".") != 1:
+        yield f"{where}: the name must be suite.task"
+    if not isinstance(block, dict):
+        yield f"{where} must be a block of 'key: value' lines"
         return
-    value = known[name]
-    if "at_least" in gate:
-        limit = gate["at_least"]
-        yield Verdict(value >= limit, f"{name} is {value:.4g}, at least {limit:g}")
-    if "at_most" in gate:
-        limit = gate["at_most"]
-        yield Verdict(value <= limit, f"{name} is {value:.4g}, at most {limit:g}")
-    if "not_worse_than" in gate:
-        yield _not_worse(gate, name, subject)
+    for fault in faults(block, _EVALUATION):
+        yield f"{fault.text} in {where}"
+    settings = block.get("settings")
+    known = (*COMPARED, *COMPARED_OF_TASK)
+    for key in settings if isinstance(settings, dict) else ():
+        if key not in known:
+            yield f"{where}.settings: unknown key {key!r}{nearest(str(key), known)}"
 
 
-def _not_worse(gate: Mapping[str, Any], name: str, subject: Subject) -> Verdict:
-    alias = str(gate["not_worse_than"])
-    other = subject.compared.get(alias)
-    if other is None:
-        return Verdict(True, f"{name}: there is no {alias} yet to be compared with")
-    if other.resolve() == subject.folder.resolve():
-        return Verdict(True, f"{name}: it is the {alias} itself")
-    suite, task, metric = name.split(".", 2)
-    for result in subject.results:
-        against = result.get("against") or {}
-        if result.get("suite") != suite or against.get("folder") != str(other.resolve()):
-            continue
-        block = ((result.get("tasks") or {}).get(task) or {}).get("metrics", {}).get(metric, {})
-        found = (block.get("all") or {}).get("difference")
-        if found:
-            return _compared(gate, name, alias, found, metric)
-    return Verdict(
-        False,
-        f"{name}: not compared with the present {alias}: cookbook eval ... --suite {suite} "
-        f"--against models:/NAME@{alias}",
-    )
-
-
-def _compared(
-    gate: Mapping[str, Any], name: str, alias: str, found: Mapping[str, Any], metric: str
-) -> Verdict:
-    alpha = float(gate.get("alpha") or 0.05)
-    up = gate.get("higher_is_better", metric != "perplexity")
-    change, p = float(found["value"]), float(found["p"])
-    worse = change < 0 if up else change > 0
-    words = f"{name} differs from the {alias} by {change:+.4g} (p {p:.3g}, alpha {alpha:g})"
-    return Verdict(not (worse and p <= alpha), words)
-
-
-def _of_task(gate: Mapping[str, Any], subject: Subject) -> tuple[Mapping[str, Any], str] | None:
-    suite, _, task = str(gate["task"]).partition(".")
-    for result in subject.results:
-        if result.get("suite") == suite and task in (result.get("tasks") or {}):
-            return result, task
-    return None
-
-
-def _latency(gate: Mapping[str, Any], subject: Subject) -> Verdict:
-    found, limit = _of_task(gate, subject), gate["latency_p95_s_at_most"]
-    speed = (found[0]["tasks"][found[1]].get("speed") or {}).get("candidate") if found else None
-    if not speed:
-        words = f"{gate['task']}: {subject.label} has no measured latency of it"
-        return Verdict(False, f"{words}: {_make_it(gate['task'])}")
-    value = float(speed["latency_p95_s"])
-    return Verdict(
-        value <= limit, f"{gate['task']}: latency p95 is {value:.3g} s, at most {limit:g}"
-    )
-
-
-def _forbidden(gate: Mapping[str, Any], subject: Subject) -> Verdict:
-    found = _of_task(gate, subject)
-    if found is None:
-        words = f"{gate['task']}: {subject.label} has no answers of it"
-        return Verdict(False, f"{words}: {_make_it(gate['task'])}")
-    path = Path(str(found[0].get("file", ""))).with_suffix("")
-    samples = path.with_name(f"{path.name}.samples.jsonl")
-    patterns, count, hits, first = [re.compile(p) for p in gate["forbidden"]], 0, 0, ""
-    try:
-        with open(samples, encoding="utf-8") as file:
-            for line in file:
-                row = json.loads(line)
-                if row.get("task") != found[1]:
-                    continue
-                count += 1
-                answer = str((row.get("candidate") or {}).get("answer", ""))
-                match = next((p.pattern for p in patterns if p.search(answer)), None)
-                if match is not None:
-                    hits += 1
-                    first = first or f", first sample {row['index']} by {match!r}"
-    except (OSError, ValueError) as error:
-        return Verdict(False, f"{gate['task']}: {samples} cannot be read: {error}")
-    if not count:
-        return Verdict(False, f"{gate['task']}: {samples} holds no answer of it")
-    return Verdict(
-        hits == 0, f"{gate['task']}: {hits} of {count} answers hold what is forbidden{first}"
-    )
+def _faults_of_gate(where: str, gate: Mapping[str, Any]) -> Iterator[str]:
+    for fault in faults(gate, _GATE):
+        yield f"{fault.text} in {where}"
+    kinds = [kind for kind in _KINDS if kind in gate]
+    if len(kinds) != 1:
+        yield f"{where} must have one of {', '.join(_KINDS)}, and has {len(kinds)}"
+    elif kinds == ["metric"] and not {"at_least", "at_most", "not_worse_than"} & set(gate):
+        yield f"{where} needs at_least, at_most or not_worse_than"
+    elif kinds[0] in ("forbidden", "latency_p95_s_at_most") and not gate.get("task"):
+        yield f"{where} needs task: suite.task"
+    for key in ("at_least", "at_most"):
+        if key in gate and type(gate[key]) not in (int, float):
+            yield f"{where}: {key} must be a number, got {gate[key]!r}"
+    patterns = gate.get("forbidden")
+    for pattern in patterns if isinstance(patterns, list) else []:
+        try:
+            re.compile(str(pattern))
+        except re.error as error:
+            yield f"{where}: forbidden holds {pattern!r}: {error}"
 
 
 def find(folder: Path, name: str) -> Path:

@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlparse
 
 from launcher.errors import StoreFault, UsageFault, nearest
 from launcher.tracking import importer
+from launcher.tracking import store as stores
 from launcher.tracking.store import Store
 from runspec import files
 
@@ -38,8 +39,41 @@ class Version:
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
+def write(store: Store, name: str, folder: Path, copy: bool) -> Path:
+    """Write the files of a new version of a name; return their folder, which is not registered yet.
+
+    It needs no lock, and a copy of weights may take minutes.
+
+    Args:
+        copy: keep a copy of the weights; else the version refers to the folder, which must stay.
+
+    Raises:
+        UsageFault: the name is not one.
+        StoreFault: the files cannot be written, or MLflow is not installed.
+    """
+    _check_name(name)
+    stores.imported()
+    made = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
+    place = store.models / name / made
+    try:
+        _write_model(place, folder, copy, store.embedded)
+    except BaseException as error:
+        shutil.rmtree(place, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or error
+        raise StoreFault(f"cannot write {place}: {reason}: check the disk") from error
+    return place
+
+
 def add(
-    client: Any, store: Store, name: str, folder: Path, copy: bool, tags: Mapping[str, Any]
+    client: Any,
+    store: Store,
+    name: str,
+    place: Path,
+    folder: Path,
+    copy: bool,
+    tags: Mapping[str, Any],
 ) -> Version:
     """Register a model folder as the next version of a name, with the alias candidate.
 
@@ -47,33 +81,16 @@ def add(
     those of a run of its own.
 
     Args:
-        copy: keep a copy of the weights; else the version refers to the folder, which must stay.
+        place: the version's files, as `write` returns them; removed if they are not registered.
         tags: what is known of it; `run` is the run directory that it comes from.
-
-    Raises:
-        UsageFault: the name is not one.
-        StoreFault: its files cannot be written.
     """
-    _check_name(name)
-    if not any(each.name == name for each in client.search_registered_models(f"name = '{name}'")):
-        client.create_registered_model(name)
-    last = max((int(each.version) for each in _versions(client, name)), default=0)
-    place = (
-        store.models
-        / name
-        / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
-    )
     try:
-        _write_model(place, folder, copy, store.embedded)
-    except OSError as error:
-        shutil.rmtree(place, ignore_errors=True)
-        raise StoreFault(
-            f"cannot write {place}: {error.strerror or error}: check the disk"
-        ) from error
-    weights = place / "model" if copy else folder.resolve()
-    known = {**tags, "cookbook.folder": weights, "cookbook.by": "copy" if copy else "reference"}
-    texts = {key: str(value)[:_TAG] for key, value in known.items() if value is not None}
-    try:
+        if not any(e.name == name for e in client.search_registered_models(f"name = '{name}'")):
+            client.create_registered_model(name)
+        last = max((int(each.version) for each in _versions(client, name)), default=0)
+        weights = place / "model" if copy else folder.resolve()
+        known = {**tags, "cookbook.folder": weights, "cookbook.by": "copy" if copy else "reference"}
+        texts = {key: str(value)[:_TAG] for key, value in known.items() if value is not None}
         run_id, source = None, place.as_uri()
         if not store.embedded:
             run_id, source = _uploaded(client, place, name, str(tags.get("run") or ""))
@@ -150,14 +167,24 @@ def names(client: Any) -> list[str]:
 
 
 def set_alias(
-    client: Any, store: Store, name: str, alias: str, number: int, why: str | None
+    client: Any,
+    store: Store,
+    name: str,
+    alias: str,
+    number: int,
+    why: str | None,
+    evaluations: Sequence[str] = (),
 ) -> None:
-    """Let an alias name a version, and record who did it, when, why, and what it named before."""
+    """Let an alias name a version, and record who did it, when, why, and what it named before.
+
+    Args:
+        evaluations: the runs whose figures let it through the gates.
+    """
     if alias not in ALIASES:
         raise UsageFault(f"the alias {alias!r} is not one of {', '.join(ALIASES)}")
     before = aliases_of(client, name).get(alias)
     client.set_registered_model_alias(name, alias, str(number))
-    _record(store, name, alias, number, before, why)
+    _record(store, name, alias, number, before, why, evaluations)
 
 
 def previous(store: Store, name: str, alias: str, now: int | None) -> int | None:
@@ -179,11 +206,20 @@ def history(store: Store, name: str) -> list[dict[str, Any]]:
 
 
 def _record(
-    store: Store, name: str, change: str, number: int, before: int | None, why: str | None
+    store: Store,
+    name: str,
+    change: str,
+    number: int,
+    before: int | None,
+    why: str | None,
+    evaluations: Sequence[str] = (),
 ) -> None:
     line = {"time": time.time(), "user": getpass.getuser(), "model": name, "change": change}
     store.folder.mkdir(parents=True, exist_ok=True)
-    files.append_json_line(store.history, {**line, "version": number, "before": before, "why": why})
+    line |= {"version": number, "before": before, "why": why}
+    if evaluations:
+        line["evaluations"] = list(evaluations)
+    files.append_json_line(store.history, line)
 
 
 def _check_name(name: str) -> None:

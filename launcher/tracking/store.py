@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,8 +16,9 @@ from launcher.errors import StoreFault, UsageFault
 from launcher.runs import lock
 from runspec.keys.key import KINDS
 
-# Another command's import of a few runs takes this long at most.
-_WAIT_S = 20.0
+# Several commands may wait for their turn, each of which takes seconds, or minutes to import runs.
+# One that is killed holds nothing.
+_WAIT_S = 600.0
 _INSTALL = "bash setup.sh --with mlflow"
 
 
@@ -86,11 +88,18 @@ def opened(store: Store, write: bool = True) -> Iterator[Any]:
             "cookbook register RUN --as NAME, import runs with cookbook track"
         )
     needed = write and store.embedded
+    # Before the lock: it takes seconds, for which others would wait.
+    client = imported()
     with written_by_one(store.folder) if needed else nullcontext(), _told(store):
-        yield _client(store)
+        yield client(tracking_uri=store.uri, registry_uri=store.uri)
 
 
-def _client(store: Store) -> Any:
+def imported() -> Any:
+    """Return MLflow's client class.
+
+    Raises:
+        StoreFault: MLflow is not installed.
+    """
     # What MLflow would send about its use, and what it would print.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -108,7 +117,7 @@ def _client(store: Store) -> Any:
         raise StoreFault(f"MLflow is not installed ({error.name}): {_INSTALL}") from error
     for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
+    return MlflowClient
 
 
 @contextmanager
@@ -174,9 +183,15 @@ def written_by_one(folder: Path) -> Iterator[None]:
         raise StoreFault(
             f"cannot write {folder}: {error.strerror}: check the folder, or set COOKBOOK_ROOT"
         ) from error
+    wait_s = float(os.environ.get("COOKBOOK_STORE_WAIT_S", _WAIT_S))
+
+    def waiting(holder: str) -> None:
+        words = f"waiting for another cookbook command ({holder}), which writes {folder}"
+        print(f"{words}: up to {wait_s:g} s", file=sys.stderr)
+
     with file:
         try:
-            lock.take(file, float(os.environ.get("COOKBOOK_STORE_WAIT_S", _WAIT_S)))
+            lock.take(file, wait_s, waiting)
         except lock.Held as error:
             raise StoreFault(
                 f"{path} is locked by another cookbook command ({error}): repeat the command once "

@@ -1,12 +1,14 @@
 """An endpoint by its folder: the versions that it serves, its runs, its replicas, its address."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from launcher import executors
 from launcher.errors import EndpointFault, UsageFault, nearest
-from launcher.runs import directory
+from launcher.runs import directory, lock
 from launcher.runs.directory import Run
 from launcher.runs.states import states
 from launcher.site import Site
@@ -18,8 +20,10 @@ from runspec import files
 class Served:
     """One version that an endpoint serves: what was asked for, and the runs that do it.
 
-    model: as it was named. version: which one that was, such as support-intent v2. replicas: how
-    many runs are wanted; those that have ended stay among the runs until the version is replaced.
+    model: as it was named. version: which one that was, such as support-intent v2. executor: the
+    name of what runs its jobs. replicas: how many runs are wanted; those that have ended stay among
+    the runs until the version is replaced. max_replicas: the gateway wants from `replicas` to so
+    many by the load; None: always the same.
     """
 
     model: str
@@ -27,9 +31,15 @@ class Served:
     config: str = "default"
     overrides: Sequence[str] = ()
     resources: dict[str, Any] = field(default_factory=dict)
-    local: bool = False
+    executor: str = "slurm"
     replicas: int = 1
     runs: Sequence[str] = ()
+    max_replicas: int | None = None
+
+    @property
+    def queued(self) -> bool:
+        """Whether its jobs wait in a queue and have time limits."""
+        return executors.named(self.executor).queued
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,18 @@ class Endpoint:
         content = {**self.facts, "served": [asdict(each) for each in served]}
         content |= {} if settings is None else {"settings": settings}
         files.write_json(self.folder / endpoints.ENDPOINT, content, mode=0o600)
+
+    @contextmanager
+    def alone(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Let no other command change what it serves meanwhile; EndpointFault if one does."""
+        with open(self.folder / files.LOCK, "a+") as file:
+            try:
+                lock.take(file, wait_s)
+            except lock.Held as held:
+                raise EndpointFault(
+                    f"another command is changing {self.name} ({held}): wait for it, and try again"
+                ) from held
+            yield
 
     @property
     def key_file(self) -> Path:
@@ -107,7 +129,7 @@ class Endpoint:
             )
         model = self.served[-1].model if self.served else "MODEL"
         raise EndpointFault(
-            f"nothing serves {self.name} now: see cookbook serve --list, and start it with: "
+            f"{self.name} is not served now: see cookbook serve --list, and start it with: "
             f"cookbook serve {model} --name {self.name}"
         )
 

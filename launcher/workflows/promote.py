@@ -1,6 +1,8 @@
 """Registering a model, moving an alias through its gates, and moving it back."""
 
+import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ from launcher.errors import GateFault, UsageFault
 from launcher.observe.outcome import outcome
 from launcher.runs.states import state_of
 from launcher.site import Site
-from launcher.tracking import facts, gates, importer, registry
+from launcher.tracking import facts, gates, importer, judging, registry
 from launcher.tracking import store as stores
 from launcher.tracking.registry import Version
 from launcher.workflows import evaluate
@@ -19,11 +21,16 @@ def register(site: Site, model: Model, name: str, copy: bool) -> Version:
     """Register a model as the next version of a name; it gets the alias candidate."""
     store = stores.at(site.root, site.tracking)
     tags = _tags(site, model)
-    with stores.opened(store) as client:
-        if model.run is not None:
-            for _ in importer.import_runs(client, store, [model.run]):
-                pass
-        return registry.add(client, store, name, model.folder, copy, tags)
+    place = registry.write(store, name, model.folder, copy)
+    with ExitStack() as unregistered:
+        unregistered.callback(shutil.rmtree, place, ignore_errors=True)
+        with stores.opened(store) as client:
+            if model.run is not None:
+                for _ in importer.import_runs(client, store, [model.run]):
+                    pass
+            # From here on the registry keeps or removes it.
+            unregistered.pop_all()
+            return registry.add(client, store, name, place, model.folder, copy, tags)
 
 
 def _tags(site: Site, model: Model) -> dict[str, Any]:
@@ -41,6 +48,7 @@ def _tags(site: Site, model: Model) -> dict[str, Any]:
         "job_id": run.job_id,
         "gpu_hours": known["gpu_hours"],
         "val_loss": known["val_loss"],
+        "loss_last_tenth": known["loss_last_tenth"],
         "commit": kit.get("commit"),
         "uncommitted_changes": bool(kit.get("diff")),
         "config_sha256": run.provenance.get("config_sha256"),
@@ -65,15 +73,16 @@ def promote(
     Raises:
         GateFault: gates that it does not pass, with figures; nothing is changed.
     """
-    guarded, rules = gates.load(gates_file)
+    rules = gates.load(gates_file)
     store = stores.at(site.root, site.tracking)
     with stores.opened(store) as client:
         chosen = registry.version(client, name, str(number) if number else "candidate")
         present = registry.aliases_of(client, name)
         if present.get(alias) == chosen.number:
-            raise UsageFault(f"{name} v{chosen.number} is the {alias} already")
-        if alias in guarded:
-            subject = gates.Subject(
+            raise UsageFault(f"{name} v{chosen.number} is already the {alias}")
+        evaluations: list[str] = []
+        if alias in rules.aliases:
+            subject = judging.Subject(
                 f"{name} v{chosen.number}",
                 chosen.folder,
                 _results(site, chosen),
@@ -85,17 +94,19 @@ def promote(
                 },
             )
             failed = []
-            for verdict in gates.judge(rules, subject):
-                words = verdict.words.replace("models:/NAME@", f"models:/{name}@")
-                words = words.replace(
-                    "cookbook eval ...", f"cookbook eval models:/{name}@candidate"
+            for verdict in judging.judge(rules, subject):
+                text = verdict.text.replace("models:/NAME@", f"models:/{name}@")
+                text = text.replace(
+                    "cookbook eval ...", f"cookbook eval models:/{name}/{chosen.number}"
                 )
-                say(f"{'passed' if verdict.passed else 'FAILED'}  {words}")
-                failed += [] if verdict.passed else [words]
+                say(f"{'passed' if verdict.passed else 'FAILED'}  {text}")
+                failed += [] if verdict.passed else [text]
+                evaluations += [verdict.evaluation] if verdict.evaluation else []
             if failed:
                 head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
-                raise GateFault([f"{head} {words}" for words in failed])
-        registry.set_alias(client, store, name, alias, chosen.number, why)
+                raise GateFault([f"{head} {text}" for text in dict.fromkeys(failed)])
+        by = list(dict.fromkeys(evaluations))
+        registry.set_alias(client, store, name, alias, chosen.number, why, by)
         return registry.version(client, name, alias)
 
 
@@ -121,8 +132,7 @@ def rollback(site: Site, name: str, alias: str, why: str | None) -> tuple[int, V
         before = registry.previous(store, name, alias, now)
         if before is None:
             raise UsageFault(
-                f"{alias} of {name} has named no version before v{now}: see "
-                f"cookbook registry {name}"
+                f"{alias} of {name} had no version before v{now}: see cookbook registry {name}"
             )
         registry.version(client, name, str(before))
         registry.set_alias(

@@ -19,8 +19,8 @@ def in_recipe(recipe: Recipe, site: Site) -> Recipe:
     model = resolve(site, given)
     if model.is_adapter:
         raise UsageFault(
-            f"checkpointer.checkpoint_dir: {given} is an adapter ({model.folder}), and a run "
-            "starts from whole weights: name a version whose run exported merged ones"
+            f"checkpointer.checkpoint_dir: {given} is an adapter ({model.folder}), but a run "
+            "starts from full weights: give a version whose run exported merged weights"
         )
     config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": str(model.folder)}}
     return replace(recipe, config=config)

@@ -6,13 +6,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace as changed
+from math import isclose
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from launcher import paths, venv
+from launcher import executors, paths, venv
 from launcher import site as sites
 from launcher.errors import CookbookError, EndpointFault, RecipeFault, UsageFault, nearest
 from launcher.recipes import recipe as recipe_file
@@ -53,7 +54,7 @@ def name_of(model: models.Model, wanted: str | None) -> str:
         wanted = model.version.name if model.version else model.name
     if not NAME.match(wanted):
         raise UsageFault(
-            f"the endpoint name {wanted!r} may hold only {NAME_RULE}: give --name NAME"
+            f"the endpoint name {wanted!r} may contain only {NAME_RULE}: give --name NAME"
         )
     return wanted
 
@@ -74,11 +75,13 @@ def start(
     endpoint = Endpoint(site.root / "endpoints" / name_of(model, name))
     if not add and (busy := endpoint.living(site.root)):
         raise UsageFault(
-            f"{endpoint.name} is served already by {busy[-1].name}: replace it without a gap with "
-            "--replace, add a version beside it with --share 0.1, or stop it with: "
-            f"cookbook serve --stop {endpoint.name}"
+            f"{endpoint.name} is already served by {busy[-1].name}: replace it without "
+            "interruption with --replace, add a version beside it with --share 0.1, or stop it "
+            f"with: cookbook serve --stop {endpoint.name}"
         )
     before = endpoint.served if add else []
+    if not add:
+        (endpoint.folder / endpoints.SCALE).unlink(missing_ok=True)
     new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
     endpoint.write([*before, new], settings)
     return endpoint, runs
@@ -104,14 +107,16 @@ def launch(
     recipe = recipe_file.load(str(file), [*asked.overrides, *texts], asked.resources)
     recipe.config["version"] = model.name
     if recipe.entry.purpose != "serve":
-        raise UsageFault(f"{file} serves nothing: its entry is {recipe.entry_name}, not serve")
-    recipe = sites.complete(recipe, site, asked.local)
-    _check(recipe)
+        raise UsageFault(
+            f"{file} is not a serving configuration: its entry is {recipe.entry_name}, not serve"
+        )
+    recipe = sites.complete(recipe, site, executors.named(asked.executor))
+    _check(recipe, asked)
     runs: list[Run] = []
     try:
         for _ in range(count):
             planned = submission.plan(recipe, site, f"serve-{endpoint.name}"[:64])
-            checked = submission.context(planned, asked.local)
+            checked = submission.context(planned, executors.named(asked.executor))
             runs.append(submission.submit(planned, checked, say))
     except BaseException:
         # All of them, or none.
@@ -119,12 +124,13 @@ def launch(
             with suppress(CookbookError):
                 cancel(run)
         raise
-    settings = dict(recipe.train_config(site.root, str(runs[0].path)))
+    place = runs[0].path if runs else endpoint.folder
+    settings = dict(recipe.train_config(site.root, str(place)))
     names = [run.name for run in runs]
     return changed(asked, version=model.name, runs=names), runs, settings
 
 
-def _check(recipe: Recipe) -> None:
+def _check(recipe: Recipe, asked: Served) -> None:
     """Raise UsageFault if the replicas of a node cannot share it, or the engine is not there."""
     copies = int(recipe.config.get("replicas_per_node") or 1)
     gpus, port = recipe.resources.gpus_per_node, recipe.config.get("port")
@@ -136,6 +142,12 @@ def _check(recipe: Recipe) -> None:
         )
     if copies > 1 and port:
         faults.append(f"port={port}: {copies} replicas of one node cannot share it: leave it out")
+    if asked.max_replicas is not None and asked.queued and recipe.config.get("bind") != "node":
+        faults.append(
+            f"--replicas {asked.replicas}-{asked.max_replicas}: the gateway must reach replicas "
+            "on any node: add bind=node"
+        )
+    faults += adapter_faults(str(recipe.config["engine"]), Path(str(recipe.config["model"])))
     if not recipe.config.get("engine_python"):
         argv = [str(venv.python()), "-m", "serving.engines", str(recipe.config["engine"])]
         done = subprocess.run(
@@ -144,6 +156,34 @@ def _check(recipe: Recipe) -> None:
         faults += done.stdout.strip().splitlines()
     if faults:
         raise UsageFault(faults)
+
+
+def adapter_faults(engine: str, folder: Path) -> list[str]:
+    """Return why an engine would answer with another model than this adapter over its base.
+
+    vLLM (lora/peft_helper.py) scales all layers alike, and SGLang (srt/lora/lora.py) by
+    lora_alpha / r whatever else the adapter's settings say.
+    """
+    adapter = files.read_json_or_none(folder / "adapter_config.json")
+    if engine == "transformers" or not isinstance(adapter, dict):
+        return []
+    ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    rank, alpha = float(adapter.get("r") or 8), float(adapter.get("lora_alpha") or 8)
+    power = 0.5 if adapter.get("use_rslora") else 1.0
+    factors = (
+        float(alphas.get(name, alpha)) / float(ranks.get(name, rank)) ** power
+        for name in {*ranks, *alphas}
+    )
+    fields = []
+    if any(not isclose(factor, alpha / rank**power) for factor in factors):
+        fields = ["alpha_pattern" if alphas else "rank_pattern"]
+    if engine == "sglang" and adapter.get("use_rslora"):
+        fields.append("use_rslora")
+    return [
+        f"{folder}: engine={engine} ignores the adapter's {field}, so its answers would be wrong: "
+        "set engine=transformers, or serve the merged model (of a run: its export folder)"
+        for field in fields
+    ]
 
 
 def _make(endpoint: Endpoint) -> None:
@@ -171,8 +211,8 @@ def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
             if state.ended:
                 detail = f" ({state.detail})" if state.detail else ""
                 raise EndpointFault(
-                    f"{left[0].name} is {state.word}{detail}: "
-                    f"cookbook logs --first-error {left[0].name}"
+                    f"{left[0].name} is {state.word}{detail}: cookbook logs --first-error "
+                    f"{left[0].name}"
                 )
             words = f"{left[0].name}: {state.word} {state.detail}".rstrip()
             if state.word != "RUNNING" and words != told:
@@ -187,8 +227,8 @@ def check_port(endpoint: Endpoint, port: int) -> None:
     if running is not None:
         if urlparse(str(running["url"])).port != port:
             raise UsageFault(
-                f"--port {port}: the gateway of {endpoint.name} listens at {running['url']} "
-                "already: leave --port out"
+                f"--port {port}: the gateway of {endpoint.name} already listens at "
+                f"{running['url']}: leave --port out"
             )
         return
     try:
@@ -201,7 +241,7 @@ def check_port(endpoint: Endpoint, port: int) -> None:
         ) from error
 
 
-def start_gateway(endpoint: Endpoint, port: int = 0) -> str:
+def start_gateway(site: Site, endpoint: Endpoint, port: int = 0) -> str:
     """Start the gateway on this host, if none runs; return its address.
 
     Without a port it gets the one that it had before, if that is free: clients have its address.
@@ -212,12 +252,12 @@ def start_gateway(endpoint: Endpoint, port: int = 0) -> str:
     if not port and isinstance(before, dict):
         port = urlparse(str(before.get("url"))).port or 0
         with suppress(EndpointFault):
-            return _start_gateway(endpoint, port)
+            return _start_gateway(site, endpoint, port)
         port = 0
-    return _start_gateway(endpoint, port)
+    return _start_gateway(site, endpoint, port)
 
 
-def _start_gateway(endpoint: Endpoint, port: int) -> str:
+def _start_gateway(site: Site, endpoint: Endpoint, port: int) -> str:
     (endpoint.folder / endpoints.GATEWAY).unlink(missing_ok=True)
     log = endpoint.folder / "gateway.log"
     argv = [str(venv.python()), "-m", "serving.gateway", str(endpoint.folder), "--port", str(port)]
@@ -226,7 +266,8 @@ def _start_gateway(endpoint: Endpoint, port: int) -> str:
         process = subprocess.Popen(
             argv,
             cwd=paths.REPO_ROOT,
-            env=venv.environment(),
+            # Of the commands that it starts to follow the load.
+            env={**venv.environment(), "COOKBOOK_CLUSTER": site.name},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -247,7 +288,7 @@ def _start_gateway(endpoint: Endpoint, port: int) -> str:
 def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run]:
     """Let one version take the place of all that an endpoint serves, without a gap."""
     before, going = endpoint.served, endpoint.living(site.root)
-    new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
+    new, runs, settings = launch(site, endpoint, asked, successors(asked, going), say)
     endpoint.write([*before, new], settings)
     _tell_place(runs, going, say)
     await_ready(endpoint, runs, say)
@@ -255,6 +296,13 @@ def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run
     drain(endpoint, going, say)
     endpoint.write([new])
     return runs
+
+
+def successors(asked: Served, going: Sequence[Run]) -> int:
+    """Return how many jobs take the place of those that go."""
+    if asked.max_replicas is None:
+        return asked.replicas
+    return min(max(asked.replicas, len(going)), asked.max_replicas)
 
 
 def renew(
@@ -287,7 +335,7 @@ def renew(
 
 def _tell_place(runs: Sequence[Run], going: Sequence[Run], say: Say) -> None:
     new, old = (", ".join(run.name for run in each) for each in (runs, going))
-    say(f"{new} is to take the place of {old}" if old else f"{new} is to serve")
+    say(f"{new} will replace {old}" if old else f"{new} will serve")
 
 
 def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
@@ -316,17 +364,21 @@ def share(endpoint: Endpoint, versions: Mapping[str, float]) -> None:
 
 def stop(site: Site, endpoint: Endpoint, say: Say) -> None:
     """End an endpoint's jobs and its gateway; its log and its key stay."""
-    for run in endpoint.living(site.root):
-        say(cancel(run))
     gateway = endpoint.gateway
-    if gateway is None:
-        return
-    if gateway["host"] != socket.gethostname():
-        say(f"the gateway runs on {gateway['host']}: repeat the command there to end it")
-        return
-    with suppress(ProcessLookupError):
-        os.kill(int(gateway["pid"]), 15)
-    say(f"the gateway {gateway['url']} has ended")
+    here = gateway is not None and gateway["host"] == socket.gethostname()
+    if gateway is not None and here:
+        # First, because it starts jobs by the load.
+        with suppress(ProcessLookupError):
+            os.kill(int(gateway["pid"]), 15)
+        say(f"the gateway {gateway['url']} has stopped")
+    with ExitStack() as stack:
+        # What follows the load or replaces a job may be about to submit one; it names it first.
+        with suppress(EndpointFault):
+            stack.enter_context(endpoint.alone(10))
+        for run in endpoint.living(site.root):
+            say(cancel(run))
+    if gateway is not None and not here:
+        say(f"the gateway runs on {gateway['host']}: repeat the command there to stop it")
 
 
 def failed_start(site: Site, endpoint: Endpoint) -> str:

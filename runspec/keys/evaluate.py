@@ -10,46 +10,61 @@ METRICS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL", "classification", 
 _KEYS = (
     Key("candidate", "text", "Folder of the model to evaluate; cookbook eval sets it.", REQUIRED),
     Key("candidate_name", "text", "Its name in the table."),
-    Key("against", "text", "Folder of the model that it is compared with."),
+    Key("against", "text", "Folder of the model to compare with."),
     Key("against_name", "text", "Its name in the table."),
-    Key("results", "text", "Folder that gets the result, beside the evaluated run."),
-    Key("training_data", "texts", "JSON lines files in which the samples are searched."),
+    Key("results", "text", "Folder for the result, beside the evaluated run."),
+    Key("training_data", "texts", "JSON lines files to search for the samples."),
     Key("seed", "count", "Seed of sampling, of the bootstrap and of the permutations.", 0),
     Key("dtype", "bf16 | fp16 | fp32", "Type of the weights.", "fp32"),
     Key("device", "auto | cpu | cuda", "Where the models run.", "auto"),
-    Key("batch_size", "positive", "Samples that are answered together.", 8),
-    Key("shard_samples", "positive", "Samples after which results are saved.", 64),
-    Key("max_new_tokens", "positive", "Longest answer, in tokens.", 128),
+    Key("batch_size", "positive", "Samples per batch.", 8),
+    Key("shard_samples", "positive", "Number of samples between saves of the results.", 64),
+    Key("max_new_tokens", "positive", "Maximum answer length in tokens.", 128),
     Key("temperature", "rate", "0: greedy decoding.", 0),
-    Key("top_p", "number", "Share of probability that is sampled from, if temperature > 0.", 1.0),
-    Key("template", "chat | none", "The model's chat template, or the text as it is.", "chat"),
+    Key("top_p", "number", "Nucleus sampling probability, if temperature > 0.", 1.0),
+    Key(
+        "template",
+        "chat | none",
+        "chat: the model's chat template; none: the text unchanged.",
+        "chat",
+    ),
     Key("resamples", "positive", "Bootstrap resamples, and permutations of a paired test.", 2000),
-    Key("confidence", "number", "Of the intervals.", 0.95),
+    Key("confidence", "number", "Confidence level of the intervals.", 0.95),
     Key("tasks", "open block", "The tasks by name.", REQUIRED),
 )
 EVAL = {key.name: key for key in _KEYS}
 
 _TASK = (
-    Key("kind", "perplexity | generation | judge | lm_eval | batch", "What is done.", REQUIRED),
+    Key("kind", "perplexity | generation | judge | lm_eval | batch", "Kind of the task.", REQUIRED),
     Key("data", "text", "JSON lines, one sample each."),
     Key("prompt", "text", "Column of the prompt.", "question"),
-    Key("reference", "text", "Column of the right answer.", "answer"),
-    Key("group", "text", "Column by which the figures are given as well."),
-    Key("limit", "positive", "Only the first samples."),
+    Key("reference", "text", "Column of the correct answer.", "answer"),
+    Key("group", "text", "Column whose groups also get separate figures."),
+    Key("limit", "positive", "Number of samples to use, from the first on."),
     Key("system", "text", "System message of every prompt."),
-    Key("metrics", "texts", f"Of generation: {', '.join(METRICS)}.", ["exact_match", "f1"]),
-    Key("labels", "texts", "Of classification: the labels; default: those of the references."),
-    Key("regex", "text", "Of the metric regex: what an answer must hold."),
-    Key("schema", "any", "Of the metric schema: a JSON schema, or the path of one."),
-    Key("output", "text", "Of batch: JSON lines file that gets the answers, in order."),
-    Key("judge_url", "text", "Of judge: address of an OpenAI server, such as http://host:8000/v1."),
-    Key("judge_model", "text", "Of judge: the model's name there."),
-    Key("judge_key_file", "text", "Of judge: file of the API key."),
-    Key("tasks", "texts", "Of lm_eval: names of tasks."),
-    Key("include_path", "text", "Of lm_eval: folder of task YAML files of your own."),
-    Key("num_fewshot", "count", "Of lm_eval: examples before each prompt."),
+    Key("metrics", "texts", f"For generation: {', '.join(METRICS)}.", ["exact_match", "f1"]),
+    Key("labels", "texts", "For classification: the labels. Default: those of the references."),
+    Key("regex", "text", "For the metric regex: pattern that an answer must contain."),
+    Key("schema", "any", "For the metric schema: a JSON schema, or its path."),
+    Key("output", "text", "For batch: JSON lines file for the answers, in order."),
+    Key("judge_url", "text", "For judge: URL of an OpenAI server, such as http://host:8000/v1."),
+    Key("judge_model", "text", "For judge: the model's name on the server."),
+    Key("judge_key_file", "text", "For judge: file of the API key."),
+    Key("tasks", "texts", "For lm_eval: names of tasks."),
+    Key("include_path", "text", "For lm_eval: folder of your own task YAML files."),
+    Key("num_fewshot", "count", "For lm_eval: examples before each prompt."),
 )
 TASK = {key.name: key for key in _TASK}
+
+# What a figure depends on besides the model and the samples: a gate compares these.
+COMPARED = (
+    *("seed", "dtype", "max_new_tokens", "temperature", "top_p", "template"),
+    *("resamples", "confidence"),
+)
+COMPARED_OF_TASK = (
+    *("system", "labels", "regex", "schema", "judge_url", "judge_model"),
+    *("tasks", "num_fewshot", "include_path"),
+)
 
 
 def task_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
@@ -65,7 +80,7 @@ def task_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault(where, f"{where} must be a block of 'key: value' lines, got {task!r}")
             continue
         if "." in str(name) or "/" in str(name):
-            yield Fault(where, f"the task name {name!r} may hold no '.' and no '/'")
+            yield Fault(where, f"the task name {name!r} may not contain '.' or '/'")
         for fault in faults(task, TASK):
             yield Fault(f"{where}.{fault.key}", f"{fault.text} in {where}")
         yield from _needs(where, task)
@@ -84,6 +99,9 @@ def _needs(where: str, task: Mapping[str, Any]) -> Iterator[Fault]:
     for name in metrics if isinstance(metrics, list) else ():
         if name not in METRICS:
             known = ", ".join(METRICS)
-            yield Fault(f"{where}.metrics", f"{where}.metrics holds {name!r}, not one of {known}")
+            yield Fault(
+                f"{where}.metrics",
+                f"{where}.metrics contains {name!r}, which is not one of {known}",
+            )
         if name in ("regex", "schema") and not task.get(name):
-            yield Fault(f"{where}.{name}", f"{where}.{name} is missing, which its metric needs")
+            yield Fault(f"{where}.{name}", f"{where}.{name} is missing: its metric needs it")

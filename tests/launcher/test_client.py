@@ -98,7 +98,7 @@ def test_a_cancel_ends_the_job_that_a_resume_made_after_a_killed_script(
     until(lambda: first not in jobs_of(slurm, run), 30)
     told = user.status(run.path)
     assert told["state"] == "FAILED" and told["detail"].endswith(
-        f"it ended without a last word (killed?); continue with: cookbook resume {run.name}"
+        f"it ended without a final state (killed?); continue with: cookbook resume {run.name}"
     )
     closed()
     second = resumed(user, run)
@@ -165,7 +165,7 @@ def test_another_clusters_run_is_left_alone_and_said_to_be_there(
         run.write("submission.json", {**run.submission, "jobs": [record]})
         run.write("status.json", {"state": "RUNNING", "job_id": job, "attempt": 0})
         done = there.cookbook("cancel", run.name)
-        assert f"no job of {run.name} is known" in done.stdout
+        assert f"{run.name} has no known job" in done.stdout
         shown = other.run(["squeue", "--noheader", f"--jobs={job}", "--format=%k"]).stdout
         assert shown.strip() == "mine", "the stranger's job was cancelled"
     assert jobs_of(slurm, run) == {job: "RUNNING"}
@@ -202,7 +202,7 @@ def test_a_cancel_that_fails_leaves_no_mark(slurm, slurm_user: Kit, tmp_path: Pa
     for _ in range(2):
         done = lame.cookbook("cancel", run.name)
         assert done.returncode == 1, done.stdout
-        assert done.stderr.startswith(f"error: {run.name} is perhaps not cancelled: Slurm says")
+        assert done.stderr.startswith(f"error: {run.name} may not be cancelled: Slurm says")
         assert not (run.path / "cancelled.json").exists()
     assert jobs_of(slurm, run) == {job: "RUNNING"}
     user.cookbook("cancel", run.name)
@@ -302,9 +302,9 @@ def test_a_resume_takes_other_nodes_and_keys_and_refuses_what_makes_another_run(
         monkeypatch.setenv(name, kit.env[name])
     for overrides, options, told in (
         (["seed=8"], {}, "seed may not change at resume, from 0 to 8: leave it out, or make"),
-        (["batch_size=3"], {}, "and the run's checkpoints were made with"),
+        (["batch_size=3"], {}, "but the run's checkpoints were made with"),
         (["optimizer.lrr=1"], {}, "did you mean lr?"),
-        (["gradient_accumulation_steps=1"], {"nodes": 3}, "a step would see"),
+        (["gradient_accumulation_steps=1"], {"nodes": 3}, "a step would use"),
         ([], {"partition": "nowhere"}, "there is no partition 'nowhere'"),
         (["tensor_parallel_dim=3"], {}, "does not divide 2 ranks"),
     ):
@@ -313,7 +313,7 @@ def test_a_resume_takes_other_nodes_and_keys_and_refuses_what_makes_another_run(
         assert {name: (path / name).read_text() for name in names} == before
     done = kit.cookbook("resume", path.name, "--nodes", "1", "--time", "30", "optimizer.lr=1e-3")
     assert done.returncode == 0, done.stderr
-    assert "note: gradient_accumulation_steps=2, so that a step sees" in done.stderr
+    assert "note: gradient_accumulation_steps=2, so that a step uses" in done.stderr
     script, train = ((path / name).read_text() for name in ("job.sbatch", "train.yaml"))
     assert "#SBATCH --nodes=1\n" in script and "#SBATCH --time=30\n" in script
     assert "#SBATCH --job-name=changed\n" in script and f"RUN_DIR={path}\n" in script

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from launcher.errors import EndpointFault, UsageFault
+from launcher.recipes.recipe import time_limit_s
 from launcher.runs.directory import Run
 from launcher.site import Site
 from launcher.workflows import keep, serve
@@ -22,7 +23,7 @@ def endpoint(tmp_path) -> Endpoint:
 
 
 def test_a_loopback_address_of_another_host_is_not_used(endpoint):
-    with pytest.raises(EndpointFault, match="nothing serves intent now"):
+    with pytest.raises(EndpointFault, match="intent is not served now"):
         _ = endpoint.url
     facts = {"state": "ready", "url": "http://127.0.0.1:4000", "bind": "loopback"}
     endpoints.tell(endpoint.folder, "a", facts)
@@ -50,10 +51,30 @@ def test_a_port_in_use_is_told_before_anything_is_submitted(endpoint):
     serve.check_port(endpoint, port)
 
 
+@pytest.mark.parametrize(
+    ("settings", "engine", "field"),
+    [
+        ({"use_rslora": True}, "sglang", "use_rslora"),
+        ({"use_rslora": True}, "vllm", None),
+        ({"alpha_pattern": {"q_proj": 4}}, "vllm", "alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": 4}}, "transformers", None),
+        # As the kit exports a matrix of three: three times the rank and the alpha.
+        ({"rank_pattern": {"qkv_proj": 24}, "alpha_pattern": {"qkv_proj": 48}}, "sglang", None),
+    ],
+)
+def test_an_adapter_whose_scale_is_ignored(tmp_path, settings, engine, field):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16} | settings))
+    faults = serve.adapter_faults(engine, tmp_path)
+    assert [f"ignores the adapter's {field}, so" in fault for fault in faults] == [True] * (
+        field is not None
+    )
+
+
 def served_run(endpoint: Endpoint, limit: str, began_s_ago: float) -> Run:
     run = Run(endpoint.folder.parents[1] / "runs" / "20260102-030405-serve-intent-0a1b")
     run.path.mkdir(parents=True)
-    (run.path / "job.sbatch").write_text(f"#!/bin/bash\n#SBATCH --time={limit}\n")
+    lead = min(300, time_limit_s(limit) // 4)
+    run.write("submission.json", {"asked": {"time": limit, "signal_lead_s": lead}})
     job = {"job_id": "7", "restart_count": 1}
     # The attempt before went with another start of the job.
     (run.path / "attempts.jsonl").write_text(json.dumps({**job, "restart_count": 0, "started": 1}))
@@ -64,11 +85,14 @@ def served_run(endpoint: Endpoint, limit: str, began_s_ago: float) -> Run:
 
 @pytest.mark.parametrize(
     ("limit", "began_s_ago", "near"),
-    [("04:00:00", 3 * 3600, False), ("04:00:00", 3.7 * 3600, True), ("10", 290, False),
-     ("10", 310, True)],
+    [("04:00:00", 3 * 3600, False), ("04:00:00", 3.7 * 3600, True), ("10", 280, False),
+     ("10", 310, True), ("3", 30, False), ("3", 50, True)],
 )  # fmt: skip
-def test_a_successor_is_due_before_the_time_limit(endpoint, tmp_path, limit, began_s_ago, near):
+def test_a_successor_is_due_before_the_time_limit(endpoint, limit, began_s_ago, near):
+    """A start of 55 s, and Slurm's warning 300 s or a quarter of the limit before it."""
     run, served = served_run(endpoint, limit, began_s_ago), Served("m", "m", runs=["x"])
+    facts = {"state": "ready", "run": run.name, "start_s": 55}
+    endpoints.tell(endpoint.folder, "a", facts)
     going, count, reason = keep.due(Site(), endpoint, served, [run])
     assert (list(going) == [run], count == 1, "time limit" in reason) == (near, near, near)
 

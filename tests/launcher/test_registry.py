@@ -2,24 +2,33 @@
 
 import fcntl
 import json
+import os
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from launcher import yamlfile
 from launcher.errors import CookbookError, GateFault, RecipeFault, StoreFault, UsageFault
 from launcher.runs.directory import Run
 from launcher.site import Site
-from launcher.tracking import gates, importer, registry
+from launcher.tracking import gates, importer, judging, registry
 from launcher.tracking import store as stores
 from launcher.workflows import evaluate, models
 from launcher.workflows import promote as workflow
+from runspec.keys.evaluate import COMPARED, EVAL
+from runspec.weights import content_sha256
 from tests.launcher.kit import finished_run, model_folder
+from trainer.evaluation import samples
 
 # Importing MLflow takes seconds.
 pytestmark = pytest.mark.long
 
 GATES = """
+evaluations:
+  suite.answers: {data_sha256: "d1", min_samples: 20, settings: {max_new_tokens: 8}}
 gates:
   - metric: suite.answers.f1
     at_least: 0.5
@@ -31,20 +40,32 @@ gates:
 
 
 def evaluated(
-    run: Run, f1: float, answer: str, against: Path | None = None, p: float = 1.0
+    run: Run,
+    f1: float,
+    answer: str = "fine",
+    against: Path | None = None,
+    p: float = 1.0,
+    data: str = "d1",
+    count: int = 20,
+    tokens: int = 8,
 ) -> None:
     """The files that an evaluation leaves beside a run."""
+    export = run.path / "export"
     folder = run.path / "evals"
     folder.mkdir(exist_ok=True)
     figures: dict = {"candidate": {"value": f1}}
     if against is not None:
         figures["difference"] = {"value": f1 - 0.8, "p": p}
+    task = {"kind": "generation", "samples": count, "data_sha256": data}
+    settings = {key: EVAL[key].default for key in COMPARED} | {"max_new_tokens": tokens}
     result = {
         "suite": "suite",
+        "run": f"eval-of-{run.name[-4:]}-{len(list(folder.glob('*.json')))}",
         "created": float(len(list(folder.glob("*.json")))),
-        "candidate": {"folder": str((run.path / "export").resolve())},
-        "against": {"folder": str(against.resolve())} if against else None,
-        "tasks": {"answers": {"kind": "generation", "metrics": {"f1": {"all": figures}}}},
+        "settings": settings,
+        "candidate": {"folder": str(export.resolve()), "weights_sha256": content_sha256(export)},
+        "against": {"weights_sha256": content_sha256(against)} if against else None,
+        "tasks": {"answers": {**task, "settings": {}, "metrics": {"f1": {"all": figures}}}},
     }
     name = f"suite--{len(list(folder.glob('*.json')))}"
     (folder / f"{name}.json").write_text(json.dumps(result))
@@ -92,7 +113,7 @@ def test_a_run_that_is_half_written_hinders_no_other(site):
     with stores.opened(store) as client:
         runs = [Run(torn), finished_run(site.root, 2)]
         done = dict(importer.import_runs(client, store, runs))
-    assert "passed over" in done[torn.name] and done[runs[1].name].startswith("imported")
+    assert "skipped: " in done[torn.name] and done[runs[1].name].startswith("imported")
 
 
 def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
@@ -105,14 +126,14 @@ def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
     assert two.folder != second.path / "export" and (two.folder / "config.json").is_file()
     with pytest.raises(GateFault) as error:
         promote(site)
-    assert len(error.value.faults) == 3, "each gate lacks its figure"
-    assert "cookbook eval models:/intent@candidate --suite suite" in error.value.faults[0]
+    assert len(error.value.faults) == 2, "each kind of gate lacks its figure, said once"
+    assert "cookbook eval models:/intent/2 --suite suite" in error.value.faults[0]
     evaluated(second, 0.6, "hf_secret1", against=first.path / "export", p=0.01)
     with pytest.raises(GateFault) as error:
         promote(site)
     worse, forbidden = error.value.faults
     assert "differs from the champion by -0.2 (p 0.01, alpha 0.05)" in worse
-    assert "1 of 1 answers hold what is forbidden" in forbidden
+    assert "1 of 1 answers match a forbidden pattern" in forbidden
     evaluated(second, 0.79, "fine", against=first.path / "export", p=0.4)
     assert promote(site).number == 2
     before, now = workflow.rollback(site, "intent", "champion", "worse in use")
@@ -128,6 +149,61 @@ def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
         ("champion", 1),
     ]
     assert changes[2]["why"] == "a reason" and all(each["user"] for each in changes)
+    assert changes[2]["evaluations"] == ["eval-of-aaa3-0"]
+    assert changes[5]["evaluations"] == ["eval-of-aaa4-1"]
+
+
+def test_only_the_evaluation_that_a_gate_asks_for_counts(site):
+    run = finished_run(site.root, 5)
+    workflow.register(site, models.resolve(site, run.name), "easy", copy=False)
+
+    def refused() -> str:
+        with pytest.raises(GateFault) as error:
+            workflow.promote(
+                site, "easy", "champion", None, site.root / "gates.yaml", None, lambda _: None
+            )
+        return error.value.faults[0]
+
+    assert "v1 has no evaluation of suite.answers: make it with: cookbook eval " in refused()
+    evaluated(run, 1.0, data="d2", count=14)
+    assert "(data_sha256 d2); it has 14 samples, fewer than 20" in refused()
+    evaluated(run, 1.0, tokens=2)
+    assert "max_new_tokens is 2, not 8" in refused()
+    evaluated(run, 1.0)
+    weights = run.path / "export" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "the weights have changed since" in refused()
+    weights.write_bytes(content)
+    # A later evaluation of other data hides no earlier one that counts.
+    evaluated(run, 1.0, data="d2")
+    made = workflow.promote(
+        site, "easy", "champion", None, site.root / "gates.yaml", None, lambda _: None
+    )
+    assert made.number == 1
+
+
+def test_an_evaluation_is_printed_as_gates(tmp_path):
+    run = finished_run(tmp_path, 1)
+    evaluated(run, 1.0)
+    result = json.loads(next((run.path / "evals").glob("suite--0.json")).read_text())
+    path = tmp_path / "gates.yaml"
+    gate = "gates: [{metric: suite.answers.f1, at_least: 0.5}]"
+    path.write_text("\n".join([*judging.as_gates(result), gate]))
+    loaded = gates.load(path)
+    assert loaded.evaluations == {"suite.answers": gates.Wanted("d1", 20, {"max_new_tokens": 8})}
+    subject = judging.Subject("v1", run.path / "export", [result], {})
+    assert [each.passed for each in judging.judge(loaded, subject)] == [True]
+
+
+def test_the_gates_that_are_shipped_fit_their_suites():
+    default = gates.load(Path("configs/gates/default.yaml"))
+    suite = yamlfile.load(Path("configs/evals/slurm_qa.yaml"))
+    for name, wanted in default.evaluations.items():
+        task = suite["tasks"][name.partition(".")[2]]
+        rows = samples.read(name, {**task, "data": "configs/datasets/slurm_qa.jsonl"})
+        assert (samples.sha256(rows), len(rows)) == (wanted.data_sha256, wanted.min_samples)
+        assert wanted.settings == {"max_new_tokens": suite["max_new_tokens"]}
 
 
 def test_models_are_found_by_alias_and_version_and_an_unknown_one_is_told(site):
@@ -180,13 +256,49 @@ def test_a_store_that_is_locked_or_of_another_version_is_named(site, monkeypatch
         registry.names(client)
 
 
+def test_commands_that_register_at_once_wait_for_each_other(tmp_path, user, monkeypatch):
+    """Each waits, says for whom, and leaves nothing if it waits for too long."""
+    model_folder(tmp_path / "model")
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
+    store, model = stores.at(Site().root), models.resolve(Site(), str(tmp_path / "model"))
+    argv = [sys.executable, "-m", "launcher", "register", str(tmp_path / "model"), "--as", "many"]
+    with stores.written_by_one(store.folder):
+        started = [
+            subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        for each in started:
+            assert f"waiting for another cookbook command (process {os.getpid()} on " in (
+                each.stderr.readline()
+            )
+        # One copy of the files each, which needed no lock.
+        assert len(list((store.models / "many").iterdir())) == 2
+        monkeypatch.setenv("COOKBOOK_STORE_WAIT_S", "0")
+        with pytest.raises(StoreFault, match="is locked by another cookbook command"):
+            workflow.register(Site(), model, "many", copy=False)
+        assert len(list((store.models / "many").iterdir())) == 2
+    assert [each.wait(timeout=120) for each in started] == [0, 0]
+    with stores.opened(store, write=False) as client:
+        assert [each.number for each in registry.versions(client, "many")] == [2, 1]
+
+
 def test_faults_of_a_gates_file_are_told_together(tmp_path):
     path = tmp_path / "gates.yaml"
-    path.write_text("gates:\n  - metrc: a\n  - metric: a.b.c\n  - {task: a.b, forbidden: ['(']}\n")
+    path.write_text(
+        "evaluations: {a.b: {min_samples: 1, settings: {temprature: 1}}}\n"
+        "gates:\n  - metrc: a\n  - metric: a.b.c\n  - {task: a.c, forbidden: ['(']}\n"
+    )
     with pytest.raises(RecipeFault) as error:
         gates.load(path)
     text = "\n".join(error.value.faults)
-    for words in ("unknown key 'metrc'", "needs at_least, at_most", "forbidden holds '('"):
+    for words in (
+        "unknown key 'metrc'",
+        "needs at_least, at_most",
+        "forbidden holds '('",
+        "data_sha256 is missing",
+        "unknown key 'temprature' (did you mean temperature?)",
+        "gate 3 is about a.c, and evaluations has no block a.c",
+    ):
         assert words in text
 
 

@@ -12,7 +12,7 @@ SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "
 
 def adapter(folder: Path) -> Path:
     folder.mkdir()
-    settings = {"base_model_name_or_path": "/models/base", "r": 24}
+    settings = {"base_model_name_or_path": "/models/base", "r": 8, "rank_pattern": {"qkv_proj": 24}}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 

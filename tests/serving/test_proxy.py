@@ -12,10 +12,14 @@ from runspec import endpoint as endpoints
 from runspec.keys.serve import SERVE
 from serving.backends import Backend, Pool
 from serving.client import BrokenOff, Client
+from serving.front import Front
 from serving.journal import Journal, read
+from serving.keys import Keys
+from serving.parameters import Takes
 from serving.proxy import Proxy
 
 KEY = "right-key"
+CHAT = "/v1/chat/completions"
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "e", "version": "v1"}
 
 
@@ -83,9 +87,9 @@ def front(tmp_path, check, **settings) -> None:
         server, below, address = await upstream("a")
         journal = Journal(tmp_path / "requests")
         count = settings.pop("count", None)
-        proxy = Proxy(
-            {**SETTINGS, **settings}, KEY, One(address), journal, count, 100 if count else None,
-            model="/models/m",
+        proxy = Front(
+            {**SETTINGS, **settings}, Keys(KEY), One(address), lambda: Takes("vllm", "/models/m"),
+            journal, count, 100 if count else None,
         )  # fmt: skip
         runner, url = await opened(proxy.app())
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -105,13 +109,13 @@ def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
     async def check(client, url, server, log):
         async with client.post(url, json=ask(), headers={"X-Request-Id": "mine"}) as answer:
             assert (await answer.json())["choices"][0]["message"]["content"] == "from a"
-            assert answer.headers["X-Request-Id"] == "mine"
+            assert answer.headers["X-Client-Request-Id"] == "mine"
         async with client.post(url, json=ask(stream=True)) as answer:
             text = await answer.text()
         assert text.endswith("data: [DONE]\n\n") and server.heard[0]["model"] == "/models/m"
         assert set(server.keys) == {"Bearer the engine's own"}
         whole, stream = sorted(read(log), key=lambda row: row["time"])
-        assert whole["request_id"] == "mine" and whole["answer_tokens"] == 4
+        assert whole["client_id"] == "mine" and whole["answer_tokens"] == 4
         assert stream["answer"] == "one two three four" and stream["first_token_s"] is not None
         metrics = await (await client.get(url.replace("/v1/chat/completions", "/metrics"))).text()
         assert 'cookbook_requests_total{endpoint="e",status="200"} 2' in metrics
@@ -217,7 +221,7 @@ def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lo
         assert not pool.known, "another host's loopback address is not this host's"
         tell(machine="n17", bind="node")
         pool.refresh()
-        gateway, address = await opened(Proxy(SETTINGS, KEY, pool).app())
+        gateway, address = await opened(Proxy(SETTINGS, Keys(KEY), pool).app())
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
             waiting = asyncio.create_task(client.post(f"{address}/v1/chat/completions", json=ask()))
             while not server.heard:
@@ -252,7 +256,7 @@ def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path):
             endpoints.tell(tmp_path, name, {"state": "ready", "url": address, "version": "v"})
         pool = Pool(tmp_path)
         pool.refresh()
-        gateway, address = await opened(Proxy(SETTINGS, KEY, pool).app())
+        gateway, address = await opened(Proxy(SETTINGS, Keys(KEY), pool).app())
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
             for _ in range(8):
                 pool.known["torn"].failed_at = -100.0
@@ -272,7 +276,7 @@ def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
             endpoints.tell(tmp_path, name, {"state": "ready", "url": url, "version": f"v-{name}"})
         pool = Pool(tmp_path)
         pool.refresh()
-        runner, url = await opened(Proxy(SETTINGS, KEY, pool).app())
+        runner, url = await opened(Proxy(SETTINGS, Keys(KEY), pool).app())
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
 
             async def said(count: int) -> list[str]:
@@ -300,3 +304,27 @@ def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
         await servers["a"][1].cleanup()
 
     asyncio.run(run())
+
+
+def test_a_clients_id_used_twice_is_two_rows(tmp_path):
+    async def check(client, url, server, log):
+        given = {"X-Request-Id": "mine"}
+        for _ in range(2):
+            async with client.post(url, json=ask(), headers=given) as answer:
+                assert answer.headers["X-Client-Request-Id"] == "mine"
+        endpoints.tell(tmp_path, "a", {"state": "ready", "url": url.removesuffix(CHAT)})
+        pool = Pool(tmp_path)
+        pool.refresh()
+        gateway, address = await opened(Proxy(SETTINGS, Keys(KEY), pool).app())
+        for path in (CHAT, f"/{CHAT}/"):
+            async with client.post(address + path, json=ask(), headers=given) as answer:
+                assert answer.status == 200
+                last = answer.headers["X-Request-Id"]
+        await pool.dismiss(list(pool.known.values()))
+        await gateway.cleanup()
+        rows = list(read(log))
+        assert [row["client_id"] for row in rows] == ["mine"] * 4
+        ids = [row["request_id"] for row in rows]
+        assert len(set(ids)) == 4 and last in ids, "the answer names the row of the log"
+
+    front(tmp_path, check)

@@ -1,5 +1,7 @@
 """Tasks of lm-evaluation-harness, where it is installed."""
 
+import hashlib
+import json
 from typing import Any
 
 from trainer.errors import ConfigError
@@ -8,6 +10,8 @@ from trainer.evaluation.model import Answerer
 
 def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of lm-evaluation-harness by task and metric, with its standard errors.
+
+    Beside them the number of samples, and a hash of the harness's own hashes of what it asked.
 
     Raises:
         ConfigError: it is not installed, or does not know a task.
@@ -48,4 +52,14 @@ def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -
                     "value": float(value),
                     "stderr": block.get(f"{stem}_stderr,{rest}"),
                 }
-    return {"figures": figures}
+    logged = found["samples"]
+    asked = ("doc_hash", "prompt_hash", "target_hash")
+    hashes = {
+        name: sorted("".join(row[key] for key in asked) for row in rows)
+        for name, rows in sorted(logged.items())
+    }
+    return {
+        "figures": figures,
+        "samples": sum(map(len, logged.values())),
+        "data_sha256": hashlib.sha256(json.dumps(hashes).encode()).hexdigest(),
+    }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runspec import files
+from runspec import files, weights
 from trainer.errors import ConfigError
 from trainer.evaluation.samples import Sample
 
@@ -17,11 +17,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of the names, sizes and times of a model folder's files."""
+    """Return a hash of names, sizes and times of a model's files, an adapter's base included."""
     seen = [
         f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}"
-        for path in sorted(folder.iterdir())
-        if path.is_file()
+        for path in weights.content_files(folder)
     ]
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
 

@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 
 from runspec import files
+from runspec.keys.evaluate import COMPARED
+from runspec.weights import content_sha256
+from trainer.errors import ConfigError
 from trainer.evaluation import samples, scores
+from trainer.evaluation.model import fingerprint
 from trainer.evaluation.samples import Sample
 from trainer.evaluation.shards import Plan
 from trainer.evaluation.statistics import difference, interval, sign_test
@@ -20,7 +24,11 @@ _SHOWN = 20
 
 
 def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Write evals/<suite>.json and evals/<suite>.samples.jsonl, and copy them to `results`."""
+    """Write evals/<suite>.json and evals/<suite>.samples.jsonl, and copy them to `results`.
+
+    Raises:
+        ConfigError: a model's files changed while it was evaluated.
+    """
     suite = str(
         (files.read_json_or_none(run_dir / files.SUBMISSION) or {}).get("recipe") or "suite"
     )
@@ -32,19 +40,20 @@ def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         elif task["kind"] == "batch":
             tasks[name] = _of_batch(plan, name, task)
         else:
-            tasks[name], told = _of_samples(plan, name, task, config)
-            lines += told
+            tasks[name], own_lines = _of_samples(plan, name, task, config)
+            lines += own_lines
+        tasks[name]["settings"] = plan.asked[name]
     result = {
         "suite": suite,
         "run": run_dir.name,
         "created": time.time(),
         **{side: _model(plan, side) for side in plan.sides},
-        "settings": {key: config[key] for key in _SETTINGS},
+        "settings": {key: config[key] for key in (*COMPARED, "batch_size")},
         "tasks": tasks,
     }
     folder = run_dir / files.EVALS
-    told = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    files.write_text(folder / f"{suite}.samples.jsonl", told)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    files.write_text(folder / f"{suite}.samples.jsonl", text)
     files.write_json(folder / f"{suite}.json", result)
     if config.get("results"):
         target = Path(config["results"])
@@ -57,24 +66,16 @@ def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     return result
 
 
-_SETTINGS = (
-    "seed",
-    "dtype",
-    "batch_size",
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "template",
-    "resamples",
-    "confidence",
-)
-
-
 def _model(plan: Plan, side: str) -> dict[str, Any]:
     folder = plan.folder(side)
     name = plan.config.get(f"{side}_name") or folder.name
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     known = {"name": name, "folder": str(folder.resolve()), "bytes": size}
+    known["weights_sha256"] = content_sha256(folder)
+    if fingerprint(folder) != plan.models[side]:
+        raise ConfigError(
+            f"{side}: files in {folder} changed while it was evaluated: start the evaluation again"
+        )
     template = folder / "chat_template.jinja"
     text = template.read_text(encoding="utf-8") if template.is_file() else None
     return {**known, "fingerprint": plan.models[side], "chat_template": text}
@@ -86,6 +87,7 @@ def _of_samples(
     rows = {side: plan.all_rows(name, side) for side in plan.sides}
     data = plan.data[name]
     found: dict[str, Any] = {"kind": task["kind"], "samples": len(data)}
+    found["data_sha256"] = samples.sha256(data)
     found["too_long"] = {
         side: sum(bool(row.get("too_long")) for row in rows[side]) for side in plan.sides
     }
@@ -240,9 +242,11 @@ def _of_batch(plan: Plan, name: str, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_harness(plan: Plan, name: str) -> dict[str, Any]:
-    sides = {side: plan.all_rows(name, side)[0]["figures"] for side in plan.sides}
+    rows = {side: plan.all_rows(name, side)[0] for side in plan.sides}
+    sides = {side: row["figures"] for side, row in rows.items()}
     metrics = {}
     for metric in sides["candidate"]:
         known = {side: figures[metric] for side, figures in sides.items() if metric in figures}
         metrics[metric] = {"all": known}
-    return {"kind": "lm_eval", "metrics": metrics}
+    known = {key: rows["candidate"].get(key) for key in ("samples", "data_sha256")}
+    return {"kind": "lm_eval", **known, "metrics": metrics}

@@ -64,6 +64,16 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     return found
 
 
+def content(samples: Iterable[Sample]) -> list[Any]:
+    """Return what a model is asked and compared with, in order."""
+    return [[each.prompt, each.reference, each.messages] for each in samples]
+
+
+def sha256(samples: Iterable[Sample]) -> str:
+    """Return a hash of what a model is asked and compared with."""
+    return hashlib.sha256(json.dumps(content(samples)).encode()).hexdigest()
+
+
 _COLUMNS = {"prompt": "question", "reference": "answer"}
 
 

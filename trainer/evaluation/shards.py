@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.keys.evaluate import COMPARED_OF_TASK
 from trainer.errors import ConfigError
 from trainer.evaluation import harness, judge, samples
 from trainer.evaluation.model import Answerer, fingerprint
@@ -54,8 +55,11 @@ class Plan:
                 raise ConfigError(f"{side}: there is no model folder {self.folder(side)}")
         self.models = {side: fingerprint(self.folder(side)) for side in self.sides}
         self.data: dict[str, list[Sample]] = {}
+        # As the suite has it: labels of classification may be derived from the samples.
+        self.asked: dict[str, dict[str, Any]] = {}
         for name, task in config["tasks"].items():
             self.data[name] = [] if task["kind"] == "lm_eval" else samples.read(name, task)
+            self.asked[name] = {key: task.get(key) for key in COMPARED_OF_TASK}
             _complete(task, self.data[name])
         self.shards = list(self._shards())
         self.folder_of_shards.mkdir(parents=True, exist_ok=True)
@@ -79,7 +83,7 @@ class Plan:
     def _mark(self, name: str) -> dict[str, str]:
         """Return by side the hash of what a shard's content depends on."""
         task = self.config["tasks"][name]
-        content = [[each.prompt, each.reference, each.messages] for each in self.data[name]]
+        content = samples.content(self.data[name])
         settings = {key: self.config[key] for key in _DEPENDS}
         asked = {key: task[key] for key in task if key not in _SHOWN}
         common = json.dumps([settings, asked, content], sort_keys=True)

@@ -3,11 +3,13 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from runspec.weights import content_sha256
 from trainer import evaluate
 from trainer.errors import ConfigError
 from trainer.evaluation import model as models
@@ -77,6 +79,37 @@ def test_four_workers_give_the_table_of_one(tmp_path, suite, alone):
     assert table(start(tmp_path, suite, [1, 2, 3, 0], 4)) == table(alone[1])
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert progress["state"] == "finished" and progress["step"] == 4 * 44
+
+
+def test_a_result_says_what_was_evaluated(alone, suite, tmp_path):
+    result = alone[1]
+    copy = shutil.copytree(suite["candidate"], tmp_path / "copy")
+    assert result["candidate"]["weights_sha256"] == content_sha256(copy)
+    weights = next(copy.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert result["candidate"]["weights_sha256"] != content_sha256(copy)
+    tasks = result["tasks"]
+    assert tasks["answers"]["data_sha256"] == tasks["likelihood"]["data_sha256"]
+    rows = Path(suite["tasks"]["answers"]["data"]).read_text().splitlines()
+    (tmp_path / "fewer.jsonl").write_text("\n".join(rows[:-1]))
+    fewer = samples.read("answers", {"data": str(tmp_path / "fewer.jsonl")})
+    assert samples.sha256(fewer) != tasks["answers"]["data_sha256"]
+
+
+def test_a_model_that_changes_meanwhile_is_refused(alone, suite, tmp_path):
+    from trainer.evaluation import result
+    from trainer.evaluation.shards import Plan
+
+    shutil.copytree(alone[0] / "evals" / "shards", tmp_path / "evals" / "shards")
+    copy = shutil.copytree(suite["candidate"], tmp_path / "copy")
+    (tmp_path / "train.yaml").write_text(json.dumps({**suite, "candidate": str(copy)}))
+    config = evaluate.load(tmp_path / "train.yaml")
+    plan = Plan(config, tmp_path)
+    (copy / "config.json").touch()
+    with pytest.raises(ConfigError, match="changed while it was evaluated"):
+        result.write(plan, config, tmp_path)
 
 
 def test_a_start_after_a_kill_makes_only_what_is_missing(suite, alone):

@@ -66,6 +66,7 @@ def test_a_harness_task_of_ones_own_is_taken_as_it_is(tmp_path, model_folder):
         right += (likely[1] > likely[0]) == bool(row["label"])
     assert figures["value"] == pytest.approx(right / 12)
     assert figures["stderr"] is not None
+    assert found["harness"]["samples"] == 12 and len(found["harness"]["data_sha256"]) == 64
 
 
 @pytest.fixture

@@ -1,0 +1,59 @@
+"""The keys of an endpoint's users: made, listed and revoked; only their hashes are kept."""
+
+import secrets
+import time
+from typing import Any
+
+from launcher.errors import UsageFault, nearest
+from launcher.recipes.recipe import NAME, NAME_RULE
+from launcher.workflows.endpoint import Endpoint
+from runspec import endpoint as endpoints
+from runspec import files
+
+
+def add(endpoint: Endpoint, user: str, limits: dict[str, int | None]) -> str:
+    """Make a user's key, and return it: nothing shows it again.
+
+    Args:
+        limits: requests_per_day and tokens_per_day (UTC), None for no limit.
+
+    Raises:
+        UsageFault: the name is not allowed, or the user has a key.
+    """
+    if not NAME.match(user):
+        raise UsageFault(f"the user name {user!r} may contain only {NAME_RULE}")
+    users = endpoints.users(endpoint.folder)
+    if user in users and users[user].get("revoked") is None:
+        raise UsageFault(
+            f"{user} already has a key: revoke it first with: cookbook serve --revoke-key "
+            f"{endpoint.name} --user {user}"
+        )
+    key = f"ck-{secrets.token_urlsafe(32)}"
+    entry = {"sha256": endpoints.key_hash(key), "created": time.time(), "revoked": None}
+    _write(endpoint, {**users, user: {**entry, **limits}})
+    return key
+
+
+def revoke(endpoint: Endpoint, user: str) -> None:
+    """Let a user's key open nothing from now on; UsageFault if there is no such key."""
+    users = endpoints.users(endpoint.folder)
+    valid = sorted(name for name, each in users.items() if each.get("revoked") is None)
+    if user not in valid:
+        known = f"there are {', '.join(valid)}" if valid else "there is none"
+        raise UsageFault(f"there is no key for user {user!r}{nearest(user, valid)}: {known}")
+    _write(endpoint, {**users, user: {**users[user], "revoked": time.time()}})
+
+
+def rows(endpoint: Endpoint) -> list[dict[str, Any]]:
+    """Return the users by name, with their limits and what they have used today (UTC)."""
+    used = endpoints.used_today(endpoint.folder)
+    found = []
+    for name, each in sorted(endpoints.users(endpoint.folder).items()):
+        requests, tokens = used.get(name, (0, 0))
+        row = {key: value for key, value in each.items() if key != "sha256"}
+        found.append({"user": name, **row, "requests": requests, "tokens": tokens})
+    return found
+
+
+def _write(endpoint: Endpoint, users: dict[str, dict[str, Any]]) -> None:
+    files.write_json(endpoint.folder / endpoints.USERS, users, mode=0o600)

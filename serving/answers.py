@@ -1,0 +1,171 @@
+"""Answers of an engine on their way to the client: cut at stop strings, put together, streamed."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from serving.parameters import Plan
+from serving.request import CHAT
+
+
+class Cutter:
+    """Cuts a text that comes in pieces at the first stop string that is complete."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self.stops, self.held, self.cut = stops, "", False
+
+    def feed(self, piece: str) -> str:
+        """Return what may be sent: what may be the beginning of a stop string is held back."""
+        if self.cut:
+            return ""
+        self.held += piece
+        ends = [
+            (place + len(stop), place)
+            for stop in self.stops
+            if (place := self.held.find(stop)) >= 0
+        ]
+        if ends:
+            self.cut, sent, self.held = True, self.held[: min(ends)[1]], ""
+            return sent
+        keep = max((_overlap(self.held, stop) for stop in self.stops), default=0)
+        sent, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return sent
+
+    def rest(self) -> str:
+        """Return what was held back when the text has ended."""
+        rest, self.held = self.held, ""
+        return rest
+
+    def whole(self, text: str) -> str:
+        """Cut a text that is there as a whole."""
+        return self.feed(text) + self.rest()
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text begin a stop string."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class Answers:
+    """The answers to one request: what is sent of them, and what the log gets.
+
+    Args:
+        name: of the model, as the client knows it.
+    """
+
+    def __init__(self, path: str, plan: Plan, request_id: str, name: str) -> None:
+        self.chat, self.plan, self.name = path == CHAT, plan, name
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + request_id
+        self.texts: dict[int, str] = {}
+        self.usage: dict[str, int] = {}
+        self.pieces, self.created = 0, 0
+        self._cutters: dict[int, Cutter] = {}
+        self._usages: dict[int, Any] = {}
+
+    def whole(self, values: list[dict[str, Any]]) -> dict[str, Any]:
+        """Put the engine's answers together."""
+        choices = []
+        for number, value in enumerate(values):
+            self._count(number, value.get("usage"))
+            offset = len(choices)
+            for choice in value.get("choices") or []:
+                index = offset + int(choice.get("index") or 0)
+                choice = {"logprobs": None, **choice, "index": index}
+                place = choice.get("message") if self.chat else choice
+                field = "content" if self.chat else "text"
+                if isinstance(place, dict):
+                    # The protocol has these, if only as null.
+                    place = {"content": None, "refusal": None, **place} if self.chat else place
+                    cutter = Cutter(self.plan.stops)
+                    if isinstance(place.get(field), str):
+                        place[field] = cutter.whole(place[field])
+                    self.texts[index] = place.get(field) or ""
+                    choice = {**choice, "message": place} if self.chat else place
+                    if cutter.cut:
+                        choice["finish_reason"] = "stop"
+                choices.append(choice)
+        head = {**values[0], "id": self.id, "model": self.name, "choices": choices}
+        return {**head, "usage": self.usage} if self.usage else head
+
+    def event(self, number: int, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events to send for one event of the stream of one of the plan's bodies."""
+        self.created = self.created or int(value.get("created") or 0)
+        # vLLM may send the usage so far with each event.
+        if value.get("usage"):
+            self._usages[number] = value["usage"]
+        choices = []
+        for choice in value.get("choices") or []:
+            index = number + int(choice.get("index") or 0)
+            choices.append(self._choice(index, dict(choice)))
+        if not choices:
+            return []
+        event = {**value, "id": self.id, "model": self.name, "created": self.created}
+        event.pop("usage", None)
+        return [{**event, "choices": choices}]
+
+    def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        cutter = self._cutters.setdefault(index, Cutter(self.plan.stops))
+        delta = dict(choice.get("delta") or {})
+        given = delta.get("content") if self.chat else choice.get("text")
+        text = cutter.feed(given) if given else ""
+        if choice.get("finish_reason") is not None:
+            text += cutter.rest()
+            if cutter.cut:
+                choice["finish_reason"] = "stop"
+        if given:
+            self.pieces += 1
+        self.texts[index] = self.texts.get(index, "") + text
+        if not self.chat:
+            head = {"logprobs": None, "finish_reason": None}
+            return {**head, **choice, "index": index, "text": text}
+        if text or given:
+            delta["content"] = text
+        return {"logprobs": None, "finish_reason": None, **choice, "index": index, "delta": delta}
+
+    def last(self) -> list[dict[str, Any]]:
+        """Return the event that tells the usage, if it was asked for."""
+        for number, usage in self._usages.items():
+            self._count(number, usage)
+        if not self.plan.usage:
+            return []
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.name}
+        return [{**head, "choices": [], "usage": self.usage}]
+
+    def _count(self, number: int, usage: Any) -> None:
+        if not isinstance(usage, dict):
+            return
+        counted = number in self.plan.counted
+        found = dict(self.usage)
+        found["prompt_tokens"] = found.get("prompt_tokens", 0) + counted * int(
+            usage.get("prompt_tokens") or 0
+        )
+        found["completion_tokens"] = found.get("completion_tokens", 0) + int(
+            usage.get("completion_tokens") or 0
+        )
+        found["total_tokens"] = found["prompt_tokens"] + found["completion_tokens"]
+        self.usage = {**usage, **found} if len(self.plan.bodies) == 1 else found
+
+
+def sse(value: Any) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+END = b"data: [DONE]\n\n"
+
+
+def message_of(body: bytes) -> str:
+    """Return the message of an engine's error: OpenAI's form, FastAPI's, or its text."""
+    text = body.decode("utf-8", errors="replace")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return " ".join(text.split())[:500]
+    for key in ("error", "detail", "message"):
+        while isinstance(value, dict) and key in value:
+            value = value[key]
+    return " ".join(str(value).split())[:500]

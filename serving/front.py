@@ -1,0 +1,343 @@
+"""The front of an engine: it reads what is asked, logs it, and makes the answer of the engine's."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from serving.answers import END, Answers, message_of, sse
+from serving.backends import Backend, connections
+from serving.journal import Journal
+from serving.keys import OWNER, Keys, Quotas, seconds_left
+from serving.parameters import Plan, Takes
+from serving.proxy import (
+    CLIENT_ID,
+    ID,
+    Asked,
+    BrokenOff,
+    Pool,
+    Proxy,
+    begin,
+    break_off,
+    gone,
+)
+from serving.request import BadRequest, check, parsed, prompts
+from serving.told import Told
+
+
+class EngineError(Exception):
+    """An engine's answer that is no answer: its status and its message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Front(Proxy):
+    """Answers requests by the one engine of its pool.
+
+    Args:
+        takes: what the engine takes; a function, because the engine itself says it once it runs.
+        journal: where requests are logged.
+        count: how many tokens a text has, None if nobody knows; limit: what the model takes.
+        quotas: what users have asked today.
+    """
+
+    behind_gateway = True
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        keys: Keys,
+        pool: Pool,
+        takes: Callable[[], Takes],
+        journal: Journal,
+        count: Callable[[str], int] | None = None,
+        limit: int | None = None,
+        ready: Callable[[], bool] = lambda: True,
+        quotas: Quotas | None = None,
+    ) -> None:
+        super().__init__(settings, keys, pool, ready)
+        self.takes, self.journal, self.quotas = takes, journal, quotas
+        self.count, self.limit = count, limit
+
+    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        """Read what is asked, log it, and answer it."""
+        if over := self._over_quota(asked.user):
+            again = {"Retry-After": str(seconds_left())}
+            return self.refuse(429, f"{asked.user}: {over}", headers=again)
+        try:
+            body = parsed(asked.body)
+            check(asked.path, body)
+            if too_long := await self._too_long(body):
+                raise BadRequest(too_long, "prompt" if "prompt" in body else "messages")
+            plan = self.takes().plan(asked.path, body)
+        except BadRequest as error:
+            return self.refuse(error.status, str(error), error.param)
+        if asked.user != OWNER and self.quotas is not None:
+            # Now, so that many at the same time do not pass together.
+            self.quotas.add(asked.user, 1, 0)
+        if self.journal.wants(asked.id):
+            self.journal.accepted(_row(asked, body, self.settings))
+        told = Told()
+        return await self.counted(asked, self._composed(request, asked, plan, told), told)
+
+    def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
+        """Log what came of a request, and count it for its user."""
+        if self.journal.wants(asked.id):
+            self.journal.answered(asked.id, row)
+        if asked.user != OWNER and self.quotas is not None:
+            tokens = sum(row[f"{kind}_tokens"] or 0 for kind in ("prompt", "answer"))
+            self.quotas.add(asked.user, 0, tokens)
+
+    def _over_quota(self, user: str) -> str:
+        if user == OWNER or self.quotas is None:
+            return ""
+        return self.quotas.over(user, self.keys.users.get(user, {}))
+
+    async def _too_long(self, asked: Mapping[str, Any]) -> str:
+        if self.count is None or self.limit is None:
+            return ""
+        for text in _plain(asked):
+            # Short of the limit even if each byte were a token.
+            if len(text.encode()) <= self.limit:
+                continue
+            tokens = await asyncio.to_thread(self.count, text)
+            if tokens > self.limit:
+                words = f"the request has {tokens:,} tokens, and the model takes {self.limit:,}"
+                return f"{words}: shorten it"
+        return ""
+
+    async def _composed(
+        self, request: web.Request, asked: Asked, plan: Plan, told: Told
+    ) -> web.StreamResponse:
+        """Ask the engine for each body of the plan, and make one answer of theirs."""
+        backend = self.pool.choose(set())
+        if backend is None:
+            return self._named(asked, self.error(503, "no replica is ready: try again in a moment"))
+        answers = Answers(asked.path, plan, asked.id, str(self.settings["endpoint"]))
+        asking = _Engine(backend, asked, self.timeout(), backend.key or self.keys.key)
+        sent = web.StreamResponse() if plan.stream else None
+        try:
+            if sent is not None:
+                return await self._streamed(request, asked, asking, answers, sent, told)
+            values = await _all(asking.whole(k, body) for k, body in enumerate(plan.bodies))
+            body = json.dumps(answers.whole(values), ensure_ascii=False).encode()
+            told.text_came()
+            return self._named(asked, web.Response(body=body, content_type="application/json"))
+        except EngineError as error:
+            told.status = error.status
+            if sent is None or not sent.prepared:
+                return self._named(asked, self.error(error.status, str(error)))
+            error_event = {"message": str(error), "type": "server_error", "code": error.status}
+            await sent.write(sse({"error": error_event}))
+            await sent.write_eof()
+            return sent
+        except TimeoutError:
+            told.status = 504
+            if sent is None or not sent.prepared:
+                return self._named(asked, self.too_late())
+            break_off(request)
+            raise BrokenOff("the time of a request is over") from None
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, aiohttp.ClientConnectionResetError) or gone(request):
+                raise
+            if sent is not None and sent.prepared:
+                break_off(request)
+                raise BrokenOff("the engine went away") from error
+            words = f"the engine does not answer ({type(error).__name__})"
+            return self._named(asked, self.error(503, words))
+        finally:
+            told.texts, told.usage = answers.texts, answers.usage
+            told.pieces = answers.pieces
+
+    async def _streamed(
+        self,
+        request: web.Request,
+        asked: Asked,
+        asking: "_Engine",
+        answers: Answers,
+        sent: web.StreamResponse,
+        told: Told,
+    ) -> web.StreamResponse:
+        plan = answers.plan
+        streams = [asking.events(k, body) for k, body in enumerate(plan.bodies)]
+        async with contextlib.aclosing(_merged(streams)) as events:
+            async for number, value in events:
+                made = answers.event(number, value)
+                if answers.pieces:
+                    told.text_came()
+                if made and not sent.prepared:
+                    headers = _ids(asked) | {"Content-Type": "text/event-stream"}
+                    await begin(sent, request, 200, told, headers | {"Cache-Control": "no-cache"})
+                for each in made:
+                    await sent.write(sse(each))
+        if not sent.prepared:
+            raise EngineError(500, "the engine sent an empty answer")
+        for each in answers.last():
+            await sent.write(sse(each))
+        await sent.write(END)
+        await sent.write_eof()
+        return sent
+
+    def _named(self, asked: Asked, response: web.Response) -> web.Response:
+        response.headers.update(_ids(asked))
+        return response
+
+
+class _Engine:
+    """Asks an engine for one request, with nothing of the client's but what was read."""
+
+    def __init__(
+        self, backend: Backend, asked: Asked, timeout: aiohttp.ClientTimeout, key: str
+    ) -> None:
+        self.backend, self.asked, self.timeout = backend, asked, timeout
+        self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self.headers |= {"Authorization": f"Bearer {key}"}
+
+    def _post(self, number: int, body: Mapping[str, Any]) -> Any:
+        return connections(self.backend).post(
+            f"{self.backend.url}{self.asked.path}",
+            data=json.dumps(body, ensure_ascii=False).encode(),
+            # An engine that batches tells its requests apart by their ids.
+            headers={**self.headers, ID: f"{self.asked.id}-{number}" if number else self.asked.id},
+            timeout=self.timeout,
+            allow_redirects=False,
+        )
+
+    async def whole(self, number: int, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an answer, EngineError if it is an error."""
+        async with self._post(number, body) as answer:
+            text = await answer.read()
+            _check(answer.status, text)
+        try:
+            value = json.loads(text)
+            return {**value, "choices": list(value["choices"])}
+        except (ValueError, KeyError, TypeError):
+            raise EngineError(502, "the engine's answer is not one of OpenAI's protocol") from None
+
+    async def events(
+        self, number: int, body: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of a stream."""
+        async with self._post(number, body) as answer:
+            if answer.status != 200 or answer.content_type != "text/event-stream":
+                _check(answer.status, await answer.read())
+                raise EngineError(502, "the engine answered a stream with no stream")
+            held = b""
+            async for chunk in answer.content.iter_any():
+                *lines, held = (held + chunk).split(b"\n")
+                for line in lines:
+                    if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                        continue
+                    yield _event(line[5:])
+
+
+def _event(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        # transformers serve does not quote the message of an error.
+        raise EngineError(500, f"the engine failed: {message_of(text)}") from None
+    if not isinstance(value, dict) or "error" in value:
+        raise EngineError(500, f"the engine failed: {message_of(text)}")
+    return value
+
+
+def _check(status: int, text: bytes) -> None:
+    """Raise EngineError for a status that is not 200; a redirect is never passed on."""
+    if status == 200:
+        return
+    message = message_of(text)
+    if 400 <= status < 500 and status not in (401, 403, 404, 405):
+        raise EngineError(400 if status == 422 else status, message)
+    if status in (429, 503):
+        raise EngineError(status, message)
+    words = "answered with a redirect" if 300 <= status < 400 else f"answered {status}: {message}"
+    raise EngineError(500 if status >= 500 else 502, f"the engine {words}")
+
+
+async def _all(asked: Any) -> list[Any]:
+    """Return what all coroutines return; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in asked]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _merged(
+    streams: list[AsyncGenerator[dict[str, Any], None]],
+) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+    """Yield the events of several streams as they come, with the number of their stream."""
+    if len(streams) == 1:
+        async for value in streams[0]:
+            yield 0, value
+        return
+    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(64)
+
+    async def pump(number: int, stream: AsyncGenerator[dict[str, Any], None]) -> None:
+        try:
+            async for value in stream:
+                await queue.put((number, value))
+            await queue.put((number, None))
+        except Exception as error:
+            await queue.put((number, error))
+
+    tasks = [asyncio.ensure_future(pump(k, each)) for k, each in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, value = await queue.get()
+            if isinstance(value, Exception):
+                raise value
+            if value is None:
+                left -= 1
+            else:
+                yield number, value
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _ids(asked: Asked) -> dict[str, str]:
+    return {ID: asked.id} | ({CLIENT_ID: asked.client_id} if asked.client_id else {})
+
+
+def _plain(asked: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a request that have to fit into the model, each by itself."""
+    messages = asked.get("messages")
+    if messages is None:
+        return [each if isinstance(each, str) else " ".join(map(str, each))
+                for each in prompts(asked)]  # fmt: skip
+    found = [json.dumps(asked["tools"], ensure_ascii=False)] if asked.get("tools") else []
+    for message in messages:
+        content = message.get("content") or ""
+        parts = [content] if isinstance(content, str) else content
+        found += [each if isinstance(each, str) else each.get("text", "") for each in parts]
+        found += [json.dumps(message["tool_calls"])] if message.get("tool_calls") else []
+    return ["\n".join(found)]
+
+
+def _row(asked: Asked, body: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    messages = body.get("messages")
+    if messages is None:
+        messages = [{"role": "user", "content": "\n".join(_plain(body))}]
+    known = {k: v for k, v in body.items() if k not in ("messages", "prompt", "model")}
+    return {
+        "request_id": asked.id,
+        "client_id": asked.client_id or None,
+        "user": asked.user or None,
+        "time": time.time(),
+        "endpoint": settings["endpoint"],
+        "model": settings.get("version") or settings["endpoint"],
+        "messages": messages,
+        "stream": bool(body.get("stream")),
+        "parameters": known,
+    }

@@ -1,0 +1,92 @@
+"""Who may ask an endpoint, and how much on a day: its own key, and the keys of users."""
+
+import hmac
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from runspec import endpoint as endpoints
+from runspec import files
+
+# Whoever has the endpoint's own key: its owner, and the gateway.
+OWNER = ""
+_DAY_S = 86400
+
+
+class Keys:
+    """The keys that an endpoint takes; refresh reads those of the users again."""
+
+    def __init__(self, key: str, folder: Path | None = None) -> None:
+        self.key, self.folder = key, folder
+        self.users: dict[str, dict[str, Any]] = {}
+        self._names: dict[str, str] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the users' keys: one that is revoked is refused from now on."""
+        if self.folder is None:
+            return
+        self.users = endpoints.users(self.folder)
+        self._names = {
+            str(each["sha256"]): name
+            for name, each in self.users.items()
+            if each.get("revoked") is None
+        }
+
+    def who(self, given: str) -> str | None:
+        """Return whose key it is, OWNER for the endpoint's own, None if it is nobody's."""
+        # A header may hold any bytes.
+        own = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.key.encode())
+        return OWNER if own else self._names.get(endpoints.key_hash(given))
+
+
+class Quotas:
+    """What users have asked today (UTC), of this replica and of all others.
+
+    Each replica writes a file of its own; refresh writes it and reads the others. What they have
+    counted since then is not known here.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder / endpoints.USAGE, name
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.day, self.own = endpoints.today(), endpoints.used_by(self.folder / f"{name}.json")
+        self.others: dict[str, tuple[int, int]] = {}
+        self._written = self.own
+        self.refresh()
+
+    def add(self, user: str, requests: int, tokens: int) -> None:
+        if self.day != endpoints.today():
+            self.day, self.own, self.others = endpoints.today(), {}, {}
+        before = self.own.get(user, (0, 0))
+        self.own = {**self.own, user: (before[0] + requests, before[1] + tokens)}
+
+    def over(self, user: str, limits: Mapping[str, Any]) -> str:
+        """Say which of a user's limits is reached, "" if none is."""
+        if self.day != endpoints.today():
+            return ""
+        pairs = (self.own.get(user, (0, 0)), self.others.get(user, (0, 0)))
+        for number, kind in enumerate(("requests", "tokens")):
+            limit, used = limits.get(f"{kind}_per_day"), sum(pair[number] for pair in pairs)
+            if limit is not None and used >= limit:
+                return f"{used:,} of {limit:,} {kind} of today (UTC) are used"
+        return ""
+
+    def refresh(self) -> None:
+        """Write this replica's counts, and read those of the others; an old file goes."""
+        if self.own is not self._written:
+            content = {"day": self.day, "users": self.own}
+            self._written = self.own
+            files.write_json(self.folder / f"{self.name}.json", content, mode=0o600)
+        for path in self.folder.glob("*.json"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - 2 * _DAY_S:
+                    path.unlink()
+        self.others = endpoints.used_today(self.folder.parent, without=self.name)
+
+
+def seconds_left() -> int:
+    """Return how long this day (UTC) still is."""
+    return int(_DAY_S - time.time() % _DAY_S) + 1

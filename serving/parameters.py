@@ -1,0 +1,287 @@
+"""What an engine is asked for a request: the names that it takes, and what the front does for it.
+
+Nothing that a request names is left out in silence: it is passed on, done by the front, without
+effect by its value, or refused by name.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+from serving.request import CHAT, BadRequest, prompts, stops
+
+# For the log only: who asks, and why.
+_DESCRIPTIVE = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+# Values that ask for what is done anyway.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "function_call": ("none",),
+}
+_DONE_HERE = {"model", "stream", "stream_options", "n", "stop"}
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"}
+_LENGTHS = {"max_tokens", "max_completion_tokens"}
+_OF_CHATS = {"messages", "tools", "tool_choice", "chat_template_kwargs"}
+# The names of OpenAI's protocol, for an engine that does not say which ones it takes.
+_PROTOCOL = {*_WITHOUT_EFFECT, *_DESCRIPTIVE, *_DONE_HERE, *_LENGTHS, *_OF_CHATS, "temperature"}
+_PROTOCOL |= {"top_p", "seed", "logit_bias", "prompt", "suffix", "reasoning_effort"}
+_INSTEAD = {
+    "frequency_penalty": "use repetition_penalty",
+    "presence_penalty": "use repetition_penalty",
+    "response_format": "serve it with engine=vllm, or say in the prompt what form the answer has",
+    "tool_choice": "use auto or none, or serve it with engine=vllm",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "suffix": "put it into the prompt in the form that the model was trained on",
+    "best_of": "use n",
+    "store": "requests are logged by log_share of the endpoint",
+    "reasoning_effort": "use chat_template_kwargs, if the chat template has such a key",
+}
+# What apply_chat_template takes besides the values for the template itself.
+_OF_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "add_generation_prompt"}
+_OF_TEMPLATES |= {"continue_final_message", "tokenize", "padding", "truncation", "max_length"}
+_OF_TEMPLATES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+_OF_TEMPLATES |= {"tokenizer_kwargs", "processor_kwargs", "load_audio_from_video", "messages"}
+# Below it a probability other than the largest is zero in float32; and logits are not infinite.
+_GREEDY = 1e-4
+# What transformers serve takes at least, if a request does not say.
+_NEW_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a request is asked of an engine.
+
+    bodies: one for each request to the engine; their choices are put together in this order.
+    choices: how many choices each of them has. counted: the bodies whose prompt is counted once.
+    stops: where the front cuts the text.
+    """
+
+    bodies: list[dict[str, Any]]
+    stream: bool
+    usage: bool
+    stops: list[str] = field(default_factory=list)
+    counted: frozenset[int] = frozenset({0})
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What an engine takes.
+
+    names: of each path, None if the engine does not say. facts, defaults: the model's config.json
+    and generation_config.json. template: its chat template, None if nobody knows. batching:
+    transformers' continuous batching, which has the same sampling for all requests.
+    """
+
+    engine: str
+    model: str
+    names: Mapping[str, frozenset[str]] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    batching: bool = False
+
+    def plan(self, path: str, asked: Mapping[str, Any]) -> Plan:
+        """Return how a checked request is asked; BadRequest names what the engine does not do."""
+        return (self._transformers if self.engine == "transformers" else self._other)(path, asked)
+
+    def _refuse(self, path: str, asked: Mapping[str, Any], taken: set[str]) -> dict[str, Any]:
+        """Return what has an effect, with the names that are taken; refuse all others by name."""
+        kept = {}
+        for name, value in asked.items():
+            if name in taken:
+                kept[name] = value
+            elif name not in _DESCRIPTIVE and not _without_effect(name, value):
+                raise BadRequest(self._words(path, name, value, taken), name)
+        return kept
+
+    def _words(self, path: str, name: str, value: Any, taken: set[str]) -> str:
+        shown = json.dumps(value, ensure_ascii=False)
+        shown = f"{name}={shown}" if len(shown) < 40 else name
+        if self.batching and name in (_SAMPLING | {"stop", "logit_bias"}):
+            return f"{shown}: continuous batching has the same sampling for all: leave it out"
+        if name in _INSTEAD:
+            return f"the engine {self.engine} does not do {shown}: {_INSTEAD[name]}"
+        if name in _PROTOCOL or name in ("audio", "prediction", "web_search_options"):
+            other = "" if self.engine == "vllm" else ", or serve it with engine=vllm"
+            return f"the engine {self.engine} does not do {shown}: leave it out{other}"
+        close = difflib.get_close_matches(name, sorted(taken), 1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        return f"{path} of the engine {self.engine} has no parameter {name!r}{meant}"
+
+    def _other(self, path: str, asked: Mapping[str, Any]) -> Plan:
+        """vLLM and SGLang do all that they have a name for."""
+        known = (self.names or {}).get(path)
+        taken = set(known) if known else _PROTOCOL - {"prompt" if path == CHAT else "messages"}
+        kept = self._refuse(path, asked, taken - {"request_id", "rid"} | {"model"})
+        stream = bool(asked.get("stream"))
+        usage = bool((asked.get("stream_options") or {}).get("include_usage"))
+        body = {**kept, "model": self.model}
+        if stream:
+            # The log and the quotas count what the engine counts.
+            body["stream_options"] = {"include_usage": True}
+        return Plan([body], stream, usage)
+
+    def _transformers(self, path: str, asked: Mapping[str, Any]) -> Plan:
+        taken = _DONE_HERE | _LENGTHS | (_OF_CHATS if path == CHAT else {"prompt"})
+        taken = taken - {"stop"} if self.batching else taken | _SAMPLING | {"logit_bias"}
+        kept = self._refuse(path, asked, taken)
+        usage = bool((asked.get("stream_options") or {}).get("include_usage"))
+        stream, count = bool(asked.get("stream")), int(asked.get("n", 1))
+        body: dict[str, Any] = {"model": self.model, "stream": stream}
+        for name in kept.get("chat_template_kwargs", ()):
+            if name in _OF_TEMPLATES or (self.template and name not in self.template):
+                place = f"chat_template_kwargs.{name}"
+                raise BadRequest(f"the chat template takes no {place}", place)
+            body["chat_template_kwargs"] = kept["chat_template_kwargs"]
+        if kept.get("tools") and kept.get("tool_choice", "auto") != "none":
+            if kept.get("tool_choice", "auto") != "auto":
+                raise BadRequest(self._words(path, "tool_choice", kept["tool_choice"], taken),
+                                 "tool_choice")  # fmt: skip
+            if self.template and "tools" not in self.template:
+                raise BadRequest("the chat template of the model has no tools", "tools")
+            body["tools"] = kept["tools"]
+        size = self.facts.get("vocab_size")
+        if isinstance(size, int) and any(int(each) >= size for each in kept.get("logit_bias", ())):
+            raise BadRequest(f"logit_bias: the model has {size:,} tokens", "logit_bias")
+        texts = self._texts(path, asked)
+        bodies = [
+            {**body, **text, **self._generation(kept, choice)}
+            for text in texts
+            for choice in range(count)
+        ]
+        counted = frozenset(range(0, len(bodies), count))
+        return Plan(bodies, stream, usage, stops(kept), counted)
+
+    def _generation(self, kept: Mapping[str, Any], choice: int) -> dict[str, Any]:
+        """Return generation_config, which transformers serve takes as JSON in a request.
+
+        seed and stop_texts in it are read by serving.transformers_engine.
+        """
+        most = kept.get("max_completion_tokens", kept.get("max_tokens"))
+        if self.batching:
+            return {} if most is None else {"max_tokens": most}
+        default = max(_NEW_TOKENS, int(self.defaults.get("max_new_tokens") or 0))
+        config: dict[str, Any] = {"max_new_tokens": default if most is None else most}
+        if "repetition_penalty" in kept:
+            config["repetition_penalty"] = float(kept["repetition_penalty"])
+        if stops(kept):
+            config["stop_texts"] = stops(kept)
+        if kept.get("logit_bias"):
+            pairs = kept["logit_bias"].items()
+            config["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in pairs]
+        if kept.keys() & (_SAMPLING - {"repetition_penalty"}):
+            heat = float(kept.get("temperature", self.defaults.get("temperature") or 1.0))
+            config["do_sample"] = heat >= _GREEDY
+            if config["do_sample"]:
+                # Without a number of its own generate() would take the 50 likeliest tokens.
+                top = int(kept.get("top_k", self.defaults.get("top_k") or 0))
+                config |= {"temperature": heat, "top_k": max(0, top)}
+                config |= {key: float(kept[key]) for key in ("top_p", "min_p") if key in kept}
+        if "seed" in kept:
+            config["seed"] = (int(kept["seed"]) + choice + 2**63) % 2**64 - 2**63
+        return {"generation_config": json.dumps(config)}
+
+    def _texts(self, path: str, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if path == CHAT:
+            messages = [self._message(k, each) for k, each in enumerate(asked["messages"])]
+            return [{"messages": messages}]
+        given = prompts(asked)
+        if not isinstance(given[0], str):
+            raise BadRequest("the engine transformers takes a prompt as text only", "prompt")
+        return [{"prompt": each} for each in given]
+
+    def _message(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        known = {key: value for key, value in message.items() if value is not None}
+        # Chat templates leave out the reasoning of earlier turns.
+        known.pop("reasoning_content", None)
+        for name in known:
+            if name not in ("role", "content", "tool_calls", "tool_call_id"):
+                place = f"messages[{number}].{name}"
+                raise BadRequest(f"the engine transformers does not do {place}", place)
+        parts = known.get("content")
+        for part in parts if isinstance(parts, list) else ():
+            kind, place = part["type"], f"messages[{number}].content"
+            if kind == "text":
+                continue
+            if kind != "image_url" or "vision_config" not in self.facts:
+                raise BadRequest(f"{place}: the model takes no {kind}, only text", place)
+            link = part.get("image_url")
+            link = link.get("url") if isinstance(link, dict) else link
+            if not isinstance(link, str) or not link.startswith("data:image/"):
+                # An address would be opened by the engine: files of the node, its network.
+                raise BadRequest(f"{place}: give an image as data:image/...;base64,...", place)
+        return known
+
+
+def _without_effect(name: str, value: Any) -> bool:
+    # 0 equals False, and asks for something else.
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool)
+        for each in _WITHOUT_EFFECT.get(name, ())
+    )
+
+
+def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
+    """Return what the engine of an endpoint takes.
+
+    Args:
+        name: what the engine calls its model.
+        schema: the engine's own /openapi.json, None if it has none.
+    """
+    model = Path(str(config["model"]))
+    adapter = files.read_json_or_none(model / "adapter_config.json")
+    base = Path(str(adapter["base_model_name_or_path"])) if isinstance(adapter, dict) else model
+    engine = str(config["engine"])
+    read = (files.read_json_or_none(base / f"{each}.json") for each in _FILES)
+    facts, defaults = (each if isinstance(each, dict) else {} for each in read)
+    arguments = [str(each) for each in config.get("engine_args") or []]
+    batching = engine == "transformers" and "--continuous-batching" in arguments
+    names = None if engine == "transformers" else names_of(schema)
+    return Takes(engine, name, names, facts, defaults, _template(model, base), batching)
+
+
+_FILES = ("config", "generation_config")
+
+
+def _template(*folders: Path) -> str | None:
+    """Return the chat template of the first folder that has one."""
+    for folder in folders:
+        with suppress(OSError):
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        settings = files.read_json_or_none(folder / "tokenizer_config.json")
+        found = settings.get("chat_template") if isinstance(settings, dict) else None
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def names_of(schema: Any) -> dict[str, frozenset[str]]:
+    """Return the names that each path of an OpenAPI document takes in a JSON body."""
+    found: dict[str, frozenset[str]] = {}
+    try:
+        for path, methods in schema["paths"].items():
+            body = methods.get("post", {}).get("requestBody", {}).get("content", {})
+            body = body.get("application/json", {}).get("schema", {})
+            if "$ref" in body:
+                body = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+            if body.get("properties"):
+                found[path] = frozenset(body["properties"])
+    except (KeyError, TypeError, AttributeError):
+        return {}
+    return found

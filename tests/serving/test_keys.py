@@ -1,0 +1,104 @@
+"""The keys of users: quotas, revocation, and whose request the log has."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from launcher.errors import UsageFault
+from launcher.workflows import keys as access
+from launcher.workflows.endpoint import Endpoint
+from runspec import endpoint as endpoints
+from serving.backends import Pool
+from serving.client import Client, Refused
+from serving.front import Front
+from serving.journal import Journal, read
+from serving.keys import Keys, Quotas
+from serving.parameters import Takes
+from serving.proxy import Proxy
+from tests.serving.test_protocol import CHAT, KEY, SAID, SETTINGS, Engine, One, opened
+
+
+@pytest.fixture
+def endpoint(tmp_path) -> Endpoint:
+    found = Endpoint(tmp_path / "e")
+    (found.folder / endpoints.BACKENDS).mkdir(parents=True)
+    return found
+
+
+def test_a_users_key_is_shown_once_and_kept_as_a_hash(endpoint):
+    key = access.add(endpoint, "ada", {"requests_per_day": 3, "tokens_per_day": None})
+    file = endpoint.folder / endpoints.USERS
+    assert key not in file.read_text() and file.stat().st_mode & 0o077 == 0
+    with pytest.raises(UsageFault, match="ada already has a key: revoke it first"):
+        access.add(endpoint, "ada", {})
+    with pytest.raises(UsageFault, match="may contain only"):
+        access.add(endpoint, "a/b", {})
+    with pytest.raises(UsageFault, match=r"no key for user 'aba'.*there are ada"):
+        access.revoke(endpoint, "aba")
+    access.revoke(endpoint, "ada")
+    assert access.add(endpoint, "ada", {}) != key, "a revoked one may be replaced"
+
+
+def test_users_are_limited_over_all_replicas_and_revoked(endpoint):
+    ada = access.add(endpoint, "ada", {"requests_per_day": 4, "tokens_per_day": None})
+    bob = access.add(endpoint, "bob", {"requests_per_day": None, "tokens_per_day": 9})
+
+    async def run() -> None:
+        engine, app = Engine(), web.Application()
+        app.router.add_route("*", "/{path:.*}", engine.answer)
+        below, port = await opened(app)
+        runners, fronts, takes = [below], [], Takes("vllm", "m")
+        for name in ("a", "b"):
+            own = One(f"http://127.0.0.1:{port}")
+            keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, name)
+            journal = Journal(endpoint.folder / endpoints.REQUESTS)
+            front = Front(SETTINGS, keys, own, lambda: takes, journal, quotas=quotas)
+            runner, place = await opened(front.app())
+            facts = {"state": "ready", "url": f"http://127.0.0.1:{place}", "version": name}
+            endpoints.tell(endpoint.folder, name, facts)
+            runners.append(runner)
+            fronts.append((keys, quotas))
+        pool, keys = Pool(endpoint.folder), Keys(KEY, endpoint.folder)
+        pool.refresh()
+        gateway, place = await opened(Proxy(SETTINGS, keys, pool).app())
+
+        async with aiohttp.ClientSession() as client:
+
+            async def ask(key: str, **more: object) -> tuple[int, str]:
+                for _, quotas in fronts * 2:
+                    quotas.refresh()
+                head = {"Authorization": f"Bearer {key}", "X-Cookbook-User": "eve"}
+                head["X-Cookbook-Request-Id"] = "forged"
+                url, body = f"http://127.0.0.1:{place}{CHAT}", {"messages": SAID, **more}
+                async with client.post(url, headers=head, json=body) as answer:
+                    return answer.status, await answer.text()
+
+            assert [(await ask(ada))[0] for _ in range(5)] == [200, 200, 200, 200, 429]
+            assert "4 of 4 requests of today" in (await ask(ada))[1]
+            asking = Client(None, f"http://127.0.0.1:{place}", ada)
+            with pytest.raises(Refused, match="429: ada: 4 of 4 requests of today"):
+                await asking.ask({"messages": SAID})
+            await asking.session.close()
+            # Five tokens each, and a stream counts as much.
+            assert [(await ask(bob, stream=True))[0] for _ in range(3)] == [200, 200, 429]
+            assert [(await ask(key))[0] for key in (KEY, "nobody's", "")] == [200, 401, 401]
+            head = {"Authorization": f"Bearer {bob}"}
+            async with client.get(f"http://127.0.0.1:{place}/metrics", headers=head) as answer:
+                assert answer.status == 403
+            access.revoke(endpoint, "ada")
+            keys.refresh()
+            assert (await ask(ada))[0] == 401
+        for runner in (gateway, *runners):
+            await runner.cleanup()
+
+    asyncio.run(run())
+    rows = list(read(endpoint.folder / endpoints.REQUESTS))
+    users = sorted(row["user"] or "" for row in rows)
+    assert users == ["", "ada", "ada", "ada", "ada", "bob", "bob"]
+    assert "forged" not in {row["request_id"] for row in rows}
+    shown = {row["user"]: (row["requests"], row["tokens"]) for row in access.rows(endpoint)}
+    assert shown == {"ada": (4, 20), "bob": (2, 10)}
+    assert "sha256" not in json.dumps(access.rows(endpoint))
