@@ -1,3 +1,3 @@
 """The cookbook command: renders, submits and follows fine-tuning runs on a Slurm cluster."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

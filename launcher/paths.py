@@ -11,7 +11,8 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 RECIPES = REPO_ROOT / "configs" / "recipes"
 BASES = REPO_ROOT / "configs" / "base"
 SWEEPS = REPO_ROOT / "configs" / "sweeps"
-CLUSTERS = REPO_ROOT / "configs" / "clusters"
+# cookbook replay submits from a copy of the code, with the settings of the site as they are now.
+CLUSTERS = Path(os.environ.get("COOKBOOK_CLUSTERS") or REPO_ROOT / "configs" / "clusters")
 EVALS = REPO_ROOT / "configs" / "evals"
 GATES = REPO_ROOT / "configs" / "gates"
 SERVE = REPO_ROOT / "configs" / "serve"

@@ -36,10 +36,10 @@ def _directive(value: Any) -> str:
 
 
 @cache
-def _environment() -> jinja2.Environment:
-    """Return the templates' environment; a sweep renders many scripts of one template."""
+def _environment(templates: Path) -> jinja2.Environment:
+    """Return the environment of a folder of templates; a sweep renders many scripts of one."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(paths.TEMPLATES),
+        loader=jinja2.FileSystemLoader(templates),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -54,34 +54,48 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _template(name: str) -> jinja2.Template:
-    return _environment().get_template(name)
+def _template(name: str, templates: Path = paths.TEMPLATES) -> jinja2.Template:
+    return _environment(templates).get_template(name)
 
 
 def job_script(
-    recipe: Recipe, cluster: Site, run_dir: Path, job_name: str, sweep_dir: Path | None = None
+    recipe: Recipe,
+    cluster: Site,
+    run_dir: Path,
+    job_name: str,
+    sweep_dir: Path | None = None,
+    templates: Path = paths.TEMPLATES,
 ) -> str:
-    """Return the whole job script of a run whose directory is run_dir; sweep_dir: of its sweep."""
+    """Return the whole job script of a run whose directory is run_dir.
+
+    Args:
+        sweep_dir: of its sweep.
+        templates: those that belong to the code that the run uses.
+    """
     resources = with_site_defaults(recipe.resources, cluster)
-    lead_s = cluster.signal_lead_s
-    if resources.time_s:
-        lead_s = max(1, min(lead_s, resources.time_s // _MAX_LEAD_SHARE))
     gpus = f"{resources.gpus_per_node}"
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
     config = recipe.resolved(cluster.root, str(run_dir))
-    return _template("job.sbatch.j2").render(
+    return _template("job.sbatch.j2", templates).render(
         **_common(cluster, resources, run_dir, job_name),
         recipe=recipe,
         sweep_dir=sweep_dir,
         gpus=gpus,
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
-        signal_lead_s=lead_s,
+        signal_lead_s=signal_lead_s(cluster, resources),
         own_environment=config.get("env") or {},
         own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
         files=files,
         command=recipe.entry.command(recipe, config),
     )
+
+
+def signal_lead_s(cluster: Site, resources: Resources) -> int:
+    """Return how many seconds before the time limit Slurm warns a job."""
+    if not resources.time_s:
+        return cluster.signal_lead_s
+    return max(1, min(cluster.signal_lead_s, resources.time_s // _MAX_LEAD_SHARE))
 
 
 def array_script(script: Path, job_script: str, count: int, tasks: str, parallel: int) -> str:
@@ -139,7 +153,6 @@ def _common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) -
         "token": token(run_dir.name),
         "export": slurm.EXPORT,
         "requeue": requeue if cluster.requeue else "no-requeue",
-        "repo_root": paths.REPO_ROOT,
         "venv": paths.venv_root(),
     }
 

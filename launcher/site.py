@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, SlurmFault, nearest
@@ -12,6 +12,9 @@ from launcher.recipes.recipe import NAME, NAME_RULE, Recipe, Resources
 from launcher.recipes.validate import variable_faults
 from runspec.keys.common import COMMON
 from runspec.keys.key import Fault, Key, faults
+
+if TYPE_CHECKING:
+    from launcher.executors import Executor
 
 _KEYS = (
     Key("description", "text", "One line about the site."),
@@ -127,13 +130,13 @@ def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     yield from variable_faults(config.get("environment"), "environment")
 
 
-def complete(recipe: Recipe, site: Site, local: bool = False) -> Recipe:
+def complete(recipe: Recipe, site: Site, executor: "Executor | None" = None) -> Recipe:
     """Return a recipe with what it leaves open, from the site's file and from what sinfo reports.
 
-    local: it will run on this host, without Slurm.
+    executor: what will run it; None for one with a queue.
     """
     resources = with_site_defaults(recipe.resources, site)
-    if resources.cpus_per_gpu is None and not local:
+    if resources.cpus_per_gpu is None and (executor is None or executor.queued):
         resources = replace(resources, cpus_per_gpu=_cpus_per_gpu(resources))
     config = {**recipe.config, "share": recipe.config.get("share") or site.share}
     if told := {**site.notify, **(recipe.config.get("notify") or {})}:

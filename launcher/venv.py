@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from launcher import paths, yamlfile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from subprocess import CompletedProcess
 
 
@@ -19,7 +19,25 @@ def python() -> Path:
 
 def environment() -> dict[str, str]:
     """Return the variables with which one of the kit's own modules runs in it."""
-    return {**os.environ, "PYTHONPATH": str(paths.REPO_ROOT)}
+    folders = dict.fromkeys([paths.REPO_ROOT, *(each.parent for each in own_packages().values())])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
+def own_packages() -> dict[str, Path]:
+    """Return the user's packages that COOKBOOK_COMPONENTS names and a run has to copy, by name.
+
+    They are looked for here, in PYTHONPATH and in the checkout; any other is installed.
+    """
+    names = os.environ.get("COOKBOOK_COMPONENTS", "").replace(",", " ").split()
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [Path.cwd(), *(Path(each).absolute() for each in given if each), paths.REPO_ROOT]
+    found = {}
+    for top in dict.fromkeys(name.partition(".")[0] for name in names):
+        for name in (folder / file for folder in folders for file in (top, f"{top}.py")):
+            if name.is_dir() or name.is_file():
+                found[name.name] = name
+                break
+    return found
 
 
 def site_packages() -> Path | None:
@@ -49,9 +67,11 @@ def ask_trainer(
     configs: "Sequence[dict[str, Any]]",
     *arguments: str,
     timeout_s: float | None = None,
+    variables: "Mapping[str, str] | None" = None,
 ) -> "CompletedProcess[str]":
     """Run one of the trainer's modules in the virtual environment on a train.yaml of each config.
 
+    variables: of its environment, besides this process's.
     OSError if there is no virtual environment; subprocess.TimeoutExpired after timeout_s.
     """
     # Not at the top: the estimate's closed form must not wait for them.
@@ -68,7 +88,7 @@ def ask_trainer(
         return subprocess.run(
             [str(python()), "-m", f"trainer.{module}", *names, *arguments],
             cwd=paths.REPO_ROOT,
-            env={**environment(), "OMP_NUM_THREADS": "1"},
+            env={**environment(), "OMP_NUM_THREADS": "1", **(variables or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -1,6 +1,8 @@
 """A data recipe: sources, steps and outputs; its keys and the check of what is given."""
 
+import re
 from collections.abc import Iterator, Mapping
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ SUFFIXES = {
     ".parquet": "parquet",
 }
 PACKED = (".gz", ".bz2", ".xz", ".zst")
+# What the rows of a set can be.
+SHAPES = ("messages", "text", "preference")
 KINDS = ("text", "number", "whole", "flag")
 ENGINES = ("auto", "duckdb", "spark")
 PERSONAL = ("email", "phone", "iban", "card", "secret")
@@ -32,29 +36,45 @@ PERSONAL = ("email", "phone", "iban", "card", "secret")
 TOP = {
     "description": "One line about the training set.",
     "engine": "auto, duckdb or spark. auto: Spark if more than one node is asked for.",
-    "memory": "What the engine may use before it spills: 2G. Default: half of the memory here.",
-    "threads": "Default: the CPUs that this process may use.",
-    "temp_dir": "Where the engine spills: a disk of the node. Default: TMPDIR or /tmp.",
-    "max_bad_share": "Share of rows that may be unreadable. Default: 0.01.",
+    "memory": "Memory limit of the engine before it spills: 2G. Default: half of this host's "
+    "memory.",
+    "threads": "Number of threads. Default: the CPUs that this process may use.",
+    "temp_dir": "Folder to spill to, on a disk of the node. Default: TMPDIR or /tmp.",
+    "max_bad_share": "Maximum share of unreadable rows. Default: 0.01.",
     "seed": "Seed of splits and samples. Default: 0.",
     "sources": "List of sources.",
     "steps": "List of steps, in their order.",
-    "output": "format: messages, text or preference; default: as the sources are.",
-    "resources": "What a job asks of Slurm, as in a training recipe.",
+    "output": "format: messages, text, preference or delta; default: that of the sources.",
+    "resources": "Resources that a job requests from Slurm, as in a training recipe.",
 }
 SOURCE = {
     "name": "Name of the source, for mixtures and reports.",
     "path": "File, folder or pattern.",
     "type": f"{', '.join(TYPES)}. Default: by the file's suffix.",
     "format": f"{', '.join(FORMATS)}.",
-    "columns": "The source's own names of the format's columns: {question: q}.",
-    "keep": "Columns to keep beside the text, with their kinds: {quality: number}.",
-    "repository": "Dataset of the hub: org/name, with a revision after an @.",
-    "split": "Split of a dataset of the hub. Default: train.",
+    "columns": "The source's names for the columns of the format: {question: q}.",
+    "keep": "Columns to keep beside the text, with their types: {quality: number}.",
+    "repository": "Dataset on the Hub: org/name or org/name@revision.",
+    "split": "Split of a dataset on the Hub. Default: train.",
     "url": "Address of a database, for ibis: postgres://user@host/name.",
     "query": "SELECT statement for a database.",
-    "encoding": "Default: utf-8.",
-    "max_rows": "Read so many rows of the source at most.",
+    "partition_by": "Numeric column; its ranges are read in parallel.",
+    "partitions": "Ranges of partition_by. Default: one per 500,000 rows, at most 256.",
+    "version": "Version of a Delta table, or snapshot of an Iceberg table. Default: the newest.",
+    "timestamp": "Read a Delta or Iceberg table as of this time: 2026-01-31T12:00:00Z.",
+    "encoding": "Text encoding. Default: from the file's byte order mark, else utf-8.",
+    "max_rows": "Maximum number of rows to read from the source.",
+}
+# Keys that only some types of sources use.
+_ONLY: dict[str, tuple[str | None, ...]] = {
+    # None: a folder or a pattern, whose files have types of their own.
+    "encoding": ("json", "jsonl", "csv", None),
+    "query": ("sql",),
+    "partition_by": ("sql",),
+    "partitions": ("sql",),
+    "split": ("hub",),
+    "version": ("delta", "iceberg"),
+    "timestamp": ("delta", "iceberg"),
 }
 # The options of each step; the first one is what a bare value means.
 STEPS: dict[str, tuple[str, ...]] = {
@@ -73,7 +93,7 @@ STEPS: dict[str, tuple[str, ...]] = {
         "column",
     ),
     "decontaminate": ("against", "ngram", "min_hits"),
-    "personal_data": PERSONAL,
+    "personal_data": (*PERSONAL, "regions"),
     "template": ("prompt", "answer", "system"),
     "tokens": ("max", "min", "tokenizer"),
     "mixture": ("weights", "rows"),
@@ -132,11 +152,14 @@ def faults(config: Mapping[str, Any]) -> list[str]:
     if not isinstance(output, dict):
         found.append("output must be a block, such as {format: messages}")
     else:
-        found += _unknown(output, {"format": ""}, "output.")
-        if output.get("format", "messages") not in ("messages", "text", "preference"):
-            found.append(
-                f"output.format must be messages, text or preference, got {output['format']!r}"
-            )
+        found += _unknown(output, {"format": "", "rows": ""}, "output.")
+        form, shape = output.get("format", "messages"), output.get("rows")
+        if form not in (*SHAPES, "delta"):
+            found.append(f"output.format must be {', '.join(SHAPES)} or delta, got {form!r}")
+        if shape is not None and form != "delta":
+            found.append("output.rows is used only with output.format=delta: leave it out")
+        elif shape not in (None, *SHAPES):
+            found.append(f"output.rows must be one of {', '.join(SHAPES)}, got {shape!r}")
     return found
 
 
@@ -166,6 +189,7 @@ def _source_faults(source: Any, where: str) -> Iterator[str]:
         yield from _unknown(source["columns"], FORMATS[form], f"{where}.columns.")
     elif source.get("columns") is not None:
         yield f"{where}.columns must be a block such as {{question: q}}, got {source['columns']!r}"
+    yield from _reading_faults(source, where)
     if source.get("type") not in (None, *TYPES):
         hint = nearest(str(source["type"]), TYPES)
         yield f"{where}.type must be one of {', '.join(TYPES)}{hint}, got {source['type']!r}"
@@ -177,7 +201,42 @@ def _source_faults(source: Any, where: str) -> Iterator[str]:
         if kind not in KINDS:
             yield f"{where}.keep.{column} must be one of {', '.join(KINDS)}, got {kind!r}"
         if column in OWN_COLUMNS:
-            yield f"{where}.keep.{column}: the kit has a column of that name itself"
+            yield f"{where}.keep.{column}: the kit uses a column of that name itself"
+
+
+def _reading_faults(source: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield what is wrong with the keys that say how a source is read."""
+    kind = source_type(source)
+    for key, kinds in _ONLY.items():
+        if source.get(key) is not None and kind not in kinds:
+            names = " or ".join(filter(None, kinds))
+            yield f"{where}.{key} is used only for the type {names}: leave it out"
+    for key, least in (("max_rows", 1), ("partitions", 1), ("version", 0)):
+        value = source.get(key)
+        if value is not None and (type(value) is not int or value < least):
+            yield f"{where}.{key} must be a whole number, {least} or more, got {value!r}"
+    if source.get("partitions") and not source.get("partition_by"):
+        yield f"{where}.partitions needs partition_by: the column whose ranges are read"
+    column = source.get("partition_by")
+    if column is not None and not re.fullmatch(r"[A-Za-z_]\w*", str(column)):
+        yield f"{where}.partition_by must be a column of the query, got {column!r}"
+    moment = source.get("timestamp")
+    if moment is not None and source.get("version") is not None:
+        yield f"{where} must have version or timestamp, not both"
+    if isinstance(moment, str):
+        try:
+            datetime.fromisoformat(moment)
+        except ValueError:
+            yield f"{where}.timestamp must be a time such as 2026-01-31T12:00:00Z, got {moment!r}"
+    elif moment is not None and not isinstance(moment, date):
+        yield f"{where}.timestamp must be a time such as 2026-01-31T12:00:00Z, got {moment!r}"
+    encoding = source.get("encoding")
+    if encoding is not None:
+        try:
+            "a".encode(str(encoding))
+        except (LookupError, UnicodeError):
+            words = "must be one that Python supports, such as utf-8"
+            yield f"{where}.encoding {words}, got {encoding!r}"
 
 
 OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected", "text", "split")
@@ -219,6 +278,11 @@ def _value_faults(name: str, options: Mapping[str, Any], where: str) -> Iterator
         for kind, action in options.items():
             if kind in PERSONAL and action not in ("mask", "drop", "leave"):
                 yield f"{where}.{kind} must be mask, drop or leave, got {action!r}"
+        regions = options.get("regions")
+        if regions is not None and not (
+            isinstance(regions, list) and all(isinstance(each, str) for each in regions)
+        ):
+            yield f"{where}.regions must be a list of countries such as [DE, US], got {regions!r}"
     if name in _MAPPING_FIRST:
         yield from _share_faults(name, options.get(_MAPPING_FIRST[name]), where)
     low, high = options.get("min"), options.get("max")
@@ -235,7 +299,7 @@ def _share_faults(name: str, shares: Any, where: str) -> Iterator[str]:
             yield f"{where}.{key} must be a number above 0, got {value!r}"
             return
         if name == "split" and not str(key).isidentifier():
-            yield f"{where}: {key!r} is no name of a split: use letters, digits and _"
+            yield f"{where}: {key!r} is not a valid split name: use letters, digits and _"
     if name == "split" and abs(sum(shares.values()) - 1) > 1e-6:
         words = " + ".join(f"{value:g}" for value in shares.values())
         yield f"{where}: the shares must add up to 1; {words} = {sum(shares.values()):g}"

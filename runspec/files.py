@@ -6,8 +6,9 @@ sees the old content or the new one, never a part.
 
 import json
 import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # What the launcher writes before the job is submitted.
 RECIPE = "recipe.yaml"
@@ -16,7 +17,8 @@ PARAMETERS = "parameters.yaml"
 JOB_SCRIPT = "job.sbatch"
 PROVENANCE = "provenance.json"
 SUBMISSION = "submission.json"
-CODE = "code"
+CODE = "code"  # a copy of the user's script tree
+KIT = "kit"  # a link to the copy of the kit's own code that the run uses
 LOCK = ".lock"
 # What the launcher tells a job that is running.
 CANCELLED = "cancelled.json"
@@ -49,6 +51,7 @@ EVALS = "evals"
 SHARDS = "shards"  # of an evaluation, in its EVALS
 SERVED = "served.json"  # of a replica: the minutes for which it has been ready
 # The directory of a sweep: what it is, and its runs by the number of their task.
+SWEEPS = "sweeps"  # the folder of all sweeps
 SWEEP = "sweep.json"
 TASKS = "tasks"
 ARRAY_SCRIPT = "array_{}.sbatch"
@@ -58,13 +61,46 @@ EARLY_STOP = "early_stop.json"
 CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 CHECKPOINT_COMPLETE = "COMPLETE"
+_CHECKPOINT = re.compile(r"step_(0|[1-9]\d*)")
+
+
+def checkpoint_folders(run_dir: Path) -> dict[int, int]:
+    """Return by the step in the name of each checkpoint's folder the step that its manifest says.
+
+    They differ if the folder was copied or renamed. One without a manifest that can be
+    parsed counts as its name says. Whether a checkpoint is complete is not looked at.
+
+    Raises:
+        OSError: the folder or a manifest cannot be read.
+    """
+    folder, found = run_dir / CHECKPOINTS, {}
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return {}
+    for match in filter(None, (_CHECKPOINT.fullmatch(name) for name in names)):
+        step = int(match[1])
+        try:
+            manifest = read_json(folder / match[0] / CHECKPOINT_MANIFEST)
+        except (ValueError, NotADirectoryError, IsADirectoryError):
+            manifest = None
+        said = manifest.get("step") if isinstance(manifest, dict) else None
+        found[step] = said if isinstance(said, int) else step
+    return dict(sorted(found.items()))
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, ascending."""
-    markers = (run_dir / CHECKPOINTS).glob(f"step_*/{CHECKPOINT_COMPLETE}")
-    names = (marker.parent.name.removeprefix("step_") for marker in markers)
-    return sorted(int(name) for name in names if name.isdigit())
+    """Return the steps of the complete checkpoints, ascending; copies of others do not count.
+
+    Raises:
+        OSError: the folder or a manifest cannot be read.
+    """
+    folder = run_dir / CHECKPOINTS
+    return [
+        step
+        for step, said in checkpoint_folders(run_dir).items()
+        if step == said and os.path.exists(folder / f"step_{step}" / CHECKPOINT_COMPLETE)
+    ]
 
 
 def write_text(path: Path, text: str, mode: int | None = None) -> None:
@@ -89,7 +125,12 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
 
 def write_json(path: Path, value: Any, mode: int | None = None) -> None:
     """Replace path by value as indented JSON, atomically."""
-    write_text(path, json.dumps(value, indent=1) + "\n", mode)
+    write_text(path, json_text(value), mode)
+
+
+def json_text(value: Any) -> str:
+    """Return value as write_json writes it."""
+    return json.dumps(value, indent=1) + "\n"
 
 
 def read_json(path: Path | str) -> Any:
@@ -149,11 +190,20 @@ def last_json_line(path: Path, tail_bytes: int = 8192) -> Any:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Add one line to a JSON lines file and flush it to the disk."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
+    """Add one line to a JSON lines file and flush it to the disk.
+
+    A line before it that was cut short stays a line of its own, which readers leave out.
+    """
+    with open(path, "ab+") as file:
+        torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"
+        file.write(b"\n" * torn + json.dumps(value).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
 
 
 def fsync_path(path: Path) -> None:

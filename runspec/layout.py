@@ -1,7 +1,7 @@
-"""How ranks share a model: nodes x GPUs = replicate x shard x tensor x expert.
+"""How ranks share a model: nodes x GPUs = replicate x shard x tensor x expert; what cannot work.
 
-The one set of rules. The launcher asks it before a job is queued, the sizing when it looks for
-other layouts, and every rank when it joins the process group.
+The one set of rules. The launcher asks it before a job is queued, the sizing for the recipe's own
+step and when it looks for other settings, and every rank when it builds the model.
 
 Ranks of one tensor-parallel group are neighbours, then those that shard one replica, so that they
 share a node: rank = (replica x shard + shard index) x tensor parallel + tensor-parallel index.
@@ -9,8 +9,8 @@ share a node: rank = (replica x shard + shard index) x tensor parallel + tensor-
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -93,16 +93,148 @@ class Layout:
         return cls(replicate, shard, tensor, expert)
 
 
-def model_faults(tensor_parallel: int, sizes: Mapping[str, int]) -> list[str]:
-    """Return why a model cannot be split over so many ranks, one line per size.
+# Products in fp8 take rows and columns in multiples of so many; narrower layers stay in bf16.
+FP8_MULTIPLE = 16
+# Inputs that share a scale in NF4.
+NF4_BLOCK = 64
+# Optimizers of torch whose arithmetic DTensor, the type of a sharded parameter, does not have.
+NEED_WHOLE_PARAMETERS = ("torch.optim.Adafactor", "torch.optim.Rprop")
+# Those that update matrices only.
+NEED_MATRICES = ("torch.optim.Muon",)
 
-    Args:
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the rules read of a training step. What is left out breaks none.
+
+    Attributes:
         sizes: by name, what tensor parallelism divides: num_heads, num_kv_heads,
             linear_num_key_heads, intermediate_dim, vocab_size, max_seq_len.
+        splittable: tensor parallelism knows the model's layers.
+        experts: routed experts of each block that has some; None: it is not asked.
+        linear: the linear layers of the blocks: (inputs, outputs, whether the inputs are split).
+        sharded: FSDP or tensor parallelism gives each GPU a part of each trained parameter.
+        vectors: what is trained is not matrices only, as in full fine-tuning and DoRA.
+        dropout: of adapters. quantised: the base is in NF4.
+        length: of a row, and longest: positions up to which the model computes as it was trained.
+        optimizer: its component.
     """
-    return [
-        f"tensor_parallel_dim {tensor_parallel} does not divide the model's {name} {size}: choose "
-        "a number that does"
-        for name, size in sizes.items()
-        if size % tensor_parallel
-    ]
+
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    splittable: bool = True
+    experts: Collection[int] | None = None
+    linear: Collection[tuple[int, int, bool]] = ()
+    sharded: bool = False
+    vectors: bool = False
+    dropout: bool = False
+    quantised: bool = False
+    fp8: bool = False
+    fp32: bool = False
+    length: int = 0
+    longest: int | None = None
+    optimizer: str = ""
+
+    def faults(self) -> list[str]:
+        """Return why the step cannot be trained, one line per fault, each with its remedy."""
+        return [
+            *(self._split_faults() if self.tensor_parallel > 1 else ()),
+            *self._expert_faults(),
+            *(self._fp8_faults() if self.fp8 else ()),
+            *self._length_faults(),
+            *self._optimizer_faults(),
+        ]
+
+    def _split_faults(self) -> Iterator[str]:
+        ranks = self.tensor_parallel
+        if not self.splittable:
+            yield "tensor_parallel_dim: this model cannot be split: set tensor_parallel_dim=1"
+            return
+        for name, size in self.sizes.items():
+            if size % ranks:
+                yield (
+                    f"tensor_parallel_dim {ranks} does not divide the model's {name} {size}: "
+                    "choose a number that does"
+                )
+        blocks = {inputs // NF4_BLOCK for inputs, _, split in self.linear if split}
+        for count in sorted(blocks if self.quantised else ()):
+            if count % ranks:
+                yield (
+                    f"tensor_parallel_dim {ranks} does not divide {count} NF4 blocks of "
+                    f"{NF4_BLOCK} inputs: choose a number that does, or set "
+                    "model.quantize_base=False"
+                )
+        if self.dropout:
+            yield (
+                "model.lora_dropout: must be 0 under tensor parallelism; "
+                "set model.lora_dropout=0.0 or tensor_parallel_dim=1"
+            )
+
+    def _expert_faults(self) -> Iterator[str]:
+        ranks = self.expert_parallel
+        if ranks > 1 and self.experts is not None and not self.experts:
+            yield "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"
+        for count in sorted(self.experts or ()):
+            if count % ranks:
+                yield (
+                    f"expert_parallel_dim {ranks} does not divide the model's {count} experts: "
+                    "choose a number that does"
+                )
+
+    def _fp8_faults(self) -> Iterator[str]:
+        if self.fp32:
+            yield "enable_fp8_training: needs bf16 weights; set dtype=bf16"
+        if self.quantised:
+            yield (
+                "enable_fp8_training: the base is in 4 bits already; set "
+                "model.quantize_base=False or enable_fp8_training=False"
+            )
+        ranks = self.tensor_parallel
+        sizes = {
+            (size, ranks if splits else 1)
+            for inputs, outputs, inputs_split in self.linear
+            if min(inputs, outputs) >= FP8_MULTIPLE
+            for size, splits in ((inputs, inputs_split), (outputs, not inputs_split))
+        }
+        for size, parts in sorted(sizes):
+            if size % (FP8_MULTIPLE * parts):
+                yield (
+                    f"enable_fp8_training: needs sizes in multiples of {FP8_MULTIPLE}, and this "
+                    f"model has layers of {size}"
+                    f"{f' split over {parts} ranks' if parts > 1 else ''}; "
+                    "set enable_fp8_training=False"
+                )
+
+    def _length_faults(self) -> Iterator[str]:
+        if self.longest is not None and self.length > self.longest:
+            yield (
+                f"tokenizer.max_seq_len: {self.length} is more than the model's {self.longest}; "
+                f"set tokenizer.max_seq_len={self.longest}"
+            )
+
+    def _optimizer_faults(self) -> Iterator[str]:
+        name, others = self.optimizer, "use torch.optim.AdamW or torchao.optim.AdamW8bit"
+        if self.sharded and name in NEED_WHOLE_PARAMETERS:
+            yield f"optimizer: {name} cannot update parameters that are sharded; {others}"
+        if self.vectors and name in NEED_MATRICES:
+            yield (
+                f"optimizer: {name} updates matrices only, and vectors, such as the scales of "
+                f"norms, are trained too; {others}, or LoRA"
+            )
+
+
+def longest_row(positions: int, chunk: int | None = None, floor_scale: int | None = None) -> int:
+    """Return the length up to which every layer computes as if it saw all tokens before.
+
+    Beyond it Llama 4's layers of chunked attention begin anew, and its others change their scores,
+    by the position in the row instead of the document.
+
+    Args:
+        positions: the model's longest context.
+        chunk: what chunked attention sees; None without.
+        floor_scale: positions from which on scores change; None if they do not.
+    """
+    # Rounded down to what tensor parallelism may divide.
+    scaled = positions if floor_scale is None else (floor_scale - 1) // 8 * 8
+    return min(positions, positions if chunk is None else chunk, scaled)

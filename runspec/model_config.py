@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runspec.layout import longest_row
 from runspec.shape import MIXED, Experts, Heads, Kind, Latent, Linear, Shape
 
 # Configurations of models of the hub as published, by the folder's name.
@@ -122,6 +123,13 @@ def of_config_json(content: Mapping[str, Any]) -> Shape:
     sizes["intermediate"] = sizes["intermediate"] or (experts and experts.shared)
     if family == "llama4_text":
         sizes["intermediate"] = given.get("intermediate_size_mlp")
+        # As transformers' class assumes them if config.json does not say.
+        scaled = given.get("attn_temperature_tuning", True)
+        sizes["max_seq_len"] = longest_row(
+            int(sizes["max_seq_len"] or 131_072),
+            int(given.get("attention_chunk_size") or 8192),
+            int(given.get("floor_scale") or 8192) if scaled else None,
+        )
     if missing := [_NAMES[name][0] for name, size in sizes.items() if not size]:
         raise ShapeError(f"it does not say {', '.join(missing)}: give the folder of a text decoder")
     latent = _latent(given) if "kv_lora_rank" in given else None

@@ -370,7 +370,7 @@ class Shape:
 
     @property
     def split_sizes(self) -> dict[str, int]:
-        """What tensor parallelism divides, as `runspec.layout.model_faults` takes it."""
+        """What tensor parallelism divides, as `runspec.layout.StepFacts` takes it."""
         linear = {"linear_num_key_heads": self.linear.key_heads} if self.linear else {}
         return {
             "num_heads": self.heads,
@@ -378,4 +378,20 @@ class Shape:
             **linear,
             "intermediate_dim": self.intermediate,
             "vocab_size": self.vocab,
+            "max_seq_len": self.max_seq_len,
         }
+
+    @cached_property
+    def linear_sizes(self) -> frozenset[tuple[int, int, bool]]:
+        """The linear layers of the blocks, as `runspec.layout.StepFacts` takes them.
+
+        Parts of a fused product are left out: they are no layers.
+        """
+        return frozenset(
+            (matrix.inputs, matrix.outputs, matrix.role == "row")
+            for block, _ in self.blocks
+            for name, matrix in block.matrices.items()
+            if matrix.role in ("column", "row", "replicated")
+            and name != "router"
+            and name not in block.fused_names
+        )

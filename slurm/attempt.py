@@ -1,12 +1,12 @@
 """Keeps a run's records from inside its job: python -P -m slurm.attempt begin|end|...
 
-Called by slurm/job.sh at every attempt, with RUN_DIR set; standard library only.
+Called by slurm/record.sh at every attempt, with RUN_DIR set; standard library only. Exit status 0:
+done; 3: no attempt follows, and that is recorded. After any other one it is called again: each call
+may be repeated, wherever the one before it was killed.
 """
 
 import argparse
-import errno
 import os
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from runspec import files
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
-from slurm import words
+from slurm import reserve, words
 from slurm.faults import fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.history import (
     attempts_of,
@@ -30,18 +30,19 @@ from slurm.history import (
     used_up,
 )
 from slurm.identity import in_slurm, own_job_id, process_ended, process_of, this_job
-from slurm.retry import Verdict, bad_nodes, decide, ended_by_slurm
-
-# Below the range from which the kernel takes ports itself, so that nobody gets one by chance.
-_PORTS = range(20000, 32000)
+from slurm.ports import free_port
+from slurm.retry import Verdict, bad_nodes, decide, ended_by_slurm, ended_job
 
 # So many attempts may end without a word if the recipe retries none.
 _MAX_LOST = 3
 
-# Enough for the records and the last lines of the log.
-_RESERVE_BYTES = 65536
+# What the job script hears if another one has the run: it ends, and takes nothing with it.
+SUPERSEDED = "superseded"
 
 _NEW_RUN = "make a new run with: cookbook submit"
+
+# Exit status: no attempt follows.
+_REFUSED = 3
 
 
 def begin(
@@ -50,26 +51,51 @@ def begin(
     """Record the start of an attempt; return one line for the job script.
 
     That line is the attempt's number and a free port, or "finished" if nothing is left to train,
-    or "busy JOB": the script has to ask whether JOB still runs, and to call again with ended=JOB
-    if it does not. Ends the program if attempts that left no word brought nothing too often.
+    or "superseded" if Slurm has given up this node and started the job again, or "busy JOB": the
+    script has to ask whether JOB still runs, and to call again with ended=JOB if it does not. Ends
+    the program if attempts that left no word brought nothing too often, or if the disk is full.
     """
+    try:
+        return _begin(run_dir, hosts, head, ended, max_retries)
+    except OSError as error:
+        if error.errno not in reserve.FULL:
+            raise
+        full = reserve.fault(run_dir) or no_space(run_dir)
+        status = {**read_object(run_dir / files.STATUS), **this_job()}
+        # It may take not even this; the job's log has the message.
+        with suppress(OSError):
+            reserve.write_status(run_dir, {**status, **_failed("no_space", full["message"])})
+        sys.exit(f"cookbook: {full['message']}")
+
+
+def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_retries: int) -> str:
     status = read_object(run_dir / files.STATUS)
     job_id, before = own_job_id(), status.get("job_id")
     if _cancelled(run_dir, job_id):
         sys.exit(f"cookbook: this job was cancelled; continue with: cookbook resume {run_dir.name}")
+    if before == job_id and int(status.get("restart_count", 0)) > this_job()["restart_count"]:
+        _say(f"this start of job {job_id} ends: {_owner(status)} has the run")
+        return SUPERSEDED
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**this_job(), **status, "state": "COMPLETED", "updated": time.time()}
-        files.write_json(run_dir / files.STATUS, completed)
+        reserve.write_status(run_dir, completed)
         _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
         return "finished"
-    if status.get("state") == "RUNNING":
+    mine = {**this_job(), **process_of(job_id)}
+    # Before an attempt begins, the end of the last one of this job's start has been recorded.
+    repeated = status.get("state") == "RUNNING" and all(
+        status.get(key) == value for key, value in mine.items()
+    )
+    if status.get("state") == "RUNNING" and not repeated:
         if before not in (job_id, ended) and not process_ended(status):
             return _busy(run_dir, str(before))
         # That attempt could not record its end: its node was lost, or Slurm requeued the job.
         log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
         number = str(status.get("slurm_job_id") or before)
-        lost = ended_by_slurm(words.ended(log, number), words.lost_node(log))
-        _append_attempt(run_dir, status, None, lost)
+        nodes = words.lost_nodes(log)
+        lost = ended_by_slurm(words.ended(log, number), nodes)
+        if not _has_line(run_dir, status):
+            _append_attempt(run_dir, status, None, lost, nodes)
         fruitless = count_fruitless(run_dir)
         if fruitless > (max_retries or _MAX_LOST):
             message = (
@@ -79,14 +105,17 @@ def begin(
             _refuse(run_dir, {**status, **this_job()}, "lost", message)
     if message := used_up(run_dir):
         _refuse(run_dir, {**status, **this_job()}, "budget", message)
-    number, series = next_attempt(run_dir, status), series_of(run_dir)
+    number = next_attempt(run_dir, status)
+    if repeated:
+        number = int(status.get("attempt", number))
+    series = series_of(run_dir)
     checkpoint = latest_checkpoint(run_dir)
     if before not in (None, job_id):
         since = f"the checkpoint of step {checkpoint}" if checkpoint >= 0 else "the first step"
         _say(
             f"job {job_id} continues the run of job {before} in {run_dir}, from {since}; {_NEW_RUN}"
         )
-    port = _free_port(head, job_id, number)
+    port = free_port(head, job_id, number)
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
@@ -94,10 +123,11 @@ def begin(
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(str(number))
     os.replace(temporary, run_dir / files.LATEST_LOGS)
-    _keep_room(run_dir)
+    # At the end there may be room for no new file.
+    (run_dir / files.ATTEMPTS).touch()
+    reserve.keep(run_dir)
     started = {
         "state": "RUNNING",
-        **this_job(),
         "attempt": number,
         "series": series,
         **{key: status[key] for key in ("successor",) if key in status and before == job_id},
@@ -108,7 +138,7 @@ def begin(
         "saved_at_start": saved_work(run_dir),
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
-    files.write_json(run_dir / files.STATUS, {**started, **process_of(job_id)})
+    files.write_json(run_dir / files.STATUS, {**started, **mine})
     return f"{number} {port}"
 
 
@@ -121,8 +151,11 @@ def end(
     timeout_s: float = 0,
     message: str | None = None,
     stop_asked: bool = False,
+    ended: float | None = None,
 ) -> str:
     """Record the end of an attempt; return what the job script does next (Verdict.next).
+
+    An end that is recorded stays as it is.
 
     Args:
         attempt: None for the one that this start of the job has begun, if it has begun any.
@@ -131,28 +164,33 @@ def end(
         timeout_s: the recipe's timeout, 0 for none.
         message: a fault of the job script itself, which a retry cannot fix.
         stop_asked: the script has asked the ranks to stop; they remove the file that says so.
+        ended: when it ended, if that was not just now.
     """
-    full = _is_full(run_dir)
-    (run_dir / files.RESERVE).unlink(missing_ok=True)
+    full = reserve.fault(run_dir)
     status = read_object(run_dir / files.STATUS)
     if attempt is None:
-        if status.get("state") != "RUNNING" or not _owned(status):
+        if not _owned(status):
+            return SUPERSEDED
+        if status.get("state") == "RETRYING":
+            return _end_between(run_dir, status, str(job_state))
+        if status.get("state") != "RUNNING" or "attempt" not in status:
             return "failed"
         attempt = int(status["attempt"])
     if not _owned(status, attempt):
         _say(
             f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run"
         )
-        return "failed"
+        return SUPERSEDED
     status = {**this_job(), "attempt": attempt, **status}
+    if status.get("state") != "RUNNING" and _has_line(run_dir, status):
+        if job_state is None:
+            return str(status.get("next", "failed"))
+        if status.get("state") == "RETRYING":
+            return _end_between(run_dir, status, job_state)
+        return "failed"
     job_id, logs = str(status["job_id"]), run_dir / files.LOGS / str(attempt)
     log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
-    if job_state in words.UNCLEAR:
-        job_state = words.wait_for_end(
-            run_dir / files.JOB_LOG,
-            int(status.get("job_log_bytes", 0)),
-            str(status.get("slurm_job_id") or job_id),
-        )
+    job_state = _why_ended(run_dir, status, job_state)
     hosts = [str(host) for host in status.get("nodes") or []]
     errors = [*read_errors(logs), *slurm_errors(log, logs)]
     # A script of the user's own may have put anything into its exception.
@@ -161,14 +199,15 @@ def end(
     if message:
         errors.append(fault(message))
     elif full:
-        errors.append(no_space(run_dir))
+        errors.append(full)
     progress = read_object(run_dir / files.PROGRESS)
     if progress and progress.get("attempt") != attempt:
         progress = {"state": "none"}  # an earlier attempt wrote it: this one did not get so far
-    spent_s = time.time() - float(status.get("started", time.time()))
+    now = ended or time.time()
+    spent_s = now - float(status.get("started", now))
     timed_out = exit_code != 0 and 0 < timeout_s <= spent_s
     gained = gained_by(run_dir, status)
-    earlier, now = attempts_of(run_dir), time.time()
+    earlier = attempts_of(run_dir)
     verdict = decide(
         exit_code=exit_code,
         progress=progress,
@@ -187,27 +226,72 @@ def end(
         memory_is_result="SWEEP_DIR" in os.environ,
         worse=str(read_object(run_dir / files.EARLY_STOP).get("message") or ""),
     )
-    ended = {
+    status |= {
         "state": verdict.state,
-        "updated": now,
+        "updated": time.time(),
         "ended": now,
         "exit_code": exit_code,
         "cause": verdict.cause,
         "message": verdict.message,
+        "next": verdict.next,
     }
     # The state first: a disk that is full may take no more.
-    files.write_json(run_dir / files.STATUS, {**status, **ended})
-    _append_attempt(run_dir, status, exit_code, verdict, unfit(errors))
+    reserve.write_status(run_dir, status)
+    try:
+        _append_attempt(run_dir, status, exit_code, verdict, unfit(errors))
+    except OSError as error:
+        if error.errno not in reserve.FULL:
+            raise
+        _say(f"{run_dir / files.ATTEMPTS} has no line of attempt {attempt}: {error.strerror}")
     if verdict.message:
         _say(f"attempt {attempt}: {verdict.message}")
     return verdict.next
 
 
+def _why_ended(run_dir: Path, status: dict[str, Any], job_state: str | None) -> str | None:
+    """Return Slurm's word for the job, None if it goes on; job.log has it if the state is none."""
+    if job_state not in words.UNCLEAR:
+        return job_state
+    number = str(status.get("slurm_job_id") or status["job_id"])
+    start = int(status.get("job_log_bytes", 0))
+    return words.wait_for_end(run_dir / files.JOB_LOG, start, number)
+
+
+def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
+    """Record that the job ended after one attempt and before the next; return what follows."""
+    lost = words.lost_nodes(
+        words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+    )
+    verdict = ended_job(
+        _why_ended(run_dir, status, job_state) or "",
+        cancelled=_cancelled(run_dir, str(status["job_id"])),
+        succeeds="successor" in status,
+        lost=lost,
+    )
+    change = {"state": verdict.state, "cause": verdict.cause, "message": verdict.message}
+    _between(run_dir, change)
+    _say(f"between two attempts: {verdict.message}")
+    return verdict.next
+
+
 def _refuse(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> NoReturn:
     """Record that no attempt follows, and end the program."""
-    failed = {"state": "FAILED", "cause": cause, "message": message, "updated": time.time()}
-    files.write_json(run_dir / files.STATUS, {**status, **failed})
+    files.write_json(run_dir / files.STATUS, {**status, **_failed(cause, message)})
     sys.exit(f"cookbook: {message}")
+
+
+def _failed(cause: str, message: str) -> dict[str, Any]:
+    return {"state": "FAILED", "cause": cause, "message": message, "updated": time.time()}
+
+
+def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
+    """Whether the status's attempt has its line already, which is written last."""
+    keys = ("attempt", "job_id", "restart_count")
+    last = files.read_json_lines(run_dir / files.ATTEMPTS)[-1:]
+    return any(
+        isinstance(line, dict) and all(line.get(key) == status.get(key) for key in keys)
+        for line in last
+    )
 
 
 def _busy(run_dir: Path, job_id: str) -> str:
@@ -300,25 +384,6 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _keep_room(run_dir: Path) -> None:
-    """Keep space for the last word of a run that fills the disk."""
-    with suppress(OSError):
-        (run_dir / files.RESERVE).write_bytes(b"0" * _RESERVE_BYTES)
-
-
-def _is_full(run_dir: Path) -> bool:
-    """Whether the disk takes nothing more."""
-    probe = run_dir / f".probe.{os.getpid()}"
-    try:
-        probe.write_bytes(b"0" * _RESERVE_BYTES)
-    except OSError as error:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    finally:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)
-    return False
-
-
 def _say(message: str) -> None:
     # The log may be on a disk that is full.
     with suppress(OSError):
@@ -335,7 +400,7 @@ def _append_attempt(
     known = ("attempt", "job_id", "restart_count", "series", "nodes", "gpus", "started")
     line = {
         **{key: status.get(key) for key in known},
-        "ended": time.time() if exit_code is not None else _last_sign(run_dir, status),
+        "ended": status["ended"] if exit_code is not None else _last_sign(run_dir, status),
         "exit_code": exit_code,
         "cause": verdict.cause,
         "message": verdict.message,
@@ -359,22 +424,6 @@ def _cancelled(run_dir: Path, job_id: str) -> bool:
     return read_object(run_dir / files.CANCELLED).get("job_id") == job_id
 
 
-def _free_port(head: str, job_id: str, attempt: int) -> int:
-    """Return a free port of this host, the first node; the search starts from the job's id."""
-    start = int("".join(filter(str.isdigit, job_id)) or "0") * 31 + attempt
-    here = socket.gethostname()
-    try:
-        family = socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)[0][0]
-    except socket.gaierror:
-        sys.exit(f"cookbook: {here} cannot resolve its address {head}: fix NodeAddr in slurm.conf")
-    for offset in range(len(_PORTS)):
-        port = _PORTS[(start + offset) % len(_PORTS)]
-        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(("", port))
-            return port
-    sys.exit(f"cookbook: no free port between {_PORTS.start} and {_PORTS.stop} on {here}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -389,6 +438,7 @@ def main() -> None:
     for name in ("exit-code", "max-retries"):
         ends.add_argument(f"--{name}", type=int, default=0)
     ends.add_argument("--timeout-s", type=float, default=0)
+    ends.add_argument("--ended", type=float)
     ends.add_argument("--job-state")
     ends.add_argument("--message")
     ends.add_argument("--stop-asked", action="store_true")
@@ -405,8 +455,11 @@ def main() -> None:
     try:
         answer = answers[given.pop("call")](run_dir, **given)
     except OSError as error:
-        _say(f"the records of {run_dir} cannot be written: {error}")
+        _say(f"not recorded: {error}")
         sys.exit(1)
+    except SystemExit as refusal:
+        print(refusal.code, file=sys.stderr)
+        sys.exit(_REFUSED)
     if answer:
         print(answer)
 

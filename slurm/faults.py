@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.storage import UNREADABLE
 from slurm import words
+from slurm.typed import well_typed
 
 # What slurm/watchdog.py records: it has ended the ranks itself.
 WATCHDOG = ("Hang", "NotStopped")
 BAD_NODE = "BadNodeError"  # slurm/ready.py, and the trainer's own check
+NODE_FAILURE = "NodeFailure"
+STORAGE = "StorageError"
 OUT_OF_MEMORY = "OutOfMemory"
 # What ends the other ranks, in the order in which it explains the rest.
-_FIRST = (*WATCHDOG, "NodeFailure", BAD_NODE, OUT_OF_MEMORY, "Killed")
+_FIRST = (*WATCHDOG, NODE_FAILURE, BAD_NODE, OUT_OF_MEMORY, "Killed")
 
 # The connection to another rank broke: often that rank's own fault says why.
 _OF_OTHERS = ("NetworkTimeout", "NetworkError", "PeerError")
@@ -35,6 +39,8 @@ _KILLED = re.compile(
     r"time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+).*\n +exitcode +: -\d+ .*\((SIG(?!TERM)\w+)\)"
 )
 
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+
 # The last line of a Python traceback, at the beginning of a line.
 _EXCEPTION = re.compile(
     r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): ?(.*)", re.MULTILINE
@@ -44,7 +50,8 @@ _EXCEPTION = re.compile(
 def read_errors(logs: Path) -> list[dict[str, Any]]:
     """Return what ranks and nodes left in an attempt's log folder, in no order."""
     records = map(files.read_json_or_none, logs.glob("error_*.json"))
-    errors = [record for record in records if isinstance(record, dict)]
+    errors = [well_typed(record) for record in records if isinstance(record, dict)]
+    errors += _of_peers(errors)
     for path in logs.glob("node_*.log"):
         errors += _killed_ranks(path)
     # A script of the user's own leaves no record: its traceback says what happened.
@@ -70,8 +77,9 @@ def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def unfit(errors: list[dict[str, Any]]) -> list[str]:
-    """Return the nodes that a check found unfit."""
-    return sorted({str(each["host"]) for each in errors if each.get("type") == BAD_NODE})
+    """Return the nodes that a check found unfit, and those that Slurm lost."""
+    kinds = (BAD_NODE, NODE_FAILURE)
+    return sorted({str(each["host"]) for each in errors if each.get("type") in kinds})
 
 
 def describe(error: dict[str, Any]) -> str:
@@ -79,9 +87,11 @@ def describe(error: dict[str, Any]) -> str:
     if error.get("type") in (*WATCHDOG, BAD_NODE):
         return str(error.get("message"))
     rank, host = error.get("rank"), error.get("host", "?")
-    who = f"node {host or '?'}" if rank is None else f"rank {rank} on {host}"
+    who = f"node {host}: " if host else ""
+    if rank is not None:
+        who = f"rank {rank} on {host}: "
     lines = str(error.get("message", "")).splitlines() or ["no message"]
-    return f"{who}: {error.get('type', 'error')}: {lines[0]}"
+    return f"{who}{error.get('type', 'error')}: {lines[0]}"
 
 
 def fault(message: str) -> dict[str, Any]:
@@ -90,44 +100,81 @@ def fault(message: str) -> dict[str, Any]:
     return {"host": host, "time": now, "type": "fault", "message": message, "permanent": True}
 
 
-def no_space(folder: Path) -> dict[str, Any]:
-    """Return the record of a disk that takes nothing more."""
-    said = f"no space left on the filesystem of {folder}: free some, or raise the quota"
-    return {**fault(said), "type": "NoSpace"}
+def no_space(folder: Path, inodes: bool = False) -> dict[str, Any]:
+    """Return the record of a disk that takes nothing more, or no more files.
+
+    Nodes share it, so none is named.
+    """
+    message = f"no space left on the filesystem of {folder}: free some, or raise the quota"
+    if inodes:
+        message = (
+            f"no inodes are left on the filesystem of {folder}, so it takes no new file: remove "
+            "files, or raise the quota of their number"
+        )
+    return {**fault(message), "type": "NoSpace", "host": None}
 
 
 def slurm_errors(job_log: str, logs: Path) -> list[dict[str, Any]]:
     """Return what Slurm says in the logs of job and nodes: a lost node, memory, a killed task."""
-    lost = words.lost_node(job_log)
-    if lost:
-        return [{"host": lost, "time": 0, "type": "NodeFailure", "message": "Slurm lost this node"}]
-    said = words.out_of_memory(job_log)
-    for path in logs.glob("node_*.log"):
-        said = said or words.out_of_memory(_tail(path))
+    lost = {"time": 0, "type": NODE_FAILURE, "message": "Slurm lost this node"}
+    if nodes := words.lost_nodes(job_log):
+        return [{**lost, "host": node} for node in nodes]
+    if memory := _out_of_memory(job_log, logs):
+        return [memory]
     first = words.first_task(job_log)
-    node = first[0] if first else None
-    if said:
-        message = f"{said}: raise resources.mem, or lower what the ranks keep in CPU memory"
-        return [{"host": node, "time": 0, "type": OUT_OF_MEMORY, "message": message}]
     if first and first[2].startswith("Killed"):
         message = f"torchrun (task {first[1]}) was killed"
+        named = words.hosts(first[0])
+        node = named[0] if len(named) == 1 else None
         return [{"host": node, "time": 0, "type": "Killed", "message": message}]
     return []
+
+
+def _out_of_memory(job_log: str, logs: Path) -> dict[str, Any] | None:
+    """Return the record of memory that ran out; its node is named, or has the log that says so."""
+    texts = {None: job_log}
+    texts |= {path: _tail(path) for path in sorted(logs.glob("node_*.log"))}
+    said = {path: found for path, text in texts.items() if (found := words.out_of_memory(text))}
+    if not said:
+        return None
+    path = next((path for path, (_, node) in said.items() if node), list(said)[-1])
+    line, node = said[path]
+    number = path.stem.removeprefix("node_") if path and not node else ""
+    return {
+        "host": node,
+        "node_rank": int(number) if number.isdigit() else None,
+        "time": 0,
+        "type": OUT_OF_MEMORY,
+        "message": f"{line}: raise resources.mem, or lower what the ranks keep in CPU memory",
+    }
 
 
 def on_nodes(
     errors: list[dict[str, Any]], hosts: list[str], ranks_per_node: int
 ) -> list[dict[str, Any]]:
-    """Return the errors with Slurm's name of the node, which a rank's number gives.
+    """Return the errors with Slurm's name of the node, which a rank's or a node's number gives.
 
     Several nodes may be on one host, and a host may have other names.
     """
     found = []
     for error in errors:
         rank = error.get("rank")
-        index = rank // ranks_per_node if isinstance(rank, int) else len(hosts)
-        found.append({**error, "host": hosts[index]} if index < len(hosts) else error)
+        index = rank // ranks_per_node if isinstance(rank, int) else error.get("node_rank")
+        known = isinstance(index, int) and index < len(hosts)
+        found.append({**error, "host": hosts[index]} if known else error)
     return found
+
+
+def _of_peers(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what ranks say of others that left no record, as on a disk that is full."""
+    own = {error.get("rank") for error in errors}
+    said = {
+        peer["rank"]: {**peer, "time": error.get("time", 0)}
+        for error in errors
+        for peer in error.get("peers") or []
+        if isinstance(peer, dict) and isinstance(peer.get("rank"), int)
+    }
+    return [error for rank, error in said.items() if rank not in own]
 
 
 def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
@@ -151,6 +198,9 @@ def _exception(rank_log: Path) -> list[dict[str, Any]]:
     if not found or not number.isdigit():
         return []
     name, message = found[-1]
+    number_of_error = _ERRNO.match(message)
+    if number_of_error and int(number_of_error[1]) in UNREADABLE:
+        name = STORAGE
     # A rank that lost its peers writes last; the one that failed by itself wrote before it.
     written = rank_log.stat().st_mtime
     host = socket.gethostname()

@@ -8,22 +8,36 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.storage import patiently
 from runspec.usage import gpu_hours
 from slurm.identity import own_job_id
 from slurm.retry import NOT_COUNTED
+from slurm.typed import well_typed
+
+# How long the job script waits for storage that cannot be read.
+_WAIT_S = 5.0
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object, {} if it is missing or broken: the end must be recorded."""
-    value = files.read_json_or_none(path)
-    return value if isinstance(value, dict) else {}
+    """Return a file's JSON object, {} if it is missing or broken: the end must be recorded.
+
+    Raises:
+        OSError: it cannot be read now, which does not mean that it holds nothing.
+    """
+    try:
+        value = files.read_json(path)
+    except ValueError:
+        return {}
+    return well_typed(value) if isinstance(value, dict) else {}
 
 
 def next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
     """Return a number that no attempt has had, whatever the records say."""
     lines = files.read_json_lines(run_dir / files.ATTEMPTS)
     had = [line.get("attempt") for line in lines if isinstance(line, dict)]
-    had += [int(path.name) for path in (run_dir / files.LOGS).glob("[0-9]*") if path.name.isdigit()]
+    # An empty folder is that of a start which could not be recorded, and is tried again.
+    folders = [path for path in (run_dir / files.LOGS).glob("[0-9]*") if path.name.isdigit()]
+    had += [int(path.name) for path in folders if any(path.iterdir())]
     return 1 + max([-1, int(status.get("attempt", -1)), *(n for n in had if isinstance(n, int))])
 
 
@@ -74,8 +88,16 @@ def used_up(run_dir: Path, running: dict[str, Any] | None = None) -> str:
 
 
 def latest_checkpoint(run_dir: Path) -> int:
-    """Return the step of the newest complete checkpoint, -1 for none."""
-    return max(files.checkpoint_steps(run_dir), default=-1)
+    """Return the step of the newest complete checkpoint, -1 for none.
+
+    While the folder cannot be read that is the one that the trainer has reported: the end of an
+    attempt must be recorded.
+    """
+    try:
+        steps = patiently(files.checkpoint_steps, run_dir, most_s=_WAIT_S)
+    except OSError:
+        steps = [int(read_object(run_dir / files.PROGRESS).get("checkpoint_step") or -1)]
+    return max(steps, default=-1)
 
 
 def saved_work(run_dir: Path) -> int:

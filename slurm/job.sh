@@ -1,28 +1,26 @@
 # shellcheck shell=bash
-# Functions of the job script, which runs on the first node of the allocation or, if it is started
-# with bash instead of sbatch, on this host. They need RUN_DIR, COOKBOOK, VENV and NODES.
+# Functions of the job script. It runs on the first node of the allocation or, if it is started with
+# bash instead of sbatch, on this host. They need RUN_DIR, COOKBOOK, VENV and NODES.
 
-# Of --no-kill, which spare nodes need: for srun it would mean that ranks outlive each other.
+# Set by --no-kill, which spare nodes need. With it, srun would let ranks continue after others die.
 unset SLURM_NO_KILL
 
-# $$ is the job script's own process in every subshell.
+# $$ is the process id of the job script in every subshell.
 export JOB_PID=$$
 
 say() { printf '%s cookbook: %s\n' "$(date -u +%H:%M:%S)" "$*"; }
 
-# One small Python program keeps the run's records. It needs only the standard library, and -P keeps
-# it from importing what lies in the folder from which the job was submitted.
-record() { PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.attempt "$@"; }
+source "$COOKBOOK/slurm/record.sh" || return
 
-# Tells the webhook that the recipe or the site names; what cannot be told changes nothing.
+# Notifies the webhook of the recipe or the site. A failed notification does not affect the run.
 notify() { # start or ended
-  [ -z "${NOTIFY_WEBHOOK:-}" ] || PYTHONPATH=$COOKBOOK timeout 20 "$VENV/bin/python" -P -m slurm.notify "$1" >&2
+  [ -z "${NOTIFY_WEBHOOK:-}" ] || PYTHONPATH=$COOKBOOK timeout --kill-after=5 20 "$VENV/bin/python" -P -m slurm.notify "$1" >&2
 }
 
 under_slurm() { [ -n "${SLURM_JOB_ID:-}" ]; }
 
-# A line of the site's job_setup failed, or ended the script: the run fails, because a retry cannot fix
-# that. SETUP_LINE is the line, SITE_FILE the file that it comes from.
+# A line of the site's job_setup failed or ended the script. The run fails, because a retry cannot fix
+# this. SETUP_LINE is the line, SITE_FILE the file that contains it.
 setup_failed() {
   local rc=$?
   trap - ERR EXIT
@@ -33,20 +31,14 @@ setup_failed() {
   finish
 }
 
-# Sets ATTEMPT, LOGS, HOSTS, HEAD_ADDR, HEAD_PORT and ONE_HOST; false if there is nothing left to do.
+# Sets ATTEMPT, LOGS, HOSTS, HEAD_ADDR, HEAD_PORT and ONE_HOST. Returns false if nothing is left to do.
 begin_attempt() {
   [ "${NEXT:-run}" = run ] || return 1
-  if [ ! -x "$VENV/bin/python" ]; then
-    say "fault: $(hostname -s) cannot see the virtual environment $VENV: put it on a filesystem that all nodes mount"
-    NEXT=failed
-    return 1
-  fi
-  local answer
   if under_slurm; then
     choose_nodes || return 1
     pass_over_a_step
-    # Slurm's address of a node is the one that its daemons use between the nodes. On the node itself
-    # its name may mean 127.0.1.1, and the others may not know its host name.
+    # Slurm's daemons use this address between the nodes. On the node itself its name may resolve to
+    # 127.0.1.1, and other nodes may not be able to resolve its host name.
     HEAD_ADDR=$(node_addresses "${HOSTS%%,*}")
     HEAD_ADDR=${HEAD_ADDR:-${HOSTS%%,*}}
     ONE_HOST=no
@@ -54,63 +46,64 @@ begin_attempt() {
   else
     HOSTS=$(hostname -s) HEAD_ADDR=127.0.0.1 ONE_HOST=yes
   fi
-  local begin=(record begin --hosts "$HOSTS" --head "$HEAD_ADDR" --max-retries "$MAX_RETRIES")
-  BEGINS=yes
-  # Prints the attempt's number and a free port, or why there is nothing to do.
-  answer=$("${begin[@]}") || not_begun $? || return 1
-  if [ "${answer% *}" = busy ]; then
-    local other=${answer#busy }
+  local begin=(begin --hosts "$HOSTS" --head "$HEAD_ADDR" --max-retries "$MAX_RETRIES")
+  # Returns the attempt's number and a free port, or the reason why there is nothing to do.
+  ask "${begin[@]}" || not_begun $? || return 1
+  if [ "${REPLY% *}" = busy ]; then
+    local other=${REPLY#busy }
     if job_runs "$other"; then
       say "job $other still works on this run: to start it again, cancel that job first: cookbook cancel ${RUN_DIR##*/}"
       NEXT=failed
       return 1
     fi
-    answer=$("${begin[@]}" --ended "$other") || not_begun $? || return 1
+    ask "${begin[@]}" --ended "$other" || not_begun $? || return 1
   fi
-  if [ "$answer" = finished ]; then NEXT=finished; return 1; fi
-  read -r ATTEMPT HEAD_PORT <<<"$answer"
-  BEGINS=
+  case $REPLY in finished | superseded) NEXT=$REPLY; return 1 ;; esac
+  read -r ATTEMPT HEAD_PORT <<<"$REPLY"
   LOGS=$RUN_DIR/logs/$ATTEMPT
   STOP_ASKED=
   export ATTEMPT LOGS HEAD_ADDR HEAD_PORT ONE_HOST COOKBOOK_ATTEMPT=$ATTEMPT
-  # Before anything can go wrong: a first node that is lost submits nothing.
+  # Before any fault can occur: a first node that is lost cannot submit a job.
   if [ "${REQUEUE:-yes}" = no ] && under_slurm && [ -z "${SUCCESSOR:-}" ] && ! submit_successor; then
     say "no successor is in the queue, so the run ends with this job: $ANSWER"
   fi
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
-  # Training does not wait for it.
+  # In the background, so training does not wait for it.
   [ "$ATTEMPT" != 0 ] || notify start &
 }
 
-# The program that records the start has ended with this status. scancel's TERM may have ended it after
-# it had written, and not reach this script.
+# slurm.attempt has ended with this status instead of a start. A TERM of scancel may have ended it
+# after it had written, without reaching this script.
 not_begun() {
-  [ "$1" != 143 ] || terminated
   NEXT=failed
+  case $1 in
+  3) ;;
+  143) terminated ;;
+  *) last_word "$1" FAILED ;;
+  esac
   return 1
 }
 
-# Whether another job is there; if Slurm does not say, it is taken to be.
+# Returns true if another job exists, or if Slurm does not respond.
 job_runs() {
   local words
   if words=$(squeue --noheader --jobs="$1" --format=%T 2>&1); then [ -n "$words" ]; else [[ $words != *"Invalid job id"* ]]; fi
 }
 
-# Sets HOSTS, the nodes of the allocation that the next attempt uses. False if the job goes back into
-# the queue instead, without the nodes in LEFT_OUT.
+# Sets HOSTS, the nodes of the allocation that the next attempt uses. Returns false if the job is
+# requeued instead, without the nodes in LEFT_OUT.
 choose_nodes() {
-  local answer
   await_controller || return 1
   HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  answer=$(record choose --hosts "$HOSTS" --nodes "$NODES" --silent "${SILENT:-}") || { NEXT=failed; return 1; }
-  case $answer in
+  ask choose --hosts "$HOSTS" --nodes "$NODES" --silent "${SILENT:-}" || not_begun $? || return 1
+  case $REPLY in
   use*)
-    [ "$HOSTS" = "${answer#use }" ] || say "of the nodes $HOSTS these are used: ${answer#use }"
-    HOSTS=${answer#use }
+    [ "$HOSTS" = "${REPLY#use }" ] || say "of the nodes $HOSTS these are used: ${REPLY#use }"
+    HOSTS=${REPLY#use }
     return 0
     ;;
   esac
-  LEFT_OUT=${answer#without }
+  LEFT_OUT=${REPLY#without }
   if enough_nodes_without "$LEFT_OUT"; then
     say "left out from now on, because attempts on it failed or it does not answer: $LEFT_OUT"
   elif [ -n "${SILENT:-}" ]; then
@@ -125,8 +118,8 @@ choose_nodes() {
   return 1
 }
 
-# Whether the job's partition has enough nodes that are not down or drained, beside these and those
-# that the job was denied before.
+# Returns true if the job's partition has enough nodes that are not down or drained, without these
+# nodes and those that the job already excludes.
 enough_nodes_without() {
   local others left_out
   left_out=$(scontrol show hostnames "$(excluded_nodes "$1")" | paste -sd,)
@@ -136,24 +129,24 @@ enough_nodes_without() {
   [ "$others" -ge "$SLURM_JOB_NUM_NODES" ]
 }
 
-# A controller that is away for minutes, for a restart or a move to another host, costs no run.
+# A run survives a controller that is down for minutes, for example during a restart or a move.
 await_controller() {
   local since=$SECONDS said=''
   until timeout 20 scontrol --oneliner show job "$SLURM_JOB_ID" >/dev/null 2>&1; do
     if ((SECONDS - since > ${CONTROLLER_WAIT_S:-600})); then
-      record failed --message "Slurm's controller has not answered for $((SECONDS - since)) s: once it does, continue with: cookbook resume ${RUN_DIR##*/}"
+      fail "Slurm's controller has not answered for $((SECONDS - since)) s: once it does, continue with: cookbook resume ${RUN_DIR##*/}"
       NEXT=failed
       return 1
     fi
-    [ -n "$said" ] || record waiting --message "waiting for Slurm's controller, which does not answer, up to ${CONTROLLER_WAIT_S:-600} s"
+    [ -n "$said" ] || record_once waiting --message "waiting for Slurm's controller, which does not answer, up to ${CONTROLLER_WAIT_S:-600} s"
     said=yes
     sleep 2
   done
 }
 
-# Slurm sends an order to end a step again about a minute later if a lost node did not get it. By then
-# the requeued job may run on that node, with step numbers that start at 0 again, and the order would end
-# its ranks. So after every other requeue the first attempt is step 1 and not step 0.
+# If a lost node did not receive the request to kill a step, Slurm sends it again about a minute later.
+# By then the requeued job may run on that node, with step numbers that start at 0 again, and the request
+# would kill its ranks. So after every other requeue the first attempt is step 1 instead of step 0.
 pass_over_a_step() {
   [ -z "${PASSED_OVER:-}" ] && PASSED_OVER=yes || return 0
   ((${SLURM_RESTART_COUNT:-0} % 2 == 0)) || answers 1 "${HOSTS%%,*}"
@@ -161,23 +154,23 @@ pass_over_a_step() {
 
 node_addresses() { scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'; }
 
-# Runs in a process of its own, which becomes srun.
+# Runs in a separate process, which becomes srun.
 launch_nodes() {
-  # The recipe's timeout of one attempt; srun passes the signal on to the ranks.
+  # The recipe's timeout per attempt. srun forwards the signal to the ranks.
   local limit=()
   if [ -n "${TIMEOUT_S:-}" ]; then limit=(timeout --kill-after=60 "$TIMEOUT_S"); fi
   if under_slurm; then
-    # The step that lost a node is never cleared up: on the other nodes it keeps what it had.
+    # Slurm never cleans up a step that lost a node: the step keeps its resources on the other nodes.
     local beside=()
     [ -z "${SILENT:-}${OLD_STEPS:-}" ] || beside=(--overlap --mem=0)
-    # Since 22.05 srun does not take --cpus-per-task from the job.
+    # Since 22.05 srun does not inherit --cpus-per-task from the job.
     exec "${limit[@]}" srun "${beside[@]}" --job-name="attempt-$ATTEMPT" --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
       --kill-on-bad-exit=1 --wait=60 --export=ALL \
       --output="$LOGS/node_%t.log" --open-mode=append \
       bash -c "$1" </dev/null
   fi
-  # Without Slurm the nodes are processes of this host; the first to fail ends the others.
+  # Without Slurm the nodes are processes on this host. The first one to fail ends the others.
   local node pid pids=() rc=0
   trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM
   for ((node = 0; node < NODES; node++)); do
@@ -191,17 +184,15 @@ launch_nodes() {
   return $rc
 }
 
-# Waits for a process to end, however many signals are handled meanwhile; returns its status.
-# Meanwhile the watchdog ends it if the ranks hang, or do not stop when they are asked to; an entry
-# that tells nothing of its steps has none.
+# Waits for a process to end, even if signals are handled meanwhile, and returns its exit status.
+# Meanwhile the watchdog ends it if the ranks hang, or do not stop when requested. An entry that does
+# not report its steps has no watchdog.
 wait_for() {
   LAUNCHED=$1
   local rc
-  if [ -n "${HANG_TIMEOUT_S:-}" ]; then
-    PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.watchdog "$LAUNCHED" &
-  fi
-  # It ends at once if the sweep stops none of its runs.
-  [ -z "${SWEEP_DIR:-}" ] || PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.earlystop "$LAUNCHED" &
+  [ -z "${HANG_TIMEOUT_S:-}" ] || look_after slurm.watchdog &
+  # It exits at once if the sweep has no early stopping.
+  [ -z "${SWEEP_DIR:-}" ] || look_after slurm.earlystop &
   while :; do
     wait "$LAUNCHED"
     rc=$?
@@ -209,20 +200,36 @@ wait_for() {
   done
 }
 
-# torchrun does not handle such a signal, so a file informs the ranks: at the next step they all save
-# a checkpoint and end.
+# Runs a program that monitors the attempt, and restarts it if it dies.
+look_after() {
+  local pid
+  until PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m "$1" "$LAUNCHED"; do
+    sleep 5
+    # This script may have been killed while the ranks continue.
+    for pid in "$LAUNCHED" "$JOB_PID"; do kill -0 "$pid" 2>/dev/null || return; done
+    say "$1 has ended before the attempt: it is started again"
+  done
+}
+
+# torchrun does not handle this signal, so a file notifies the ranks: at the next step they all save
+# a checkpoint and exit.
 ask_to_stop() {
   say "the time limit is near: the ranks save a checkpoint and stop"
   STOP_ASKED=yes
   touch "$RUN_DIR/.stop"
 }
 
-# A field of what Slurm says about this job.
+# Prints a field of Slurm's description of this job.
 job_field() { timeout 20 scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
 
-# A TERM may be scancel, the time limit, preemption or a lost node: the job's log says which.
+# A TERM may come from scancel, the time limit, preemption or a lost node: the job's log shows which.
 terminated() {
   trap - ERR EXIT
+  # Handled once: another TERM may arrive before this script ends.
+  trap '' TERM
+  # Slurm sends KILL after KillWait, 30 s by default.
+  RECORD_WAIT_S=15
+  [ -x "$VENV/bin/python" ] || RECORD_WAIT_S=0 FILES_WAIT_S=0
   local state=CANCELLED
   if under_slurm; then
     state=COMPLETING
@@ -230,47 +237,48 @@ terminated() {
     kill -TERM "$LAUNCHED" 2>/dev/null
     wait "$LAUNCHED"
   fi
-  # Not to stdout: while the end of an attempt is recorded, that is the file "$LOGS/next".
+  # Not to stdout, which may be the pipe of answers.
   say "terminated" >&2
   local next=failed
-  # Unless the attempt's end is recorded already. While BEGINS is set, its start may be.
-  if [ -n "${BEGINS:-}" ] || { [ -n "${ATTEMPT:-}" ] && [ ! -s "$LOGS/next" ]; }; then
-    # Once: a second TERM may come before this script has ended.
-    local attempt=${ATTEMPT:-}
-    BEGINS='' ATTEMPT=''
-    next=$(record end ${attempt:+--attempt "$attempt"} --exit-code 143 --job-state "$state") || next=failed
+  # A recorded end is not changed: the job may be ending between two attempts.
+  if ask end ${ATTEMPT:+--attempt "$ATTEMPT"} --exit-code 143 --job-state "$state"; then
+    next=$REPLY
+  elif last_word $? INTERRUPTED 143; then
+    next=finished
   fi
-  if [ "$next" != requeue ]; then
+  if [ "$next" != requeue ] && [ "$next" != superseded ]; then
     drop_successor
     notify ended
   fi
+  [ "$next" = finished ] && exit 0
   exit 143
 }
 
-# Takes the exit status, and more arguments of `record end`. Sets NEXT: finished, failed, run (again,
-# on these nodes) or requeue.
+# Arguments: the exit status, and more arguments of `record end`. Sets NEXT: finished, failed, run (again,
+# on these nodes), requeue, or superseded by another start, possibly by this job's successor.
 end_attempt() {
   local rc
   NEXT=failed
-  # Through a file: bash 5.2 loses one in a hundred signals that come while it reads a $(...), and what
-  # ends srun often sends this script a TERM, too.
-  record end --attempt "$ATTEMPT" --exit-code "$1" --max-retries "$MAX_RETRIES" \
-    --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}" >"$LOGS/next"
+  ask end --attempt "$ATTEMPT" --exit-code "$1" --ended "$(date +%s.%N)" --max-retries "$MAX_RETRIES" \
+    --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}"
   rc=$?
-  # scancel's TERM may end the program that records, and not reach this script, or reach it later.
-  [ $rc != 143 ] || terminated
+  case $rc in
+  0) NEXT=$REPLY ;;
+  # A TERM of scancel may end slurm.attempt without reaching this script, or reach it later.
+  143) terminated ;;
+  *) ! last_word $rc FAILED "$1" || NEXT=finished ;;
+  esac
   ATTEMPT=
-  [ $rc != 0 ] || read -r NEXT <"$LOGS/next" || NEXT=failed
-  # A node that was lost a moment ago is part of the allocation until Slurm notices.
+  # A node that was just lost is part of the allocation until Slurm detects it.
   if [ "$NEXT" = run ] && under_slurm && await_controller; then
     find_silent_nodes
     [ -n "${SILENT:-}" ] || await_old_step
   fi
 }
 
-# Waits until Slurm has cleared up the step of the attempt that has ended. After a controller was
-# restarted it may go on listing a step that has ended, with its CPUs. Then the next attempt starts
-# beside it, after the nodes have ended any rank that is left. Sets OLD_STEPS, the ids of such steps.
+# Waits until Slurm has cleaned up the step of the last attempt. A restarted controller may continue
+# to list a step that has ended, with its CPUs. Then the next attempt overlaps this step, after the nodes
+# have killed any remaining rank. Sets OLD_STEPS, the ids of such steps.
 await_old_step() {
   local since=$SECONDS old
   while old=$(listed_steps | grep -vxF -e "${OLD_STEPS:--}"); do
@@ -284,17 +292,17 @@ await_old_step() {
   done
 }
 
-# The steps of this job that ran attempts, without those of somebody who looks at it.
+# Lists the steps of this job that ran attempts, without steps that a user started in it.
 listed_steps() {
   timeout 30 squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%j %i' 2>/dev/null | sed -n 's/^attempt-[0-9]* //p'
 }
 
-answers() { # number nodes; beside a step that Slurm is still clearing up, whose memory --overlap does not share
-  timeout 30 srun --overlap --mem=0 --nodes="$1" --nodelist="$2" --ntasks="$1" --ntasks-per-node=1 true </dev/null >/dev/null 2>&1
+answers() { # number nodes; --overlap shares no memory with a step that Slurm still cleans up, hence --mem=0
+  ANSWER=$(timeout 30 srun --overlap --mem=0 --nodes="$1" --nodelist="$2" --ntasks="$1" --ntasks-per-node=1 true </dev/null 2>&1)
 }
 
-# Adds the nodes of this attempt that do not answer to SILENT. If none answers it is Slurm that does
-# not start steps, as for a moment after its controller has come back: that is waited for.
+# Adds the nodes of this attempt that do not respond to SILENT. If no node responds, Slurm itself starts
+# no steps, for example just after its controller has come back. The function waits for this.
 find_silent_nodes() {
   local node silent since=$SECONDS
   until answers "$NODES" "$HOSTS"; do
@@ -302,6 +310,11 @@ find_silent_nodes() {
     for node in ${HOSTS//,/ }; do
       answers 1 "$node" || silent=${silent:+$silent,}$node
     done
+    if [ "$silent" = "$HOSTS" ] && ((SECONDS - since > 60)) && [[ $ANSWER == *"Unable to create step"* ]]; then
+      record_once waiting --message "Slurm starts no step in this job, which goes back into the queue: ${ANSWER##*error: }"
+      NEXT=requeue
+      return
+    fi
     if [ -n "$silent" ] && { [ "$silent" != "$HOSTS" ] || ((SECONDS - since > 60)); }; then
       say "these nodes of the allocation do not answer: $silent"
       SILENT=${SILENT:+$SILENT,}$silent
@@ -311,25 +324,25 @@ find_silent_nodes() {
   done
 }
 
-# Puts a job into the queue that takes this one's place, and runs if this one does not end well. False
-# if Slurm takes none; its words are then in ANSWER.
+# Submits a successor of this job, which starts if this job fails. Returns false if Slurm refuses it,
+# with Slurm's message in ANSWER.
 submit_successor() {
   local without options=(--parsable "--dependency=afternotok:$SLURM_JOB_ID" --kill-on-invalid-dep=yes)
   without=$(excluded_nodes "${LEFT_OUT:-}")
   [ -z "$without" ] || options+=("--exclude=$without")
-  # A job that is not of the array: sbatch would hand these on.
+  # The successor is not part of the job array: sbatch would pass these variables on.
   ANSWER=$(env -u SLURM_ARRAY_JOB_ID -u SLURM_ARRAY_TASK_ID -u SLURM_ARRAY_TASK_COUNT -u SLURM_ARRAY_TASK_MAX \
     -u SLURM_ARRAY_TASK_MIN -u SLURM_ARRAY_TASK_STEP timeout 60 sbatch "${options[@]}" "$RUN_DIR/job.sbatch" 2>&1) || return
   SUCCESSOR=${ANSWER##*$'\n'} SUCCESSOR=${SUCCESSOR%%;*}
   record succeed --job "$SUCCESSOR"
 }
 
-# The run has ended: no job takes this one's place.
+# The run has ended: the successor is not needed.
 drop_successor() {
   [ -z "${SUCCESSOR:-}" ] || scancel "$SUCCESSOR" 2>/dev/null
 }
 
-# The nodes that this job must not get, and more of them.
+# Prints the nodes that this job excludes, and additional ones.
 excluded_nodes() {
   local before
   before=$(job_field ExcNodeList)
@@ -337,23 +350,23 @@ excluded_nodes() {
   printf '%s' "$before${1:+${before:+,}$1}"
 }
 
-# The job that takes this one's place runs once this one has ended, and not well.
+# The successor starts when this job has failed.
 succeed() {
   say "job $SUCCESSOR takes the place of this one: it continues from the last checkpoint"
   [ -z "${LEFT_OUT:-}" ] || exclude "$SUCCESSOR" "$LEFT_OUT"
   exit 75
 }
 
-# Puts the job back into the queue, which ends this script: all state has been written before. A
-# controller that is away, or a job that Slurm is still clearing up, is waited for.
+# Requeues the job, which ends this script: all state has been written before. Waits if the controller
+# is down, or if Slurm is still cleaning up the job.
 requeue() {
   local since=$SECONDS answer='' said=''
   [ -z "${SUCCESSOR:-}" ] || succeed
   while ((SECONDS - since <= ${CONTROLLER_WAIT_S:-600})); do
-    # Slurm may have put it there itself a moment ago, for lack of a node.
+    # Slurm may have just requeued it because it lost a node.
     if [ "$(job_field JobState)" = PENDING ] || (($(job_field Restarts) + 0 > ${SLURM_RESTART_COUNT:-0})); then exit 0; fi
-    # Slurm takes the list of excluded nodes only once the job is in the queue, and there this
-    # script has KillWait seconds left.
+    # Slurm accepts the list of excluded nodes only after the requeue, and from then on this script
+    # has KillWait seconds left.
     trap '' TERM
     if answer=$(timeout 60 scontrol requeue "$SLURM_JOB_ID" 2>&1); then
       [ -z "${LEFT_OUT:-}" ] || exclude "$SLURM_JOB_ID" "$LEFT_OUT"
@@ -361,16 +374,16 @@ requeue() {
     fi
     trap terminated TERM
     case $answer in *"Invalid job id"* | *denied* | *disabled*) break ;; esac
-    # Without an answer it may have been Slurm's TERM that ended the question.
-    [ -n "$said" ] || [ -z "$answer" ] || record waiting --message "waiting to go back into the queue, up to ${CONTROLLER_WAIT_S:-600} s: $answer"
+    # Without output, Slurm's TERM may have ended scontrol.
+    [ -n "$said" ] || [ -z "$answer" ] || record_once waiting --message "waiting to go back into the queue, up to ${CONTROLLER_WAIT_S:-600} s: $answer"
     said=$answer
     sleep 2
   done
   if submit_successor; then succeed; fi
-  record failed --message "Slurm refused to requeue job $SLURM_JOB_ID ($answer), and to take another ($ANSWER): continue with: cookbook resume ${RUN_DIR##*/}"
+  fail "Slurm refused to requeue job $SLURM_JOB_ID ($answer), and to take another ($ANSWER): continue with: cookbook resume ${RUN_DIR##*/}"
 }
 
-# A job in the queue does not get these nodes: the one that takes this one's place, or this one itself.
+# Excludes these nodes for a job in the queue: the successor or this job itself.
 exclude() {
   local tries
   for tries in 1 2 3; do
@@ -381,6 +394,7 @@ exclude() {
 }
 
 finish() {
+  [ "$NEXT" != superseded ] || exit 1
   if [ "$NEXT" = requeue ]; then
     if under_slurm; then
       say "back into the queue: the next attempt continues from the last checkpoint"

@@ -23,8 +23,10 @@ from slurm.faults import BAD_NODE
 FATAL_XIDS = frozenset({48, 64, 74, 79, 94, 95, 119, 120})
 _XID = re.compile(r"^\[ *([\d.]+)\] NVRM: Xid \(([^)]*)\): (\d+)", re.MULTILINE)
 _RECENT_S = 3600
-# A GPU with more of its memory in use belongs to somebody else as well.
-_IN_USE = 0.1
+# A GPU with more of its memory in use belongs to somebody else as well; perhaps to ranks of an
+# earlier start, which stop within seconds.
+_IN_USE, _IS_IN_USE = 0.1, "is in use: "
+_FREED_S = 30.0
 _QUERY = "index,uuid,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"
 _DISK_BYTES = 2**30
 # srun may take so long until a node's script runs.
@@ -57,7 +59,7 @@ def gpu_faults(table: str, visible: str, wanted: int) -> Iterator[str]:
         if errors.isdigit() and int(errors):
             yield f"GPU {index} has {errors} uncorrected ECC errors since its last reset"
         if used.isdigit() and total.isdigit() and int(used) > _IN_USE * int(total):
-            yield f"GPU {index} is in use: {used} of {total} MiB of its memory are taken"
+            yield f"GPU {index} {_IS_IN_USE}{used} of {total} MiB of its memory are taken"
 
 
 def _gpus() -> Iterator[str]:
@@ -130,7 +132,10 @@ def main() -> int:
     node, logs = os.environ["NODE_NAME"], Path(os.environ["LOGS"])
     if note := _clock():
         print(f"cookbook: {note}")
-    found = faults()
+    found, deadline = faults(), time.monotonic() + _FREED_S
+    while found and all(_IS_IN_USE in line for line in found) and time.monotonic() < deadline:
+        time.sleep(1)
+        found = faults()
     if not found:
         return 0
     message = f"node {node} is not fit for training: {'; '.join(found)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from slurm.faults import describe, first_error
+from slurm.faults import NODE_FAILURE, describe, first_error
 
 # By the type of the error that ended the attempt.
 _CAUSES = {
@@ -16,6 +16,9 @@ _CAUSES = {
     "Hang": "hang",
     "NotStopped": "time_limit",
     "NodeFailure": "node_failure",
+    "OutputError": "killed",
+    "StorageError": "storage",
+    "SupersededError": "superseded",
     "NoSpace": "no_space",
     "Quota": "quota",
     "NetworkError": "network",
@@ -69,16 +72,45 @@ def _cause(error: dict[str, Any]) -> str:
     return _CAUSES.get(kind, "error")
 
 
-def ended_by_slurm(state: str | None, node: str | None = None) -> Verdict:
+def ended_by_slurm(state: str | None, nodes: list[str]) -> Verdict:
     """Return how an attempt ended whose job script wrote nothing, and goes on in a new start.
 
     Args:
         state: what Slurm wrote about it, None if it wrote nothing.
-        node: the node that Slurm lost.
+        nodes: those that Slurm lost.
     """
-    lost = ("lost", "its node was lost, or its job script was killed")
-    cause, message = _ENDED.get(str(state), lost)
-    return Verdict("INTERRUPTED", "run", cause, message, node)
+    cause, message = ("lost", "its node was lost, or its job script was killed")
+    if state in _ENDED:
+        cause, message = _ENDED[state]
+    elif nodes:
+        cause, message = _ENDED["NODE_FAIL"]
+    return _interrupted("run", cause, message, nodes)
+
+
+def ended_job(job_state: str, cancelled: bool, succeeds: bool, lost: list[str]) -> Verdict:
+    """Return how a job ended that Slurm or somebody ended, in an attempt or between two.
+
+    Args:
+        job_state: Slurm's word for the job.
+        cancelled: `cookbook cancel` ended it.
+        succeeds: a job that takes this one's place is in the queue.
+        lost: the nodes that Slurm lost.
+    """
+    # Somebody ended it: no retry.
+    if cancelled or job_state == "CANCELLED":
+        who = "by cookbook cancel" if cancelled else "its job was cancelled"
+        return Verdict("CANCELLED", "failed", "cancelled", who)
+    # Slurm itself requeues a job that it ends for lack of nodes.
+    cause, message = _ENDED.get(job_state, (job_state.lower(), f"Slurm ended it: {job_state}"))
+    # Where it may not, the successor goes on.
+    return _interrupted("requeue" if succeeds else "failed", cause, message, lost)
+
+
+def _interrupted(following: str, cause: str, message: str, nodes: list[str]) -> Verdict:
+    """Return the verdict on an attempt that Slurm ended; nodes: those that it lost."""
+    if cause != "node_failure" or not nodes:
+        return Verdict("INTERRUPTED", following, cause, message)
+    return Verdict("INTERRUPTED", following, cause, f"{message}: {', '.join(nodes)}", nodes[0])
 
 
 def bad_nodes(attempts: list[dict[str, Any]]) -> set[str]:
@@ -131,18 +163,13 @@ def decide(
         worse: says so if its sweep stopped it, because others do better.
     """
     trained = progress.get("state")
-    if exit_code == 0 and trained in (None, "finished"):
+    # Once all is written it does not matter how the processes end.
+    if trained == "finished" or (exit_code == 0 and trained is None):
         return Verdict("COMPLETED", "finished", "finished")
 
-    # Somebody ended it: no retry.
-    if cancelled or job_state == "CANCELLED":
-        who = "by cookbook cancel" if cancelled else "its job was cancelled"
-        return Verdict("CANCELLED", "failed", "cancelled", who)
-    if job_state is not None:
-        # Slurm itself requeues a job that it ends for lack of nodes.
-        cause, message = _ENDED.get(job_state, (job_state.lower(), f"Slurm ended it: {job_state}"))
-        # Where it may not, the successor goes on.
-        return Verdict("INTERRUPTED", "requeue" if succeeds else "failed", cause, message)
+    if cancelled or job_state is not None:
+        lost = [str(each["host"]) for each in errors if each.get("type") == NODE_FAILURE]
+        return ended_job(job_state or "", cancelled, succeeds, lost)
     if not_started and cause_before != "controller":
         return Verdict("RETRYING", "run", "controller", f"srun started nothing: {not_started}")
     if timed_out_s is not None:

@@ -1,9 +1,10 @@
 """Ends an attempt whose ranks hang, or do not stop in time: python -P -m slurm.watchdog PID
 
-It also ends the ranks that srun cannot end, and asks the ranks to stop when the run has used its
-GPU-hours. slurm/job.sh starts it beside each attempt, with RUN_DIR, LOGS, HANG_TIMEOUT_S,
-SIGNAL_LEAD_S and MAX_GPU_HOURS set. PID is srun, or what starts the nodes if there is no Slurm.
-Standard library only.
+It also ends what does not end by itself once the run is finished, and the ranks that srun cannot
+end, and asks the ranks to stop when the run has used its GPU-hours. slurm/job.sh starts it beside
+each attempt, again if it dies, with RUN_DIR, LOGS, ATTEMPT, JOB_PID, HANG_TIMEOUT_S, SIGNAL_LEAD_S
+and MAX_GPU_HOURS set. PID is srun, or what starts the nodes if there is no Slurm. Standard library
+only.
 """
 
 import os
@@ -33,6 +34,8 @@ ANSWER_S, END_S = 12.0, 45.0
 LEFT_BEHIND, LEFT_S = b"First task exited", 15.0
 # What remains of the warning's lead for ending the ranks and for the queue.
 RESERVE_S = 60.0
+# Everything is written by then: srun and torchrun may take so long to end, and then to obey a TERM.
+FINISH_WAIT_S, FINISH_END_S = 60.0, 5.0
 
 
 @dataclass
@@ -90,15 +93,17 @@ class Watch:
 
 @dataclass
 class LeftBehind:
-    """Reads in the job's log, from where the attempt began, that srun waits for tasks to end."""
+    """Reads in the job's log that srun waits for tasks to end.
+
+    start: the byte at which the attempt began.
+    """
 
     log: Path
-    _read: int = 0
+    start: int
     _since: float | None = None
 
     def __post_init__(self) -> None:
-        with suppress(OSError):
-            self._read = self.log.stat().st_size
+        self._read = self.start
 
     def look(self, now: float) -> bool:
         """Return whether srun has said so LEFT_S ago; now: a monotonic clock, in seconds."""
@@ -114,6 +119,25 @@ class LeftBehind:
             self._read += len(whole)
             self._since = now if LEFT_BEHIND in whole else None
         return self._since is not None and now - self._since >= LEFT_S
+
+
+@dataclass
+class Finished:
+    """Sees that the run is finished, but its processes are not: every file is written by then."""
+
+    progress: Path
+    attempt: int
+    wait_s: float
+    _since: float | None = None
+
+    def look(self, now: float) -> bool:
+        """Return whether that was wait_s ago; now: a monotonic clock, in seconds."""
+        if self._since is None:
+            told = files.read_json_or_none(self.progress)
+            wanted = {"state": "finished", "attempt": self.attempt}
+            if isinstance(told, dict) and all(told.get(key) == wanted[key] for key in wanted):
+                self._since = now
+        return self._since is not None and now - self._since >= self.wait_s
 
 
 def stop_limit_s(lead_s: float) -> float:
@@ -187,14 +211,20 @@ def _wait(done: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _end(pid: int, logs: Path) -> None:
+def _end(pid: int, logs: Path, wait_s: float = END_S) -> None:
     """End srun and so the ranks: by TERM, which it passes on, else by KILL and by the nodes."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        if _wait(lambda: process_start(pid) is None, END_S):
+        if _wait(lambda: process_start(pid) is None, wait_s):
             return
         os.kill(pid, signal.SIGKILL)
         _wait(lambda: process_start(pid) is None, END_S)
+        _have_nodes_end_ranks(logs)
+
+
+def _have_nodes_end_ranks(logs: Path) -> None:
+    # A filesystem that takes no file must not keep srun alive.
+    with suppress(OSError):
         (logs / files.END_RANKS).touch()
 
 
@@ -207,13 +237,23 @@ def _is_used_up(run_dir: Path) -> bool:
 
 
 def main() -> None:
-    pid, script = int(sys.argv[1]), os.getppid()
+    pid, script = int(sys.argv[1]), int(os.environ["JOB_PID"])
+    script_start = process_start(script)
     run_dir, logs = Path(os.environ["RUN_DIR"]), Path(os.environ["LOGS"])
     stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
     watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
-    left_behind = LeftBehind(run_dir / files.JOB_LOG)
+    status = files.read_json_or_none(run_dir / files.STATUS)
+    began = status.get("job_log_bytes") if isinstance(status, dict) else 0
+    left_behind = LeftBehind(run_dir / files.JOB_LOG, began if isinstance(began, int) else 0)
+    wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
+    finished = Finished(run_dir / files.PROGRESS, int(os.environ["ATTEMPT"]), wait_s)
     asked = told = False
-    while process_start(pid) is not None and os.getppid() == script:
+    while process_start(pid) is not None and process_start(script) == script_start:
+        if finished.look(time.monotonic()):
+            print("cookbook: the run is finished: its processes are ended", file=sys.stderr)
+            _have_nodes_end_ranks(logs)
+            _end(pid, logs, FINISH_END_S)
+            return
         if not asked and _is_used_up(run_dir):
             asked = True
             print("cookbook: max_gpu_hours is reached: the ranks save and stop", file=sys.stderr)
@@ -221,12 +261,14 @@ def main() -> None:
         if not told and left_behind.look(time.monotonic()):
             told = True
             print("cookbook: srun could not end the other ranks: nodes end them", file=sys.stderr)
-            (logs / files.END_RANKS).touch()
+            _have_nodes_end_ranks(logs)
         beat = files.read_json_or_none(logs / files.HEARTBEAT)
         fault = watch.look(beat, (run_dir / files.STOP).exists(), time.monotonic())
         if fault is not None:
-            ask_for_stacks(logs)
-            record(logs, fault)
+            # A filesystem that takes no record does not keep the ranks.
+            with suppress(OSError):
+                ask_for_stacks(logs)
+                record(logs, fault)
             print(f"cookbook: {fault['message']}: the attempt is ended", file=sys.stderr)
             _end(pid, logs)
             return

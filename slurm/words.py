@@ -30,16 +30,23 @@ _WAIT_S = 3.0
 # srun: error: n2: task 1: Killed
 _TASK = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
 
-# srun: error: Node failure on n2
+# srun: error: Node failure on n2, or on n[2-3]
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 _OUT_OF_MEMORY = re.compile(
     r"^.*(?:oom[-_ ]kill|Out Of Memory|[Ee]xceeded (?:job |step )?memory limit).*$", re.MULTILINE
 )
+# slurmstepd-n1: error: ..., or srun: error: n1: task 0: Out Of Memory
+_SPEAKER = re.compile(r"(?:slurmstepd-([\w.-]+): |srun: error: ([\w.-]+): tasks? [\d,-]+: )")
 
-# What srun says if it could not start a step because the controller did not answer.
+# Names with one list of numbers, as in n[01-03,7]-ib.
+_HOSTS = re.compile(r"([^\s,\[\]]*)(?:\[([\d,-]+)\])?([^\s,\[\]]*)(?:,|$)")
+
+# What srun says if it could not start a step because the controller did not answer, or because the
+# job's last start, on a node that was given up, still has one.
 _AWAY = re.compile(
     r"^srun: error: (.*(?:Unable to contact slurm controller|Socket timed out|"
+    r"Unable to create step|"
     r"Unable to confirm allocation|Connection refused|Communication connection failure|"
     r"Zero Bytes were transmitted|controller not responding).*)$",
     re.MULTILINE | re.IGNORECASE,
@@ -78,19 +85,35 @@ def first_task(text: str) -> tuple[str, str, str] | None:
     return found.groups() if found else None  # type: ignore[return-value]
 
 
-def lost_node(text: str) -> str | None:
-    """Return the node that Slurm lost while a step ran on it, None if it says of none."""
-    found = _NODE_FAILURE.search(text)
-    return found.group(1) if found else None
+def lost_nodes(text: str) -> list[str]:
+    """Return the nodes that Slurm lost while a step ran on them, each once."""
+    return list(dict.fromkeys(name for said in _NODE_FAILURE.findall(text) for name in hosts(said)))
 
 
-def out_of_memory(text: str) -> str | None:
-    """Return Slurm's line about a job or a step that used more memory than it has."""
+def hosts(names: str) -> list[str]:
+    """Return the single names of Slurm's list of nodes, such as n[1-2],gpu7."""
+    single = []
+    for before, numbers, after in _HOSTS.findall(names):
+        for span in numbers.split(","):
+            first, _, last = span.partition("-")
+            several = range(int(first), int(last or first) + 1) if first else [""]
+            single += [f"{before}{str(each).zfill(len(first))}{after}" for each in several]
+    return [name for name in single if name]
+
+
+def out_of_memory(text: str) -> tuple[str, str | None] | None:
+    """Return Slurm's line about a job or a step that used more memory than it has, and its node.
+
+    The node is None if the line names none.
+    """
     found = _OUT_OF_MEMORY.search(text)
-    return found.group().strip() if found else None
+    if not found:
+        return None
+    speaker = _SPEAKER.search(found.group())
+    return found.group().strip(), (speaker[1] or speaker[2]) if speaker else None
 
 
 def not_started(text: str) -> str:
-    """Return srun's words if the controller was away when it was to start a step, else ""."""
+    """Return srun's words if Slurm did not let it start a step, else ""."""
     found = _AWAY.search(text)
     return found.group(1) if found else ""

@@ -4,13 +4,14 @@ The checks before the queue, doctor, the node check and the download all answer 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher import executors
 from launcher.errors import CookbookError
-from launcher.executors import slurm
+from launcher.executors import Executor, slurm
 from launcher.executors.slurm.limits import Rights
 from launcher.recipes.recipe import Recipe, Resources
 from launcher.site import Site, with_site_defaults
@@ -56,13 +57,13 @@ def faults_of(findings: Iterable[Finding]) -> list[str]:
 class Context:
     """What is checked: a recipe on a cluster, resolved for a run that does not exist yet.
 
-    local: it will run on this host, without Slurm. prepared: the model's files should be there,
+    executor: what will run it. prepared: the model's files should be there,
     not made first by the recipe's prepare. elsewhere: paths that only the nodes have.
     """
 
     recipe: Recipe
     cluster: Site
-    local: bool = False
+    executor: Executor = field(default_factory=executors.choose)
     prepared: bool = True
     elsewhere: tuple[str, ...] = ()
 

@@ -186,7 +186,7 @@ def _prepared(key: str, folder: Path) -> Iterator[Finding]:
     """Check a split of a prepared set: it is there, and as it was when it was made."""
     name = folder.parent.parent.parent.name
     if why := unreadable(folder):
-        there = sorted(path.name for path in folder.parent.glob("*/"))
+        there = sorted(path.name for path in folder.parent.glob("[!_]*/"))
         remedy = f"it has {', '.join(there)}" if there else f"cookbook prepare {name}"
         yield failed("dataset", f"{key}: prepared:{name}@{folder.name} {why}", remedy)
         return
@@ -203,6 +203,13 @@ def data_files(block: dict[str, Any]) -> list[Path]:
     values = named.values() if isinstance(named, dict) else [named]
     names = [str(name) for value in values for name in _listed(value) if name]
     return [Path(name) for name in names if not re.search(r"://|[*?\[]", name)]
+
+
+def on_hub(block: dict[str, Any]) -> bool:
+    """Whether a dataset comes from the hub, and not from files."""
+    source = block.get("source")
+    is_files = source in _FILE_SOURCES or block.get("_component_") == prepared.COMPONENT
+    return not (is_files or (source and Path(str(source)).expanduser().exists()))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -3,27 +3,24 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher import paths, venv
-from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
+from launcher.checks import Context, Finding, Skipped, failed, files, ok, unreadable
 from launcher.recipes import stock
 from launcher.runs import snapshot
 from runspec.files import read_json_or_none, write_json
-from runspec.keys.sft import SFT
 from runspec.layout import Layout, LayoutError
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
-# Numbers that no component sees: the launcher has checked them, and they change from run to run.
-_PLAIN = {
-    name
-    for name, key in SFT.items()
-    if key.kind in ("positive", "count", "number") and "_dim" not in name
-}
+
+# Of python -m trainer.check.
+Options = tuple[str, ...]
 
 
 def layout(context: Context) -> Iterable[Finding]:
@@ -117,11 +114,11 @@ def components(context: Context) -> Iterable[Finding]:
         raise Skipped("the script is your own")
     if not context.prepared:
         raise Skipped("the model is made at submission")
-    config, stock = _question(context)
-    kept = _kept(config, stock)
+    config, options = _question(context)
+    kept = _kept(config, options)
     answer = read_json_or_none(kept)
     if not isinstance(answer, dict):
-        (answer,) = _ask([config], stock)
+        (answer,) = _ask([config], *options)
         _keep(kept, answer)
     faults = [failed("components", fault) for fault in answer["faults"]]
     return faults or [ok("components", str(answer["found"]))]
@@ -129,28 +126,49 @@ def components(context: Context) -> Iterable[Finding]:
 
 def ask_ahead(contexts: Iterable[Context]) -> None:
     """Let one process of the trainer answer for all recipes: its start takes most of the time."""
-    open_questions: dict[bool, dict[Path, dict[str, Any]]] = {}
+    open_questions: dict[Options, dict[Path, dict[str, Any]]] = {}
     for context in contexts:
         if context.recipe.entry.checked and context.prepared:
-            config, stock = _question(context)
-            if not isinstance(read_json_or_none(kept := _kept(config, stock)), dict):
-                open_questions.setdefault(stock, {})[kept] = config
-    for stock, asked in open_questions.items():
+            config, options = _question(context)
+            if not isinstance(read_json_or_none(kept := _kept(config, options)), dict):
+                open_questions.setdefault(options, {})[kept] = config
+    for options, asked in open_questions.items():
         # What keeps it from answering is told by the recipe's own check.
         with contextlib.suppress(Skipped):
-            answers = _ask(list(asked.values()), stock)
+            answers = _ask(list(asked.values()), *options)
             for kept, answer in zip(asked, answers, strict=True):
                 _keep(kept, answer)
 
 
-def _question(context: Context) -> tuple[dict[str, Any], bool]:
-    """Return the config that the trainer is asked about, and if it is one for stock code."""
+def ask_for_samples(
+    context: Context, count: int, variables: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Ask the trainer for the first samples as it trains them, and for their faults.
+
+    The answer on the components comes with it, and is kept.
+    """
+    config, options = _question(context)
+    (answer,) = _ask([config], *options, f"--samples={count}", variables=variables)
+    samples, faults = answer.pop("samples", []), answer.pop("sample_faults", [])
+    _keep(_kept(config, options), answer)
+    return samples, faults
+
+
+def _question(context: Context) -> tuple[dict[str, Any], Options]:
+    """Return the config that the trainer is asked about, and the options that say for what."""
     recipe = context.recipe
-    return recipe.train_config(context.cluster.root, "run"), recipe.entry.checked != "complete"
+    config = recipe.train_config(context.cluster.root, "run")
+    if recipe.entry.checked != "complete":
+        return config, ("--stock",)
+    # The check of the layout tells its faults.
+    with contextlib.suppress(LayoutError):
+        found = Layout.of(config, context.resources.world_size)
+        config = {**config, "data_parallel_shard_dim": found.shard}
+    return config, ("--objective", recipe.entry.objective)
 
 
-def _kept(config: dict[str, Any], stock: bool) -> Path:
-    return paths.user_cache() / "checks" / f"{_cache_key(config, stock)}.json"
+def _kept(config: dict[str, Any], options: Options) -> Path:
+    return paths.user_cache() / "checks" / f"{_cache_key(config, options)}.json"
 
 
 def _keep(kept: Path, answer: dict[str, Any]) -> None:
@@ -160,22 +178,35 @@ def _keep(kept: Path, answer: dict[str, Any]) -> None:
         write_json(kept, answer)
 
 
-def _cache_key(config: dict[str, Any], stock: bool) -> str:
-    """Return a hash of what the answer depends on: config, packages, trainer, the model's files."""
-    folder = Path(str((config.get("checkpointer") or {}).get("checkpoint_dir", "")))
+def _cache_key(config: dict[str, Any], options: Options) -> str:
+    """Return a hash of what the answer depends on: config, packages, trainer, files that it names.
+
+    These are the files of the model, of the tokenizer, and of an adapter to start from.
+    """
+    checkpointer = config.get("checkpointer") or {}
+    folder = Path(str(checkpointer.get("checkpoint_dir", "")))
+    named = [folder, *files.tokenizer_files(config).values()]
+    if adapter := checkpointer.get("adapter_checkpoint"):
+        given = (Path(str(adapter)).expanduser(), folder / str(adapter))
+        named += [path if path.is_dir() else path.parent for path in given if path.exists()]
     sources = sorted((paths.REPO_ROOT / "trainer").rglob("*.py"))
     sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
-    sources += sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in named:
+        sources += sorted(path.iterdir()) if path.is_dir() else [path] * path.is_file()
     seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
-    asked = {key: value for key, value in config.items() if key not in _PLAIN}
-    text = json.dumps([asked, stock, str(paths.venv_root()), venv.packages(), seen])
+    own = os.environ.get("COOKBOOK_COMPONENTS")
+    text = json.dumps([config, options, own, str(paths.venv_root()), venv.packages(), seen])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _ask(configs: Sequence[dict[str, Any]], stock: bool) -> list[dict[str, Any]]:
-    options, limit_s = ["--stock"] if stock else [], 300 + 30 * (len(configs) - 1)
+def _ask(
+    configs: Sequence[dict[str, Any]],
+    *options: str,
+    variables: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    limit_s = 300 + 30 * (len(configs) - 1)
     try:
-        done = venv.ask_trainer("check", configs, *options, timeout_s=limit_s)
+        done = venv.ask_trainer("check", configs, *options, timeout_s=limit_s, variables=variables)
         lines = done.stdout.splitlines()[-len(configs) :]
         if len(lines) != len(configs):
             raise ValueError("an answer is missing")

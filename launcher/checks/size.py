@@ -45,7 +45,7 @@ def _gpu(context: Context) -> tuple[gpus.Gpu, str]:
     if context.cluster.gpu:
         return gpus.by_name(context.cluster.gpu), "the site's file"
     named, source = context.resources.gpu_type, "resources.gpu_type"
-    if not named and not context.local:
+    if not named and context.executor.queued:
         try:
             known = context.partitions
         except SlurmFault as fault:

@@ -4,17 +4,21 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import click
 
+from launcher import executors
 from launcher import site as sites
-from launcher.checks import Finding, preflight
+from launcher.checks import Finding, faults_of, preflight
 from launcher.checks import doctor as examination
 from launcher.checks.doctor.ask import Options
 from launcher.checks.doctor.nodes import table
+from launcher.checks.samples import read as read_samples
 from launcher.cli import common
 from launcher.cli.common import note
+from launcher.cli.samples import lines as sample_lines
 from launcher.recipes import recipe as recipe_file
 from launcher.workflows import registered
 from launcher.workflows.submit import context, plan
@@ -23,38 +27,58 @@ from launcher.workflows.submit import context, plan
 @click.command()
 @common.recipe_arguments
 @common.resource_options
-@common.flag("--local", help="Check for submit --local: Slurm is not asked.")
+@common.flag("--local", help="Check for submit --local: Slurm is not queried.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Also print the first N samples with their trained tokens marked, and count the tokens "
+    "of the first 1,000.",
+)
 @common.on_nodes_option
 @common.json_option
 @common.cluster_option
 def check(
     recipe_name: str,
     local: bool,
+    samples: int | None,
     on_nodes: tuple[str, ...],
     as_json: bool,
     cluster: str | None,
     overrides: tuple[str, ...],
     **resources: str | int | None,
 ) -> None:
-    """Check everything that could stop a recipe's run, without queueing it.
+    """Check everything that could stop a recipe's run, without submitting it.
 
-    Ends with status 1 if a check fails. submit makes the same checks first.
+    The exit status is 1 if a check fails. submit runs the same checks first.
     """
     site = sites.load(cluster)
-    recipe = sites.complete(recipe_file.load(recipe_name, overrides, resources), site, local)
+    executor = executors.choose(local)
+    recipe = sites.complete(recipe_file.load(recipe_name, overrides, resources), site, executor)
     recipe = registered.in_recipe(recipe, site)
     for line in recipe.notes:
         note(f"note: {line}")
-    failed = _show(preflight.check(context(plan(recipe, site), local, on_nodes)), as_json)
+    checked = context(plan(recipe, site), executor, on_nodes)
+    # First, as the same start of the trainer answers for the components.
+    found, shown = read_samples(checked, samples) if samples else ([], [])
+    more = {"samples": shown} if samples else {}
+    failed = _show(chain(preflight.check(checked), found), as_json, **more)
     if not as_json:
-        faults = f"{failed} fault{'s' * (failed != 1)}: submit would refuse this run"
-        click.echo(faults if failed else "no faults: submit would accept this run")
+        for line in ["", *sample_lines(shown, common.colours()), ""] if shown else []:
+            click.echo(line)
+        faults = f"{failed} fault{'s' * (failed != 1)}"
+        if failed > len(faults_of(found)):
+            click.echo(f"{faults}: submit would refuse this run")
+        elif failed:
+            click.echo(f"{faults} in the data: the run would end at its set-up")
+        else:
+            click.echo("no faults: submit would accept this run")
     sys.exit(1 if failed else 0)
 
 
 @click.command()
-@common.flag("--node-check", help="Ask every node of the partition, by one job.")
-@click.option("--nodes", type=click.IntRange(min=1), help="With --node-check: this many of them.")
+@common.flag("--node-check", help="Check every node of the partition, with one job.")
+@click.option("--nodes", type=click.IntRange(min=1), help="With --node-check: number of nodes.")
 @click.option(
     "--wait",
     "wait_s",
@@ -67,15 +91,15 @@ def check(
 def doctor(
     node_check: bool, nodes: int | None, wait_s: float | None, as_json: bool, cluster: str | None
 ) -> None:
-    """Check if this site can run the kit; each finding that is not ok comes with its remedy.
+    """Check if this site can run the kit, and show a fix for each problem.
 
-    Ends with status 1 if a check failed.
+    The exit status is 1 if a check fails.
     """
     if nodes and not node_check:
-        raise click.UsageError("--nodes goes with --node-check")
+        raise click.UsageError("--nodes requires --node-check")
     options = Options.node_check(nodes, wait_s) if node_check else Options(wait_s=wait_s or 3)
     if node_check:
-        note("asking the nodes; this takes about a minute once they are free")
+        note("checking the nodes; this takes about a minute once they are free")
     findings, nodes_asked = examination.examine(sites.load(cluster), options)
     failed = _show(findings, as_json, nodes=nodes_asked)
     if nodes_asked and not as_json:
@@ -86,9 +110,9 @@ def doctor(
 @click.command()
 @common.recipe_arguments
 @click.option("--revision", metavar="R", help="The model's branch, tag or commit. [default: main]")
-@common.flag("--allow-pickle", help="Take pickles too, which can run code when opened.")
-@common.flag("--dry-run", help="List the files and what is missing; fetch nothing.")
-@common.flag("--json", "as_json", help="With --dry-run: print for a program to read.")
+@common.flag("--allow-pickle", help="Also download pickle files, which can run code when opened.")
+@common.flag("--dry-run", help="List the files and which are missing; download nothing.")
+@common.flag("--json", "as_json", help="With --dry-run: print JSON.")
 @common.cluster_option
 def download(
     recipe_name: str,
@@ -99,16 +123,16 @@ def download(
     as_json: bool,
     cluster: str | None,
 ) -> None:
-    """Fetch a recipe's model and dataset to the shared folder, and verify every file.
+    """Download a recipe's model and dataset to the shared folder, and verify every file.
 
-    Called again it keeps complete files and fetches the rest. KEY=VALUE replaces any key of the
-    recipe, such as hub.model=ORGANISATION/NAME.
+    If run again, it keeps complete files and downloads the rest. KEY=VALUE overrides any key of
+    the recipe, such as hub.model=ORGANISATION/NAME.
     """
     # Imported late: the hub's client takes a while.
     from launcher import hub
 
     if as_json and not dry_run:
-        raise click.UsageError("--json goes with --dry-run")
+        raise click.UsageError("--json requires --dry-run")
     recipe, site = recipe_file.load(recipe_name, overrides), sites.load(cluster)
     if not dry_run:
         for record in hub.download(recipe, site, revision, allow_pickle, note):

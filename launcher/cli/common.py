@@ -1,6 +1,8 @@
 """Options and arguments of several commands."""
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher import site as sites
+from launcher.cli import completion
 from launcher.errors import UsageFault
 from runspec.since import FORMS, moment
 
@@ -19,7 +22,7 @@ Command = Callable[..., Any]
 
 
 flag = partial(click.option, is_flag=True)
-json_option = flag("--json", "as_json", help="Print for a program to read.")
+json_option = flag("--json", "as_json", help="Print JSON.")
 cluster_option = click.option(
     "--cluster",
     metavar="NAME",
@@ -29,7 +32,7 @@ on_nodes_option = click.option(
     "--on-nodes",
     multiple=True,
     metavar="PATH",
-    help="Files under PATH are only on the nodes: do not look for them here.",
+    help="Files under PATH exist only on the nodes: do not check them here.",
 )
 
 
@@ -60,9 +63,10 @@ def recipe_arguments(command: Command) -> Command:
         name, overrides = (words[0], words[1:]) if named else (recipe, words)
         return command(*args, recipe_name=name, overrides=overrides, **options)
 
-    called = click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")(called)
-    words = "A recipe's name, or the path of a YAML file."
-    return click.option("--recipe", metavar="NAME", help=words)(called)
+    metavar, complete = "[RECIPE] [KEY=VALUE]...", completion.recipes
+    called = click.argument("words", nargs=-1, metavar=metavar, shell_complete=complete)(called)
+    words = "Name of a recipe or of a torchtune config, or path of a YAML file."
+    return click.option("--recipe", metavar="NAME", help=words, shell_complete=complete)(called)
 
 
 def resource_options(command: Command) -> Command:
@@ -70,7 +74,7 @@ def resource_options(command: Command) -> Command:
     number = click.IntRange(min=1)
     options = (
         ("--nodes", number, None, "Number of nodes."),
-        ("--gpus-per-node", number, None, "GPUs on each node; one rank runs on each."),
+        ("--gpus-per-node", number, None, "GPUs per node, with one rank each."),
         ("--time", str, "LIMIT", "Time limit: 04:00:00, 90 (minutes), 2-00:00:00."),
         ("--partition", str, "NAME", "Slurm partition."),
         ("--account", str, "NAME", "Slurm account."),
@@ -99,6 +103,11 @@ def tell_submitted(run: "Run", as_json: bool, **more: str) -> None:
     else:
         click.echo(f"submitted {run.name} as {title(run.job_id)}")
         click.echo(f"  directory  {run.path}")
+
+
+def colours() -> bool:
+    """Whether to print colours: to a terminal, unless NO_COLOR is set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 # Prints what is no result.

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
+from launcher import executors
 from launcher import site as sites
 from launcher.checks import preflight
-from launcher.cli import common
+from launcher.cli import common, completion
 from launcher.cli.common import note, tell_submitted
 from launcher.cli.runs import interruption_told
 from launcher.cli.status import watch_to_the_end
@@ -16,19 +17,29 @@ from launcher.errors import RunFault, UsageFault
 from launcher.executors import title
 from launcher.observe import evaluation as shown
 from launcher.runs.directory import Run
+from launcher.tracking import judging
 from launcher.workflows import evaluate as workflow
 from launcher.workflows import models
 from launcher.workflows import submit as submission
 
 
 @click.command(name="eval")
-@click.argument("model")
+@click.argument("model", shell_complete=completion.runs)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--suite", default="slurm_qa", show_default=True, help="Name or YAML file.")
-@click.option("--against", metavar="MODEL", help="base, a run, a folder, or models:/NAME@ALIAS.")
+@click.option(
+    "--suite", default="slurm_qa", show_default=True, help="Name or YAML file of the suite."
+)
+@click.option(
+    "--against", metavar="MODEL", help="Compare with base, a run, a folder, or models:/NAME@ALIAS."
+)
 @common.resource_options
-@click.option("--samples", type=click.IntRange(min=0), default=0, help="Show answers that differ.")
+@click.option(
+    "--samples", type=click.IntRange(min=0), default=0, help="Number of differing answers to show."
+)
 @common.flag("--results", "only_results", help="Show the newest result; start nothing.")
+@common.flag(
+    "--as-gates", help="With --results: print it as the evaluations block of a gates file."
+)
 @common.flag("--watch", help="Follow the job to its end, and show the result.")
 @common.flag("--dry-run", help="Print the job script and submit nothing.")
 @common.flag("--local", help="Run on this host, without Slurm.")
@@ -41,6 +52,7 @@ def evaluate(
     against: str | None,
     samples: int,
     only_results: bool,
+    as_gates: bool,
     watch: bool,
     dry_run: bool,
     local: bool,
@@ -48,23 +60,29 @@ def evaluate(
     cluster: str | None,
     **resources: Any,
 ) -> None:
-    """Evaluate MODEL on a suite, as a Slurm job: a run, a folder, or models:/NAME@ALIAS.
+    """Evaluate MODEL (a run, a folder, or models:/NAME@ALIAS) on a suite, as a Slurm job.
 
-    KEY=VALUE replaces a key of the suite: tasks.answers.limit=100, batch_size=32.
+    KEY=VALUE overrides a key of the suite: tasks.answers.limit=100, batch_size=32.
     """
     site = sites.load(cluster)
+    if as_gates and not only_results:
+        raise UsageFault("--as-gates requires --results: it prints a finished evaluation")
     if only_results:
-        found = workflow.results(site, models.resolve(site, model))
-        if not found:
+        results = workflow.results(site, models.resolve(site, model))
+        if not results:
             raise UsageFault(f"{model} has no result yet: make one with: cookbook eval {model}")
-        _show(found[0], as_json, samples)
+        if as_gates:
+            click.echo("\n".join(judging.as_gates(results[0])))
+        else:
+            _show(results[0], as_json, samples)
         return
     planned = workflow.plan(site, model, suite, against, overrides, resources)
-    recipe = sites.complete(planned.recipe, site, local)
+    executor = executors.choose(local)
+    recipe = sites.complete(planned.recipe, site, executor)
     for line in recipe.notes:
         note(f"note: {line}")
     run_plan = submission.plan(recipe, site)
-    checked = submission.context(run_plan, local)
+    checked = submission.context(run_plan, executor)
     if dry_run:
         click.echo(run_plan.script, nl=False)
         for fault in preflight.faults(checked):
@@ -83,7 +101,7 @@ def evaluate(
     code = _followed(run) if as_json else watch_to_the_end(run)
     result = shown.of_run(run)
     if result is None:
-        raise RunFault(f"{run.name} left no result: see cookbook logs --first-error {run.name}")
+        raise RunFault(f"{run.name} wrote no result: see cookbook logs --first-error {run.name}")
     _show(result, as_json, samples)
     sys.exit(code)
 

@@ -12,12 +12,13 @@ from launcher.errors import UsageFault, nearest
 
 @click.command()
 @click.argument("family", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def models(family: str | None, as_json: bool) -> None:
-    """List the families of models and what each can be trained with, or say why FAMILY cannot.
+    """List the model families and what the trainer supports for each, or explain FAMILY.
 
-    These are models of the hub that a recipe names by their folder alone; a model of another family
-    is tried, and refused with the reason. FAMILY may also be the model_type of a config.json.
+    The list covers Hub models that a recipe names only by their folder. The trainer tries a model
+    of another family, and refuses it with the reason if it cannot train it. FAMILY may also be
+    the model_type of a config.json.
     """
     known: dict[str, dict[str, Any]] = yamlfile.load(paths.FAMILIES)
     if family is not None:
@@ -26,8 +27,8 @@ def models(family: str | None, as_json: bool) -> None:
         if name is None:
             hint = nearest(family, [*known, *kinds])
             raise UsageFault(
-                f"no family {family!r}{hint} is proven: name its folder in a recipe, and "
-                "cookbook check says what the trainer makes of it"
+                f"no family {family!r}{hint} is tested: name its folder in a recipe, and see "
+                "what the trainer reports with cookbook check"
             )
         known = {name: known[name]}
     if as_json:
@@ -48,8 +49,8 @@ def _table(known: dict[str, dict[str, Any]]) -> Iterator[str]:
         ]
         told = [f"{name:<{widths[0]}}", f"{row['model_type']:<{widths[1]}}", *cells]
         yield "  ".join(told).rstrip()
-    yield "yes: the trainer takes it; docs/training.md says what tests prove"
-    yield "-: cookbook models FAMILY says why not"
+    yield "yes: the trainer supports it; docs/models.md lists what the tests prove"
+    yield "-: cookbook models FAMILY shows the reason"
 
 
 def _reasons(known: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import sys
 import click
 
 from launcher import site as sites
+from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import logs as log_files
@@ -22,19 +23,21 @@ _COUNT = click.IntRange(min=0)
 
 
 @click.command()
-@click.argument("run", default="last")
-@click.option("--node", "nodes", multiple=True, metavar="N", help="A node's ranks: 1, n2, all.")
-@click.option("--rank", "ranks", multiple=True, metavar="N", help="A rank: 3, 0-3,8, all.")
-@flag("--job", help="The job script's own log, too.")
+@click.argument("run", default="last", shell_complete=completion.runs)
+@click.option(
+    "--node", "nodes", multiple=True, metavar="N", help="Logs of a node's ranks: 1, n2, all."
+)
+@click.option("--rank", "ranks", multiple=True, metavar="N", help="Logs of ranks: 3, 0-3,8, all.")
+@flag("--job", help="Also the job script's log.")
 @click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
 @click.option(
     "--tail",
     metavar="N",
     help=f"The last N lines, or all. [default: all; {log_files.TAIL_LINES:,} of more than 1 MiB]",
 )
-@click.option("--grep", metavar="PATTERN", help="Lines that hold this regular expression.")
-@flag("--first-error", help="What failed first: its rank, and the last lines of its log.")
-@flag("-f", "--follow", help="Show new lines as they come, until the run has ended.")
+@click.option("--grep", metavar="PATTERN", help="Only lines that match this regular expression.")
+@flag("--first-error", help="Show the first failure: its rank, and the last lines of its log.")
+@flag("-f", "--follow", help="Show new lines as they are written, until the run ends.")
 @cluster_option
 def logs(
     run: str,
@@ -50,7 +53,7 @@ def logs(
 ) -> None:
     """Show the logs of RUN: by default the first node's, in the newest attempt.
 
-    Several logs are merged by time, and each line is marked with its origin. The first node is 0.
+    Several logs are merged by time, and each line shows its origin. The first node is 0.
     """
     found, count, pattern = find(runs_root(cluster), run), _tail(tail), _pattern(grep)
     if first_error:
@@ -70,7 +73,7 @@ def logs(
     if tail is None and pattern is None and log_files.is_long(sources):
         count = log_files.TAIL_LINES
         size = sum(source.size() for source in sources) / 2**20
-        note(f"the last {count:,} lines of {size:,.0f} MiB; the rest: --tail all, or --grep")
+        note(f"the last {count:,} lines of {size:,.0f} MiB; for the rest use --tail all or --grep")
     try:
         for line in log_files.show(found, sources, count, pattern):
             _print(line)
@@ -103,7 +106,7 @@ def _print(line: str) -> None:
 def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
     found = first_failure(run, attempt)
     if found is None:
-        note(f"no attempt of {run.name} has failed; its state: cookbook status {run.name}")
+        note(f"no attempt of {run.name} has failed; see its state with: cookbook status {run.name}")
         return
     click.echo(plain(f"attempt {found.attempt} of {run.name} failed: {found.words}"))
     if found.traceback:
@@ -115,17 +118,17 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
 @click.option(
     "--port",
     type=click.IntRange(1024, 65535),
     help="Port on 127.0.0.1. [default: the first free from 6006]",
 )
 @flag("--on-node", help="Serve on a node, in a small job; Ctrl-C ends it.")
-@click.option("--time", metavar="LIMIT", help="With --on-node: its time limit. [default: 4 hours]")
-@click.option("--partition", metavar="NAME", help="With --on-node.")
-@click.option("--account", metavar="NAME", help="With --on-node.")
-@click.option("--qos", metavar="NAME", help="With --on-node.")
+@click.option("--time", metavar="LIMIT", help="With --on-node: time limit. [default: 4 hours]")
+@click.option("--partition", metavar="NAME", help="With --on-node: Slurm partition.")
+@click.option("--account", metavar="NAME", help="With --on-node: Slurm account.")
+@click.option("--qos", metavar="NAME", help="With --on-node: quality of service.")
 @click.option("--jump", metavar="HOSTS", hidden=True, help="What ssh passes through.")
 @cluster_option
 def tensorboard(
@@ -141,10 +144,12 @@ def tensorboard(
     site = sites.load(cluster)
     asked = {key: value for key, value in given.items() if value is not None}
     if asked and not on_node:
-        raise UsageFault(f"--{min(asked)} goes with --on-node")
+        raise UsageFault(f"--{min(asked)} requires --on-node")
     if on_node:
         if port is not None:
-            raise UsageFault("--port goes without --on-node: the node takes its first free port")
+            raise UsageFault(
+                "--port cannot be used with --on-node: the node uses its first free port"
+            )
         if wanted:
             runs_of(site.root, wanted)  # a wrong name is told before the job waits
         resources = sites.with_site_defaults(Resources.of(asked), site)

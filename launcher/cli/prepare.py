@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from launcher import executors
 from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option, note, tell_submitted
 from launcher.errors import UsageFault
@@ -41,13 +42,13 @@ class _Prepare(click.Command):
     help="Run in a job: 1 with DuckDB, more with Spark. [default: here, with DuckDB]",
 )
 @click.option("--name", metavar="NAME", help="Name of the training set. [default: the recipe]")
-@click.option("--preview", is_flag=True, help="Show each step on the first rows; writes nothing.")
+@click.option("--preview", is_flag=True, help="Show each step on the first rows; write nothing.")
 @click.option(
     "--rows",
     type=click.IntRange(min=1),
     help="Rows of each source in a preview. [default: 1000]",
 )
-@flag("--dry-run", help="Say what would be done, or print the job script.")
+@flag("--dry-run", help="Print the plan, or the job script; run nothing.")
 @flag("--watch", help="Follow the job to its end.")
 @flag("--local", help="Run the job script on this host, without Slurm.")
 @click.option("--time", metavar="LIMIT", help="Time limit of the job.")
@@ -71,13 +72,13 @@ def prepare(
     cluster: str | None,
     **resources: Any,
 ) -> None:
-    """Make a training set of raw data, as a data RECIPE says: clean, split and traceable.
+    """Make a training set from raw data with a data RECIPE: clean, split and traceable.
 
-    RECIPE is a name in configs/data or the path of a YAML file. KEY=VALUE changes it:
+    RECIPE is a name in configs/data or the path of a YAML file. KEY=VALUE overrides a key:
     sources.0.path=/shared/raw/*.jsonl, steps.0.filter='quality >= 0.9'. Train on the result with:
     cookbook submit --recipe NAME dataset=prepared:RECIPE@train
 
-    cookbook prepare from-requests NAME makes a RECIPE of what the endpoint NAME was asked.
+    cookbook prepare from-requests NAME makes a RECIPE from the requests to the endpoint NAME.
     """
     # Imported late: only this command needs them.
     from launcher.recipes import data
@@ -86,28 +87,28 @@ def prepare(
     site = sites.load(cluster)
     asked = {key: resources[key] for key in _RESOURCES if resources[key] is not None}
     if local and nodes is None:
-        raise UsageFault("--local runs the script of a job: give --nodes 1 too, or leave it out")
+        raise UsageFault("--local runs a job script: add --nodes 1, or leave it out")
     if nodes is None and (asked or watch):
         words = ", ".join(f"--{key}" for key in [*asked, *(["watch"] if watch else [])])
         raise UsageFault(
-            f"{words}: nothing is queued without --nodes: add --nodes 1, or leave it out"
+            f"{words}: without --nodes no job is submitted: add --nodes 1, or leave it out"
         )
     if rows is not None and not preview:
-        raise UsageFault("--rows is of --preview: add --preview, or leave it out")
+        raise UsageFault("--rows requires --preview: add --preview, or leave it out")
     if preview and nodes is not None:
-        raise UsageFault("--preview runs here: leave --nodes out")
+        raise UsageFault("--preview runs on this host: leave --nodes out")
     loaded = data.load(recipe, overrides, asked)
     planned = workflow.plan(loaded, site, name, nodes)
     if nodes is None:
         if dry_run:
             click.echo("\n".join(workflow.described(planned)))
             return
-        sys.exit(workflow.here(planned, (rows or 1000) if preview else None, as_json))
+        workflow.here(planned, (rows or 1000) if preview else None, as_json)
     path, contents = workflow.job_plan(planned)
     if dry_run:
         click.echo(contents[files.JOB_SCRIPT], nl=False)
         return
-    run = workflow.submit(planned, path, contents, local)
+    run = workflow.submit(planned, path, contents, executors.choose(local))
     tell_submitted(run, as_json)
     if watch:
         from launcher.cli.status import watch_to_the_end
@@ -122,7 +123,7 @@ def data() -> None:
 
 @data.command()
 @click.argument("name", required=False)
-@click.option("--row", type=int, metavar="ID", help="Say which record a row was made of.")
+@click.option("--row", type=int, metavar="ID", help="Show the source record of a row.")
 @json_option
 @cluster_option
 def show(name: str | None, row: int | None, as_json: bool, cluster: str | None) -> None:
@@ -132,14 +133,14 @@ def show(name: str | None, row: int | None, as_json: bool, cluster: str | None) 
     root = sites.load(cluster).root
     if name is None:
         if row is not None:
-            raise UsageFault("--row is of one set: give its name too")
+            raise UsageFault("--row needs NAME: give the name of the set")
         found = prepared.every(root)
         if as_json:
             click.echo(json.dumps(found, indent=1))
         elif found:
             click.echo("\n".join(prepared.table(found)))
         else:
-            note("no set is prepared yet: cookbook prepare NAME")
+            note("there is no prepared set yet; make one with: cookbook prepare NAME")
         return
     one = prepared.find(root, name)
     if row is not None:
@@ -156,7 +157,7 @@ def show(name: str | None, row: int | None, as_json: bool, cluster: str | None) 
 @json_option
 @cluster_option
 def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
-    """Say what differs between the prepared sets A and B: inputs, recipe, steps, rows."""
+    """Show the differences between the prepared sets A and B: inputs, recipe, steps, rows."""
     from launcher.observe import prepared
 
     root = sites.load(cluster).root
@@ -164,4 +165,6 @@ def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
     if as_json:
         click.echo(json.dumps(differences, indent=1))
     else:
-        click.echo("\n".join(differences) or f"{a} and {b} hold the same rows, made the same way")
+        click.echo(
+            "\n".join(differences) or f"{a} and {b} contain the same rows, made in the same way"
+        )

@@ -5,6 +5,7 @@ import json
 import click
 
 from launcher import yamlfile
+from launcher.cli import completion
 from launcher.cli.common import cluster_option, json_option, note, runs_root
 from launcher.errors import CookbookError
 from launcher.observe import profile as profiles
@@ -13,19 +14,21 @@ from runspec import files
 
 
 @click.command()
-@click.argument("run", default="last")
-@click.option("--top", type=click.IntRange(min=1), default=8, show_default=True, help="Operators.")
+@click.argument("run", default="last", shell_complete=completion.runs)
+@click.option(
+    "--top", type=click.IntRange(min=1), default=8, show_default=True, help="Number of operators."
+)
 @json_option
 @cluster_option
 def profile(run: str, top: int, as_json: bool, cluster: str | None) -> None:
-    """Say where the time of RUN's profiled steps goes, and what to try.
+    """Show where the time of RUN's profiled steps goes, and what to try.
 
-    The traces come from: cookbook submit RECIPE --profile
+    Record the traces with: cookbook submit RECIPE --profile
     """
     chosen = find(runs_root(cluster), run)
     found, faults = profiles.ranks(chosen)
     for fault in faults:
-        note(f"passed over: {fault}")
+        note(f"skipped: {fault}")
     try:
         config = yamlfile.load(chosen.path / files.RECIPE)
     except CookbookError:

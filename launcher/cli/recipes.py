@@ -9,6 +9,7 @@ import click
 
 from launcher import site as sites
 from launcher import yamlfile
+from launcher.cli import completion
 from launcher.cli.common import cluster_option, recipe_arguments
 from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
@@ -18,12 +19,12 @@ from launcher.workflows import registered
 
 
 @click.command()
-@click.argument("name", required=False)
-@click.option("--key", metavar="KEY", help="Explain a key of a recipe: dataset.packed.")
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@click.argument("name", required=False, shell_complete=completion.recipes)
+@click.option("--key", metavar="KEY", help="Explain a recipe key, such as dataset.packed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_option
 def recipes(name: str | None, key: str | None, as_json: bool, cluster: str | None) -> None:
-    """List the recipes, or show NAME with everything resolved, or explain a KEY."""
+    """List the recipes, show NAME with all settings resolved, or explain a KEY."""
     found: Any
     if key is not None:
         found = entries.explain(key)
@@ -82,26 +83,32 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
         )
     yield (
         "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
-        "smallest kind of GPU that has it."
+        "smallest GPU type with enough memory."
     )
 
 
 @click.command()
 @recipe_arguments
-@click.option("--gpu", metavar="KIND", help="h100-80, a100-40, l40s ...: see configs/gpus.yaml.")
+@click.option(
+    "--gpu", metavar="KIND", help="GPU type: h100-80, a100-40, l40s ... See configs/gpus.yaml."
+)
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.")
-@click.option("--gpus-per-node", type=click.IntRange(min=1), help="GPUs on each node.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), help="GPUs per node.")
 @click.option(
     "--mfu",
     type=click.FloatRange(min=0, max=1, min_open=True),
     default=DEFAULT_MFU,
     show_default=True,
-    help="Model FLOP utilisation of the recipe's step while no GPU waits for another: model FLOPs "
-    "/ time / peak, without recomputation. --scaling, --tune and --compare add what is waited.",
+    help="Model FLOPs utilisation of a step in which no GPU waits for another: model FLOPs / "
+    "time / peak, without recomputation. --scaling, --tune and --compare add the waiting time.",
 )
-@click.option("--compare", is_flag=True, help="Full, LoRA and QLoRA on 1, 2, 4 and 8 nodes.")
-@click.option("--scaling", is_flag=True, help="What ranks send, and layouts on 2 to 64 nodes.")
-@click.option("--tune", is_flag=True, help="The fastest settings that fit, each with its change.")
+@click.option(
+    "--compare", is_flag=True, help="Compare full, LoRA and QLoRA on 1, 2, 4 and 8 nodes."
+)
+@click.option("--scaling", is_flag=True, help="Show what ranks send, and layouts on 2 to 64 nodes.")
+@click.option(
+    "--tune", is_flag=True, help="Show the fastest settings that fit, each with its change."
+)
 @click.option(
     "--network",
     type=click.FloatRange(min=0, min_open=True),
@@ -109,8 +116,10 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     help="Gbit/s per GPU between nodes, for --scaling, --tune and --compare. "
     "[default: the cluster's, or the GPU's]",
 )
-@click.option("--trace", is_flag=True, help="Also run the step on fake tensors: up to a minute.")
-@click.option("--json", "as_json", is_flag=True, help="Print for a program to read.")
+@click.option(
+    "--trace", is_flag=True, help="Also run the step on fake tensors; takes up to a minute."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_option
 def estimate(
     recipe_name: str,

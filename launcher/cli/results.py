@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from launcher import site as sites
+from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note, runs_root, since_option
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import diff as comparison
@@ -20,12 +21,16 @@ _NEWEST = 20
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
 @flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
 @since_option("Runs made since")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
-@click.option("--sort", metavar="COLUMN", help="As --format json names it; -COLUMN: highest first.")
-@click.option("--price", type=click.FloatRange(min=0), help="Of a GPU-hour. [default: the site's]")
+@click.option(
+    "--sort", metavar="COLUMN", help="Column name as in --format json; -COLUMN: highest first."
+)
+@click.option(
+    "--price", type=click.FloatRange(min=0), help="Price of a GPU-hour. [default: the site's]"
+)
 @cluster_option
 def results(
     wanted: tuple[str, ...],
@@ -38,8 +43,9 @@ def results(
 ) -> None:
     """Compare runs: the settings that differ, and loss, speed, memory, GPU-hours and cost.
 
-    A SWEEP stands for all its runs. Without RUN it is the newest 20. The best loss comes first.
-    LOST is the part of the GPU-hours whose steps no checkpoint kept.
+    A SWEEP means all its runs. Without RUN, the newest 20 are compared. The lowest val_loss comes
+    first, or, if no run has one, the lowest mean loss of the last 10 % of the steps. LOST is the
+    part of the GPU-hours whose steps are not in a checkpoint.
     """
     site = sites.load(cluster)
     root = runs_root(cluster)
@@ -67,25 +73,29 @@ def results(
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, required=True, metavar="RUN|SWEEP...")
+@click.argument(
+    "wanted", nargs=-1, required=True, metavar="RUN|SWEEP...", shell_complete=completion.runs
+)
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file. [default: report.html in the run's directory, or here for several runs]",
+    help="Output file. [default: report.html in the run's directory, or here for several runs]",
 )
-@click.option("--price", type=click.FloatRange(min=0), help="Of a GPU-hour. [default: the site's]")
+@click.option(
+    "--price", type=click.FloatRange(min=0), help="Price of a GPU-hour. [default: the site's]"
+)
 @cluster_option
 def report(
     wanted: tuple[str, ...], output: Path | None, price: float | None, cluster: str | None
 ) -> None:
-    """Write an HTML file about each RUN: curves, outcome, attempts, profile, what made it.
+    """Write an HTML report of each RUN: curves, outcome, attempts, profile, provenance.
 
-    Evaluations of its model are in it, and what the log says of an endpoint that serves it.
+    It includes the evaluations of the model, and the log statistics of an endpoint that serves it.
 
-    Several runs, or those of a SWEEP, lie over each other, with bars of their memory and time.
+    Several runs, or those of a SWEEP, share their charts, with bars of their memory and time.
 
-    It is one file that needs nothing else: mail it, or open it at home.
+    The report is one self-contained file.
     """
     # Imported late: only this command needs the templates.
     from launcher.observe import report as reports
@@ -97,17 +107,17 @@ def report(
     served = stats.of_runs(site, runs, note)
     rate = site.gpu_hour_price if price is None else price
     for fault in reports.write(runs, target, rate, served):
-        note(f"passed over: {fault}")
+        note(f"skipped: {fault}")
     click.echo(target)
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", shell_complete=completion.runs)
+@click.argument("b", shell_complete=completion.runs)
 @json_option
 @cluster_option
 def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
-    """Say what differs between runs A and B, and whether it is only one thing."""
+    """Show the differences between runs A and B, and whether only one thing changed."""
     root = runs_root(cluster)
     one, other = find(root, a), find(root, b)
     if as_json:
@@ -117,16 +127,16 @@ def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
 
 
 @click.command()
-@click.argument("run")
-@flag("--dry-run", help="Say what cannot be the same, print the job script and submit nothing.")
+@click.argument("run", shell_complete=completion.runs)
+@flag("--dry-run", help="List what cannot be the same, print the job script and submit nothing.")
 @flag("--local", help="Run on this host, without Slurm.")
 @cluster_option
 def replay(run: str, dry_run: bool, local: bool, cluster: str | None) -> None:
-    """Submit RUN again as a new run: its recipe, its code with uncommitted changes.
+    """Submit RUN again as a new run, with its recipe, its code and its uncommitted changes.
 
-    It says what cannot be the same.
+    It lists what cannot be the same.
     """
     site = sites.load(cluster)
     again = replaying.prepare(find(runs_root(cluster), run), site, note)
     argv = again.command(dry_run, local)
-    sys.exit(subprocess.run(argv, cwd=again.checkout, env=again.environment()).returncode)
+    sys.exit(subprocess.run(argv, cwd=again.code, env=again.environment()).returncode)

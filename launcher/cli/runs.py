@@ -7,9 +7,10 @@ from contextlib import contextmanager
 import click
 
 from launcher import site as sites
+from launcher.cli import completion
 from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options, runs_root
 from launcher.cli.status import watch_to_the_end
-from launcher.executors import title
+from launcher.executors import choose, title
 from launcher.runs.directory import Run
 from launcher.runs.find import find
 from launcher.runs.sweeps import runs_of
@@ -32,7 +33,7 @@ def interruption_told(run: Run) -> Iterator[None]:
             )
         elif run.starting:
             note(
-                f"\ninterrupted before Slurm answered, so {run.name} may be queued: look with: "
+                f"\ninterrupted before Slurm answered, so {run.name} may be queued: check with: "
                 f"cookbook status {run.name}"
             )
         else:
@@ -41,10 +42,10 @@ def interruption_told(run: Run) -> Iterator[None]:
 
 
 @click.command()
-@click.argument("run", metavar="RUN|SWEEP")
+@click.argument("run", metavar="RUN|SWEEP", shell_complete=completion.runs)
 @cluster_option
 def cancel(run: str, cluster: str | None) -> None:
-    """Cancel RUN: a name, a unique part of it, a job id, or last; or what is left of a SWEEP."""
+    """Cancel RUN (a name, a unique part of it, a job id, or last), or a SWEEP's unfinished runs."""
     found = runs_of(sites.load(cluster).root, [run])
     if len(found) == 1:
         click.echo(cancel_run(found[0]))
@@ -56,12 +57,19 @@ def cancel(run: str, cluster: str | None) -> None:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=completion.runs)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @resource_options
 @click.option("--local", is_flag=True, help="Continue on this host, without Slurm.")
 @click.option("--watch", "follow", is_flag=True, help="Follow the run to its end.")
 @click.option("--no-check", is_flag=True, help="Skip the checks of changes that can be skipped.")
+@click.option(
+    "--code",
+    type=click.Choice(["own", "current"]),
+    default="own",
+    show_default=True,
+    help="The kit's code: the run's own, or the current one.",
+)
 @on_nodes_option
 @cluster_option
 def resume(
@@ -70,23 +78,24 @@ def resume(
     local: bool,
     follow: bool,
     no_check: bool,
+    code: str,
     on_nodes: tuple[str, ...],
     cluster: str | None,
     **resources: str | int | None,
 ) -> None:
-    """Start RUN again from its last complete checkpoint.
+    """Resume RUN from its last complete checkpoint.
 
-    Options and KEY=VALUE change how it goes on: other nodes, another layout, a new learning rate.
-    cookbook recipes --key KEY says which keys may change.
+    Options and KEY=VALUE change its settings: other nodes, another layout, a new learning rate.
+    cookbook recipes --key KEY shows if a key may change.
     """
     found = find(runs_root(cluster), run)
     options = {key: value for key, value in resources.items() if value is not None}
     changes = None
-    if overrides or options:
+    if overrides or options or code == "current":
         site = sites.load(cluster or found.submission.get("site"))
-        changes = Changes(site, overrides, options, on_nodes, no_check)
+        changes = Changes(site, overrides, options, on_nodes, no_check, code == "current")
     with interruption_told(found):
-        resume_run(found, local, changes, note)
+        resume_run(found, choose(local) if local else None, changes, note)
     click.echo(f"resumed {found.name} as {title(found.job_id)}")
     if follow:
         sys.exit(watch_to_the_end(found))

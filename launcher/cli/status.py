@@ -8,7 +8,16 @@ import sys
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, flag, json_option, note, runs_root, since_option
+from launcher.cli import completion
+from launcher.cli.common import (
+    cluster_option,
+    colours,
+    flag,
+    json_option,
+    note,
+    runs_root,
+    since_option,
+)
 from launcher.errors import UsageFault
 from launcher.observe.status import Row, chosen, row, table
 from launcher.observe.summary import story, summary
@@ -23,10 +32,12 @@ _NEWEST = 20
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=completion.runs)
 @flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
 @click.option("--state", "wanted", multiple=True, metavar="STATE", help="Runs in this state.")
-@click.option("--recipe", multiple=True, metavar="NAME", help="Runs of this recipe; * is any text.")
+@click.option(
+    "--recipe", multiple=True, metavar="NAME", help="Runs of this recipe; * matches any text."
+)
 @since_option("Runs made since")
 @json_option
 @cluster_option
@@ -39,9 +50,9 @@ def status(
     as_json: bool,
     cluster: str | None,
 ) -> None:
-    """Show the newest runs, or the whole story of one RUN.
+    """Show the newest runs, or the details of one RUN.
 
-    RUN is a name, a unique part of it, a job id, or last; the name of a sweep shows its runs.
+    RUN is a name, a unique part of it, a job id, or last. The name of a sweep lists its runs.
     --state and --recipe may be given more than once.
     """
     root = runs_root(cluster)
@@ -65,12 +76,12 @@ def status(
     if rows or as_json:
         _show(rows, as_json)
     else:
-        note("no run is as you ask" if every(root) else none_yet(root))
+        note("no run matches" if every(root) else none_yet(root))
     if limit is not None and len(rows) == limit < len(runs):
         note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
     if names := [harmless(name) for name in (*foreign(root), *torn)]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        note(f"passed over in {root}, because it is no run: {', '.join(names[:3])}{more}")
+        note(f"skipped in {root}, because it is not a run: {', '.join(names[:3])}{more}")
 
 
 def _show(rows: list[Row], as_json: bool) -> None:
@@ -78,11 +89,7 @@ def _show(rows: list[Row], as_json: bool) -> None:
         click.echo(json.dumps(rows, indent=1))
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    click.echo("\n".join(table(rows, width, _paint if _colours() else None)))
-
-
-def _colours() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    click.echo("\n".join(table(rows, width, _paint if colours() else None)))
 
 
 def _paint(text: str, colour: str) -> str:
@@ -90,8 +97,8 @@ def _paint(text: str, colour: str) -> str:
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
-@flag("--plain", help="Lines instead of the live view, as where there is no terminal.")
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
+@flag("--plain", help="Print lines instead of the live view, as in a pipe.")
 @cluster_option
 def watch(wanted: tuple[str, ...], plain: bool, cluster: str | None) -> None:
     """Follow each RUN to its end; Ctrl-C stops watching, not the run."""

@@ -4,6 +4,7 @@ import sys
 
 import click
 
+from launcher import executors
 from launcher import site as sites
 from launcher.checks import preflight
 from launcher.cli import common
@@ -46,19 +47,20 @@ def submit(
     overrides: tuple[str, ...],
     **resources: str | int | None,
 ) -> None:
-    """Render a recipe's job, check it and put it into the queue.
+    """Render a recipe's job script, check it and submit it.
 
-    KEY=VALUE replaces any key of the recipe: optimizer.lr=1e-4, dataset.data_files=my.jsonl;
+    KEY=VALUE overrides any key of the recipe: optimizer.lr=1e-4, dataset.data_files=my.jsonl;
     +KEY=VALUE adds one, ~KEY removes one.
     """
     site = sites.load(cluster)
     recipe = recipe_file.load(recipe_name, overrides, resources)
-    recipe = sites.complete(recipe.profiled() if profile else recipe, site, local)
+    executor = executors.choose(local)
+    recipe = sites.complete(recipe.profiled() if profile else recipe, site, executor)
     recipe = registered.in_recipe(recipe, site)
     for line in recipe.notes:
         note(f"note: {line}")
     planned = workflow.plan(recipe, site, name)
-    checked = workflow.context(planned, local, on_nodes)
+    checked = workflow.context(planned, executor, on_nodes)
     if dry_run:
         click.echo(planned.script, nl=False)
         for fault in preflight.faults(checked, no_check):

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from launcher import executors
 from launcher import site as sites
-from launcher.cli import common
+from launcher.cli import common, completion
 from launcher.cli.common import note
+from launcher.executors import Executor
 from launcher.recipes import sweep as sweeps_of_the_kit
 from launcher.runs.sweeps import SweepDirectory, find
 from launcher.runs.sweeps import root as sweeps_root
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[NAME] [KEY=VALUE]...")
+@click.argument(
+    "words", nargs=-1, metavar="[NAME] [KEY=VALUE]...", shell_complete=completion.sweeps
+)
 @common.resource_options
-@click.option("--parallel", type=click.IntRange(min=1), help="So many runs work at a time.")
+@click.option("--parallel", type=click.IntRange(min=1), help="Maximum number of concurrent runs.")
 @common.flag("--fitting", help="Leave out the cells that are predicted not to fit.")
-@common.flag("--dry-run", help="Print the prediction of every cell and the job arrays, no more.")
-@common.flag("--resume", help="NAME is a sweep that was started: start its unfinished runs again.")
+@common.flag(
+    "--dry-run", help="Print the prediction of every cell and the job arrays; submit nothing."
+)
+@common.flag("--resume", help="Start the unfinished runs of the sweep NAME again.")
 @common.flag("--local", help="Run on this host, without Slurm, and wait for the end.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
 @common.on_nodes_option
@@ -46,11 +52,11 @@ def sweep(
     cluster: str | None,
     **resources: str | int | None,
 ) -> None:
-    """Run a recipe in many settings, as a job array with a limit on parallel runs.
+    """Run a recipe with many settings, as a job array with a limit on concurrent runs.
 
-    NAME is a file of configs/sweeps/, or the path of one of your own. KEY=VALUE changes every
-    cell. Each cell is a run like any other. Running out of memory is a result. Without NAME, the
-    sweeps that there are.
+    NAME is a file in configs/sweeps/, or the path of your own file. KEY=VALUE overrides a key in
+    every cell. Each cell is a normal run. Running out of memory is a result. Without NAME, the
+    existing sweeps are listed.
     """
     site = sites.load(cluster)
     name, overrides = (words[0], words[1:]) if words else (None, ())
@@ -65,13 +71,16 @@ def sweep(
             raise click.UsageError("NAME is missing. List the sweeps with: cookbook sweep")
         _list(site)
         return
+    executor = executors.choose(local)
     if resume:
         if overrides or given or fitting or dry_run or no_check or on_nodes:
-            raise click.UsageError("--resume goes with --parallel, --local and --json only")
-        _resume(site, name, parallel, local, as_json)
+            raise click.UsageError(
+                "--resume can be combined only with --parallel, --local and --json"
+            )
+        _resume(site, name, parallel, executor, as_json)
         return
     definition = sweeps_of_the_kit.load(name)
-    planned = workflow.plan_sweep(definition, site, overrides, given, parallel, local)
+    planned = workflow.plan_sweep(definition, site, overrides, given, parallel, executor)
     predicted = _predicted(planned) if fitting or dry_run else None
     if fitting and predicted is not None:
         left_out = [each for each in predicted.cells if not each.fits]
@@ -85,16 +94,16 @@ def sweep(
             click.echo(json.dumps(predicted.as_json(), indent=1))
             return
         click.echo("\n".join(predicted.lines()))
-        for script in {} if local else planned.scripts.values():
+        for script in planned.scripts.values() if executor.arrays else ():
             click.echo(f"\n{script}", nl=False)
-        for fault in workflow.faults(planned, local, on_nodes, no_check):
+        for fault in workflow.faults(planned, executor, on_nodes, no_check):
             note(f"warning: sweep would refuse this: {fault}")
         return
-    made = workflow.submit_sweep(planned, note, local, on_nodes, no_check)
-    if not local:
+    made = workflow.submit_sweep(planned, executor, note, on_nodes, no_check)
+    if executor.arrays:
         _tell(made, as_json)
         return
-    _run_here(made, parallel, as_json)
+    _run_here(made, executor, parallel, as_json)
 
 
 def _predicted(planned: workflow.PlannedSweep) -> PredictedSweep:
@@ -125,13 +134,15 @@ def _tell(made: SweepDirectory, as_json: bool) -> None:
     click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")
 
 
-def _run_here(made: SweepDirectory, parallel: int | None, as_json: bool) -> None:
+def _run_here(
+    made: SweepDirectory, executor: Executor, parallel: int | None, as_json: bool
+) -> None:
     try:
-        workflow.run_here(made, note, parallel)
+        workflow.run_here(made, executor, note, parallel)
     except KeyboardInterrupt:
         note(
-            f"\nstopped starting runs; those that work go on. Go on with: cookbook sweep --resume "
-            f"{made.name} --local"
+            "\nstopped starting runs; the running ones continue. Continue with: cookbook sweep "
+            f"--resume {made.name} --local"
         )
         sys.exit(130)
     _tell_end(made, as_json)
@@ -149,12 +160,14 @@ def _tell_end(made: SweepDirectory, as_json: bool) -> None:
     sys.exit(1 if left else 0)
 
 
-def _resume(site: sites.Site, name: str, parallel: int | None, local: bool, as_json: bool) -> None:
+def _resume(
+    site: sites.Site, name: str, parallel: int | None, executor: Executor, as_json: bool
+) -> None:
     found = find(site.root, name)
-    if local:
-        _run_here(found, parallel, as_json)
+    if executor.arrays is None:
+        _run_here(found, executor, parallel, as_json)
         return
-    again = workflow.resume_sweep(found, parallel)
+    again = workflow.resume_sweep(found, executor.arrays, parallel)
     if as_json:
         _tell(found, as_json)
         return

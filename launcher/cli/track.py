@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import click
 
 from launcher import site as sites
+from launcher.cli import completion
 from launcher.cli.common import cluster_option, json_option, note, runs_root
 from launcher.errors import CookbookError, UnknownRun
 from launcher.observe.outcome import configuration
@@ -16,7 +17,7 @@ from launcher.tracking import store as stores
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN]...")
+@click.argument("wanted", nargs=-1, metavar="[RUN]...", shell_complete=completion.runs)
 @click.option(
     "--uri",
     metavar="WHERE",
@@ -27,8 +28,8 @@ from launcher.tracking import store as stores
 def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str | None) -> None:
     """Write all runs, or each RUN, to MLflow or W&B: parameters, metrics, tags, files, lineage.
 
-    It can be repeated: what is new is added. Nodes write files only; this command alone writes the
-    store.
+    It can be repeated: only new data is added. Nodes write only files; only this command writes to
+    the store.
     """
     site, root = sites.load(cluster), runs_root(cluster)
     store = stores.at(site.root, uri or site.tracking)
@@ -38,7 +39,7 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
     done = []
     for name, words in _imported(store, dict.fromkeys(runs)):
         done.append({"run": name, "done": words})
-        if words.startswith("passed over"):
+        if words.startswith("skipped"):
             note(f"{name}: {words}")
         elif not as_json:
             click.echo(f"{name}: {words}")
@@ -49,7 +50,7 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
             note(f"upload them with: wandb sync {folder}/offline-run-*")
     elif store.embedded:
         serve = f"mlflow server --backend-store-uri {store.uri} --host 127.0.0.1 --port 5000"
-        note(f"look at them with: {serve}")
+        note(f"view them with: {serve}")
 
 
 def _imported(store: stores.Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:

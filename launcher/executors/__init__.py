@@ -1,18 +1,18 @@
 """What runs a job script: Slurm, or this host. Nothing else knows which of them a run uses."""
 
-from launcher.executors.job import Executor, Job, JobState, token
+from launcher.executors.job import Arrays, Executor, Job, JobState, token
 from launcher.executors.local import LocalExecutor
 from launcher.executors.slurm.executor import SlurmExecutor
 from runspec.states import LOCAL_PREFIX
 
 __all__ = [
+    "Arrays",
     "Executor",
     "Job",
     "JobState",
-    "LocalExecutor",
-    "SlurmExecutor",
     "choose",
     "executor_of",
+    "named",
     "title",
     "token",
 ]
@@ -20,9 +20,14 @@ __all__ = [
 _LOCAL, _SLURM = LocalExecutor(), SlurmExecutor()
 
 
-def choose(local: bool) -> Executor:
-    """Return the executor for a new job."""
+def choose(local: bool = False) -> Executor:
+    """Return the executor for a new job, by the option --local."""
     return _LOCAL if local else _SLURM
+
+
+def named(name: str) -> Executor:
+    """Return the executor with this name."""
+    return choose(name == _LOCAL.name)
 
 
 def executor_of(job_id: str | None) -> Executor:
@@ -32,6 +37,4 @@ def executor_of(job_id: str | None) -> Executor:
 
 def title(job_id: str | None) -> str:
     """Return how messages name a job: "job 4711" or "process 4711"."""
-    if executor_of(job_id) is _LOCAL:
-        return f"process {str(job_id).removeprefix(LOCAL_PREFIX)}"
-    return f"job {job_id}" if job_id else "no job"
+    return executor_of(job_id).title(job_id)

@@ -23,6 +23,13 @@ _END_S = 40
 class LocalExecutor:
     """Runs a job script as a process of this host, in a session of its own."""
 
+    name = "local"
+    queued = False
+    arrays = None
+
+    def title(self, job_id: str | None) -> str:
+        return f"process {str(job_id).removeprefix(LOCAL_PREFIX)}"
+
     def start(
         self, script: Path, token: str, lease: int, earlier: Collection[str]
     ) -> dict[str, Any]:

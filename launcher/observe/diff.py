@@ -80,6 +80,8 @@ def _data(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _code(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Difference]:
+    if before.get("sha256") and before.get("sha256") == after.get("sha256"):
+        return  # the same code, whatever was committed meanwhile
     yield from _mapped("code", _some(before, ("commit",)), _some(after, ("commit",)))
     old, new = str(before.get("diff") or ""), str(after.get("diff") or "")
     if old != new:
@@ -101,7 +103,7 @@ def _names(kit: dict[str, Any]) -> str:
 def verdict(found: list[Difference]) -> str:
     """Say whether only one thing changed, so that it explains the outcome."""
     if not found:
-        return "nothing that is recorded differs: what differs in the outcome is chance"
+        return "nothing recorded differs: differences in the outcome are random"
     # One commit may change many things, and so may a package; each counts as one here.
     if len(found) == 1:
         return f"one thing changed: {found[0].part}, {found[0].words}"
@@ -109,7 +111,7 @@ def verdict(found: list[Difference]) -> str:
     for each in found:
         parts[each.part] = parts.get(each.part, 0) + 1
     counted = ", ".join(f"{count} in {part}" for part, count in parts.items())
-    return f"{len(found)} things changed ({counted}): the outcome cannot be put down to one of them"
+    return f"{len(found)} things changed ({counted}): the outcome cannot be attributed to one"
 
 
 def lines(one: Run, other: Run) -> Iterator[str]:
@@ -133,8 +135,8 @@ def lines(one: Run, other: Run) -> Iterator[str]:
 _FIGURES = (
     ("state", str),
     ("step", lambda value: number(value, ",")),
-    ("loss", lambda value: number(value, ".4f")),
     ("val_loss", lambda value: number(value, ".4f")),
+    ("loss_last_tenth", lambda value: number(value, ".4f")),
     ("tokens_per_second_per_gpu", lambda value: number(value, ",.1f")),
     ("mfu", percent),
     ("peak_measured_gib", lambda value: number(value, ".2f")),

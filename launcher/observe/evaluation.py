@@ -68,7 +68,7 @@ def _batches(result: Mapping[str, Any]) -> Iterator[str]:
         speed = ((block.get("speed") or {}).get("candidate") or {}).get("tokens_per_second")
         rate = f", {speed:.4g} tokens/s" if speed else ""
         left = int((block.get("too_long") or {}).get("candidate") or 0)
-        words = f"; {left:,} are too long, and are not answered" if left else ""
+        words = f"; {left:,} are too long and are not answered" if left else ""
         yield f"{task}: {block['samples']:,} prompts{rate}: {block['output']}{words}"
 
 
@@ -110,8 +110,8 @@ def _notes(result: Mapping[str, Any]) -> Iterator[str]:
         if found:
             overlap = next((v for k, v in found.items() if k.startswith("overlap")), 0)
             yield (
-                f"{task}: of {found['samples']:,} samples the training set holds "
-                f"{found['exact']:,} as a whole, and shares 13 words in a row with {overlap:,}"
+                f"{task}: of {found['samples']:,} samples the training set contains "
+                f"{found['exact']:,} exactly, and shares 13 consecutive words with {overlap:,}"
             )
         for side, count in (block.get("too_long") or {}).items():
             if count:

@@ -18,7 +18,7 @@ from rich.text import Text
 from launcher.observe import gpu_use
 from launcher.observe.lines import Growing, tail_start
 from launcher.observe.logs import Tail
-from launcher.observe.status import left_s, used_s
+from launcher.observe.status import left_s, part_of, used_s
 from launcher.observe.text import duration, number, percent, plain
 from launcher.observe.watch import States
 from launcher.runs.directory import Run, Snapshot
@@ -29,7 +29,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "FAILED": "red"}
 # So many logged steps are looked back at, and so many lines of a log kept.
 _STEPS, _LINES = 4000, 50
-_NOTHING = State("...", "nobody", "asking Slurm")
+_NOTHING = State("...", "nobody", "querying Slurm")
 
 
 class View:
@@ -81,7 +81,8 @@ class View:
         total = run.progress.get("total_steps")
         step = self._newest.get("step", run.progress.get("step")) or 0
         used, left = used_s(run, state), left_s(self._newest, total)
-        words = [f"step {step}/{total or '?'}"]
+        part = None if state.ended else part_of(run)
+        words = [f"step {step}/{total or '?'}", *([part] if part else [])]
         words += [] if used is None else [f"used {duration(used)}"]
         words += [] if left is None or state.ended else [f"about {duration(left)} left"]
         row = Table.grid(padding=(0, 2), expand=True)

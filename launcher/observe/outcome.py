@@ -1,7 +1,7 @@
 """What a run was set to, what came of it, and what it cost."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher import yamlfile
@@ -72,8 +72,8 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
         "cell": run.submission.get("cell"),
         "state": state.word,
         "step": values["step"],
-        "loss": values["loss"],
         "val_loss": losses[-1] if losses else None,
+        "loss_last_tenth": loss_of_last_tenth(metrics),
         "best_val_loss": progress.get("best_val_loss"),
         "tokens_per_second_per_gpu": values["tokens_per_second_per_gpu"],
         "mfu": values["mfu"],
@@ -88,6 +88,27 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
         "gpu_hours": None if hours is None else round(hours, 4),
         "lost_gpu_hours": None if hours is None else round(lost, 4),
     }
+
+
+def loss_of_last_tenth(metrics: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the mean loss of the last 10 % of the steps; None if there is none.
+
+    The loss of a single step is that of its samples: it says little about the run. A logged step
+    has the mean since the one before as `loss_mean`, except in runs of earlier versions and of
+    other entries.
+    """
+    losses = {
+        each["step"]: each["loss_mean"] if _is_number(each.get("loss_mean")) else each["loss"]
+        for each in metrics
+        if isinstance(each.get("step"), int) and _is_number(each.get("loss"))
+    }
+    begin, before, total, count = 0.9 * max(losses, default=0), 0, 0.0, 0
+    for step in sorted(losses):
+        if step > begin:
+            total += losses[step] * (step - before)
+            count += step - before
+        before = step
+    return total / count if count else None
 
 
 def _is_number(value: object) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def find(root: Path, text: str) -> Prepared:
     versions = [each for each in versions if each != CURRENT]
     if not versions:
         hint = nearest(name, [each["name"] for each in every(root)])
-        raise UsageFault(f"no set {name!r} is prepared{hint}: list them with: cookbook data show")
+        raise UsageFault(
+            f"there is no prepared set {name!r}{hint}: list them with: cookbook data show"
+        )
     fitting = [each for each in versions if each.startswith(version)] if version else [CURRENT]
     if len(fitting) != 1:
         raise UsageFault(
@@ -83,9 +86,11 @@ def story(one: Prepared) -> list[str]:
         share = 100 * split["rows"] / card["rows"]
         lines.append(f"  split    {name:8} {split['rows']:>12,} rows  {share:5.2f} %")
     lines.append(f"  columns  {', '.join(card['columns'])}")
-    for each in lineage["inputs"]:
-        where = each["origin"] or each["file"]
-        lines.append(f"  input    {plain(where)}  {each['bytes']:,} bytes  {each['sha256'][:12]}")
+    for name, parts in _parts(one).items():
+        many = f"  {len(parts):,} parts" if len(parts) > 1 else ""
+        size = sum(each["bytes"] for each in parts)
+        shown = f"  {size:,} bytes" if size else ""
+        lines.append(f"  input    {plain(name)}{many}{shown}  {_digest(parts)[:12]}")
     if lineage["bad_rows"]:
         lines.append(
             f"  bad      {lineage['bad_rows']:,} rows could not be read: {one.path}/bad_rows.jsonl"
@@ -104,8 +109,13 @@ def origin(one: Prepared, row: int) -> str:
     number, line = row >> ROW_BITS, row & (2**ROW_BITS - 1)
     inputs = {each["number"]: each for each in one.lineage["inputs"]}
     if number not in inputs or line < 1:
-        raise UsageFault(f"{row} is no id of {one.name}: read one from the column id")
+        raise UsageFault(f"{row} is not an id of {one.name}: read one from the column id")
     found = inputs[number]
+    if found.get("first"):
+        # It was read from a copy, which is gone.
+        return f"row {found['first'] - 1 + line} of {found['origin']}"
+    if found["type"] == "sql":
+        return f"row {line} of {found['file']}, as the database returned them, of {found['origin']}"
     where = f"{found['file']}, {'row' if found['type'] == 'parquet' else 'line'} {line}"
     return f"{where} (from {found['origin']})" if found["origin"] else where
 
@@ -144,7 +154,7 @@ def _differences(a: Prepared, b: Prepared) -> Iterator[str]:
 
 
 def _inputs(a: Prepared, b: Prepared) -> Iterator[str]:
-    old, new = ({each["file"]: each["sha256"] for each in x.lineage["inputs"]} for x in (a, b))
+    old, new = ({name: _digest(parts) for name, parts in _parts(x).items()} for x in (a, b))
     for file in sorted(set(old) | set(new)):
         if file not in new:
             yield f"input {file}: only in {a.name}"
@@ -152,6 +162,19 @@ def _inputs(a: Prepared, b: Prepared) -> Iterator[str]:
             yield f"input {file}: only in {b.name}"
         elif old[file] != new[file]:
             yield f"input {file}: {old[file][:12]} and {new[file][:12]}"
+
+
+def _parts(one: Prepared) -> dict[str, list[dict[str, Any]]]:
+    """Return the inputs of a set: each file, and the parts of each table, query or dataset."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in one.lineage["inputs"]:
+        found.setdefault(each["origin"] or each["file"], []).append(each)
+    return found
+
+
+def _digest(parts: list[dict[str, Any]]) -> str:
+    hashes = [each["sha256"] for each in parts]
+    return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
 
 def _count(rows: int | None) -> str:

@@ -65,7 +65,7 @@ def advice(found: Sequence[RankTime], config: dict[str, Any]) -> str:
     if slow and slow[1] > _SLOW * step_s:
         rank, seconds = slow
         return (
-            f"rank {rank.rank} holds the others up by {seconds * 1e3:.1f} ms per step "
+            f"rank {rank.rank} delays the others by {seconds * 1e3:.1f} ms per step "
             f"({100 * seconds / step_s:.0f} %): give all ranks equal work (dataset.packed=true), "
             "and check its node with cookbook doctor"
         )
@@ -92,7 +92,7 @@ def advice(found: Sequence[RankTime], config: dict[str, Any]) -> str:
             "number of nodes)"
         )
     if not found[0].on_gpu:
-        return f"no operator runs in {share}: Python itself takes the time; raise batch_size"
+        return f"no operator runs in {share}: Python itself uses the time; raise batch_size"
     return f"the GPU waits for Python in {share}: try compile=true, or raise batch_size"
 
 
@@ -120,7 +120,7 @@ def lines(run: Run, found: Sequence[RankTime], config: dict[str, Any], top: int)
         share = 100 * seconds / (rank.total / rank.steps)
         yield (
             f"slowest    rank {rank.rank}: {max(0.0, seconds) * 1e3:.1f} ms per step "
-            f"({max(0.0, share):.1f} %) more of its own than the median of the others"
+            f"({max(0.0, share):.1f} %) more than the median of the others"
         )
     yield f"try        {advice(found, config)}"
 

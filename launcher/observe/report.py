@@ -194,13 +194,15 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
     kit, model = record.get("kit"), record.get("model")
     kit = kit if isinstance(kit, dict) else {}
     changed = ", with uncommitted changes" if kit.get("diff") else ""
+    last = (run.all_jobs or [{}])[-1].get("code") or kit.get("sha256")
+    used = f"; the last job used the copy {str(last)[:12]}" if last else ""
     command = record.get("command")
     given = record.get("packages")
     listed = [str(each) for each in given] if isinstance(given, list) else []
     main = [each for each in listed if each.startswith(("torch==", "torchtune==", "torchao=="))]
     rows = [
         ("command", " ".join(map(str, command)) if isinstance(command, list) else ""),
-        ("code", f"{kit.get('commit') or 'unknown'}{changed}"),
+        ("code", f"commit {kit.get('commit') or 'unknown'}{changed}{used}"),
         ("configuration", str(record.get("config_sha256") or "")),
         ("model", str(model.get("folder") or "") if isinstance(model, dict) else ""),
         ("packages", f"{', '.join(main)}, {len(listed)} in all" if listed else ""),

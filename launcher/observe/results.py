@@ -25,8 +25,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cell": ("CELL", str),
     "state": ("STATE", str),
     "step": ("STEP", lambda value: number(value, ",")),
-    "loss": ("LOSS", lambda value: number(value, ".4f")),
     "val_loss": ("VAL LOSS", lambda value: number(value, ".4f")),
+    "loss_last_tenth": ("LOSS (LAST 10 %)", lambda value: number(value, ".4f")),
     "tokens_per_second_per_gpu": ("TOK/S/GPU", lambda value: number(value, ",.0f")),
     "mfu": ("MFU", percent),
     "gpu_use": ("GPU USE", percent),
@@ -41,7 +41,7 @@ _WIDEST = 32
 # Of so many runs, what was read of those that have ended is kept for the next time.
 _MANY = 64
 # Another one when the keys of an outcome or their meaning change.
-_FORMAT = 1
+_FORMAT = 2
 FORMATS = ("table", "csv", "json", "markdown")
 
 
@@ -116,10 +116,11 @@ class _Texts:
 def ordered(rows: list[Result], by: str | None) -> list[Result]:
     """Return rows sorted by a key, -key for the highest first; those that lack it come last.
 
-    By default it is val_loss if a run has one, else loss.
+    By default it is val_loss if a run has one, else the mean loss of the last 10 % of the steps.
     """
     if by is None:
-        by = "val_loss" if any(row["val_loss"] is not None for row in rows) else "loss"
+        validated = any(row["val_loss"] is not None for row in rows)
+        by = "val_loss" if validated else "loss_last_tenth"
     key, falling = by.removeprefix("-"), by.startswith("-")
     known = [*(rows[0] if rows else ()), *(rows[0]["settings"] if rows else ())]
     if rows and key not in known:

@@ -67,8 +67,20 @@ def row(run: Run, state: State) -> Row:
         "used_s": used_s(run, state),
         "left_s": left_s(newest, total) if state.word == "RUNNING" else None,
         "checkpoint_step": progress.get("checkpoint_step"),
+        "part": part_of(run) if state.word == "RUNNING" else None,
         "path": str(run.path),
     }
+
+
+def part_of(run: Run) -> str | None:
+    """Say how far a preparation of data is within its step, None if its run does not say."""
+    part = run.progress.get("part")
+    if not isinstance(part, dict):
+        return None
+    text = f"{part.get('name')}: {number(part.get('rows'), ',.0f')} of "
+    text += f"{number(part.get('of'), ',.0f')} rows"
+    left = part.get("left_s")
+    return plain(text if left is None else f"{text}, about {duration(left)} left")
 
 
 def _newest(key: str, newest: dict[str, Any], progress: dict[str, Any]) -> Any:

@@ -70,6 +70,8 @@ def _facts(run: Run, state: State) -> Iterator[tuple[str, str]]:
             f"{'' if left is None else f', about {duration(left)} left'}"
             f"; newest checkpoint {values['checkpoint_step'] or 'none yet'}",
         )
+    if values["part"]:
+        yield "within it", values["part"]
     memory = run.newest_metrics.get("peak_memory_reserved_gb")
     parts = [
         number(values["tokens_per_second_per_gpu"], ",.0f", " tokens/s per GPU"),
@@ -108,7 +110,7 @@ def _attempts(run: Run, state: State) -> Iterator[str]:
             lasted = "now" if state.word == "RUNNING" and each is attempts[-1] else "?"
         nodes = each.get("nodes")
         where = ",".join(map(str, nodes)) if isinstance(nodes, list) else "?"
-        cause = each.get("cause") or ("is at work" if lasted == "now" else "left no word")
+        cause = each.get("cause") or ("is running" if lasted == "now" else "left no record")
         message = f": {each['message']}" if each.get("message") else ""
         saved = each.get("checkpoint_step")
         kept = f" (checkpoint {saved})" if isinstance(saved, int) and saved > 0 else ""

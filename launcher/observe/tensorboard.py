@@ -31,7 +31,7 @@ def free_port(wanted: int | None) -> int:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     if wanted:
-        words = f"port {wanted} of 127.0.0.1 is taken"
+        words = f"port {wanted} of 127.0.0.1 is in use"
         raise UsageFault(f"{words}: leave --port out, or choose another")
     words = f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on 127.0.0.1"
     raise PreflightFault(f"{words}: give one with --port")

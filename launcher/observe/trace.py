@@ -93,14 +93,16 @@ def read(path: Path, rank: int) -> RankTime:
         events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
         host = str(trace.get("host_name") or "?")
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        words = f"{path} is no whole trace ({type(error).__name__})"
+        words = f"{path} is not a complete trace ({type(error).__name__})"
         raise RunFault(
-            f"{words}: the job was ended while it was written? Record it again"
+            f"{words}: the job may have ended while it was written; record it again"
         ) from error
     try:
         return measured(events, rank, host)
     except (KeyError, TypeError, ValueError) as error:
-        raise RunFault(f"{path} holds events of another form ({error}): record it again") from error
+        raise RunFault(
+            f"{path} contains events in an unknown format ({error}): record it again"
+        ) from error
 
 
 def measured(events: list[Event], rank: int, host: str = "?") -> RankTime:

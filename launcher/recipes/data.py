@@ -69,7 +69,7 @@ def load(name: str, overrides: Iterable[str], options: dict[str, Any]) -> DataRe
     asked = {**(given if isinstance(given, dict) else {}), **options}
     texts += [f"{fault.text}, in {path}" for fault in key_faults({"resources": asked}, _RESOURCES)]
     texts += [
-        f"resources.{key} is not used by the preparation of data, in {path}: leave it out"
+        f"resources.{key} is not used by data preparation, in {path}: leave it out"
         for key in _NO_USE
         if asked.get(key)
     ]
@@ -82,14 +82,13 @@ def _find(name: str) -> Path:
     is_path = name.endswith((".yaml", ".yml"))
     path = Path(name).expanduser().absolute() if is_path else DATA / f"{name}.yaml"
     if not NAME.match(path.stem):
-        raise RecipeFault(f"the name {path.stem!r} may hold only {NAME_RULE}")
+        raise RecipeFault(f"the name {path.stem!r} may contain only {NAME_RULE}")
     if not path.is_file():
         hint = "" if is_path else nearest(name, names())
         what = f"file {name}" if is_path else f"{name!r}{hint}"
         raise RecipeFault(
-            f"there is no data recipe {what}: give one of {', '.join(names()) or 'none'}, or "
-            "the path "
-            "of a YAML file (docs/data.md)"
+            f"there is no data recipe {what}: give one of {', '.join(names()) or 'none'}, or the "
+            "path of a YAML file (docs/data.md)"
         )
     return path
 
@@ -111,7 +110,7 @@ def _override(config: dict[str, Any], text: str) -> None:
             if not part.isdigit() or int(part) >= len(parent):
                 where = ".".join(parts[:depth])
                 raise UsageFault(
-                    f"the override {text!r}: {where} has {len(parent)} places, {where}.0 to "
+                    f"the override {text!r}: {where} has {len(parent)} items, {where}.0 to "
                     f"{where}.{len(parent) - 1}"
                 )
             if last:
@@ -127,6 +126,4 @@ def _override(config: dict[str, Any], text: str) -> None:
                 parent = parent[part]
         else:
             where = ".".join(parts[:depth])
-            raise UsageFault(
-                f"the override {text!r}: {where} is {parent!r}, which holds no {part!r}"
-            )
+            raise UsageFault(f"the override {text!r}: {where} is {parent!r}, which has no {part!r}")

@@ -35,9 +35,10 @@ class Entry:
     the run, and it gets its parameters instead of a train.yaml. other_keys: its recipes may hold
     keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole config
     of the kit's trainer, with its layout and weights), "components" (only that they exist and take
-    their arguments) or "". resumes: it continues from its last checkpoint when it is started again.
-    purpose: train, evaluate or serve. faults: what its table of keys does not see of a recipe.
-    notes: what the user should know of keys that are accepted.
+    their arguments) or "". objective: the training method of the kit's trainer, by its dotted path.
+    resumes: it continues from its last checkpoint when it is started again. purpose: train,
+    evaluate or serve. faults: what its table of keys does not see of a recipe. notes: what the user
+    should know of keys that are accepted.
     """
 
     keys: Keys
@@ -46,6 +47,7 @@ class Entry:
     own_code: bool = False
     other_keys: bool = False
     checked: str = ""
+    objective: str = ""
     can_estimate: bool = False
     can_profile: bool = False
     resumes: bool = False
@@ -84,7 +86,7 @@ def _torchtune_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
     if not known[name].distributed and recipe.resources.world_size > 1:
         raise RecipeFault(
             f"torchtune's {name} runs on one GPU, and {recipe.resources.nodes} x "
-            f"{recipe.resources.gpus_per_node} are asked for: --nodes 1 --gpus-per-node 1"
+            f"{recipe.resources.gpus_per_node} are requested: use --nodes 1 --gpus-per-node 1"
         )
     return f'python {shlex.quote(str(known[name].path))} --config "$RUN_DIR/train.yaml"'
 
@@ -103,6 +105,7 @@ ENTRIES = {
         keys={**COMMON, **SFT},
         command=trainer_command("trainer.sft"),
         checked="complete",
+        objective="trainer.objectives.sft.SupervisedFineTuning",
         can_estimate=True,
         can_profile=True,
         resumes=True,

@@ -30,7 +30,7 @@ def read(path: Path, trail: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list
     for name in [named] if isinstance(named, str) else named:
         base = _find(name, path)
         if base in (*trail, path):
-            raise RecipeFault(f"extends: {name} in {path} leads back to itself: leave it out")
+            raise RecipeFault(f"extends: {name} in {path} refers to itself: leave it out")
         below, found = read(base, (*trail, path))
         whole, files = _laid_over(whole, below), [*found, *files]
     return _laid_over(whole, config), [path, *files]
@@ -49,7 +49,7 @@ def _find(name: Any, path: Path) -> Path:
         recipes = [each.stem for each in paths.RECIPES.glob("*.yaml")]
         raise RecipeFault(
             f"extends: there is no {name!r}{nearest(str(name), [*bases, *recipes])} for {path}: "
-            "name a file of configs/base, a recipe, or the path of a file that ends in .yaml"
+            "give a file of configs/base, a recipe, or the path of a file that ends in .yaml"
         )
     return found.resolve()
 
@@ -95,7 +95,7 @@ def resolve(
         for part in reference.strip().split("."):
             if not isinstance(value, dict) or part not in value:
                 hint = nearest(part, value if isinstance(value, dict) else ())
-                faults.append(Fault(key, f"${{{reference}}} leads nowhere{hint}"))
+                faults.append(Fault(key, f"${{{reference}}} is not defined{hint}"))
                 return f"${{{reference}}}"
             value = value[part]
         return walk(value, key, (*trail, reference))

@@ -87,8 +87,7 @@ def _unknown(key: str, parent: Mapping[str, Any], text: str) -> UsageFault:
     block, _, name = key.rpartition(".")
     hint = nearest(name, [*parent, *children(all_keys(), block)])
     return UsageFault(
-        f"unknown key {key!r}{hint} in the override {text!r}: write +{key}=... to add it all the "
-        "same"
+        f"unknown key {key!r}{hint} in the override {text!r}: write +{key}=... to add it anyway"
     )
 
 

@@ -15,7 +15,7 @@ from runspec.keys.common import COMMON
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
 from runspec.keys.key import Fault, unused
-from runspec.keys.sft import TRANSFORMERS
+from runspec.keys.sft import TRANSFORMERS, with_train_on_input
 
 # The folder of secrets that a recipe names without a path.
 SECRETS = Path("~/.config/slurm-cookbook/secrets")
@@ -207,7 +207,8 @@ class Recipe:
         """Return the recipe with its profiler turned on; UsageFault if its entry has none."""
         if not self.entry.can_profile:
             raise UsageFault(
-                f"--profile: {self.entry_name} has no profiler of the kit's: leave --profile out"
+                f"--profile: {self.entry_name} does not support the kit's profiler: leave "
+                "--profile out"
             )
         profiler = {**(self.config.get("profiler") or {}), "enabled": True}
         return replace(self, config={**self.config, "profiler": profiler})
@@ -263,17 +264,23 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """Return the file of a recipe, given its name or the path of a YAML file."""
+    """Return the file of a recipe, given its name, torchtune's of a config, or a file's path."""
     is_path = name.endswith((".yaml", ".yml"))
     path = Path(name).expanduser().absolute() if is_path else paths.RECIPES / f"{name}.yaml"
     is_named = NAME.match(path.stem if is_path else name)
+    if not is_path and not (is_named and path.is_file()):
+        of_torchtune = stock.configs()
+        if name in of_torchtune:
+            return of_torchtune[name]
+        if hint := nearest(name, of_torchtune) if "/" in name else "":
+            raise RecipeFault(f"torchtune has no config {name!r}{hint}: list them with: tune ls")
     if is_path and not path.is_file():
         fault = f"there is no recipe file {name}: list the kit's own with: cookbook recipes"
     elif is_path and not is_named:
-        fault = f"the recipe file name {path.name!r} may hold only {NAME_RULE}: rename it"
+        fault = f"the recipe file name {path.name!r} may contain only {NAME_RULE}: rename it"
     elif not is_named:
-        fault = f"the recipe name {name!r} may hold only {NAME_RULE}; give a file of your own as "
-        fault += "a path that ends in .yaml"
+        fault = f"the recipe name {name!r} may contain only {NAME_RULE}; give a torchtune config "
+        fault += "by its name (tune ls), and your own file as a path that ends in .yaml"
     elif not path.is_file():
         hint = nearest(name, names())
         fault = f"there is no recipe {name!r}{hint}: list them with: cookbook recipes"
@@ -311,6 +318,11 @@ def load(
     builder = str(model.get("_component_") or "") if isinstance(model, dict) else ""
     if not config.get("entry"):
         config["entry"] = stock.entry_of(path, builder) or COMMON["entry"].default
+    if stock.config_name(path):
+        # It means what torchtune says, wherever the kit's own default is another.
+        for key in ("dataset", "dataset_val"):
+            if key in config:
+                config[key] = with_train_on_input(config[key], True)
     if config["entry"] == COMMON["entry"].default and builder in ("", TRANSFORMERS):
         # A model folder has its tokenizer.
         config.setdefault("tokenizer", dict(_FOLDERS_TOKENIZER))

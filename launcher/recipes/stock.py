@@ -1,6 +1,7 @@
 """torchtune's own recipes and configs, read from its files: importing it would import torch."""
 
 import ast
+import os
 import re
 import sys
 from functools import cache
@@ -46,17 +47,42 @@ def recipes() -> dict[str, Stock]:
     return found
 
 
+def configs() -> dict[str, Path]:
+    """Return torchtune's own config files by the names that `tune ls` prints."""
+    folder = _config_folder()
+    files = sorted(folder.rglob("*.yaml")) if folder else []
+    return {str(path.relative_to(folder).with_suffix("")): path for path in files if folder}
+
+
+def config_name(path: Path) -> str | None:
+    """Return torchtune's name of one of its own config files, None for any other file.
+
+    The file may be given by a link or by a path with `..`.
+    """
+    folder = _config_folder()
+    for root in (folder, folder.resolve()) if folder else ():
+        # A package's files may be links themselves, into the cache of an installer.
+        for file in (path.resolve(), Path(os.path.normpath(path))):
+            if file.is_relative_to(root):
+                return str(file.relative_to(root).with_suffix(""))
+    return None
+
+
+def _config_folder() -> Path | None:
+    packages = site_packages()
+    return packages / "recipes" / "configs" if packages else None
+
+
 def entry_of(path: Path, builder: str) -> str | None:
     """Return the entry for one of torchtune's own config files, None for any other file.
 
     What trainer.sft does too is its; preference tuning, distillation, quantisation, images and
     the like are torchtune's own script's. builder is the config's model component.
     """
-    packages = site_packages()
-    folder = packages / "recipes" / "configs" if packages else None
-    if folder is None or not path.is_relative_to(folder):
+    config = config_name(path)
+    if config is None:
         return None
-    relative = path.relative_to(folder).as_posix()
+    relative = f"{config}.yaml"
     name = next((name for name, each in recipes().items() if relative in each.configs), None)
     if name is None:
         # One that torchtune forgot to register: its header shows how it is run.

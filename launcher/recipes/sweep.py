@@ -57,7 +57,7 @@ def find(name: str) -> Path:
     if path.is_file() and NAME.match(path.stem):
         return path
     if path.is_file():
-        raise RecipeFault(f"the sweep's file name {path.name!r} may hold only {NAME_RULE}")
+        raise RecipeFault(f"the sweep's file name {path.name!r} may contain only {NAME_RULE}")
     hint = "" if is_path else nearest(name, names())
     listed = ", ".join(names())
     raise RecipeFault(
@@ -109,7 +109,7 @@ def _faults(content: Mapping[str, Any]) -> Iterator[str]:
         yield "recipe: is missing: write the name of a recipe, or the path of its file"
     parallel = content.get("parallel", _PARALLEL)
     if not isinstance(parallel, int) or isinstance(parallel, bool) or parallel < 1:
-        yield f"parallel: must be a whole number from 1 on, got {parallel!r}"
+        yield f"parallel: must be a whole number, 1 or more, got {parallel!r}"
     if not isinstance(content.get("set") or {}, Mapping):
         yield "set: must be a mapping of a recipe's keys to values"
     if (content.get("grid") is None) == (content.get("list") is None):
@@ -140,7 +140,7 @@ def _list_faults(cells: Any) -> Iterator[str]:
         return
     for number, cell in enumerate(cells):
         if not isinstance(cell, Mapping) or not isinstance(cell.get("name"), str):
-            yield f"list, cell {number}: must be a mapping with a name: of its own"
+            yield f"list, cell {number}: must be a mapping with its own name:"
             continue
         for key in cell:
             if key not in _LIST_KEYS:
@@ -150,7 +150,7 @@ def _list_faults(cells: Any) -> Iterator[str]:
             yield f"cell {cell['name']!r}: set: must be a mapping of a recipe's keys to values"
         published = cell.get("published") or {}
         if not isinstance(published, Mapping) or set(published) - set(_PUBLISHED_KEYS):
-            yield f"cell {cell['name']!r}: published: may hold {', '.join(_PUBLISHED_KEYS)}"
+            yield f"cell {cell['name']!r}: published: may contain only {', '.join(_PUBLISHED_KEYS)}"
 
 
 def _early_stop_faults(given: Any) -> Iterator[str]:

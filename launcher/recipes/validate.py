@@ -29,7 +29,7 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     arguments = config.get("args")
     for argument in arguments if entry.own_code and isinstance(arguments, list) else []:
         if isinstance(argument, (dict, list)) or not str(argument).isprintable():
-            yield Fault("args", f"args holds {argument!r}, which is no line of text")
+            yield Fault("args", f"args contains {argument!r}, which is not one line of text")
 
 
 def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
@@ -37,7 +37,7 @@ def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
     for name, value in variables.items() if isinstance(variables, dict) else ():
         where = f"{key}.{name}"
         if not _VARIABLE.match(str(name)):
-            yield Fault(where, f"{key} holds {name!r}, which is no variable's name")
+            yield Fault(where, f"{key} contains {name!r}, which is not a valid variable name")
         elif _SECRET.search(str(name)):
             yield Fault(
                 where,
@@ -49,7 +49,9 @@ def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
         elif owned_variables([name]) and not (key == "environment" and name.startswith("SRUN_")):
             yield Fault(where, _owned(key, name))
         elif value is None:
-            yield Fault(where, f'{where} has no value: write {name}: "" to set it to nothing')
+            yield Fault(
+                where, f'{where} has no value: write {name}: "" to set it to an empty string'
+            )
         elif isinstance(value, (dict, list)) or not str(value).isprintable():
             yield Fault(where, f"{where} must be one line of text, got {value!r}")
 
@@ -71,8 +73,8 @@ def _secrets_faults(secrets: Any) -> Iterator[Fault]:
         if not _VARIABLE.match(str(name)) or not is_path:
             yield Fault(
                 "secrets",
-                f"secrets holds {name!r}: {path!r}, which is no variable's name with the path of "
-                "a file",
+                f"secrets holds {name!r}: {path!r}, which is not a valid variable name with the "
+                "path of a file",
             )
 
 

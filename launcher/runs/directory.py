@@ -1,9 +1,7 @@
 """A run directory: making one, reading its files, and letting one command at a time change it."""
 
 import os
-import re
 import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -11,19 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import CookbookError, RunFault
+from launcher.errors import RunFault
 from launcher.executors import Job, token
-from launcher.runs import lock, snapshot
+from launcher.runs import code, lock, snapshot
+from launcher.runs.making import half_made
 from runspec import files
-
 
 # The fields of a Job that are kept in submission.json and, those that it knows, in status.json.
 _JOB_KEYS = ("job_id", "host", "process_start", "cluster", "controller", "slurm_conf")
 
-# What a job script asks for: its second line, and its #SBATCH lines. Later lines are not read.
-_SCRIPT_BYTES = 4096
-_RANKS = re.compile(rb"^# .*: (\d+) x (\d+) ranks", re.MULTILINE)
-_TIME = re.compile(rb"^#SBATCH --time=(\S+)", re.MULTILINE)
+# What is recorded of what a run asks Slurm for.
+ASKED = ("nodes", "gpus_per_node", "time", "signal_lead_s")
 
 
 @dataclass(frozen=True)
@@ -77,14 +73,10 @@ class Run:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What its job script asks Slurm for: nodes, gpus_per_node (= ranks) and time."""
-        text = self._head(files.JOB_SCRIPT)
-        ranks, limit = _RANKS.search(text), _TIME.search(text)
-        return {
-            "nodes": int(ranks[1]) if ranks else None,
-            "gpus_per_node": int(ranks[2]) if ranks else None,
-            "time": limit[1].decode(errors="replace") if limit else None,
-        }
+        """What it asks Slurm for: nodes, gpus_per_node (= ranks), time and signal_lead_s."""
+        asked = self.submission.get("asked")
+        known = asked if isinstance(asked, dict) else {}
+        return {key: known.get(key) for key in ASKED}
 
     @property
     def torn(self) -> bool:
@@ -125,7 +117,9 @@ class Run:
     def job(self) -> Job:
         """The newest job, with what its executor needs to find it."""
         newest = (self.all_jobs or [{}])[-1]
-        known: dict[str, Any] = {key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None}
+        known: dict[str, Any] = {
+            key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None
+        }
         submission = self.submission
         job = Job(token(self.name), **known)
         array, task = submission.get("array"), submission.get("task")
@@ -197,7 +191,8 @@ class Run:
             value = ""
         if value is None or isinstance(value, dict):
             return value or {}, ""
-        return {}, f"{path} is broken (no JSON object): move it away with: mv {path} {path}.broken"
+        words = f"{path} is broken (not a JSON object)"
+        return {}, f"{words}: move it away with: mv {path} {path}.broken"
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         try:
@@ -205,13 +200,6 @@ class Run:
         except OSError:
             return []
         return [value for value in values if isinstance(value, dict)]
-
-    def _head(self, name: str) -> bytes:
-        try:
-            with open(self.path / name, "rb", buffering=0) as file:
-                return file.read(_SCRIPT_BYTES)
-        except OSError:
-            return b""
 
 
 @dataclass(frozen=True)
@@ -248,20 +236,28 @@ def new_name(label: str) -> str:
 
 
 def create(
-    path: Path, contents: Mapping[str, str], code: Path | None = None, umask: int = 0o077
+    path: Path,
+    contents: Mapping[str, str],
+    kit: code.Code,
+    own_code: Mapping[str, Path] | None = None,
+    umask: int = 0o077,
+    named: bool = True,
 ) -> Run:
     """Make a run directory whole, or not at all: its files are written before it gets its name.
 
     Args:
         contents: the text of each file by its name.
-        code: a folder of which the run takes a copy.
+        kit: the copy of the kit's code that its jobs use.
+        own_code: the user's own files and folders, of which the run takes copies, by their names
+            in its folder code; "." is that folder itself.
         umask: 0o077 keeps the run private, 0o027 lets the group read it.
+        named: False leaves it hidden, for whoever makes several runs at once.
 
     Raises:
         RunFault: it cannot be made there.
         PreflightFault: the code cannot be copied.
     """
-    root, temporary = path.parent, path.with_name(f".tmp-{path.name}")
+    root = path.parent
     before = os.umask(umask)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -269,24 +265,20 @@ def create(
             # A private run may have made the folder of all runs.
             with suppress(PermissionError):
                 root.chmod(root.stat().st_mode | 0o050)
-        temporary.mkdir()
-        (temporary / files.LOGS).mkdir()
-        # Slurm would create it with permissions of its own.
-        (temporary / files.JOB_LOG).touch()
-        for name, text in contents.items():
-            files.write_text(temporary / name, text)
-        if code is not None:
-            snapshot.copy(code, temporary / files.CODE)
-        os.rename(temporary, path)
+        with half_made(path, named) as folder:
+            (folder / files.LOGS).mkdir()
+            # Slurm would create it with permissions of its own.
+            (folder / files.JOB_LOG).touch()
+            for name, text in contents.items():
+                files.write_text(folder / name, text)
+            code.link(folder, kit)
+            for name, source in (own_code or {}).items():
+                snapshot.copy(source, folder / files.CODE / name)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise RunFault(
-            f"cannot make the run directory {path}: {error.strerror or error}: set COOKBOOK_ROOT to "
-            "a folder of yours with free space, on the shared filesystem"
+            f"cannot make the run directory {path}: {error.strerror or error}: set COOKBOOK_ROOT "
+            "to a folder that you own, with free space, on the shared filesystem"
         ) from error
-    except CookbookError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     finally:
         os.umask(before)
     return Run(path)
@@ -309,6 +301,7 @@ def locked(run: Run) -> Iterator[int]:
             ) from error
         except OSError as error:
             raise RunFault(
-                f"cannot lock {path}: {error.strerror}: mount its filesystem with locks (flock)"
+                f"cannot lock {path}: {error.strerror}: mount its filesystem with lock support "
+                "(flock)"
             ) from error
         yield file.fileno()

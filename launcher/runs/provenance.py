@@ -10,7 +10,7 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.executors import slurm
 from launcher.recipes.recipe import Recipe
-from launcher.runs.snapshot import git
+from launcher.runs import code
 from launcher.site import Site
 from launcher.venv import packages
 from runspec import files, prepared
@@ -19,7 +19,9 @@ from runspec import files, prepared
 _HASHED_BYTES = 256 * 2**20
 
 
-def of(recipe: Recipe, cluster: Site, contents: Mapping[str, str]) -> dict[str, Any]:
+def of(
+    recipe: Recipe, cluster: Site, contents: Mapping[str, str], kit: code.Code
+) -> dict[str, Any]:
     """Return what is needed to make the same run again; contents: its files by name."""
     return {
         "created": time.time(),
@@ -28,7 +30,7 @@ def of(recipe: Recipe, cluster: Site, contents: Mapping[str, str]) -> dict[str, 
         # Without the run's own directory, so that equal configurations have equal hashes.
         "config_sha256": text_sha256(yamlfile.dump(recipe.resolved(cluster.root, "run"))),
         "script_sha256": text_sha256(contents[files.JOB_SCRIPT]),
-        "kit": git_state(paths.REPO_ROOT),
+        "kit": {**code.git_state(), "sha256": kit.sha256},
         "model": _model_revision(recipe, cluster),
         "data": data_files(recipe.resolved(cluster.root, "run")),
         "python": sys.version.split()[0],
@@ -39,17 +41,6 @@ def of(recipe: Recipe, cluster: Site, contents: Mapping[str, str]) -> dict[str, 
 
 def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def git_state(folder: Path) -> dict[str, Any]:
-    """Return the checkout's commit and what has been changed since, as a diff."""
-    commit, diff = git(folder, "rev-parse", "HEAD"), git(folder, "diff", "HEAD")
-    untracked = git(folder, "ls-files", "--others", "--exclude-standard")
-    return {
-        "commit": commit.decode().strip() if commit else None,
-        "diff": (diff or b"").decode(errors="replace"),
-        "untracked": (untracked or b"").decode(errors="replace").splitlines(),
-    }
 
 
 def data_files(config: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -63,15 +63,19 @@ def fault(folder: Path) -> str | None:
         return None
     largest = max(sizes, key=lambda path: sizes[path])
     return (
-        f"the code in {folder} has {total >> 20} MiB, and a snapshot takes {LIMIT_BYTES >> 20} MiB "
-        f"at most; the largest file is {largest} ({sizes[largest] >> 20} MiB): move data out of "
-        "the folder, add it to .gitignore, or set code_root= to a smaller folder"
+        f"the code in {folder} has {total >> 20} MiB, but a snapshot may have at most "
+        f"{LIMIT_BYTES >> 20} MiB; the largest file is {largest} ({sizes[largest] >> 20} MiB): "
+        "move data out of the folder, add it to .gitignore, or set code_root= to a smaller folder"
     )
 
 
 def copy(folder: Path, target: Path) -> None:
-    """Copy the files of folder to target, which must not exist; links are followed."""
+    """Copy the files of folder, or one file, to target, which must not exist; links are followed."""
     try:
+        if folder.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(folder, target)
+            return
         target.mkdir(parents=True)
         for path in files(folder):
             (target / path).parent.mkdir(parents=True, exist_ok=True)

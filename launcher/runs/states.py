@@ -1,15 +1,21 @@
 """The state of runs: what the job wrote itself, else what squeue, sacct or this host says."""
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from launcher.errors import SlurmFault
+from launcher.errors import RunFault, SlurmFault
 from launcher.executors import Executor, Job, JobState, executor_of
-from launcher.runs.directory import Run, Snapshot
+from launcher.runs import sweeps
+from launcher.runs.directory import Run, Snapshot, locked
 from runspec import files
 from runspec.states import FINAL
 
-
+# The states, as the job wrote them, in which no attempt runs that could record the job's end.
+_WAITS = frozenset({"", "RETRYING", "REQUEUED", "INTERRUPTED"})
+# After these ends of an attempt Slurm has put the job back into the queue.
+_GOES_BACK = frozenset({"requeued", "preempted"})
 # So much of a job's log is read; a script that ends before its first attempt writes little.
 _LOG_BYTES = 65536
 
@@ -86,7 +92,29 @@ def judged(wanted: Iterable[Run]) -> Iterator[tuple[Run, State]]:
         for name, job in jobs.items():
             # Read anew: its last word may have come while Slurm was asked.
             run = Snapshot(again[name].path)
-            yield run, _with_faults(_judge(run, found[job.token]), run.broken())
+            state = _judge(run, found[job.token])
+            if state.word == "CANCELLED" and state.ended and own_state(run) in _WAITS:
+                _keep_cancelled(run, str(state.job_id))
+            yield run, _with_faults(state, run.broken())
+
+
+def write_cancelled(run: Run, job_id: str, message: str) -> None:
+    """Record that a job was cancelled while no attempt ran: only an attempt records its own end.
+
+    Raises:
+        RunFault: it cannot be written.
+    """
+    ended = {"state": "CANCELLED", "job_id": job_id, "cause": "cancelled", "message": message}
+    run.write(files.STATUS, {"attempt": -1, **run.status, **ended, "updated": time.time()})
+
+
+def _keep_cancelled(seen: Snapshot, job_id: str) -> None:
+    """Record what Slurm says now of a job that waited, and forgets later."""
+    run = Run(seen.path)
+    # Not if another command has begun to change the run, or somebody else owns it.
+    with suppress(RunFault), locked(run):
+        if (run.status, run.submission) == (seen.status, seen.submission):
+            write_cancelled(run, job_id, "its job was cancelled while it was pending")
 
 
 def _with_faults(state: State, faults: Sequence[str]) -> State:
@@ -112,11 +140,16 @@ def _judge(run: Run, job: JobState) -> State:
         return _from_status(run)
     if job.state is None and _not_started(run) and (job.ended or not run.job.array):
         words = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
+        if not (sweeps.root(run.path.parent.parent) / str(run.sweep)).is_dir():
+            words = f"never started, and its sweep {run.sweep} is gone; start it separately with: "
+            words += f"cookbook resume {run.name}, or remove it with: rm -r {run.path}"
         return State("PENDING", "nobody", words, True)
     if job.state is None and not job.ended:  # cannot be asked now
         word = own or "UNKNOWN"
         return State(word, "status.json", job.detail, job_id=job_id, elsewhere=job.elsewhere)
     if job.state is None and own == "INTERRUPTED":
+        if status.get("cause") in _GOES_BACK:
+            message += ", and it has since left the queue: cancelled there, or Slurm lost it"
         return State(own, "status.json", f"{message}; {resume}", ended=True, job_id=job_id)
     if job.state is None:
         last = f"its last state was {own}" if own else f"it has written no state{_log_says(run)}"
@@ -133,7 +166,7 @@ def _judge(run: Run, job: JobState) -> State:
     else:
         details = [job.detail]
     if not job.ended and _is_cancelled(run, job_id):
-        details.insert(0, "cancelled, and about to end")
+        details.insert(0, "cancelled, and ending")
     detail = "; ".join(filter(None, details))
     return State(job.state, job.source, detail, job.ended, job_id)
 
@@ -152,7 +185,7 @@ def _how_far(run: Run, own: str) -> str:
     """Say how far the newest job came, which has ended without saying why."""
     if not own:
         return f"before its first attempt{_log_says(run)}"
-    return "it ended without a last word (killed?)" if own == "RUNNING" else ""
+    return "it ended without a final state (killed?)" if own == "RUNNING" else ""
 
 
 def _log_says(run: Run) -> str:

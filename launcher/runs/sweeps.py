@@ -1,9 +1,9 @@
 """A sweep's directory: which runs it has, and the job arrays that they were given.
 
-    <shared folder>/sweeps/<utc>-<name>-<4 hex>/
-        sweep.json       recipe, settings and run of each cell; the arrays
-        array_<k>.sbatch one script for the cells that ask Slurm for the same
-        tasks/<n>        a link to the run of cell n
+<shared folder>/sweeps/<utc>-<name>-<4 hex>/
+    sweep.json       recipe, settings and run of each cell; the arrays
+    array_<k>.sbatch one script for the cells that ask Slurm for the same
+    tasks/<n>        a link to the run of cell n
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any
 from launcher.errors import RunFault, UnknownRun, nearest
 from launcher.runs import find as runs
 from launcher.runs.directory import Run, runs_root
+from launcher.runs.making import hidden
 from runspec import files
 
 _NAME = re.compile(r"\d{8}-\d{6}-(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})-[0-9a-f]{4}\Z")
@@ -45,7 +46,7 @@ class SweepDirectory:
         except (OSError, ValueError) as error:
             raise RunFault(f"{path} cannot be read: {error}") from error
         if not isinstance(value, dict) or not isinstance(value.get("cells"), list):
-            raise RunFault(f"{path} holds no sweep: start a new one with: cookbook sweep NAME")
+            raise RunFault(f"{path} contains no sweep: start a new one with: cookbook sweep NAME")
         return value
 
     @property
@@ -63,6 +64,22 @@ class SweepDirectory:
         found = [self.run_of(cell) for cell in self.cells]
         return [run for run in found if run.path.is_dir()]
 
+    def name_runs(self) -> None:
+        """Give its runs their names, which they get once the sweep has its own.
+
+        Raises:
+            RunFault: one cannot be renamed.
+        """
+        for run in map(self.run_of, self.cells):
+            made = hidden(run.path)
+            if made.is_dir() and not run.path.exists():
+                try:
+                    os.rename(made, run.path)
+                except OSError as error:
+                    raise RunFault(
+                        f"cannot rename {made} to {run.name}: {error.strerror}"
+                    ) from error
+
     def write(self, change: Mapping[str, Any]) -> None:
         """Change fields of sweep.json.
 
@@ -74,16 +91,16 @@ class SweepDirectory:
 
 def root(shared: Path) -> Path:
     """Return the folder of all sweeps, in the shared folder."""
-    return shared / "sweeps"
+    return shared / files.SWEEPS
 
 
 def create(path: Path, record: Mapping[str, Any], scripts: Mapping[str, str]) -> SweepDirectory:
-    """Make a sweep's directory whole, or not at all; its runs are there already.
+    """Make a sweep's directory whole, or not at all; its runs are made already, and hidden.
 
     Raises:
         RunFault: it cannot be made.
     """
-    temporary = path.with_name(f".tmp-{path.name}")
+    temporary = hidden(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir(mode=0o750)
@@ -99,7 +116,7 @@ def create(path: Path, record: Mapping[str, Any], scripts: Mapping[str, str]) ->
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunFault(
             f"cannot make the sweep's directory {path}: {error.strerror or error}: set "
-            "COOKBOOK_ROOT to a folder of yours with free space, on the shared filesystem"
+            "COOKBOOK_ROOT to a folder that you own, with free space, on the shared filesystem"
         ) from error
     return SweepDirectory(path)
 
@@ -122,7 +139,9 @@ def find(shared: Path, wanted: str) -> SweepDirectory:
     if found := _match(known, wanted):
         return found
     if not known:
-        raise UnknownRun(f"there is no sweep in {root(shared)} yet: cookbook sweep NAME starts one")
+        raise UnknownRun(
+            f"there is no sweep in {root(shared)} yet: start one with: cookbook sweep NAME"
+        )
     hint = nearest(wanted, [each.name for each in known])
     names = ", ".join(each.name for each in known[-3:])
     raise UnknownRun(f"no sweep, or more than one, matches {wanted!r}{hint}; the newest: {names}")

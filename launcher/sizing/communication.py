@@ -17,8 +17,8 @@ from launcher.sizing.activations import expert_rows
 from launcher.sizing.step_config import FP32, StepConfig
 from launcher.sizing.tensors import Unit, Units, linear_loss_rows, units_of
 
-# Doubles that every step sums over all ranks, and those of a step that is logged: trainer/sft.py.
-CONTROL, LOGGED = 7, (1, 4)
+# Doubles that every step sums over all ranks, and those of a step that is logged: trainer/loop.py.
+CONTROL, LOGGED = 8, (2, 4)
 # What the objective logs beside the loss if its routers are watched: trainer/layers/balance.py.
 BALANCE = 3
 # The loss over a split vocabulary sums so many numbers per token: the highest logit, the sum, the
@@ -238,6 +238,6 @@ def _sums(step: StepConfig) -> Iterator[Message]:
         watched = sum(count * s.experts.count for s, count in step.shape.blocks if s.experts)
         size, times = FP32 * watched, step.accumulation
         yield Message("experts' load", "all-reduce", "all", ranks, size, times, "step")
-        logged = (1 + BALANCE, *LOGGED[1:])
+        logged = (LOGGED[0] + BALANCE, *LOGGED[1:])
     for numbers in (CONTROL, *logged):
         yield Message("agreement", "all-reduce", "all", ranks, 8 * numbers, 1, "step", on_cpu=True)

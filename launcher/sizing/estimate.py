@@ -100,7 +100,9 @@ class Estimate:
         self.compared = [self.predictor.of(cell) for cell in cells]
         self.traced: dict[str, Any] | None = None
         if traces:
-            self.traced = trace(recipe.train_config(root, "run"), step.layout.ranks)
+            self.traced = trace(
+                recipe.train_config(root, "run"), recipe.entry.objective, step.layout.ranks
+            )
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""
@@ -165,13 +167,15 @@ def peak_gib(recipe: Recipe, root: Path) -> float:
     return StepMemory(step_of(config, resources.nodes, resources.gpus_per_node)).peak / GIB
 
 
-def trace(train_config: dict[str, Any], ranks: int) -> dict[str, Any]:
+def trace(train_config: dict[str, Any], objective: str, ranks: int) -> dict[str, Any]:
     """Return what the trainer finds of the same step on fake tensors, to check the formulas.
 
     PreflightFault if it cannot be traced. See `python -m trainer.trace`.
     """
     try:
-        done = venv.ask_trainer("trace", [train_config], "--ranks", str(ranks))
+        done = venv.ask_trainer(
+            "trace", [train_config], "--ranks", str(ranks), "--objective", objective
+        )
     except OSError as error:
         raise PreflightFault(
             f"cannot trace: {error}: set up the environment with: bash setup.sh"

@@ -18,7 +18,7 @@ from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.keys.sft import TRANSFORMERS
-from runspec.layout import Layout, LayoutError, model_faults
+from runspec.layout import Layout, LayoutError
 from runspec.shape import ATTENTION, MLP
 
 if TYPE_CHECKING:
@@ -50,12 +50,6 @@ def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> Step
     try:
         layout = Layout.of(keys, ranks, step.gpus_per_node)
     except LayoutError:
-        return None
-    if spread > 1 and (step.shape.experts is None or step.shape.experts.count % spread):
-        return None
-    # The trainer refuses dropout in layers that are split.
-    whole = step.dropout or step.shape.whole
-    if model_faults(tensor, step.shape.split_sizes) or (tensor > 1 and whole):
         return None
     return replace(step, layout=layout)
 
@@ -94,13 +88,14 @@ Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
 
 
 def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
-    """Yield every combination of these choices that exists, in the order of the choices.
+    """Yield every combination of these choices that can be trained, in the order of the choices.
 
     A choice is a move with its values, or with a function of the step that gives them. Moves are
     made from left to right.
     """
     if not choices:
-        yield own
+        if not own.faults():
+            yield own
         return
     (move, values), *rest = choices.items()
     for value in values(own) if callable(values) else values:

@@ -16,7 +16,7 @@ from runspec import model_config as shapes
 from runspec.files import read_json
 from runspec.flops import of_shape
 from runspec.keys.sft import TRANSFORMERS, recomputed, uncompiled_experts
-from runspec.layout import Layout, LayoutError, model_faults
+from runspec.layout import Layout, LayoutError, StepFacts
 from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Matrix, Shape
 
 GIB = 2**30
@@ -54,6 +54,30 @@ class StepConfig:
     activation_offload: bool = False
     reshard: bool = True
     apart: tuple[str, ...] = ()  # tok_embeddings, output: FSDP units of their own
+    fp8: bool = False  # the products of the blocks' linear layers
+    updated_by: str = ""  # the optimizer's component
+
+    def faults(self) -> list[str]:
+        """Return why the trainer would refuse the step, by the rules that it asks itself."""
+        shape, layout = self.shape, self.layout
+        adapted = not self.is_full and bool(self.lora_targets)
+        return StepFacts(
+            tensor_parallel=layout.tensor_parallel,
+            expert_parallel=layout.expert_parallel,
+            sizes=shape.split_sizes,
+            splittable=not shape.whole,
+            experts=() if shape.experts is None else (shape.experts.count,),
+            linear=shape.linear_sizes,
+            sharded=self.fsdp or layout.tensor_parallel > 1,
+            vectors=self.is_full or self.is_dora,
+            dropout=adapted and self.dropout,
+            quantised=self.is_quantised,
+            fp8=self.fp8,
+            fp32=self.element_bytes == FP32,
+            length=self.length,
+            longest=shape.max_seq_len,
+            optimizer=self.updated_by,
+        ).faults()
 
     @property
     def nodes(self) -> int:
@@ -248,25 +272,22 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     model = _block(config, "model")
     folder = _block(config, "checkpointer").get("checkpoint_dir")
     shape = shape_of(model, Path(folder) if folder else None)
+    faults: list[str] = []
     try:
         layout = Layout.of(config, nodes * gpus_per_node, gpus_per_node)
-        faults = model_faults(layout.tensor_parallel, shape.split_sizes)
     except LayoutError as error:
-        faults = error.faults
-    faults += _expert_faults(config, shape)
-    if shape.whole and int(config.get("tensor_parallel_dim") or 1) > 1:
-        faults.append("tensor_parallel_dim: this model cannot be split: set tensor_parallel_dim=1")
+        faults += error.faults
+        # The rules that do not depend on it.
+        layout = Layout()
     length = _block(config, "tokenizer").get("max_seq_len") or 0
     if not length:
         faults.append(
             "tokenizer.max_seq_len is not set, and the longest sample decides the memory: set "
             "tokenizer.max_seq_len=4096, or what your data need"
         )
-    if faults:
-        raise RecipeFault(faults)
     layers = recomputed(config)
     offload = bool(config.get("fsdp_cpu_offload") or _block(config, "fsdp").get("cpu_offload"))
-    return StepConfig(
+    step = StepConfig(
         shape=shape,
         method=method_of(model),
         layout=layout,
@@ -285,24 +306,16 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         activation_offload=bool(config.get("enable_activation_offloading")),
         compiled=config.get("compile") is True and not uncompiled_experts(config),
         reshard=config.get("fsdp_reshard_after_forward") is not False,
+        fp8=bool(config.get("enable_fp8_training")),
+        updated_by=str(_block(config, "optimizer").get("_component_") or ""),
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_lora(model, shape),
         **_optimizer(_block(config, "optimizer")),
         **_loss(_block(config, "loss")),
     )
-
-
-def _expert_faults(config: Mapping[str, Any], shape: Shape) -> list[str]:
-    """Why the experts cannot be spread as the recipe says; in the words of the trainer's check."""
-    ranks = int(config.get("expert_parallel_dim") or 1)
-    if ranks > 1 and shape.experts is None:
-        return ["expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"]
-    if shape.experts is None or shape.experts.count % ranks == 0:
-        return []
-    return [
-        f"expert_parallel_dim {ranks} does not divide the model's {shape.experts.count} experts: "
-        "choose a number that does"
-    ]
+    if faults := faults + step.faults():
+        raise RecipeFault(faults)
+    return step
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from launcher.errors import SlurmFault, SlurmTimeout
 from launcher.executors import executor_of, title
 from launcher.runs.directory import Run, locked
-from launcher.runs.states import State, living, state_of
+from launcher.runs.states import State, living, state_of, write_cancelled
 from runspec import files
 
 
@@ -23,16 +23,16 @@ def cancel(run: Run) -> str:
         with _marked(run, own if at_work else newest):
             executor_of(newest).cancel(run.job, list(jobs))
         if not at_work:
-            _write_cancelled(run, newest)
+            write_cancelled(run, newest, "by cookbook cancel, while it was pending")
     which = " and ".join(map(title, jobs))
     return f"cancelled {run.name} ({which}); continue it with: cookbook resume {run.name}"
 
 
 def _nothing_to_cancel(run: Run, state: State) -> str:
     if state.ended and state.word != "UNKNOWN":
-        return f"{run.name} has ended already: {state.word}"
+        return f"{run.name} has already ended: {state.word}"
     because = f" ({state.detail})" if state.detail else ""
-    return f"no job of {run.name} is known{because}: nothing was cancelled"
+    return f"{run.name} has no known job{because}: nothing was cancelled"
 
 
 @contextmanager
@@ -53,15 +53,8 @@ def _marked(run: Run, job_id: str) -> Iterator[None]:
         else:
             run.write(files.CANCELLED, before)
         if isinstance(error, SlurmFault):
-            told = "is perhaps not" if isinstance(error, SlurmTimeout) else "was not"
+            told = "may not be" if isinstance(error, SlurmTimeout) else "was not"
             raise type(error)(
                 f"{run.name} {told} cancelled: {error.faults[0]}; then: cookbook cancel {run.name}"
             ) from error
         raise
-
-
-def _write_cancelled(run: Run, job_id: str) -> None:
-    """Record the end of a job between attempts: only an attempt records its end itself."""
-    message = "by cookbook cancel, while it waited"
-    ended = {"state": "CANCELLED", "job_id": job_id, "message": message, "updated": time.time()}
-    run.write(files.STATUS, {"attempt": -1, **run.status, **ended})

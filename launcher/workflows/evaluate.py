@@ -36,13 +36,15 @@ def suite_file(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
-            raise RecipeFault(f"there is no suite file {name}: give a suite's name, or its path")
+            raise RecipeFault(
+                f"there is no suite file {name}: give the name or the path of a suite"
+            )
         return path
     path = paths.EVALS / f"{name}.yaml"
     if "/" in name or not path.is_file():
         known = suites()
         raise RecipeFault(
-            f"there is no suite {name!r}{nearest(name, known)}: it is one of {', '.join(known)}, "
+            f"there is no suite {name!r}{nearest(name, known)}: give one of {', '.join(known)}, "
             "or the path of a YAML file"
         )
     return path
@@ -82,7 +84,9 @@ def plan(
     try:
         recipe = recipe_file.load(str(suite_file(suite)), [*overrides, *given], resources)
         if recipe.entry.purpose != "evaluate":
-            faults.append(f"{recipe.path} is no suite: its entry is {recipe.entry_name}, not eval")
+            faults.append(
+                f"{recipe.path} is not a suite: its entry is {recipe.entry_name}, not eval"
+            )
         else:
             faults += _missing_data(recipe, site)
     except CookbookError as error:
@@ -120,8 +124,8 @@ def batch(
     """
     if target.exists():
         raise UsageFault(
-            f"--output {target} is there already: choose another file; a job that has not ended "
-            "well goes on with: cookbook resume RUN"
+            f"--output {target} already exists: choose another file; to continue a job that did "
+            "not complete: cookbook resume RUN"
         )
     given = {"tasks.answers.data": source.absolute(), "tasks.answers.output": target.absolute()}
     if not source.is_file() and not any(source.is_relative_to(each) for each in site.node_paths):
@@ -155,8 +159,8 @@ def _base(candidate: Model) -> Model:
     """Return the model that a run was trained from."""
     if candidate.run is None:
         raise UsageFault(
-            f"--against base: {candidate.folder} belongs to no run, so its base is not known: name "
-            "the base's folder instead"
+            f"--against base: {candidate.folder} belongs to no run, so its base is unknown: give "
+            "the folder of the base instead"
         )
     config = yamlfile.load(candidate.run.path / files.RECIPE)
     folder = (config.get("checkpointer") or {}).get("checkpoint_dir")

@@ -11,10 +11,10 @@ from launcher.workflows import models, serve
 from launcher.workflows.endpoint import Endpoint, Served
 
 Say = Callable[[str], None]
-# A successor is asked for so long before the time limit, or half of the limit before it, and twice
-# the time earlier that a start took. Slurm's warning, which ends a replica, comes later: 300 s or a
-# quarter of the limit before it.
-_LEAD_S = 1200
+# A successor is asked for as long before Slurm's warning, which ends a replica, as the last start
+# took, and so much earlier: as long again and 20 minutes, but at most a quarter of the time that
+# the limit leaves, and more than the pauses of keep and of a gateway.
+_MARGIN_S, _LEAST_S = 1200, 30
 
 
 def keep(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 15) -> None:
@@ -42,7 +42,7 @@ def keep(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 
 def look(site: Site, endpoint: Endpoint, say: Say) -> None:
     """Start what is missing, and replace what has to be replaced."""
     if endpoint.gateway is None:
-        say(f"{endpoint.name}: gateway {serve.start_gateway(endpoint)}")
+        say(f"{endpoint.name}: gateway {serve.start_gateway(site, endpoint)}")
     for served in endpoint.served:
         living = endpoint.living(site.root, served)
         going, count, reason = due(site, endpoint, served, living)
@@ -54,7 +54,8 @@ def look(site: Site, endpoint: Endpoint, say: Say) -> None:
                 f"--name {endpoint.name} --replace"
             )
         say(f"{endpoint.name}: {reason}")
-        serve.renew(site, endpoint, served, going, count, say)
+        with endpoint.alone(60):
+            serve.renew(site, endpoint, served, going, count, say)
 
 
 def due(
@@ -65,10 +66,13 @@ def due(
         found = models.registered(site, served.model)
         if served.version != f"{found.name} v{found.number}":
             words = f"{served.model} is v{found.number} now, and {served.version} is served"
-            return living, served.replicas, words
-    if not served.local and (near := _near(endpoint, living)):
-        words = f"the time limit of {', '.join(near)} is {min(near.values()):.0f} s away"
-        return [run for run in living if run.name in near], len(near), words
+            return living, serve.successors(served, living), words
+    if served.max_replicas is not None:
+        return (), 0, ""  # the gateway looks after the jobs
+    if served.queued and (soon := near(endpoint, living)):
+        left = f"{min(soon.values()):.0f} s"
+        words = f"the time limit of {', '.join(soon)} is near: Slurm warns of it in {left}"
+        return [run for run in living if run.name in soon], len(soon), words
     missing = served.replicas - len(living)
     if missing > 0:
         words = f"{len(living)} of {served.replicas} jobs serve {served.version}"
@@ -76,16 +80,16 @@ def due(
     return (), 0, ""
 
 
-def _near(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
-    """Return the runs whose time limit is near, and how far it is away."""
+def near(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
+    """Return the runs that Slurm warns soon of their time limit, and how soon."""
     starts = {str(each.get("run")): float(each.get("start_s") or 0) for each in endpoint.replicas}
     found = {}
     for run in runs:
-        limit, began = run.asked["time"], run.job_began
-        if not limit or began is None or run.status.get("state") != "RUNNING":
+        asked, began = run.asked, run.job_began
+        if not asked["time"] or began is None or run.status.get("state") != "RUNNING":
             continue
-        whole = time_limit_s(limit)
-        left = whole - (time.time() - began)
-        if left < min(_LEAD_S + 2 * starts.get(run.name, 0.0), whole / 2):
+        window = time_limit_s(asked["time"]) - (asked["signal_lead_s"] or 0)
+        left, start = window - (time.time() - began), starts.get(run.name, 0.0)
+        if left < start + max(_LEAST_S, min(_MARGIN_S + start, window / 4)):
             found[run.name] = max(0.0, left)
     return found

@@ -128,10 +128,10 @@ def _complete(model: Model) -> Model:
     config = "adapter_config.json" if model.is_adapter else "config.json"
     faults = []
     if not (folder / config).is_file():
-        faults.append(f"{folder} is no model folder: it has no {config}")
+        faults.append(f"{folder} is not a model folder: it has no {config}")
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
-        faults.append(f"{folder} holds no weights (*.safetensors): the export is not complete")
+        faults.append(f"{folder} contains no weights (*.safetensors): the export is incomplete")
     else:
         faults += [each.line for each in whole(folder, names) if each.state == "failed"]
     if not model.is_adapter and not any(folder.glob("tokenizer*")):

@@ -1,26 +1,28 @@
 """From a data recipe to a training set: here with DuckDB, or in a job with DuckDB or Spark."""
 
+import os
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launcher import executors, paths, render, venv, yamlfile
 from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher.executors import Executor
 from launcher.recipes.data import DataRecipe
 from launcher.recipes.recipe import NAME, NAME_RULE
-from launcher.runs import directory, provenance
+from launcher.runs import code, directory, provenance
 from launcher.runs.directory import Run
-from launcher.runs.snapshot import git
-from launcher.site import Site
-from launcher.workflows.submit import start
+from launcher.site import Site, with_site_defaults
+from launcher.workflows.submit import asked_of, start
 from runspec import files
 from runspec.datarecipe import step_name, step_options
+
+# What every preparation imports.
+_PACKAGES = ("ibis-framework", "duckdb", "phonenumberslite", "python-stdnum")
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) ->
     """Work out what to do without doing it. Spark is used only in a job, or if it is asked for."""
     name = name or recipe.name
     if not NAME.match(name):
-        raise UsageFault(f"the name {name!r} may hold only {NAME_RULE}: choose another --name")
+        raise UsageFault(f"the name {name!r} may contain only {NAME_RULE}: choose another --name")
     asked = str(recipe.config.get("engine") or "auto")
     engine = asked if asked != "auto" else "spark" if (nodes or 1) > 1 else "duckdb"
     if engine == "duckdb" and (nodes or 1) > 1:
         raise UsageFault(
-            f"engine: duckdb runs on one node, and {nodes} are asked for: --nodes 1, or "
+            f"engine: duckdb runs on one node, and {nodes} are requested: use --nodes 1 or "
             "engine=spark"
         )
     root = site.root / "datasets"
@@ -72,33 +74,33 @@ def _missing(engine: str) -> list[str]:
     """Say which packages of the engine are not installed, without importing them."""
     have = {name.lower().replace("_", "-") for name in venv.packages()}
     found = []
-    if not {"ibis-framework", "duckdb"} <= have:
-        found.append(f"{paths.venv_root()} lacks ibis and DuckDB: bash setup.sh --with data")
+    if lacks := [name for name in _PACKAGES if name not in have]:
+        found.append(f"{paths.venv_root()} lacks {', '.join(lacks)}: bash setup.sh --with data")
     if engine == "spark" and "pyspark" not in have:
         found.append(f"{paths.venv_root()} lacks Spark: bash setup.sh --with spark")
     return found
 
 
-def here(planned: Plan, preview: int | None, as_json: bool) -> int:
-    """Prepare on this machine, in the foreground; return the exit status.
+def here(planned: Plan, preview: int | None, as_json: bool) -> NoReturn:
+    """Become the process that prepares on this machine, so that a signal reaches it.
 
     What is typed again after an interruption goes on where it was.
     """
-    with tempfile.TemporaryDirectory(prefix="cookbook-prepare-") as folder:
-        file = Path(folder) / files.DATA_SETTINGS
-        file.write_text(yamlfile.dump(planned.settings), encoding="utf-8")
-        argv = [str(venv.python()), "-m", "datakit.run", str(file)]
-        argv += ["--preview", str(preview)] if preview else []
-        argv += ["--json"] if as_json else []
-        sys.stdout.flush()
-        try:
-            # -P would hide the kit's own packages from spawned workers.
-            environment = {**venv.environment(), "OMP_NUM_THREADS": "1"}
-            return subprocess.run(argv, env=environment, cwd=paths.REPO_ROOT).returncode
-        except OSError as error:
-            raise PreflightFault(
-                f"{argv[0]} cannot be started ({error.strerror}): bash setup.sh --with data"
-            ) from error
+    # A file without a name: whatever ends the process, nothing of it is left.
+    settings = os.memfd_create(files.DATA_SETTINGS, 0)
+    os.write(settings, yamlfile.dump(planned.settings).encode())
+    argv = [str(venv.python()), "-m", "datakit.run", f"/proc/self/fd/{settings}"]
+    argv += ["--preview", str(preview)] if preview else []
+    argv += ["--json"] if as_json else []
+    sys.stdout.flush()
+    try:
+        os.chdir(paths.REPO_ROOT)
+        # -P would hide the kit's own packages from spawned workers.
+        os.execve(argv[0], argv, {**venv.environment(), "OMP_NUM_THREADS": "1"})
+    except OSError as error:
+        raise PreflightFault(
+            f"{argv[0]} cannot be started ({error.strerror}): bash setup.sh --with data"
+        ) from error
 
 
 def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
@@ -121,18 +123,22 @@ def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
     return path, contents
 
 
-def submit(planned: Plan, path: Path, contents: Mapping[str, str], local: bool) -> Run:
+def submit(planned: Plan, path: Path, contents: Mapping[str, str], executor: Executor) -> Run:
     """Make the job's directory and start it: afterwards it is queued, or nothing of it is left."""
-    run = directory.create(path, contents)
+    kit = code.present(planned.site.root)
+    run = directory.create(path, contents, kit)
     try:
         (run.path / "spark_events").mkdir()
-        run.write(files.PROVENANCE, _provenance(planned, contents))
-        made_of = {"recipe": planned.name, "recipe_file": str(planned.recipe.path)}
+        run.write(files.PROVENANCE, _provenance(planned, contents, kit))
+        file = str(planned.recipe.path)
+        made_of: dict[str, Any] = {"recipe": planned.name, "recipe_file": file}
         token = executors.token(run.name)
-        made_of |= {"site": planned.site.name}
-        run.write(files.SUBMISSION, {"run": run.name, **made_of, "token": token, "jobs": []})
+        resources = replace(planned.recipe.resources, nodes=planned.nodes or 1, gpus_per_node=1)
+        asked = asked_of(planned.site, with_site_defaults(resources, planned.site))
+        made_of |= {"site": planned.site.name, "asked": asked, "token": token}
+        run.write(files.SUBMISSION, {"run": run.name, **made_of, "jobs": []})
         with directory.locked(run) as lease:
-            start(run, executors.choose(local), lease)
+            start(run, executor, lease)
     except SlurmTimeout:
         raise
     except (SlurmFault, RunFault, OSError):
@@ -142,12 +148,11 @@ def submit(planned: Plan, path: Path, contents: Mapping[str, str], local: bool) 
     return run
 
 
-def _provenance(planned: Plan, contents: Mapping[str, str]) -> dict[str, Any]:
-    commit = git(paths.REPO_ROOT, "rev-parse", "HEAD")
+def _provenance(planned: Plan, contents: Mapping[str, str], kit: code.Code) -> dict[str, Any]:
     return {
         "created": time.time(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "kit": {"commit": commit.decode().strip() if commit else None},
+        "kit": {**code.git_state(), "sha256": kit.sha256},
         "config_sha256": provenance.text_sha256(contents[files.DATA_SETTINGS]),
         "packages": [f"{name}=={version}" for name, version in venv.packages().items()],
     }

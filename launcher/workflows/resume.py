@@ -1,5 +1,6 @@
 """Starting a run again from its last complete checkpoint, as it was or with changes."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from launcher.errors import PreflightFault, RecipeFault, RunFault, SlurmTimeout,
 from launcher.recipes import override
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe
-from launcher.runs import sweeps
+from launcher.runs import code, sweeps
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
@@ -32,6 +33,7 @@ class Changes:
     """What a resumed run does in another way: overrides of its recipe, and options of Slurm.
 
     elsewhere: paths that only the nodes have. skip: leave out the checks that may be left out.
+    code: use the present code of the kit, not the run's.
     """
 
     site: Site
@@ -39,44 +41,65 @@ class Changes:
     options: Mapping[str, Any] = field(default_factory=dict)
     elsewhere: tuple[str, ...] = ()
     skip: bool = False
+    code: bool = False
 
     @property
     def words(self) -> list[str]:
         """The changes as they are typed."""
         options = (f"--{key.replace('_', '-')}={value}" for key, value in self.options.items())
-        return [*options, *self.overrides]
+        return [*options, *self.overrides, *["--code=current"] * self.code]
 
 
 def resume(
     run: Run,
-    local: bool = False,
+    executor: executors.Executor | None = None,
     changes: Changes | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Start a new job of a run; UsageFault if it is finished or a job of it is still there.
 
-    The job runs where the last one ran, or, if local, on this host without Slurm. Changes are
+    The job runs where the last one ran, or by the given executor. Changes are
     checked as submit checks a new run; if they, or the job, are refused, the run stays as it was.
     """
     with locked(run) as lease:
         if faults := run.broken():
             raise RunFault([f"{fault}; then: cookbook resume {run.name}" for fault in faults])
         _refuse_unless_ended(run, state_of(run))
-        executor = executors.choose(True) if local else executors.executor_of(run.job_id)
+        executor = executor or executors.executor_of(run.job_id)
+        if not (changes and changes.code):
+            _tell_of_code(run, say)
         if changes is None:
             start(run, executor, lease)
             return
         if (run.path / files.DATA_SETTINGS).exists():
             raise UsageFault(
-                f"{run.name} prepares data and goes on only as it was: leave {changes.words[0]} "
-                "out, or type it with cookbook prepare, which does no step again that is the same"
+                f"{run.name} prepares data and can only resume unchanged: leave {changes.words[0]} "
+                "out, or type it with cookbook prepare, which does not repeat unchanged steps"
             )
-        here = executor is executors.choose(True)
-        planned, changes = _planned(run, changes, here, say)
-        if faults := preflight.faults(context(planned, here, changes.elsewhere), changes.skip):
+        used = code.of_run(run.path)
+        kit = code.present(changes.site.root) if changes.code or used is None else used
+        if kit != used:
+            say(f"code: {kit.title}, was {used.title if used else 'that of the checkout'}")
+        planned, changes = _planned(run, changes, executor, say, kit.folder / "templates")
+        if faults := preflight.faults(context(planned, executor, changes.elsewhere), changes.skip):
             raise PreflightFault(faults)
-        with _rewritten(run, planned.contents):
+        with _rewritten(run, planned, kit):
             start(run, executor, lease, changes.words)
+
+
+def _tell_of_code(run: Run, say: Callable[[str], None]) -> None:
+    """Say that the run keeps its code if the present one differs; RunFault if its copy is gone."""
+    used, other = code.of_run(run.path), f"cookbook resume {run.name} --code current"
+    if used is None and (run.path / files.KIT).is_symlink():
+        raise RunFault(
+            f"{run.name}: the copy of the kit's code that it used was removed "
+            f"({os.readlink(run.path / files.KIT)}): continue with the current code: {other}"
+        )
+    if used is not None and used.sha256 != code.present_sha256():
+        say(
+            f"note: {run.name} continues with its own code, {used.title}; for the current code: "
+            f"{other}"
+        )
 
 
 def _refuse_unless_ended(run: Run, state: State) -> None:
@@ -87,7 +110,7 @@ def _refuse_unless_ended(run: Run, state: State) -> None:
     if state.elsewhere:
         raise UsageFault(
             f"{run.name} is {state.word} ({executors.title(state.job_id)}): {state.detail}, and "
-            f"look with: cookbook status {run.name}"
+            f"check with: cookbook status {run.name}"
         )
     job_id, word, detail = state.job_id, state.word, state.detail
     if state.ended:
@@ -105,14 +128,19 @@ def _refuse_unless_ended(run: Run, state: State) -> None:
 
 
 def _planned(
-    run: Run, changes: Changes, local: bool, say: Callable[[str], None]
+    run: Run,
+    changes: Changes,
+    executor: executors.Executor,
+    say: Callable[[str], None],
+    templates: Path,
 ) -> tuple[PlannedRun, Changes]:
     """Return the run with its changes, and the changes with what follows from them.
 
     UsageFault for changes with which it would not go on as the same run.
     """
     before, after = (
-        _recipe(run, each, local) for each in (replace(changes, overrides=(), options={}), changes)
+        _recipe(run, each, executor)
+        for each in (replace(changes, overrides=(), options={}), changes)
     )
     if before.entry.checked == "complete" and files.checkpoint_steps(run.path):
         wanted, found = _samples_per_step(before, changes), _samples_per_step(after, changes)
@@ -122,13 +150,13 @@ def _planned(
             steps, rest = divmod(wanted, found // micro_steps)
             if not rest:
                 same = f"{_BATCH[1]}={steps}"
-                say(f"note: {same}, so that a step sees {wanted} samples as before")
+                say(f"note: {same}, so that a step uses {wanted} samples as before")
                 changes = replace(changes, overrides=(*changes.overrides, same))
-                after, found = _recipe(run, changes, local), wanted
+                after, found = _recipe(run, changes, executor), wanted
         faults = list(_identity_faults(run, before, after, changes))
         if wanted != found:
             faults.append(
-                f"a step would see {found} samples, and the run's checkpoints were made with "
+                f"a step would use {found} samples, but the run's checkpoints were made with "
                 f"{wanted}: change batch_size, gradient_accumulation_steps or --nodes"
             )
         if faults:
@@ -136,17 +164,17 @@ def _planned(
     # <utc>-<label>-<4 hex>
     label = run.name[16:-5]
     sweep_dir = sweeps.root(changes.site.root) / run.sweep if run.sweep else None
-    return plan(after, changes.site, label, run.path, sweep_dir), changes
+    return plan(after, changes.site, label, run.path, sweep_dir, templates), changes
 
 
-def _recipe(run: Run, changes: Changes, local: bool) -> Recipe:
+def _recipe(run: Run, changes: Changes, executor: executors.Executor) -> Recipe:
     """Return the run's own recipe with changes, under the name of the one it was made of."""
     file, made = run.path / files.RECIPE, run.submission
     recipe = recipes.load(str(file), changes.overrides, changes.options)
     name, origin = str(made.get("recipe") or recipe.name), made.get("recipe_file")
     # Only a script's path counts from there.
     place = Path(str(origin)) if recipe.entry.own_code and origin else file
-    recipe = sites.complete(replace(recipe, name=name, path=place), changes.site, local)
+    recipe = sites.complete(replace(recipe, name=name, path=place), changes.site, executor)
     return registered.in_recipe(recipe, changes.site)
 
 
@@ -183,12 +211,17 @@ def _leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 @contextmanager
-def _rewritten(run: Run, contents: Mapping[str, str]) -> Iterator[None]:
-    """Replace files of the run; if no job comes of it, restore them."""
-    mode = run.path.stat().st_mode & 0o666
+def _rewritten(run: Run, planned: PlannedRun, kit: code.Code) -> Iterator[None]:
+    """Replace files of the run and its code; if no job comes of it, restore them."""
+    mode, used = run.path.stat().st_mode & 0o666, code.of_run(run.path)
+    contents = {
+        **planned.contents,
+        files.SUBMISSION: files.json_text({**run.submission, "asked": planned.asked}),
+    }
     before = {name: (run.path / name).read_text(encoding="utf-8") for name in contents}
     for name, text in contents.items():
         files.write_text(run.path / name, text, mode)
+    code.link(run.path, kit)
     try:
         yield
     except (KeyboardInterrupt, SlurmTimeout):
@@ -196,4 +229,6 @@ def _rewritten(run: Run, contents: Mapping[str, str]) -> Iterator[None]:
     except BaseException:
         for name, text in before.items():
             files.write_text(run.path / name, text, mode)
+        if used is not None:
+            code.link(run.path, used)
         raise

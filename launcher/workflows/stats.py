@@ -54,5 +54,5 @@ def of_runs(site: Site, runs: Sequence[Run], say: Say) -> list[tuple[str, list[s
             found.append((endpoint.name, done.stdout.splitlines()))
         else:
             words = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            say(f"passed over: endpoint {endpoint.name}: {words.removeprefix('error: ')}")
+            say(f"skipped: endpoint {endpoint.name}: {words.removeprefix('error: ')}")
     return found

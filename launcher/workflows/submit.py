@@ -11,13 +11,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launcher import executors, render, yamlfile
+from launcher import executors, paths, render, venv, yamlfile
 from launcher.checks import Context, preflight
 from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
-from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
-from launcher.runs import directory, provenance
+from launcher.recipes.recipe import NAME, NAME_RULE, Recipe, Resources
+from launcher.runs import code, directory, provenance
 from launcher.runs.directory import Run
-from launcher.site import Site
+from launcher.runs.making import hidden
+from launcher.site import Site, with_site_defaults
 from launcher.workflows.prepare import missing, prepare
 from runspec import files
 
@@ -35,6 +36,21 @@ class PlannedRun:
     def script(self) -> str:
         return self.contents[files.JOB_SCRIPT]
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the run's record says of what its jobs ask Slurm for; see Run.asked."""
+        return asked_of(self.cluster, with_site_defaults(self.recipe.resources, self.cluster))
+
+
+def asked_of(cluster: Site, resources: Resources) -> dict[str, Any]:
+    """Return what a run's record says of what its jobs ask Slurm for."""
+    return {
+        "nodes": resources.nodes,
+        "gpus_per_node": resources.gpus_per_node,
+        "time": resources.time,
+        "signal_lead_s": render.signal_lead_s(cluster, resources),
+    }
+
 
 def plan(
     recipe: Recipe,
@@ -42,15 +58,16 @@ def plan(
     label: str | None = None,
     path: Path | None = None,
     sweep_dir: Path | None = None,
+    templates: Path = paths.TEMPLATES,
 ) -> PlannedRun:
     """Work out a run without writing anything: what submit sends and --dry-run prints.
 
     path: the directory of a run that is there already; None for a new one. sweep_dir: the directory
-    of the sweep that it is part of.
+    of the sweep that it is part of. templates: of the code that the run uses.
     """
     label = label or recipe.name
     if not NAME.match(label):
-        raise UsageFault(f"the name {label!r} may hold only {NAME_RULE}: choose another --name")
+        raise UsageFault(f"the name {label!r} may contain only {NAME_RULE}: choose another --name")
     path = path or directory.runs_root(cluster.root) / directory.new_name(label)
     if recipe.entry.own_code:
         given = {files.PARAMETERS: recipe.parameters(cluster.root, str(path))}
@@ -58,14 +75,18 @@ def plan(
         given = {files.TRAIN: recipe.train_config(cluster.root, str(path))}
     given[files.RECIPE] = recipe.resolved(cluster.root, str(path))
     contents = {name: yamlfile.dump(content) for name, content in given.items()}
-    contents[files.JOB_SCRIPT] = render.job_script(recipe, cluster, path, label, sweep_dir)
+    contents[files.JOB_SCRIPT] = render.job_script(
+        recipe, cluster, path, label, sweep_dir, templates
+    )
     return PlannedRun(recipe, cluster, path, contents)
 
 
-def context(planned: PlannedRun, local: bool = False, elsewhere: tuple[str, ...] = ()) -> Context:
+def context(
+    planned: PlannedRun, executor: executors.Executor, elsewhere: tuple[str, ...] = ()
+) -> Context:
     """Return what there is to check of a planned run now."""
     prepared = missing(planned.recipe, planned.cluster) is None
-    return Context(planned.recipe, planned.cluster, local, prepared, elsewhere)
+    return Context(planned.recipe, planned.cluster, executor, prepared, elsewhere)
 
 
 def submit(
@@ -80,11 +101,11 @@ def submit(
     wanted = missing(recipe, cluster)
     if wanted is not None:
         prepare(wanted, say)
-        refuse(preflight.faults(context(planned, checked.local, checked.elsewhere), skip))
+        refuse(preflight.faults(context(planned, checked.executor, checked.elsewhere), skip))
     run = record(planned)
     try:
         with directory.locked(run) as lease:
-            start(run, executors.choose(checked.local), lease)
+            start(run, checked.executor, lease)
     except SlurmTimeout:
         raise  # a job may exist, as after Ctrl-C: the run directory is what finds it again
     except (SlurmFault, OSError):
@@ -97,22 +118,27 @@ def submit(
     return run
 
 
-def record(planned: PlannedRun, **more: Any) -> Run:
-    """Make the directory of a planned run, or nothing; more: fields of its submission.json."""
-    recipe, cluster = planned.recipe, planned.cluster
+def record(planned: PlannedRun, named: bool = True, **more: Any) -> Run:
+    """Make the directory of a planned run, or nothing.
+
+    Args:
+        named: False leaves it hidden, until its sweep has its name.
+        more: fields of its submission.json.
+    """
+    recipe, cluster, name = planned.recipe, planned.cluster, planned.path.name
+    made_of = {"recipe": recipe.name, "recipe_file": str(recipe.path), "site": cluster.name}
+    token = executors.token(name)
+    own = {"run": name, **made_of, "asked": planned.asked, "token": token, **more, "jobs": []}
+    kit = code.present(cluster.root)
+    made_by = provenance.of(recipe, cluster, planned.contents, kit)
+    contents = {
+        **planned.contents,
+        files.PROVENANCE: files.json_text(made_by),
+        files.SUBMISSION: files.json_text(own),
+    }
+    own_code = {".": recipe.code_root} if recipe.code_root else venv.own_packages()
     umask = int(recipe.umask, 8)
-    run = directory.create(planned.path, planned.contents, recipe.code_root, umask)
-    try:
-        run.write(files.PROVENANCE, provenance.of(recipe, cluster, planned.contents))
-        token = executors.token(run.name)
-        made_of = {"recipe": recipe.name, "recipe_file": str(recipe.path), "site": cluster.name}
-        run.write(
-            files.SUBMISSION, {"run": run.name, **made_of, "token": token, **more, "jobs": []}
-        )
-    except BaseException:
-        discard(run)
-        raise
-    return run
+    return directory.create(planned.path, contents, kit, own_code, umask, named)
 
 
 def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[str] = ()) -> None:
@@ -129,6 +155,8 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
         "submitted": time.time(),
         "log_bytes": log.stat().st_size if log.exists() else 0,
     }
+    if (kit := code.of_run(run.path)) is not None:
+        known["code"] = kit.sha256
     if changes:
         known["changes"] = list(changes)
     with interrupted_later():
@@ -178,5 +206,6 @@ def refuse(faults: list[str]) -> None:
 
 
 def discard(run: Run) -> None:
-    """Remove a run that was never started."""
-    shutil.rmtree(run.path, ignore_errors=True)
+    """Remove a run that was never started, whether it has its name already or not."""
+    for path in (run.path, hidden(run.path)):
+        shutil.rmtree(path, ignore_errors=True)

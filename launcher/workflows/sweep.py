@@ -20,7 +20,7 @@ from launcher.errors import (
     SlurmTimeout,
     UsageFault,
 )
-from launcher.executors import LocalExecutor, SlurmExecutor
+from launcher.executors import Arrays, Executor
 from launcher.executors.slurm import jobs
 from launcher.recipes import recipe as recipes
 from launcher.recipes.override import key_of
@@ -107,7 +107,7 @@ def plan_sweep(
     overrides: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     parallel: int | None = None,
-    local: bool = False,
+    executor: Executor | None = None,
 ) -> PlannedSweep:
     """Work out all runs of a sweep without writing anything; RecipeFault names every cell's faults.
 
@@ -121,7 +121,9 @@ def plan_sweep(
     for cell in sweep.cells:
         label = f"{sweep.name[:_LABEL]}-{cell.number:02d}"
         try:
-            recipe = sites.complete(recipe_of(sweep, cell, overrides, options or {}), site, local)
+            recipe = sites.complete(
+                recipe_of(sweep, cell, overrides, options or {}), site, executor
+            )
             recipe = registered.in_recipe(recipe, site)
             found[cell.number] = plan(recipe, site, label, sweep_dir=path)
         except RecipeFault as error:
@@ -150,11 +152,14 @@ def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
 
 
 def faults(
-    planned: PlannedSweep, local: bool = False, elsewhere: tuple[str, ...] = (), skip: bool = False
+    planned: PlannedSweep,
+    executor: Executor,
+    elsewhere: tuple[str, ...] = (),
+    skip: bool = False,
 ) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     found: dict[str, list[str]] = {}
-    contexts = {number: context(run, local, elsewhere) for number, run in planned.runs.items()}
+    contexts = {number: context(run, executor, elsewhere) for number, run in planned.runs.items()}
     if not skip:
         ask_ahead(contexts.values())
     for cell in planned.cells:
@@ -195,20 +200,20 @@ def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
 
 def submit_sweep(
     planned: PlannedSweep,
+    executor: Executor,
     say: Say,
-    local: bool = False,
     elsewhere: tuple[str, ...] = (),
     skip: bool = False,
 ) -> SweepDirectory:
     """Check, record and start a sweep: afterwards its runs are queued, or nothing of it is left.
 
-    local: the runs are recorded and not started; run_here() does that.
+    Without job arrays the runs are recorded and not started; run_here() does that.
     """
     for each in planned.runs.values():
         wanted = missing(each.recipe, planned.site)
         if wanted is not None:
             prepare(wanted, say)
-    if found := faults(planned, local, elsewhere, skip):
+    if found := faults(planned, executor, elsewhere, skip):
         raise PreflightFault(found)
     made: list[Run] = []
     token = executors.token(planned.path.name)
@@ -216,15 +221,17 @@ def submit_sweep(
         try:
             for cell in planned.cells:
                 known: dict[str, Any] = {"sweep": planned.path.name, "cell": cell.name}
-                known |= {} if local else {"array": token, "task": cell.number}
-                made.append(record(planned.runs[cell.number], **known))
+                known |= {"array": token, "task": cell.number} if executor.arrays else {}
+                # A run that says which sweep it is of must not be seen before the sweep is.
+                made.append(record(planned.runs[cell.number], named=False, **known))
             sweep = sweeps.create(planned.path, _record(planned, token), planned.scripts)
         except BaseException:
             for run in made:
                 discard(run)
             raise
-        if not local:
-            _start_arrays(sweep, planned.arrays, planned.parallel)
+        sweep.name_runs()
+        if executor.arrays:
+            _start_arrays(executor.arrays, sweep, planned.arrays, planned.parallel)
     return sweep
 
 
@@ -253,14 +260,16 @@ def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
     }
 
 
-def _start_arrays(sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int) -> None:
+def _start_arrays(
+    executor: Arrays, sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int
+) -> None:
     """Start these tasks of a sweep's arrays; each array begins when the one before it has ended.
 
     So the limit on parallel runs holds for all of them together.
     """
     told = sweep.record
     cells = {cell["number"]: cell for cell in sweep.cells}
-    executor, after = SlurmExecutor(), ""
+    after = ""
     with directory.locked(Run(sweep.path)) as lease:
         for place, tasks in enumerate(arrays):
             if not tasks:
@@ -274,7 +283,7 @@ def _start_arrays(sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parall
             except SlurmTimeout:
                 raise
             except SlurmFault as fault:
-                words = f"then start what is not in the queue: cookbook sweep --resume {sweep.name}"
+                words = f"then start the remaining runs: cookbook sweep --resume {sweep.name}"
                 raise type(fault)([f"{each}; {words}" for each in fault.faults]) from fault
             after = job["job_id"]
             sweep.write({"jobs": [*sweep.record["jobs"], {**job, **known}]})
@@ -301,7 +310,9 @@ def _is_done(run: Run, state: State) -> bool:
     return state.word in _DONE or run.status.get("cause") == "stopped_early"
 
 
-def resume_sweep(sweep: SweepDirectory, parallel: int | None = None) -> list[dict[str, Any]]:
+def resume_sweep(
+    sweep: SweepDirectory, executor: Arrays, parallel: int | None = None
+) -> list[dict[str, Any]]:
     """Start again the cells that have ended and are not done, each from its checkpoint.
 
     Returns:
@@ -311,7 +322,8 @@ def resume_sweep(sweep: SweepDirectory, parallel: int | None = None) -> list[dic
         UsageFault: there is none.
     """
     told = sweep.record
-    alive = SlurmExecutor().living_tasks(told["token"])
+    sweep.name_runs()
+    alive = executor.living_tasks(told["token"])
     again = [
         cell for cell, state in unfinished(sweep) if state.ended and cell["number"] not in alive
     ]
@@ -327,33 +339,38 @@ def resume_sweep(sweep: SweepDirectory, parallel: int | None = None) -> list[dic
                 {**run.submission, "array": told["token"], "task": cell["number"]},
             )
     arrays = [[task for task in tasks if task in chosen] for tasks in told["arrays"]]
-    _start_arrays(sweep, arrays, parallel or int(told["parallel"]))
+    _start_arrays(executor, sweep, arrays, parallel or int(told["parallel"]))
     return again
 
 
 def _nothing_left(sweep: SweepDirectory) -> str:
     waiting = unfinished(sweep)
     if not waiting:
-        return f"every cell of {sweep.name} is done: see them with: cookbook results {sweep.name}"
+        return (
+            f"every cell of {sweep.name} is done: compare them with: cookbook results {sweep.name}"
+        )
     return (
-        f"{len(waiting)} cells of {sweep.name} wait or run, and the others are done: follow them "
-        f"with: cookbook watch {sweep.name}"
+        f"{len(waiting)} cells of {sweep.name} are pending or running, and the others are done: "
+        f"follow them with: cookbook watch {sweep.name}"
     )
 
 
-def run_here(sweep: SweepDirectory, say: Say, parallel: int | None = None) -> None:
-    """Run the cells that are not done on this host, without Slurm, and return when all have ended.
+def run_here(
+    sweep: SweepDirectory, executor: Executor, say: Say, parallel: int | None = None
+) -> None:
+    """Run the cells that are not done as jobs of their own, and return when all have ended.
 
     Raises:
         UsageFault: there is none.
         RunFault: another command starts one of them.
     """
+    sweep.name_runs()
     left = [cell for cell, state in unfinished(sweep) if state.ended]
     if not left:
         raise UsageFault(_nothing_left(sweep))
     count, limit = len(left), parallel or int(sweep.record["parallel"])
     working: dict[str, dict[str, Any]] = {}
-    executor, done = LocalExecutor(), 0
+    done = 0
     while left or working:
         while left and len(working) < limit:
             cell = left.pop(0)
@@ -376,6 +393,6 @@ def cancel_all(runs: Sequence[Run]) -> list[str]:
     known = {run.name: state for run, state in judged(runs)}
     living = [run for run in runs if not known[run.name].ended]
     if not living:
-        raise RunFault("nothing of it waits or runs")
+        raise RunFault("the sweep has no pending or running jobs")
     # From the last one on: a run that ends lets the next one begin.
     return [cancel(run) for run in reversed(living)]

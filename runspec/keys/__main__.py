@@ -19,10 +19,10 @@ A dotted name is a key inside a block: `resources.nodes` is `nodes` under `resou
 command line `resources.nodes=4` sets it. `null` is the same as leaving a key out. `${a.b}` is the
 value of the key `a.b`; `${models_root}`, `${datasets_root}` and `${repo_root}` are folders of the
 site. In a file, `extends:` names other files (of `configs/base`, recipes, or paths that end in
-.yaml) whose keys it takes; its own come first.
+.yaml) whose keys it inherits; its own keys take precedence.
 
-*At resume* says whether a run may resume with another value. *Not used*: accepted because configs
-of torchtune hold it, and it changes nothing.
+*At resume* says whether a run may resume with another value. *Not used*: accepted because
+torchtune configs contain it, but it has no effect.
 """
 
 

@@ -12,8 +12,8 @@ _KEYS = (
     Key(
         "entry",
         "text",
-        "What is started: sft, the kit's trainer; torchtune:NAME, a recipe of torchtune's; or "
-        "script:PATH, your own script. PATH counts from the recipe's file.",
+        "What to run: sft, the kit's trainer; torchtune:NAME, a torchtune recipe; or "
+        "script:PATH, your own script. PATH is relative to the recipe's file.",
         "sft",
     ),
     Key(
@@ -27,67 +27,75 @@ _KEYS = (
         "hang_timeout_s",
         "count",
         "Seconds without a training step after which the ranks count as hung: their stacks are "
-        "written and the attempt is started again. At least five steps of time; 0 turns it off.",
+        "written and the attempt is restarted. At least the time of five steps; 0 disables it.",
         600,
     ),
     Key(
         "max_retries",
         "count",
-        "Failed attempts in a row, with nothing new saved between them, that are retried. "
-        "Default: 3 if the entry resumes from checkpoints, else 0.",
+        "Maximum number of consecutive failed attempts to retry, if nothing new is saved between "
+        "them. Default: 3 if the entry resumes from checkpoints, else 0.",
     ),
     Key(
         "max_gpu_hours",
         "number",
-        "GPU-hours that all attempts of the run may use together, lost work included. When they "
+        "Maximum GPU-hours of all attempts of the run together, including lost work. When they "
         "are used up, the ranks save a checkpoint and the run ends. Default: no limit.",
     ),
     Key(
         "node_check",
         "flag",
-        "Check every node before training: its GPUs, errors of theirs, the disk, a matrix product "
-        "and an all-reduce. A node that fails is left out. False where GPUs are shared.",
+        "Check every node before training: GPUs and GPU errors, the disk, a matrix product "
+        "and an all-reduce. A node that fails is excluded. Use false if GPUs are shared.",
         True,
     ),
-    Key("notify", "block", "Who is told of a run's events; the site's file may have the same."),
-    Key("notify.events", "events", "What is told. Default: all three."),
-    Key("notify.mail", "address", "Slurm sends mail there."),
+    Key(
+        "notify",
+        "block",
+        "Notification recipients for a run's events; the site's file may also set them.",
+    ),
+    Key("notify.events", "events", "Events to report. Default: all three."),
+    Key("notify.mail", "address", "Address to which Slurm sends mail."),
     Key(
         "notify.webhook",
         "text",
-        "The file with a webhook's address, which only you may read: its path, or its name in "
+        "File with the webhook's address, readable only by you: its path, or its name in "
         "~/.config/slurm-cookbook/secrets.",
     ),
-    Key("notify.form", "json | slack | teams", "What the webhook takes.", "json"),
+    Key("notify.form", "json | slack | teams", "Message format of the webhook.", "json"),
     Key(
         "tracking",
         "tracker",
-        "Where the end of cookbook watch writes the run: mlflow, for a store beside the runs, the "
-        "address of an MLflow server, or wandb, wandb:PROJECT, wandb:ENTITY/PROJECT. cookbook "
+        "Where cookbook watch writes the run at its end: mlflow, for a store beside the runs, "
+        "the address of an MLflow server, or wandb, wandb:PROJECT, wandb:ENTITY/PROJECT. cookbook "
         "track writes any run.",
     ),
     Key(
         "share",
         "private | group",
-        "Who may read the run's directory, checkpoints and export: you, or your group too.",
+        "Who may read the run's directory, checkpoints and export: only you, or also your group.",
         "private",
     ),
     Key("env", "open block", "Environment variables of the job. No secrets."),
     Key(
         "secrets",
         "any",
-        "Environment variables that the job reads from files which only you may read: a list of "
+        "Environment variables that the job reads from files that only you may read: a list of "
         "names (files in ~/.config/slurm-cookbook/secrets), or names with paths.",
     ),
-    Key("resources", "block", "What the job asks of Slurm; the site's file has defaults."),
+    Key(
+        "resources",
+        "block",
+        "Resources that the job requests from Slurm; the site's file sets defaults.",
+    ),
     Key("resources.nodes", "positive", "Number of nodes. Option: --nodes.", 1),
     Key(
         "resources.spare_nodes",
         "count",
-        "Nodes that the job gets in addition: one takes the place of a node that fails.",
+        "Additional nodes of the job: one replaces a node that fails.",
         0,
     ),
-    Key("resources.gpus_per_node", "positive", "GPUs on each node; one rank runs on each.", 1),
+    Key("resources.gpus_per_node", "positive", "GPUs per node, with one rank each.", 1),
     Key("resources.gpu_type", "name", "Type of the GPUs, as in sinfo -o %G."),
     Key(
         "resources.cpus_per_gpu",
@@ -106,14 +114,16 @@ _KEYS = (
     Key("resources.constraint", "features", "Node features, such as h100&ib."),
     Key("resources.reservation", "name", "Reservation."),
     Key("resources.exclude", "nodes", "Nodes to avoid, such as gpu-[07-09]."),
-    Key("resources.exclusive", "flag", "Share the nodes with no other job.", False),
-    Key("hub", "block", "What cookbook download fetches from the Hugging Face hub."),
+    Key("resources.exclusive", "flag", "Do not share the nodes with other jobs.", False),
+    Key("hub", "block", "What cookbook download fetches from the Hugging Face Hub."),
     Key("hub.model", "repository", "org/name or org/name@revision, for checkpoint_dir."),
     Key("hub.dataset", "repository", "A dataset, for nodes without internet."),
     Key("prepare", "block", "A step on the login node, before the first run."),
     Key("prepare.module", "text", "Module of the trainer, such as trainer.demo."),
     Key("prepare.args", "list", "Its arguments."),
-    Key("prepare.creates", "text", "A file that it makes; once it exists, no step is run."),
+    Key(
+        "prepare.creates", "text", "A file that it makes; if the file exists, the step is skipped."
+    ),
 )
 
 # Where and how a run is started may change at each resume; what it trains may not.
@@ -123,16 +133,19 @@ _SCRIPT = (
     Key(
         "code_root",
         "text",
-        "Folder that is copied into the run; it counts from the recipe's file. Default: the "
-        "script's folder.",
+        "Folder to copy into the run, relative to the recipe's file. Default: the script's folder.",
     ),
     Key("args", "list", "Arguments of the script, one item each."),
     Key(
         "redact_output",
         "flag",
-        "Keep the values of secrets, and what looks like a token, out of the script's logs.",
+        "Remove the values of secrets, and text that looks like a token, from the script's logs.",
         False,
     ),
-    Key("parameters", "open block", "For the script: the YAML file $COOKBOOK_PARAMETERS."),
+    Key(
+        "parameters",
+        "open block",
+        "Parameters for the script, in the YAML file $COOKBOOK_PARAMETERS.",
+    ),
 )
 SCRIPT = {key.name: key for key in _SCRIPT}

@@ -68,7 +68,7 @@ KINDS = {
     "text": Kind("one line of text", _is_line),
     "fp32": Kind("fp32", lambda value: value == "fp32"),
     "list": Kind("a list", _is(list)),
-    "texts": Kind("a list of texts", _list(_is_line)),
+    "texts": Kind("a list of strings", _list(_is_line)),
     "ranks": Kind(
         "all, or a list of ranks such as [0, 8]",
         lambda value: value == "all" or (value != [] and _list(_whole(0))(value)),
@@ -100,7 +100,7 @@ KINDS = {
     ),
     # A repository of the hub, and a branch, tag or commit after an @.
     "repository": Kind(
-        "a repository of the hub such as org/name or org/name@revision",
+        "a Hub repository such as org/name or org/name@revision",
         _text(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?"),
     ),
     "events": Kind(

@@ -8,6 +8,11 @@ from runspec.keys.key import REQUIRED, Key
 
 # model._component_ of a model that its folder's config.json names: transformers has the code.
 TRANSFORMERS = "transformers"
+# Builders of torchtune's whose train_on_input is true if a config leaves it out; here it is false.
+TRAINS_PROMPTS = (
+    "torchtune.datasets.alpaca_dataset",
+    "torchtune.datasets.alpaca_cleaned_dataset",
+)
 
 GROUPS: dict[str, tuple[Key, ...]] = {}
 GROUPS["Model"] = (
@@ -15,9 +20,9 @@ GROUPS["Model"] = (
         "model",
         "open block",
         "The model and its adapters. Without _component_ (or with transformers) the config.json in "
-        "checkpointer.checkpoint_dir names the model, and model.lora_rank trains adapters. A "
-        "builder of torchtune's: a plain one trains all weights, lora_* trains adapters, qlora_* "
-        "trains adapters over a 4-bit base.",
+        "checkpointer.checkpoint_dir defines the model, and model.lora_rank trains adapters. "
+        "With a torchtune builder, a plain one trains all weights, lora_* trains adapters, and "
+        "qlora_* trains adapters on a 4-bit base.",
         {"_component_": TRANSFORMERS},
     ),
     Key("model._component_", "text", "transformers, or a builder's dotted path.", TRANSFORMERS),
@@ -25,79 +30,88 @@ GROUPS["Model"] = (
         "model.lora_modules",
         "texts",
         "Linear layers that get LoRA, by the last part of their names, such as q_proj; not for "
-        "torchtune's builders. Default: all of the blocks.",
+        "torchtune builders. Default: all linear layers of the blocks.",
     ),
     Key(
         "model.lora_attn_modules",
         "texts",
-        "LoRA on q_proj, k_proj, v_proj, output_proj; for torchtune's builders.",
+        "LoRA on q_proj, k_proj, v_proj, output_proj; for torchtune builders.",
     ),
     Key(
         "model.apply_lora_to_mlp",
         "flag",
-        "LoRA on the MLP's layers too; for torchtune's builders.",
+        "Also LoRA on the MLP layers; for torchtune builders.",
         False,
     ),
     Key(
         "model.lora_rank",
         "positive",
-        "LoRA's rank: higher learns more, needs more memory. Default: 8 for torchtune's lora_*, "
-        "else no LoRA.",
+        "LoRA rank: a higher rank learns more and needs more memory. Default: 8 for torchtune's "
+        "lora_*, else no LoRA.",
     ),
     Key(
         "model.lora_alpha",
         "number",
-        "LoRA's updates are scaled by lora_alpha / lora_rank. Default: 16 for torchtune's lora_*, "
+        "LoRA updates are scaled by lora_alpha / lora_rank. Default: 16 for torchtune's lora_*, "
         "else twice the rank.",
     ),
-    Key("model.lora_dropout", "rate", "Dropout on the input of LoRA's layers.", 0.0),
-    Key("model.use_dora", "flag", "DoRA: also train a magnitude for each row.", False),
+    Key("model.lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
+    Key("model.use_dora", "flag", "DoRA: also train a magnitude per row.", False),
     Key(
-        "model.quantize_base", "flag", "Keep the frozen base in 4 bits (NF4); qlora_* does.", False
+        "model.quantize_base",
+        "flag",
+        "Keep the frozen base in 4 bits (NF4), as qlora_* does.",
+        False,
     ),
     Key("tokenizer", "component", "Builder of the tokenizer, with its chat template.", REQUIRED),
     Key("tokenizer.path", "text", "Folder or file of the tokenizer."),
-    Key("tokenizer.max_seq_len", "positive", "Longest sample, or length of a packed row."),
+    Key(
+        "tokenizer.max_seq_len",
+        "positive",
+        "Maximum sample length, or length of a packed row, in tokens. A longer sample is "
+        "truncated; a plain text is split.",
+    ),
     Key("checkpointer", "open block", "The model's folder.", REQUIRED),
     Key("checkpointer.checkpoint_dir", "text", "Folder of config.json and weights.", REQUIRED),
-    Key("checkpointer.checkpoint_files", "any", "Weights. Default: all *.safetensors there."),
-    Key("checkpointer.model_type", "text", "torchtune's name of the family: LLAMA3."),
+    Key("checkpointer.checkpoint_files", "any", "Weight files. Default: all *.safetensors in it."),
+    Key("checkpointer.model_type", "text", "torchtune's name of the model family: LLAMA3."),
     Key("checkpointer.adapter_checkpoint", "text", "Adapter to start from (safetensors)."),
-    Key("checkpointer.recipe_checkpoint", "text", "State of a run of torchtune's trainer."),
+    Key("checkpointer.recipe_checkpoint", "text", "State of a torchtune run."),
     Key("checkpointer.output_dir", "text", "Folder for checkpoints."),
-    Key("resume_from_checkpoint", "flag", "Continue a run of torchtune's trainer.", False),
+    Key("resume_from_checkpoint", "flag", "Continue a torchtune run.", False),
 )
 GROUPS["Data"] = (
     Key(
         "dataset",
         "component",
-        "Builder of the dataset and its arguments; or prepared:NAME@SPLIT, of cookbook prepare.",
+        "Builder of the dataset and its arguments; or prepared:NAME@SPLIT, from cookbook prepare.",
         REQUIRED,
     ),
     Key("dataset.data_dir", "text", "Folder of a split that cookbook prepare made."),
-    Key("dataset.source", "text", "Dataset of the hub; or json, csv, parquet, text."),
+    Key("dataset.source", "text", "Dataset on the Hub; or json, csv, parquet, text."),
     Key("dataset.data_files", "any", "Your own files: /shared/my.jsonl, or a list."),
     Key("dataset.split", "text", "Split, or a part of one: train[:95%].", "train"),
-    Key("dataset.train_on_input", "flag", "Train on the prompt's tokens too."),
+    Key("dataset.train_on_input", "flag", "Also train on the prompt tokens.", False),
     Key("dataset.train_on", "all | last | marked", "Which answers of a conversation are trained."),
     Key("dataset.train_on_reasoning", "flag", "Train on the answers' reasoning. Default: true."),
     Key(
         "dataset.packed",
         "flag",
-        "Put whole samples side by side into rows of tokenizer.max_seq_len tokens. No sample sees "
-        "another; batch_size then counts rows.",
+        "Pack whole samples into rows of tokenizer.max_seq_len tokens. Samples do not attend to "
+        "each other; batch_size then counts rows.",
         False,
     ),
     Key("dataset.split_across_pack", "flag", "Fill rows by cutting samples.", False),
     Key(
         "dataset_val",
         "open block",
-        "Dataset for validation; what it leaves out is as in dataset: dataset_val.split=test.",
+        "Validation dataset; keys that it does not set are those of dataset: "
+        "dataset_val.split=test.",
     ),
-    Key("data_cache_dir", "text", "Folder of tokenised data. Default: runs/.data_cache."),
+    Key("data_cache_dir", "text", "Folder for tokenised data. Default: runs/.data_cache."),
     Key("shuffle", "flag", "Shuffle the samples in each epoch.", True),
     Key("seed", "count", "Seed of the order of samples, of dropout and of new adapters.", 0),
-    Key("num_workers", "count", "Processes per rank that read ahead. Default: 2 with GPUs."),
+    Key("num_workers", "count", "Processes per rank that prefetch data. Default: 2 with GPUs."),
     Key(
         "collate_fn",
         "torchtune.data.padded_collate_sft | torchtune.data.padded_collate_packed",
@@ -114,77 +128,109 @@ GROUPS["Training"] = (
     Key("batch_size_val", "positive", "The same for validation. Default: batch_size."),
     Key("gradient_accumulation_steps", "positive", "Micro-steps per optimizer step.", 1),
     Key("epochs", "positive", "Passes over the dataset.", 1),
-    Key("max_steps", "positive", "Stop after so many optimizer steps."),
-    Key("max_steps_per_epoch", "positive", "End each epoch after so many optimizer steps."),
+    Key("max_steps", "positive", "Maximum number of optimizer steps."),
+    Key("max_steps_per_epoch", "positive", "Maximum number of optimizer steps per epoch."),
     Key("optimizer", "component", "The optimizer and its arguments.", REQUIRED),
     Key("optimizer.lr", "rate", "Learning rate."),
     Key("optimizer.weight_decay", "rate", "Weight decay."),
     Key("optimizer.betas", "list", "Adam's decay rates: [0.9, 0.95]."),
     Key("optimizer.eps", "rate", "Adam's epsilon."),
-    Key("lr_scheduler", "component", "Learning rate schedule. Default: a constant rate."),
-    Key("lr_scheduler.num_warmup_steps", "count", "Steps in which the rate rises from 0."),
+    Key(
+        "lr_scheduler",
+        "component",
+        "Learning rate schedule, stepped after each optimizer step. Default: a constant rate.",
+    ),
+    Key("lr_scheduler.num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),
     Key(
         "loss",
         "component",
-        "The loss; trainer.layers.loss.LinearCrossEntropy never holds all logits.",
+        "The loss; trainer.layers.loss.LinearCrossEntropy never materializes all logits.",
         {"_component_": "torch.nn.CrossEntropyLoss"},
     ),
-    Key("router_aux_loss_coef", "rate", "Weight of the loss that balances experts.", 0.0),
-    Key("train_router", "flag", "Train what chooses the experts, in full fine-tuning.", True),
-    Key("clip_grad_norm", "number", "Largest norm of the gradients. Default: no clipping."),
-    Key("max_non_finite_steps", "positive", "NaN or infinite steps in a row that end the run.", 3),
+    Key("router_aux_loss_coef", "rate", "Weight of the load-balancing loss of the experts.", 0.0),
+    Key("train_router", "flag", "Train the router of the experts, in full fine-tuning.", True),
+    Key("clip_grad_norm", "number", "Maximum gradient norm. Default: no clipping."),
+    Key(
+        "max_non_finite_steps", "positive", "Consecutive NaN or infinite steps that end the run.", 3
+    ),
     Key("optimizer_in_bwd", "flag", "Step the optimizer during the backward pass.", False),
 )
 GROUPS["Memory and precision"] = (
     Key("device", "auto | cuda | cpu", "auto: GPUs if there are any, else CPUs.", "auto"),
-    Key("dtype", "bf16 | fp32", "Type of weights and of computing.", "bf16"),
-    Key("master_weights", "fp32", "fp32 for trained weights and optimizer state."),
+    Key("dtype", "bf16 | fp32", "Data type of weights and computation.", "bf16"),
+    Key("master_weights", "fp32", "Keep trained weights and optimizer state in fp32."),
     Key(
         "activation_checkpointing",
         "layers",
         "What the backward pass recomputes: none; full, every layer; n, every n-th layer; op, in "
         "each layer all but matrix products and attention. Default: none.",
     ),
-    Key("enable_activation_checkpointing", "flag", "As activation_checkpointing=full.", False),
-    Key("ac_mode", "none | full | selective", "torchtune's way to say it; see ac_option."),
+    Key("enable_activation_checkpointing", "flag", "Same as activation_checkpointing=full.", False),
+    Key(
+        "ac_mode",
+        "none | full | selective",
+        "torchtune's form of activation_checkpointing; see ac_option.",
+    ),
     Key("ac_option", "any", "With ac_mode=selective: op or n."),
-    Key("enable_activation_offloading", "flag", "Keep inputs of recomputed layers on CPUs.", False),
-    Key("compile", "flag", "torch.compile each layer; the first step takes a minute more.", False),
-    Key("enable_fp8_training", "flag", "Multiply in fp8 (H100, L40S and later).", False),
+    Key(
+        "enable_activation_offloading",
+        "flag",
+        "Keep inputs of recomputed layers in CPU memory.",
+        False,
+    ),
+    Key(
+        "compile", "flag", "torch.compile each layer; the first step takes a minute longer.", False
+    ),
+    Key("enable_fp8_training", "flag", "Matrix products in fp8 (H100, L40S and later).", False),
     Key("fp8_recipe_name", "tensorwise | rowwise", "Scale per tensor or per row.", "tensorwise"),
     Key("low_cpu_ram", "flag", "Load the model with less CPU memory.", False),
 )
 GROUPS["Layout over GPUs"] = (
     Key("tensor_parallel_dim", "positive", "GPUs of a node that split each layer.", 1),
-    Key("expert_parallel_dim", "positive", "GPUs that the experts of a layer are spread over.", 1),
+    Key(
+        "expert_parallel_dim",
+        "positive",
+        "GPUs over which the experts of a layer are distributed.",
+        1,
+    ),
     Key("data_parallel_replicate_dim", "positive", "Data-parallel replicas (HSDP).", 1),
     Key(
         "data_parallel_shard_dim",
         "dimension",
-        "GPUs that FSDP shards each replica over; -1: all that are left.",
+        "GPUs over which FSDP shards each replica; -1: all remaining GPUs.",
         -1,
     ),
     Key(
         "sync_each_micro_batch",
         "flag",
-        "Reduce gradients after each micro-step: more traffic, less memory. Default: with "
+        "Reduce gradients after each micro-step: more traffic, less memory. Default: true with "
         "fsdp_cpu_offload.",
     ),
-    Key("custom_sharded_layers", "texts", "Layers to shard on their own: tok_embeddings."),
-    Key("fsdp_cpu_offload", "flag", "Weights, gradients and optimizer in CPU memory.", False),
+    Key("custom_sharded_layers", "texts", "Layers to shard separately: tok_embeddings."),
+    Key(
+        "fsdp_cpu_offload",
+        "flag",
+        "Keep weights, gradients and optimizer state in CPU memory.",
+        False,
+    ),
     Key("fsdp", "block", "torchtune's older block."),
-    Key("fsdp.cpu_offload", "flag", "As fsdp_cpu_offload.", False),
+    Key("fsdp.cpu_offload", "flag", "Same as fsdp_cpu_offload.", False),
     Key("fsdp_reshard_after_forward", "flag", "Gather weights again for the backward pass.", True),
-    Key("fsdp_prefetch", "count", "Blocks to gather ahead. Default: FSDP's own choice."),
-    Key("fsdp_reduce_dtype", "fp32 | bf16", "Type in which gradients are summed.", "fp32"),
+    Key("fsdp_prefetch", "count", "Blocks to prefetch. Default: FSDP's own choice."),
+    Key("fsdp_reduce_dtype", "fp32 | bf16", "Data type of the gradient reduction.", "fp32"),
     Key("tensor_parallel_plan", "open block", "How tensor parallelism splits layers."),
-    Key("memory_efficient_fsdp_wrap", "flag", "Shard embedding and output on their own.", False),
+    Key("memory_efficient_fsdp_wrap", "flag", "Shard embedding and output separately.", False),
 )
 GROUPS["Checkpoints and export"] = (
-    Key("save_every_n_steps", "count", "Steps between checkpoints. Default: at the end."),
+    Key("save_every_n_steps", "count", "Steps between checkpoints. Default: only at the end."),
     Key("save_every_minutes", "number", "Minutes between checkpoints."),
     Key("keep_last_n_checkpoints", "positive", "Newest checkpoints to keep.", 2),
-    Key("enable_async_checkpointing", "flag", "Train on while a checkpoint is written.", False),
+    Key(
+        "enable_async_checkpointing",
+        "flag",
+        "Continue training while a checkpoint is written.",
+        False,
+    ),
     Key(
         "export_checkpoint",
         "best | last",
@@ -196,9 +242,9 @@ GROUPS["Logging and profiling"] = (
     Key("log_every_n_steps", "positive", "Steps between lines of metrics.", 1),
     Key("run_val_every_n_steps", "positive", "Steps between validations. Default: an epoch."),
     Key("cudnn_deterministic_mode", "count", "0 off, 1 warn, 2 fail, as torch's debug mode."),
-    Key("generate", "block", "Questions that the finished model answers."),
-    Key("generate.prompts", "texts", "The questions.", REQUIRED),
-    Key("generate.max_new_tokens", "positive", "Longest answer in tokens.", 128),
+    Key("generate", "block", "Prompts that the trained model answers."),
+    Key("generate.prompts", "texts", "The prompts.", REQUIRED),
+    Key("generate.max_new_tokens", "positive", "Maximum answer length in tokens.", 128),
     Key("profiler", "block", "torch.profiler. Option: --profile."),
     Key("profiler.enabled", "flag", "Record traces for TensorBoard.", False),
     Key("profiler.cpu", "flag", "Record operations on the CPU.", True),
@@ -214,7 +260,7 @@ GROUPS["Logging and profiling"] = (
     Key("profiler.steps", "steps", "First and last step to record, instead of cycles."),
     Key("profiler.ranks", "ranks", "Ranks to record. Default: the first of each node."),
     Key("profiler.memory_snapshot", "flag", "Record a snapshot for torch's memory viewer.", False),
-    Key("profiler._component_", "text", "torchtune's profiler; it is torch.profiler."),
+    Key("profiler._component_", "text", "torchtune's profiler; torch.profiler is used."),
     Key("profiler.output_dir", "text", "Folder for traces."),
     Key("profiler.xpu", "flag", "Record Intel GPUs.", False),
     Key("metric_logger", "open block", "torchtune's logger."),
@@ -225,23 +271,24 @@ GROUPS["Logging and profiling"] = (
 _UNUSED = {
     "checkpointer.output_dir": "checkpoints go to the run's directory",
     "collate_fn": "the trainer makes batches by itself, with the same result",
-    "dataset.split_across_pack": "samples are packed whole",
+    "dataset.split_across_pack": "samples are packed whole; only a plain text longer than a row "
+    "is split",
     "log_peak_memory_stats": "peak memory is always logged",
     "low_cpu_ram": "weights are always read tensor by tensor",
-    "memory_efficient_fsdp_wrap": "each block is sharded on its own; see custom_sharded_layers",
+    "memory_efficient_fsdp_wrap": "each block is sharded separately; see custom_sharded_layers",
     "metric_logger": "metrics go to metrics.jsonl and TensorBoard",
     "optimizer_in_bwd": "the optimizer steps after the backward pass",
     "profiler.output_dir": "traces go to the run's directory",
     "profiler.xpu": "Intel GPUs are not supported",
-    "tensor_parallel_plan": "the trainer has its own plan",
+    "tensor_parallel_plan": "the trainer uses its own plan",
 }
 # They would change the result and cannot be followed; what to do instead.
 _REFUSED = {
-    "checkpointer.recipe_checkpoint": "the trainer cannot read the state of torchtune's trainer; "
+    "checkpointer.recipe_checkpoint": "the trainer cannot read the state of a torchtune run; "
     "start from its weights with checkpointer.checkpoint_dir, or from its adapter with "
     "checkpointer.adapter_checkpoint",
-    "resume_from_checkpoint": "a run resumes by itself after a fault, and an ended one with "
-    "cookbook resume RUN; to start from an adapter set checkpointer.adapter_checkpoint",
+    "resume_from_checkpoint": "a run resumes automatically after a fault; resume an ended run "
+    "with cookbook resume RUN; to start from an adapter set checkpointer.adapter_checkpoint",
 }
 # Keys that may change when a run resumes; a block stands for its keys.
 _MAY_CHANGE = """
@@ -275,6 +322,14 @@ SFT = {
 }
 
 
+def with_train_on_input(block: Any, value: bool) -> Any:
+    """Return a dataset block with train_on_input set, if torchtune has another default for it."""
+    open_choice = isinstance(block, dict) and block.get("train_on_input") is None
+    if open_choice and block.get("_component_") in TRAINS_PROMPTS:
+        return {**block, "train_on_input": value}
+    return block
+
+
 def recomputed(config: Mapping[str, Any]) -> int | str | None:
     """Return what the backward pass recomputes, from the one key or from torchtune's three.
 
@@ -301,7 +356,22 @@ def uncompiled_experts(config: Mapping[str, Any]) -> bool:
 
 
 def notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each key that does less than it seems to, because of another one."""
+    """One line for each key that does something else than one may expect of it."""
+    for name in ("dataset", "dataset_val"):
+        block = config.get(name)
+        if not isinstance(block, dict):
+            continue
+        if block.get("train_on_input") is True:
+            yield (
+                f"{name}.train_on_input: true, so the prompts are also trained; set "
+                f"{name}.train_on_input=False to train the answers only"
+            )
+        elif with_train_on_input(block, False) is not block:
+            yield (
+                f"{name}.train_on_input: not set, so only the answers are trained; torchtune's "
+                f"{block['_component_'].rpartition('.')[2]} would also train the prompts: "
+                f"{name}.train_on_input=True"
+            )
     saved, validated = config.get("save_every_n_steps"), config.get("run_val_every_n_steps")
     if isinstance(saved, int) and isinstance(validated, int) and validated and saved % validated:
         yield (
@@ -310,8 +380,8 @@ def notes(config: Mapping[str, Any]) -> Iterator[str]:
         )
     if config.get("enable_fp8_training") and not config.get("compile"):
         yield (
-            "enable_fp8_training: its casts take longer than its products save unless they are "
-            "compiled; set compile=True"
+            "enable_fp8_training: without compile its casts cost more time than its matrix "
+            "products save; set compile=True"
         )
     if uncompiled_experts(config):
         yield (

@@ -59,31 +59,31 @@ usage() {
     cat <<EOT
 usage: $PROGRAM ${1:-up|down|status|env} [options]
 
-A real Slurm on one host, with fake GPU devices, for tests and for trying things out.
+A real Slurm on one host, with fake GPU devices, for tests and experiments.
 
-  up      start a cluster and return when a job has run on every node. If it is up already with the
-          same shape, start only the daemons that died
+  up      start a cluster and return when a job has run on every node. If it is already up with the
+          same shape, start only the dead daemons
   down    cancel its jobs, stop its daemons and job steps, and remove its state folder
   status  list its daemons, nodes and jobs; exit 0 only if every daemon runs
   env     print the shell line that makes sbatch, srun and squeue use it: eval "\$($PROGRAM env)"
 
-All take:
+Options of all commands:
   --name NAME    which cluster (default "default")
   --state DIR    folder of all clusters' state (default \$COOKBOOK_DEV_CLUSTER_ROOT, else
                  /tmp/slurm-cookbook-<uid>)
 
-up also takes:
+Additional options of up:
   --nodes N                number of nodes, n1 to nN (default 2)
   --gpus G                 fake GPUs per node (default 8; 0 for none)
   --gpu-type TYPE          their type, as in --gres=gpu:TYPE:G (default h100)
-  --requeue-delay SECONDS  how long a requeued job waits, also the life of a job credential
+  --requeue-delay SECONDS  how long a requeued job waits, and the lifetime of a job credential
                            (default 10)
   --accounting             keep accounts, QoS and ended jobs in a database, for sacctmgr and sacct;
                            you are in its account 'users'. Limits of sacctmgr are enforced with
                            --set AccountingStorageEnforce=associations,limits,qos
-  --release RELEASE        this Slurm, not the installed one: one of $(releases).
-                           Made from Debian's packages at its first use (about 30 MB to download,
-                           50 MB to keep) in \${XDG_CACHE_HOME:-~/.cache}/slurm-cookbook
+  --release RELEASE        use this Slurm, not the installed one: one of $(releases).
+                           Made from Debian packages on first use (downloads about 30 MB, keeps
+                           50 MB) in \${XDG_CACHE_HOME:-~/.cache}/slurm-cookbook
   --set KEY=VALUE          another slurm.conf setting, such as KillWait=2; may be repeated
 
 Exit status: 0 done, 1 failed, 2 wrong usage.
@@ -115,7 +115,7 @@ parse_options() {
             ;;
         --name | --state) ;;
         --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting | --release)
-            [[ $COMMAND == up ]] || wrong_usage "$1 belongs to 'up', not to '$COMMAND'"
+            [[ $COMMAND == up ]] || wrong_usage "$1 is an option of 'up', not of '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
         esac
@@ -146,7 +146,7 @@ parse_options() {
 
 set_option() {
     [[ $1 =~ ^([A-Za-z]+)=([A-Za-z0-9_.,:=/-]*)$ ]] ||
-        wrong_usage "--set takes KEY=VALUE as slurm.conf has it, got '$1'"
+        wrong_usage "--set must be KEY=VALUE as in slurm.conf, got '$1'"
     CHANGED[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
     SETTINGS[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
 }
@@ -156,18 +156,18 @@ check_options() {
     check_number --gpus "$gpus" 0 64
     check_number --requeue-delay "$requeue_delay_s" 1 3600
     [[ ! $release || -v DEBIAN_OF[$release] ]] ||
-        wrong_usage "--release takes one of $(releases), got '$release'"
+        wrong_usage "--release must be one of $(releases), got '$release'"
     [[ $gpu_type =~ ^[a-z][a-z0-9_]{0,31}$ ]] ||
-        wrong_usage "--gpu-type takes lower-case letters, digits and '_', got '$gpu_type'"
+        wrong_usage "--gpu-type must be lower-case letters, digits and '_', got '$gpu_type'"
     [[ $name =~ ^[a-z0-9][a-z0-9-]{0,31}$ ]] ||
-        wrong_usage "--name takes lower-case letters, digits and '-', got '$name'"
+        wrong_usage "--name must be lower-case letters, digits and '-', got '$name'"
     [[ $root =~ ^[A-Za-z0-9/._@+-]+$ ]] ||
-        wrong_usage "--state takes a path of letters, digits and '/._@+-', got '$root'"
+        wrong_usage "--state must be a path of letters, digits and '/._@+-', got '$root'"
 }
 
 check_number() { # option value least most
     [[ $2 =~ ^(0|[1-9][0-9]{0,4})$ && $2 -ge $3 && $2 -le $4 ]] ||
-        wrong_usage "$1 takes a whole number from $3 to $4, got '$2'"
+        wrong_usage "$1 must be a whole number from $3 to $4, got '$2'"
 }
 
 require_programs() {
@@ -194,7 +194,7 @@ check_root() {
             "$MAX_STATE_LENGTH): pass a shorter --state or --name"
     local folder mode owner listed faults=()
     (umask 066 && mkdir -p -- "$root" 2>/dev/null) || true
-    [[ -d $root ]] || fail "cannot make the state folder $root: pass another --state"
+    [[ -d $root ]] || fail "cannot create the state folder $root: pass another --state"
     [[ -O $root ]] ||
         fail "$root belongs to $(stat -c %U -- "$root"), not to you: pass another --state"
     [[ -w $root && -x $root ]] || fail "cannot write in $root: pass another --state"
@@ -214,13 +214,13 @@ check_root() {
 
 take_lock() {
     exec 9>"$root/.lock"
-    flock -w 120 9 || fail "another $PROGRAM has worked in $root for 2 minutes: try again later"
+    flock -w 120 9 || fail "another $PROGRAM has been using $root for 2 minutes: try again later"
 }
 
 # A folder that this script did not make is never emptied.
 check_state_is_ours() {
     [[ ! -e $state || -f $state/shape ]] ||
-        fail "$state is no cluster's state folder: pass another --name or --state"
+        fail "$state is not a cluster's state folder: pass another --name or --state"
 }
 
 # --- Commands -------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ main() {
         usage
         exit 0
         ;;
-    '') wrong_usage "which command: up, down, status or env?" ;;
+    '') wrong_usage "no command: give up, down, status or env" ;;
     *) wrong_usage "unknown command '$1'" ;;
     esac
     parse_options "${@:2}"

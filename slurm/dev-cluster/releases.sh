@@ -38,8 +38,8 @@ use_release() {
     release_bin=$cache/slurm-$release/bin
     [[ -d $release_bin ]] || make_release "$cache"
     [[ $("$release_bin/slurmctld" -V 2>&1) == "slurm"*" $release."* ]] ||
-        fail "Slurm $release in ${release_bin%/*} does not run: remove that folder, and 'up' makes" \
-            "it again"
+        fail "Slurm $release in ${release_bin%/*} does not run: remove that folder, and 'up'" \
+            "makes it again"
     PATH=$release_bin:$PATH
 }
 
@@ -51,9 +51,9 @@ use_release_of_state() {
 
 make_release() { # cache
     local part=$1/slurm-$release.part log=$1/slurm-$release.log started=$EPOCHSECONDS
-    mkdir -p -- "$1" 2>/dev/null || fail "cannot make the folder $1: set XDG_CACHE_HOME"
+    mkdir -p -- "$1" 2>/dev/null || fail "cannot create the folder $1: set XDG_CACHE_HOME"
     exec 8>"$1/.lock"
-    flock -w 300 8 || fail "another $PROGRAM has worked in $1 for 5 minutes: try again later"
+    flock -w 300 8 || fail "another $PROGRAM has been using $1 for 5 minutes: try again later"
     if [[ ! -d $release_bin ]]; then
         # What an interrupted one left.
         rm -rf -- "$part"

@@ -34,3 +34,10 @@ def undisturbed(user: Kit) -> Iterator[Undisturbed]:
     told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", "INTERRUPTED")
     assert told["state"] == "COMPLETED", report(run)
     return Undisturbed(run)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for a run of a script under bash, without Slurm."""
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
+    return tmp_path

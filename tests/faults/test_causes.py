@@ -1,5 +1,6 @@
 """Who or what ended an attempt, on a real Slurm: each is told apart, and has its own answer."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import user_of
-from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, rank, trains
+from tests.faults.kit import (
+    SHORT,
+    Undisturbed,
+    attempts,
+    ended,
+    parent,
+    processes_of,
+    rank,
+    trains,
+)
 from tests.launcher.kit import Kit, report, until
 from tests.launcher.test_script import project
 
@@ -50,6 +60,34 @@ def test_a_plain_scancel_is_a_cancelled_run(user: Kit, slurm, tmp_path):
     slurm.run(["scancel", job])
     (line,) = ended(user, run, "CANCELLED", timeout=60)
     assert (line["cause"], line["message"]) == ("cancelled", "its job was cancelled")
+
+
+@pytest.mark.long
+def test_a_scancel_of_a_requeued_job_is_recorded(user: Kit, slurm, tmp_path):
+    job, run = waits(user, tmp_path)
+    slurm.run(["scontrol", "requeuehold", job])
+    until(lambda: told(run)[0] == "INTERRUPTED", 60, lambda: report(run))
+    slurm.run(["scancel", job])
+    user.wait(run, "CANCELLED", timeout=60)
+    # Slurm forgets the job later; the record stays.
+    assert told(run) == ("CANCELLED", "cancelled"), report(run)
+    message = json.loads((run / "status.json").read_text())["message"]
+    assert message == "its job was cancelled while it was pending"
+
+
+@pytest.mark.long
+def test_a_killed_tee_is_named_on_its_own_node(user: Kit):
+    _, run = user.submit(*SHORT)
+    trains(run)
+    log = f"tee\0-a\0{run}/logs/0/rank_0.log\0".encode()
+    for process in processes_of(run):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process}/cmdline").read_bytes() == log:
+                os.kill(process, signal.SIGKILL)
+    first, second = ended(user, run, "COMPLETED")
+    assert (first["cause"], first["node"]) == ("killed", "n1"), report(run)
+    assert "tee or sed, which slurm/rank.sh starts for the rank's log" in first["message"]
+    assert second["cause"] == "finished"
 
 
 @pytest.mark.long

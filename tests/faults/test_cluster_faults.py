@@ -13,9 +13,19 @@ import pytest
 
 from launcher import paths
 from runspec import files
+from tests.failing_storage import FailingStorage
 from tests.faults.conftest import user_of
-from tests.faults.kit import SHORT, Undisturbed, attempts, ended, processes_of_node, rank, trains
-from tests.launcher.kit import ranks_of, report, until
+from tests.faults.kit import (
+    SHORT,
+    Undisturbed,
+    attempts,
+    ended,
+    processes_of,
+    processes_of_node,
+    rank,
+    trains,
+)
+from tests.launcher.kit import checkpoints, ranks_of, report, until
 
 # Longer than Slurm's own time-out of a message.
 AWAY_S = 12
@@ -168,6 +178,62 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(new_cluster, root, undisturb
         undisturbed.is_equalled_by(run)
 
 
+@pytest.mark.long
+def test_storage_that_cannot_be_read_costs_no_checkpoint(user, undisturbed, tmp_path):
+    storage = FailingStorage(tmp_path)
+    env = {**storage.env, "STORAGE_WAIT_S": "1"}
+    _, run = user.submit(*SHORT, *(f"+env.{key}={value}" for key, value in env.items()))
+    trains(run)
+    storage.fail(f"{run.name}/checkpoints/step_")
+    os.kill(rank(run, 1), signal.SIGKILL)
+    until(lambda: "storage" in {line["cause"] for line in attempts(run)}, 120, lambda: report(run))
+    storage.recover()
+    lines = ended(user, run, "COMPLETED")
+    causes = [line["cause"] for line in lines]
+    assert set(causes[1:-1]) == {"storage"} and causes[-1] == "finished", report(run)
+    assert "could not be read for 1 s (Stale file handle)" in lines[1]["message"]
+    assert not list((run / "checkpoints").glob("damaged_*"))
+    undisturbed.is_equalled_by(run)
+
+
+def alive(run: Path, attempt: int) -> list[int]:
+    """The ranks of one attempt of a run."""
+    wanted = {f"RUN_DIR={run}".encode(), f"COOKBOOK_ATTEMPT={attempt}".encode()}
+    found = []
+    for process in map(str, processes_of(run)):
+        with contextlib.suppress(OSError):
+            environ = set(Path("/proc", process, "environ").read_bytes().split(b"\0"))
+            command = Path("/proc", process, "cmdline").read_bytes().split(b"\0")
+            if wanted <= environ and b"trainer.sft" in command and command[1] == b"-m":
+                found.append(int(process))
+    return found
+
+
+@pytest.mark.named
+def test_ranks_that_slurm_has_given_up_stop_themselves(new_cluster, root, undisturbed: Undisturbed):
+    """The daemons of both nodes die, and what they started goes on beside the next attempt."""
+    shape = ("--nodes", "4", "--requeue-delay", "5", "--set", "SlurmdTimeout=6")
+    with new_cluster("split", *shape) as cluster:
+        user = user_of(cluster, root)
+        # Long enough to train until Slurm has noticed.
+        _, run = user.submit(*SHORT, "max_steps=2000", "epochs=1000")
+        trains(run)
+        for node in ("n1", "n2"):
+            (pid,) = [int(p.read_text()) for p in cluster.state.rglob(f"slurmd*{node}.pid")]
+            os.kill(pid, signal.SIGKILL)
+        assert len(alive(run, 0)) == 2
+        until(lambda: (run / "logs" / "1").is_dir(), 120, lambda: report(run))
+        until(lambda: not alive(run, 0), 30, lambda: report(run))
+        told = (run / "logs" / "0" / "node_0.log").read_text()
+        assert "this is start 0 of the run and" in told
+        newest = max(checkpoints(run))
+        until(lambda: max(checkpoints(run)) > newest, 240, lambda: report(run))
+        assert not {"error", "killed", "bad_node"} & {line["cause"] for line in attempts(run)}
+        assert "do not answer" not in (run / "logs" / "job.log").read_text()
+        user.cookbook("cancel", run.name)
+        ended(user, run, "CANCELLED")
+
+
 @pytest.mark.named
 def test_a_job_starts_again_at_once_where_slurm_expedites_it(new_cluster, root, undisturbed):
     enabled = ("--set", "SlurmctldParameters=enable_expedited_requeue")
@@ -220,6 +286,7 @@ def test_nodes_that_a_job_was_denied_before_are_not_counted_as_free(slurm, tmp_p
     try:
         part = slurm.run(["squeue", "--noheader", f"--jobs={job}", "--format=%P"]).stdout.strip()
         env = slurm.env | {"SLURM_JOB_ID": job, "SLURM_JOB_PARTITION": part}
+        env["COOKBOOK"] = str(paths.REPO_ROOT)
         code = f"source slurm/job.sh; enough_nodes_without {second}"
         for wanted, enough in ((len(others), True), (len(others) + 1, False)):
             env["SLURM_JOB_NUM_NODES"] = str(wanted)

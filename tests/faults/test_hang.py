@@ -102,7 +102,7 @@ def test_the_one_that_lags_is_silent_or_waits_for_nobody(tmp_path: Path):
 def test_sruns_word_of_ranks_that_do_not_end_is_read_once_it_is_whole(tmp_path: Path):
     log = tmp_path / "job.log"
     log.write_text("srun: First task exited 60s ago\n")
-    watch = LeftBehind(log)
+    watch = LeftBehind(log, log.stat().st_size)
     with log.open("a") as file:
         file.write("srun: error: n3: task 1\nsrun: First task")
         file.flush()

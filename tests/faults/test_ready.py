@@ -93,6 +93,19 @@ def test_all_faults_of_a_node_are_told_at_once(tmp_path):
     assert "note: this node's clock is" in done.stdout and "behind the first node's" in done.stdout
 
 
+def test_a_gpu_that_is_freed_within_seconds_is_fit(tmp_path):
+    """Ranks of an earlier start, on a node that Slurm had given up, stop by then."""
+    tool, asked = tmp_path / "nvidia-smi", tmp_path / "asked"
+    tool.write_text(
+        f"#!/bin/sh\n[ -e {asked} ] || used=0000\ntouch {asked}\n"
+        'echo "0, GPU-a, 4$used, 81559, 0"\n'
+    )
+    tool.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run_ready(tmp_path, PATH=path, SLURM_GPUS_ON_NODE="1", TMPDIR=str(tmp_path))
+    assert done.returncode == 0 and asked.exists(), done.stdout
+
+
 def test_every_unfit_node_of_an_attempt_is_left_out_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     (tmp_path / "logs").mkdir()

@@ -5,8 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +52,9 @@ def asking(user: Kit, name: str, folder: Path, count: int) -> Iterator[Path]:
     assert [row["line"] for row in rows] == list(range(1, count + 1))
 
 
-def listed(user: Kit) -> dict[str, Any]:
-    (row,) = json.loads(user.cookbook("serve", "--list", "--json").stdout)
-    return row
+def listed(user: Kit, name: str) -> dict[str, Any]:
+    rows = json.loads(user.cookbook("serve", "--list", "--json").stdout)
+    return next(row for row in rows if row["endpoint"] == name)
 
 
 def words_of(user: Kit) -> str:
@@ -85,7 +88,7 @@ def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(
         with asking(user, name, tmp_path, 40):
             replaced = user.cookbook("serve", str(model), "--name", name, "--replace")
             assert replaced.returncode == 0, replaced.stderr + words_of(user)
-        (run,) = listed(user)["runs"]
+        (run,) = listed(user, name)["runs"]
         os.kill(engine_of(user, run), signal.SIGKILL)
         gateway = json.loads((user.root / "endpoints" / name / "gateway.json").read_text())
         os.kill(gateway["pid"], signal.SIGKILL)
@@ -93,11 +96,33 @@ def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(
         assert kept.returncode == 0 and url.removesuffix("/v1") in kept.stderr, kept.stderr
         with asking(user, name, tmp_path / "again", 12):
             os.kill(front_of(user, run), signal.SIGKILL)
-        until(lambda: listed(user)["ready"] == 1, 90, lambda: words_of(user))
+        until(lambda: listed(user, name)["ready"] == 1, 90, lambda: words_of(user))
         told = json.loads(user.cookbook("serve", "--stats", name, "--json").stdout)
         assert told["status"].get("200", 0) == 52, told
     finally:
         user.cookbook("serve", "--stop", name)
+
+
+@pytest.mark.long
+def test_without_requests_a_replica_ends_and_the_next_request_starts_one(
+    user: Kit, tmp_path: Path, model: Path
+):
+    argv = ["serve", str(model), "--name", "asleep", "--replicas", "0-1"]
+    refused = user.cookbook(*argv)
+    assert refused.returncode == 2 and "add bind=node" in refused.stderr
+    started = user.cookbook(*argv, "bind=node", "scale_idle_minutes=0.05", "--json")
+    assert started.returncode == 0, started.stderr
+    log = user.root / "endpoints" / "asleep" / "gateway.log"
+    try:
+        assert (listed(user, "asleep")["runs"], listed(user, "asleep")["ready"]) == ([], 0)
+        with asking(user, "asleep", tmp_path, 4):
+            pass
+        (run,) = listed(user, "asleep")["runs"]
+        until(lambda: listed(user, "asleep")["ready"] == 0, 120, lambda: log.read_text())
+        status = user.root / "runs" / run / "status.json"
+        until(lambda: json.loads(status.read_text())["state"] == "CANCELLED", 60)
+    finally:
+        user.cookbook("serve", "--stop", "asleep")
 
 
 # Two engines on two nodes of a busy machine take minutes.
@@ -110,7 +135,7 @@ def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tm
         started = user.cookbook(*argv, "resources.exclusive=true", "--json", timeout=600)
         assert started.returncode == 0, started.stderr + words_of(user)
         try:
-            found = listed(user)
+            found = listed(user, "two")
             assert (found["ready"], found["replicas"], len(found["runs"])) == (2, 2, 2)
             run = next(
                 user.root / "runs" / name
@@ -124,9 +149,9 @@ def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tm
                     os.kill(pid, signal.SIGKILL)
                 node = ["scontrol", "show", "node", "n2"]
                 until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
-                assert listed(user)["ready"] == 1
+                assert listed(user, "two")["ready"] == 1
                 cluster.start_dead_daemons()
-            until(lambda: listed(user)["ready"] == 2, 300, lambda: words_of(user))
+            until(lambda: listed(user, "two")["ready"] == 2, 300, lambda: words_of(user))
             assert (run / "logs" / "1").is_dir(), "the same run, another attempt"
         finally:
             user.cookbook("serve", "--stop", "two")
@@ -154,7 +179,7 @@ def test_a_share_and_a_moved_alias_fail_no_request(new_cluster, tmp_path: Path, 
             shared = ["models:/tiny@candidate", "--name", "tiny", "--share", "0.5"]
             with asking(user, "tiny", tmp_path / "share", 40):
                 done("serve", *shared)
-            assert listed(user)["versions"] == ["tiny v1", "tiny v2"]
+            assert listed(user, "tiny")["versions"] == ["tiny v1", "tiny v2"]
             told = json.loads(done("serve", "--stats", "tiny", "--json").stdout)
             with asking(user, "tiny", tmp_path / "both", 40):
                 pass
@@ -167,34 +192,55 @@ def test_a_share_and_a_moved_alias_fail_no_request(new_cluster, tmp_path: Path, 
             with asking(user, "tiny", tmp_path / "moved", 40):
                 moved = done("serve", "--keep", "tiny", "--once")
                 assert "models:/tiny@champion is v2 now, and tiny v1 is served" in moved.stderr
-            assert listed(user)["versions"] == ["tiny v2"]
+            assert listed(user, "tiny")["versions"] == ["tiny v2"]
         finally:
             user.cookbook("serve", "--stop", "tiny")
 
 
-# A job of three minutes is replaced before its limit.
+class Watcher(threading.Thread):
+    """Asks a gateway for its health, and notes the longest time that it was not ready."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.longest_s, self.ended = url, 0.0, threading.Event()
+
+    def run(self) -> None:
+        well = time.monotonic()
+        while not self.ended.wait(0.2):
+            with suppress(OSError), urllib.request.urlopen(self.url, timeout=5):
+                well = time.monotonic()
+            self.longest_s = max(self.longest_s, time.monotonic() - well)
+
+
+# A job of two minutes is replaced before its limit: Slurm's warning comes after 90 s.
 @pytest.mark.named
 def test_a_job_is_replaced_before_its_time_limit_without_a_failed_request(
     new_cluster, tmp_path: Path, model: Path
 ):
     with new_cluster("limit", "--requeue-delay", "5") as cluster:
         user = user_of(cluster, tmp_path)
-        started = user.cookbook("serve", str(model), "--name", "short", "--time", "3")
-        assert started.returncode == 0, started.stderr + words_of(user)
-        (before,) = listed(user)["runs"]
+        argv = ["serve", str(model), "--name", "short", "--time", "2", "--json"]
+        started = user.cookbook(*argv)
+        assert started.returncode == 0, started.stderr
+        (before,) = listed(user, "short")["runs"]
         argv = [sys.executable, "-m", "launcher", "serve", "--keep", "short"]
         keeper = subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
+        url = json.loads(started.stdout)["url"].removesuffix("/v1")
+        watcher = Watcher(f"{url}/health")
+        watcher.start()
         try:
             with asking(user, "short", tmp_path / "limit", 400):
-                until(lambda: before not in listed(user)["runs"], 200, lambda: words_of(user))
-            assert len(listed(user)["runs"]) == 1
+                until(lambda: before not in listed(user, "short")["runs"], 200)
+            assert listed(user, "short")["ready"]
         finally:
+            watcher.ended.set()
             keeper.terminate()
             _, words = keeper.communicate()
             user.cookbook("serve", "--stop", "short")
         assert f"the time limit of {before} is" in words
         ended = json.loads((user.root / "runs" / before / "status.json").read_text())
         assert ended["state"] == "CANCELLED", "it was ended before its limit, by the keeper"
+        assert watcher.longest_s < 3, "another replica was ready all the time"
 
 
 # As many questions as take long enough to be killed between the first answers and the last.

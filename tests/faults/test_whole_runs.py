@@ -16,6 +16,8 @@ from tests.launcher.kit import Kit, checkpoints, ranks_of, report, until
 def test_a_killed_rank_is_named_and_costs_no_result(user: Kit, undisturbed: Undisturbed):
     _, run = user.submit(*SHORT)
     trains(run)
+    # A retry needs train.yaml only.
+    (run / "recipe.yaml").unlink()
     os.kill(rank(run, 1), signal.SIGKILL)
     first, second = ended(user, run, "COMPLETED")
     assert first["cause"] == "killed" and first["message"].startswith("rank 1 on"), first

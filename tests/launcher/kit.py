@@ -142,7 +142,7 @@ def model_folder(folder: Path, size: int = 8) -> Path:
 def finished_run(root: Path, number: int) -> Run:
     """A run directory as a finished fine-tune leaves it."""
     path = root / "runs" / f"20261122-10000{number}-demo-aaa{number}"
-    model_folder(path / "export")
+    model_folder(path / "export", size=8 + number)
     jobs = {"run": path.name, "recipe": "demo", "site": "default", "jobs": [{"job_id": "local-1"}]}
     (path / "submission.json").write_text(json.dumps(jobs))
     status = {"job_id": "local-1", "state": "COMPLETED", "started": 0.0, "ended": 36.0, "gpus": 2}

@@ -471,8 +471,11 @@ def test_a_job_that_only_the_accounting_remembers(member: Kit, site):
         "detail"
     ]
     site.run(["scancel", job_id], check=True)
-    seen = until(lambda: member.status(run)["source"] == "sacct", 120, lambda: report(run))
-    assert seen and member.status(run)["state"] == "CANCELLED"
+    # A look while the queue still shows the end would record it.
+    queue = ["squeue", "--noheader", "--states=all", "--jobs", job_id]
+    until(lambda: not site.run(queue).stdout.strip(), 300)
+    found = member.status(run)
+    assert (found["source"], found["state"]) == ("sacct", "CANCELLED"), report(run)
     watched = member.cookbook("watch", run.name, timeout=60)
     assert watched.returncode == 1 and "CANCELLED" in watched.stdout + watched.stderr
 

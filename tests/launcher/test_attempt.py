@@ -9,7 +9,14 @@ import pytest
 from runspec.files import read_json_lines
 from slurm import attempt, faults
 from slurm.retry import decide
-from trainer.errors import ConfigError, NonFiniteLossError, write_error_record
+from trainer.errors import (
+    ConfigError,
+    Fault,
+    NonFiniteLossError,
+    PeerError,
+    StorageError,
+    write_error_record,
+)
 
 CRASH = {
     "rank": 3,
@@ -126,6 +133,17 @@ class DistBackendError(RuntimeError):
     """Has the name of torch.distributed's, which is in C++."""
 
 
+def told_to_the_user(error):
+    """As the trainer turns what it cannot read into a fault of the config."""
+    try:
+        try:
+            raise error
+        except OSError:
+            raise ConfigError("dataset: cannot be opened") from None
+    except ConfigError as fault:
+        return fault
+
+
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}"
 
 
@@ -134,6 +152,11 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}"
     [
         (OSError(errno.ENOSPC, "No space left on device"), "no_space"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "quota"),
+        (OSError(errno.EIO, "Input/output error"), "storage"),
+        (StorageError("step_2 could not be read for 120 s"), "storage"),
+        (told_to_the_user(OSError(errno.ESTALE, "Stale file handle", "model.json")), "storage"),
+        (told_to_the_user(FileNotFoundError(errno.ENOENT, "No such file")), "user_error"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "killed"),
         (MemoryError(), "out_of_memory"),
         (ConfigError("model.path: no such folder"), "user_error"),
         (NonFiniteLossError("the loss is NaN"), "non_finite_loss"),
@@ -155,6 +178,87 @@ def test_another_ranks_fault_explains_a_broken_connection():
     late = {**broken, "type": "NetworkTimeout", "time": broken["time"] + 1}
     assert faults.first_error([broken, CRASH]) == CRASH
     assert faults.first_error([broken, late]) == late
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_rank_without_a_record_is_blamed_by_its_peers(run_dir, monkeypatch):
+    monkeypatch.setenv("RANKS_PER_NODE", "1")
+    attempt.begin(run_dir, ["n1", "n2"], "127.0.0.1")
+    write_error_record(run_dir / "logs" / "0", 1, PeerError({0: Fault.of(NO_SPACE)}))
+    attempt.end(run_dir, 0, 1)
+    (line,) = read_json_lines(run_dir / "attempts.jsonl")
+    assert (line["cause"], line["node"]) == ("no_space", "n1")
+    assert line["message"].startswith("rank 0 on n1: NoSpace: OSError: [Errno 28] No space left")
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_shared_storage_that_fails_is_no_nodes_fault(run_dir, monkeypatch, script):
+    monkeypatch.setenv("RANKS_PER_NODE", "1")
+    for number in range(3):
+        attempt.begin(run_dir, ["n1", "n2"], "127.0.0.1")
+        logs = run_dir / "logs" / str(number)
+        if script:
+            said = "Traceback\nOSError: [Errno 5] Input/output error: '/shared/data.bin'\n"
+            (logs / "rank_1.log").write_text(said)
+        else:
+            write_error_record(logs, 1, OSError(errno.ESTALE, "Stale file handle", "/shared/x"))
+        assert attempt.end(run_dir, number, 1, max_retries=9) == "run"
+    assert {line["cause"] for line in read_json_lines(run_dir / "attempts.jsonl")} == {"storage"}
+    assert attempt.choose(run_dir, ["n1", "n2"], 1) == "use n1"
+    assert attempt.choose(run_dir, ["n2", "n1"], 1) == "use n2"
+
+
+# What Slurm 22.05 wrote when it lost n2, which was not the first node.
+LOST = """srun: error: n1: task 0: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=5485111.0
+srun: error: Node failure on {nodes}
+slurmstepd-n1: error: *** JOB 11 ON n1 CANCELLED AT 2026-11-24T01:52:31 DUE TO NODE FAILURE, SEE \
+SLURMCTLD LOG FOR DETAILS ***
+"""
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(("nodes", "names"), [("n2", ["n2"]), ("n[2-3]", ["n2", "n3"])])
+def test_a_lost_node_is_named_and_left_out(run_dir, monkeypatch, recorded, nodes, names):
+    monkeypatch.setenv("SLURM_JOB_ID", "11")
+    hosts = ["n1", "n2", "n3", "n4"]
+    attempt.begin(run_dir, hosts, "127.0.0.1")
+    text = LOST.format(nodes=nodes).replace("\\\n", "")
+    # The job script may die with the first node, and with it what Slurm says of the job.
+    (run_dir / "logs/job.log").write_text(text if recorded else text.partition("slurmstepd")[0])
+    if recorded:
+        attempt.end(run_dir, 0, 143, job_state="COMPLETING")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    attempt.begin(run_dir, hosts, "127.0.0.1")
+    (line,) = read_json_lines(run_dir / "attempts.jsonl")
+    assert (line["cause"], line["node"], line["bad_nodes"]) == ("node_failure", "n2", names)
+    assert line["message"] == f"Slurm ended the job because it lost a node: {', '.join(names)}"
+    left = [host for host in hosts if host not in names]
+    assert attempt.choose(run_dir, hosts, len(left)) == f"use {','.join(left)}"
+
+
+MEMORY = "error: StepId=11.0 exceeded memory limit (944 > 900), being killed"
+KILL = "error: Detected 1 oom_kill event in StepId=11.0."
+
+
+@pytest.mark.parametrize(
+    ("log", "text", "node"),
+    [
+        ("job.log", f"slurmstepd-n1: {MEMORY}\nsrun: error: n2: task 1: Killed\n", "n1"),
+        ("0/node_1.log", f"slurmstepd: {KILL}\n", "n2"),
+        ("0/node_0.log", f"slurmstepd-n2: {KILL}\n", "n2"),
+        ("job.log", "srun: error: n2: task 1: Out Of Memory\n", "n2"),
+        ("job.log", f"slurmstepd: {KILL}\nsrun: error: n2: task 1: Killed\n", None),
+    ],
+)
+def test_memory_ran_out_on_the_node_that_slurm_names(run_dir, log, text, node):
+    attempt.begin(run_dir, ["n1", "n2"], "127.0.0.1")
+    (run_dir / "logs" / log).write_text(text)
+    attempt.end(run_dir, 0, 1)
+    (line,) = read_json_lines(run_dir / "attempts.jsonl")
+    assert (line["cause"], line["node"]) == ("out_of_memory", node)
 
 
 def test_nccls_time_out_is_no_crash_of_a_rank(tmp_path):

@@ -14,7 +14,7 @@ from launcher import checks, paths
 from launcher import site as cluster
 from launcher.checks import Finding, files, preflight
 from launcher.checks.scheduler import partition
-from launcher.executors import slurm
+from launcher.executors import choose, slurm
 from launcher.recipes import recipe
 from tests.launcher.kit import Kit, until
 from trainer import demo
@@ -25,7 +25,7 @@ LOOKS = {name: look for name, _, look in preflight.CHECKS}
 def found(check: str, name: str, overrides: list[str], site=None, **options) -> list[Finding]:
     """What one check finds in a recipe."""
     loaded = recipe.load(name, overrides, options.pop("resources", {}))
-    context = checks.Context(loaded, site or cluster.Site(), local=True, **options)
+    context = checks.Context(loaded, site or cluster.Site(), executor=choose(True), **options)
     findings = preflight.findings(check, LOOKS[check], context)
     assert {each.subject for each in findings} == {check}
     return findings
@@ -144,15 +144,21 @@ def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(monkeypatch):
     assert one.state == "failed" and "for 3 checkpoints of 394" in one.words
 
 
-def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, shared: Path):
-    """The second question is answered from the first, unless something that matters changed."""
+@pytest.fixture
+def demo_model(shared: Path) -> Path:
+    """The model of the demo recipe, where its runs make it too."""
     folder = shared / "models" / "demo-llama"
     if not folder.exists():
         demo.make(folder, paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl")
+    return folder
+
+
+def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, demo_model: Path):
+    """The second question is answered from the first, unless something that matters changed."""
     times = []
     # No other test asks about this optimizer, so the first answer is nowhere yet.
     own = "optimizer.eps=3e-8"
-    for overrides in ([own], [own, "max_steps=7"], ["optimizer.lrr=1"]):
+    for overrides in ([own], [own, "resources.time=90"], ["optimizer.lrr=1"]):
         began = time.monotonic()
         done = kit.cookbook("check", "demo", "--local", "--json", *[f"+{o}" for o in overrides])
         times.append(time.monotonic() - began)
@@ -160,6 +166,27 @@ def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, shared:
     assert times[1] < times[0] / 2 and times[1] < times[2] / 2
     assert rows["components"]["state"] == "failed"
     assert "optimizer: torch.optim.AdamW does not take this" in rows["components"]["words"]
+
+
+def test_a_checked_recipe_with_one_more_number_is_checked_again(demo_model: Path):
+    """Every key may matter: validation every 100 steps is a fault without a validation set."""
+    overrides = [f"checkpointer.checkpoint_dir={demo_model}", "optimizer.eps=4e-8"]
+    assert found("components", "demo", overrides)[0].state == "ok"
+    (one,) = found("components", "demo", [*overrides, "run_val_every_n_steps=100"])
+    assert one.state == "failed" and "run_val_every_n_steps: needs dataset_val" in one.words
+
+
+@pytest.mark.long
+def test_a_replaced_tokenizer_is_checked_again(demo_model: Path, tmp_path: Path):
+    file = tmp_path / "tokenizer.json"
+    content = json.loads((demo_model / file.name).read_text())
+    file.write_text(json.dumps(content))
+    overrides = [f"checkpointer.checkpoint_dir={demo_model}", f"tokenizer.path={tmp_path}"]
+    assert found("components", "demo", overrides)[0].state == "ok"
+    added = content["added_tokens"][-1] | {"id": 1024, "content": "<|new|>"}
+    file.write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], added]}))
+    (one,) = found("components", "demo", overrides)
+    assert one.state == "failed" and "it has 1025 tokens, the model knows 1024" in one.words
 
 
 def test_a_layout_that_fits_tells_its_global_batch():

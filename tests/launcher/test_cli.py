@@ -40,7 +40,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["recipes", "--key", "dataset.pakced"], 2, "did you mean dataset.packed?"),
         (["submit", "--recipe", "demo", "--node", "2"], 2, "No such option"),
         (["submit", "--recipe", "dmeo"], 2, "did you mean demo?"),
-        (["submit", "--recipe", "../demo"], 2, "may hold only letters"),
+        (["submit", "--recipe", "../demo"], 2, "may contain only letters"),
         (["submit", "--recipe", "demo", "--nodes", "0"], 2, "0 is not in the range x>=1"),
         (["submit", "--recipe", "demo", "--nodes", "two"], 2, "'two' is not a valid integer"),
         (["submit", "--recipe", "demo", "--time", "soon"], 2, "a limit such as"),
@@ -81,11 +81,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["watch", "../.."], 2, "matches '../..'"),
         (["tensorboard"], 2, "there is no run"),
         (["recipes", "llama9b"], 2, "there is no recipe"),
-        (["doctor", "--nodes", "1"], 2, "--nodes goes with --node-check"),
+        (["doctor", "--nodes", "1"], 2, "--nodes requires --node-check"),
         (["doctor", "--cluster", "nowhere"], 2, "there is no cluster file"),
         (["download", "dmeo"], 2, "did you mean demo?"),
         (["download", "demo", "hub.modle=a/b"], 2, "did you mean model?"),
-        (["download", "llama8b_lora", "hub.model=llama"], 2, "a repository of the hub such as"),
+        (["download", "llama8b_lora", "hub.model=llama"], 2, "a Hub repository such as"),
     ],
 )
 def test_a_fault_is_one_line(user: Kit, arguments, status, told):

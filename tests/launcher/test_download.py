@@ -237,7 +237,7 @@ def test_no_network_and_nothing_to_download(alice: Kit, tmp_path):
     done = alice.cookbook("download", "demo")
     assert done.returncode == 2 and "recipe demo has no hub: block" in done.stderr
     done = download(alice, tmp_path, "hub.model=../evil")
-    assert done.returncode == 2 and "a repository of the hub such as org/name" in done.stderr
+    assert done.returncode == 2 and "a Hub repository such as org/name" in done.stderr
 
 
 def test_an_interrupted_download_ends_at_once_and_goes_on(alice: Kit, hub: Hub, tmp_path):

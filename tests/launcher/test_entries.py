@@ -11,6 +11,7 @@ from launcher import checks, paths, render
 from launcher.checks import preflight
 from launcher.cli import cookbook
 from launcher.errors import RecipeFault, UsageFault
+from launcher.executors import choose
 from launcher.recipes import entries
 from launcher.recipes import recipe as recipes
 from launcher.site import Site
@@ -45,7 +46,7 @@ def test_it_loads_renders_and_is_checked(toy, tmp_path):
     assert "#SBATCH --nodes=3\n" in planned.script and "MAX_RETRIES=3" in planned.script
     written = yaml.safe_load(planned.contents["train.yaml"])
     assert written == {"steps": 5, "words": "goodbye", "output_dir": str(planned.path)}
-    context = checks.Context(recipe, planned.cluster, local=True)
+    context = checks.Context(recipe, planned.cluster, executor=choose(True))
     states = {each.subject: each.state for each in preflight.check(context)}
     assert set(states.values()) == {"ok", "skipped"} and states["layout"] == "ok"
 
@@ -66,7 +67,7 @@ def test_what_it_cannot_is_refused(toy, tmp_path):
     recipe = recipes.load(str(toy))
     with pytest.raises(UsageFault, match=r"mine cannot be estimated: it starts toy"):
         estimates.Estimate(recipe, tmp_path)
-    with pytest.raises(UsageFault, match="--profile: toy has no profiler"):
+    with pytest.raises(UsageFault, match="--profile: toy does not support the kit's profiler"):
         recipe.profiled()
 
 

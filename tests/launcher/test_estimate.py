@@ -12,6 +12,7 @@ import pytest
 from launcher import paths
 from launcher import site as sites
 from launcher.checks import Context, Skipped, size
+from launcher.executors import choose
 from launcher.recipes import recipe as recipes
 from launcher.sizing import step_config
 from launcher.sizing.step_config import shape_of
@@ -219,7 +220,7 @@ def test_experts_of_an_unknown_family_are_refused(user: Kit, mixtral, tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert line in done.stderr and done.stderr.count("error: ") == 1, done.stderr
     # The checks of memory and of the disk say the same.
-    context = Context(recipes.load(mixtral), sites.load(None), local=True)
+    context = Context(recipes.load(mixtral), sites.load(None), executor=choose(True))
     for check in (size.memory, size.disk):
         with pytest.raises(Skipped, match=f"it cannot be computed: .*{re.escape(line)}"):
             check(context)

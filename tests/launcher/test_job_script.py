@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.errors import RecipeFault
+from launcher.errors import RecipeFault, RunFault
+from launcher.executors import choose
 from launcher.recipes import recipe
-from launcher.runs import directory
+from launcher.runs import code, directory
 from launcher.runs.directory import Run
 from launcher.runs.states import State, state_of
 from launcher.site import Site
+from launcher.workflows.resume import Changes, resume
 from launcher.workflows.submit import plan
 from runspec.variables import owned_variables
 from tests.conftest import SlurmCluster
@@ -32,13 +35,17 @@ def root(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def made(folder: Path, script: str = PASS, shared: bool = False, **site) -> Run:
+def made(
+    folder: Path, script: str = PASS, shared: bool = False, max_retries: int = 0, **site
+) -> Run:
     """A run of a training script of one line on a site; its job is not started."""
-    path = project(folder, script, resources={"nodes": 1, "gpus_per_node": 1, "time": "10"})
+    resources = {"nodes": 1, "gpus_per_node": 1, "time": "10"}
+    path = project(folder, script, resources=resources, max_retries=max_retries)
     loaded = recipe.load(str(path), ["share=group"] if shared else [])
     planned = plan(loaded, Site(name="site", **site))
     umask = int(loaded.umask, 8)
-    return directory.create(planned.path, planned.contents, path.parent, umask)
+    kit = code.present(planned.cluster.root)
+    return directory.create(planned.path, planned.contents, kit, {".": path.parent}, umask)
 
 
 def by_bash(run: Run, plain_env: dict[str, str]) -> int:
@@ -189,6 +196,58 @@ def test_a_job_that_ends_while_its_attempt_begins_is_recorded(root, plain_env, e
     assert not (run.logs / "0" / "node_0.log").exists()
 
 
+ENDED = "slurmstepd-n1: error: *** JOB 11 ON n1 CANCELLED AT 2026-11-24T01:56:42{} ***\n"
+
+
+@pytest.mark.parametrize(
+    ("why", "state", "cause"),
+    [
+        ("", "CANCELLED", "cancelled"),
+        (" DUE TO TIME LIMIT", "INTERRUPTED", "time_limit"),
+        (" DUE TO JOB REQUEUE", "INTERRUPTED", "requeued"),
+    ],
+)
+def test_a_job_that_ends_between_attempts_is_recorded(tmp_path, plain_env, why, state, cause):
+    """While it waits for Slurm's controller, as here, or for a step to be cleared up."""
+    run = Run(tmp_path / "runs" / "20260102-030405-demo-0a1b")
+    (run.logs / "0").mkdir(parents=True)
+    status = {"job_id": "11", "restart_count": 0, "attempt": 0, "state": "RETRYING"}
+    run.write("status.json", {**status, "cause": "killed", "job_log_bytes": 0})
+    (run.path / "attempts.jsonl").write_text(json.dumps(status) + "\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {**plain_env, "PATH": f"{tmp_path}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
+    env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
+    env |= {"SLURM_JOB_ID": "11", "LOGS": str(run.logs / "0"), "ATTEMPT": "0"}
+    code = "source slurm/job.sh; trap terminated TERM; await_controller"
+    with (run.logs / "job.log").open("ab") as output:
+        job = subprocess.Popen(["bash", "-c", code], env=env, stdout=output, stderr=output)
+    until(lambda: "waiting for Slurm's controller" in log(run), 30, lambda: report(run.path))
+    with (run.logs / "job.log").open("a") as text:
+        text.write(ENDED.format(why))
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) == 143, report(run.path)
+    assert (run.status["state"], run.status["cause"]) == (state, cause), report(run.path)
+    assert run.attempts == [status]
+
+
+def test_an_older_job_leaves_the_one_that_took_its_place(tmp_path, plain_env):
+    """Its node was given up, and it ends when the other one trains already."""
+    run = Run(tmp_path / "runs" / "20260102-030405-demo-0a1b")
+    (run.logs / "0").mkdir(parents=True)
+    run.write("status.json", {"job_id": "12", "restart_count": 0, "attempt": 1, "state": "RUNNING"})
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/cancelled\n')
+    (tmp_path / "scancel").chmod(0o755)
+    env = {**plain_env, "PATH": f"{tmp_path}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
+    env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
+    env |= {"SLURM_JOB_ID": "11", "LOGS": str(run.logs / "0"), "ATTEMPT": "0", "SUCCESSOR": "12"}
+    code = "source slurm/job.sh; MAX_RETRIES=3; {}"
+    for end in ("end_attempt 1; finish", "terminated"):
+        done = subprocess.run(["bash", "-c", code.format(end)], env=env, timeout=60)
+        assert done.returncode in (1, 143) and not (tmp_path / "cancelled").exists()
+    assert run.status["state"] == "RUNNING" and run.attempts == []
+
+
 def test_the_warning_before_the_time_limit_asks_the_ranks_to_stop(root, plain_env):
     """By the file that the trainer, and a script of the user's own, looks for."""
     script = (
@@ -306,7 +365,7 @@ def test_a_job_cancelled_while_it_waits_is_cancelled_for_good(root, slurm: Slurm
         assert done.startswith(f"cancelled {folder.name} (job {job}); continue it with: ")
         told = user.status(folder)
         assert (told["state"], told["source"]) == ("CANCELLED", "status.json")
-        assert told["detail"] == "by cookbook cancel, while it waited"
+        assert told["detail"] == "by cookbook cancel, while it was pending"
         # A resumed job is not what an earlier one was.
         assert f"resumed {folder.name} as job " in user.cookbook("resume", folder.name).stdout
         told = until(lambda: (found := user.status(folder))["detail"] and found, 20)
@@ -326,7 +385,7 @@ def test_a_local_process_that_is_gone_is_failed_and_resumes(root, user: Kit):
     assert shown.startswith(f"{folder.name} RUNNING: on this host, without Slurm")
     os.killpg(int(job.removeprefix("local-")), signal.SIGKILL)
     told = user.wait(folder, "FAILED")
-    gone = "its process is gone, it ended without a last word (killed?)"
+    gone = "its process is gone, it ended without a final state (killed?)"
     assert told["detail"] == f"{gone}; continue with: cookbook resume {folder.name}"
     resumed = user.cookbook("resume", folder.name)
     assert f"resumed {folder.name} as process " in resumed.stdout, resumed.stderr
@@ -335,3 +394,36 @@ def test_a_local_process_that_is_gone_is_failed_and_resumes(root, user: Kit):
     assert f"cancelled {folder.name} (process " in done
     told = user.status(folder)
     assert (told["state"], told["detail"]) == ("CANCELLED", "by cookbook cancel")
+
+
+def test_a_change_in_the_checkout_reaches_no_run(root, plain_env, tmp_path, monkeypatch):
+    run, said = made(root, "raise SystemExit('failed')\n"), []
+    own = code.of_run(run.path)
+    recipe_file = root / "code" / "mine.yaml"
+    run.write("submission.json", {"recipe": "mine", "recipe_file": str(recipe_file), "jobs": []})
+    assert by_bash(run, plain_env) == 1
+    changed = shutil.copytree(own.folder, tmp_path / "checkout")
+    with (changed / "slurm" / "job.sh").open("a") as file:
+        file.write("say 'the new code'\n")
+    (changed / "origin.json").unlink()
+    monkeypatch.setattr(paths, "REPO_ROOT", changed)
+
+    def ended(jobs: int) -> bool:
+        return len(run.attempts) == jobs and state_of(run).ended
+
+    resume(run, choose(True), say=said.append)
+    until(lambda: ended(2), 60, lambda: report(run.path))
+    assert (
+        f"continues with its own code, {own.title}; for the current code: cookbook resume"
+        in said[0]
+    )
+    assert "the new code" not in log(run) and run.jobs[-1]["code"] == own.sha256
+    resume(run, choose(True), Changes(Site(name="site"), code=True), said.append)
+    until(lambda: ended(3), 60, lambda: report(run.path))
+    new = code.of_run(run.path)
+    assert said[1] == f"code: {new.title}, was {own.title}"
+    assert "the new code" in log(run) and run.jobs[-1]["code"] == new.sha256 != own.sha256
+    assert run.jobs[-1]["changes"] == ["--code=current"]
+    shutil.rmtree(new.folder)
+    with pytest.raises(RunFault, match=r"was removed .* --code current"):
+        resume(run, choose(True))

@@ -85,7 +85,7 @@ def test_a_registered_model_is_trained_evaluated_and_loaded_by_its_alias(user: K
     done(*batch, "--output", str(answers), "--local", "--watch")
     assert [json.loads(x)["line"] for x in answers.read_text().splitlines()] == [*range(1, 33)]
     again = user.cookbook(*batch, "--output", str(answers), "--local")
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "already exists" in again.stderr
     rates = tmp_path / "rates.yaml"
     cells = "list: [{name: a, set: {optimizer.lr: 1.0e-3}}, {name: b, set: {optimizer.lr: 0.002}}]"
     rates.write_text(f"description: two rates\nrecipe: {recipe[0]}\nparallel: 1\n{cells}\n")

@@ -25,10 +25,10 @@ def made(root: Path, state: str = "RUNNING", attempts: int = 1) -> Run:
     """A run of 2 x 2 ranks, with the logs of one attempt or more."""
     run = Run(root / "runs" / "20261122-151728-demo-0a1b")
     run.path.mkdir(parents=True)
-    run.write("submission.json", {"recipe": "demo", "jobs": [{"job_id": "7"}]})
+    asked = {"nodes": 2, "gpus_per_node": 2}
+    run.write("submission.json", {"recipe": "demo", "jobs": [{"job_id": "7"}], "asked": asked})
     record = {"attempt": attempts - 1, "nodes": ["n1", "n2"], "started": BEGAN}
     run.write("status.json", {"job_id": "7", "state": state, **record})
-    (run.path / "job.sbatch").write_text("#!/bin/bash\n# demo: 2 x 2 ranks, one torchrun\n")
     for attempt in range(attempts):
         add_attempt(run, attempt)
     (run.logs / "job.log").write_text("15:17:30 cookbook: attempt 0 on n1, n2\nsrun: an error\n")

@@ -1,9 +1,11 @@
 """cookbook prepare and cookbook data, as a user types them."""
 
+import contextlib
 import json
 import math
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,7 @@ def test_from_raw_data_to_a_dataset_of_a_recipe(user, recipe, tmp_path):
     assert not user.root.exists()
     done = user.cookbook("prepare", recipe, "--json")
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     told = json.loads(done.stdout)
     assert told["rows"] == 100 and set(told["splits"]) == {"train", "val"}
     other = user.cookbook("prepare", recipe, "steps.0.filter=quality >= 0.9", "--name", "strict")
@@ -87,6 +90,75 @@ def test_from_raw_data_to_a_dataset_of_a_recipe(user, recipe, tmp_path):
     assert "warning  train: data/train" in user.cookbook("data", "show", "mine").stdout
 
 
+def test_rows_of_tables_and_queries_lead_to_them(user, tmp_path):
+    deltalake = pytest.importorskip("deltalake")
+    records = [qa(f"q{n}", "a") for n in range(3)]
+    deltalake.write_deltalake(str(tmp_path / "table"), pa.Table.from_pylist(records))
+    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as con:
+        con.execute("CREATE TABLE t (id INTEGER, question TEXT, answer TEXT)")
+        con.executemany("INSERT INTO t VALUES (?, ?, 'b')", [(n, f"s{n}") for n in range(9)])
+        con.commit()
+    query = {"url": f"sqlite://{tmp_path}/db", "query": "SELECT * FROM t", "name": "db"}
+    query |= {"partition_by": "id", "partitions": 3, "format": "qa"}
+    table = {"path": "table", "type": "delta", "format": "qa"}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yamlfile.dump({"sources": [table, query]}))
+    assert user.cookbook("prepare", str(path)).returncode == 0
+    shown = user.cookbook("data", "show", "mine", "--row", "3").stdout
+    file, _, rest = shown.partition(", row 3 (from ")
+    assert Path(file).is_file() and rest == f"{tmp_path}/table, version 0)\n"
+    shown = user.cookbook("data", "show", "mine", "--row", str((2 << 40) + 1)).stdout
+    assert shown.startswith("row 1 of rows where id >= 3 AND id < 6") and "SELECT" in shown
+
+
+ENDLESS = """
+WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)
+SELECT 'q' || i AS question, 'a' AS answer FROM n
+"""
+
+
+def members(group: int) -> bool:
+    """Whether a group of processes has members."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("number", "threads"), [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 2)]
+)
+def test_a_killed_command_leaves_no_folder_in_tmp(user, tmp_path, number, threads):
+    """The command is the process that works: a signal ends it, and no other goes on."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    path = tmp_path / "mine.yaml"
+    source = {"url": "sqlite://", "query": ENDLESS, "format": "qa"}
+    sources = [{**source, "name": name} for name in ("one", "other")]
+    path.write_text(yamlfile.dump({"sources": sources, "threads": threads}))
+    argv = [sys.executable, "-m", "launcher", "prepare", str(path)]
+    env = {**user.env, "TMPDIR": str(temporary)}
+    process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        folder = user.root / "datasets/prepared/mine/.work"
+        until(lambda: list(folder.glob("00-read-*/.part-*")), 120)
+        process.send_signal(number)
+        process.wait(60)
+        until(lambda: not members(process.pid), 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    left = [each.name for each in temporary.iterdir()]
+    if number == signal.SIGTERM:
+        assert not left
+    # What an engine may spill is removed by the next run, as nothing else can after a KILL.
+    assert all(name.startswith("cookbook-duckdb-") for name in left)
+    done = subprocess.run([*argv, "--preview", "--rows", "3"], env=env, capture_output=True)
+    assert done.returncode == 0 and not list(temporary.iterdir()), done.stderr
+    assert b"Warning" not in done.stderr
+
+
 def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path):
     asked = {"model": "m", "feedback": None, "label": None}
     log = []
@@ -114,10 +186,10 @@ def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path):
     [
         (["steps.0={filtr: a > 1}"], "there is no step 'filtr' (did you mean filter?)"),
         (["steps.2={split: {train: 0.8, val: 0.1}}"], "must add up to 1; 0.8 + 0.1 = 0.9"),
-        (["steps.7.filter=a"], "steps has 3 places, steps.0 to steps.2"),
+        (["steps.7.filter=a"], "steps has 3 items, steps.0 to steps.2"),
         (["sources.0.format=qna"], "sources.0.format must be one of"),
-        (["engine=duckdb", "--nodes", "2"], "duckdb runs on one node, and 2 are asked for"),
-        (["--watch"], "nothing is queued without --nodes"),
+        (["engine=duckdb", "--nodes", "2"], "duckdb runs on one node, and 2 are requested"),
+        (["--watch"], "without --nodes no job is submitted"),
         (["resources.gpus_per_node=8"], "resources.gpus_per_node is not used"),
         (["sources.0.path=no.jsonl"], "no.jsonl: fix path of the source"),
         (["steps.0.filter=qualty > 1"], "there is no column 'qualty' (did you mean quality?)"),
@@ -134,7 +206,7 @@ def test_what_is_wrong_is_one_line(user, recipe, arguments, words):
 def test_a_job_on_one_node(slurm_user, recipe):
     shown = slurm_user.cookbook("prepare", recipe, "--nodes", "1", "--mem", "4G", "--dry-run")
     assert "#SBATCH --mem=4G\n" in shown.stdout and "gpu" not in shown.stdout.lower().replace(
-        "# it looks at gpus, and no gpu is used", ""
+        "# it checks gpus, and no gpu is used", ""
     )
     done = slurm_user.cookbook("prepare", recipe, "--nodes", "1", "--watch")
     assert done.returncode == 0, done.stderr
@@ -153,7 +225,7 @@ def test_a_failed_job_goes_on_once_its_fault_is_gone(slurm_user, recipe, tmp_pat
     assert len(attempts) == 1, "a retry cannot help"
     changed = slurm_user.cookbook("resume", "last", "memory=2G")
     assert changed.returncode == 2
-    assert "prepares data and goes on only as it was: leave memory=2G out" in changed.stderr
+    assert "prepares data and can only resume unchanged: leave memory=2G out" in changed.stderr
     (tmp_path / "away.jsonl").rename(raw)
     again = slurm_user.cookbook("resume", "last", "--watch")
     assert again.returncode == 0, again.stdout + again.stderr

@@ -52,8 +52,7 @@ def gpu_step(at: float = 0.0, late: float = 0.0) -> list[dict]:
 def written(root: Path, **ranks: list[dict]) -> Run:
     run = Run(root / "runs" / NAME)
     (run.path / "profile").mkdir(parents=True)
-    run.write("submission.json", {"recipe": "demo"})
-    (run.path / "job.sbatch").write_text("#!/bin/bash\n# demo: 2 x 2 ranks, one torchrun\n")
+    run.write("submission.json", {"recipe": "demo", "asked": {"nodes": 2, "gpus_per_node": 2}})
     for name, events in ranks.items():
         text = json.dumps({"traceEvents": events, "host_name": "n1"})
         (run.path / f"profile/{name}.100.pt.trace.json").write_text(text)
@@ -110,7 +109,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least(tmp_path):
     told = list(profile.lines(run, found, {}, 2))
     assert told[0] == f"{NAME}: 1 step, traced on 3 of 4 ranks (GPU)"
     assert any(line.split()[:4] == ["1", "1.0", "ms", "60.0"] for line in told), told
-    assert told[-1].startswith("try        rank 1 holds the others up by 0.1 ms per step (10 %)")
+    assert told[-1].startswith("try        rank 1 delays the others by 0.1 ms per step (10 %)")
 
 
 @pytest.mark.parametrize(
@@ -143,11 +142,13 @@ def test_a_trace_that_is_corrupt_is_named_and_passed_over(tmp_path, user: Kit):
     done = user.cookbook("profile", NAME)
     assert done.returncode == 0, done.stderr
     assert [line[:2] for line in done.stdout.splitlines()[2:4]] == ["0 ", "2 "]
-    assert f"passed over: {folder / 'rank_1.200.pt.trace.json'} is no whole trace" in done.stderr
-    assert f"{folder / 'rank_3.200.pt.trace.json'} holds events of another form" in done.stderr
+    assert f"skipped: {folder / 'rank_1.200.pt.trace.json'} is not a complete trace" in done.stderr
+    assert (
+        f"{folder / 'rank_3.200.pt.trace.json'} contains events in an unknown format" in done.stderr
+    )
     told = json.loads(user.cookbook("profile", NAME, "--json").stdout)
     assert [row["rank"] for row in told["ranks"]] == [0, 2]
     for path in folder.glob("rank_[02]*"):
         path.unlink()
-    with pytest.raises(RunFault, match="no whole trace"):
+    with pytest.raises(RunFault, match="not a complete trace"):
         profile.ranks(run)

@@ -10,6 +10,7 @@ import pytest
 from launcher import checks, paths, render
 from launcher.checks import preflight
 from launcher.errors import RecipeFault
+from launcher.executors import choose
 from launcher.recipes import recipe as recipes
 from launcher.recipes import stock
 from launcher.recipes.entries import all_keys
@@ -149,10 +150,49 @@ def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
     assert entries["torchtune:eleuther_eval"] == 10
 
 
+@pytest.mark.parametrize("given", ["dots", "link", "name", "linked package"])
+def test_a_stock_config_starts_the_same_however_it_is_named(given, tmp_path, monkeypatch):
+    """Keys of torchtune's own scripts, such as kd_ratio, are taken, as `tune run` takes them."""
+    name = "llama3_2/8B_to_1B_KD_lora_distributed"
+    path = stock.configs()[name]
+    options = {"nodes": 1, "gpus_per_node": 2}
+    by_path = recipes.load(str(path), resources=options)
+    if given == "dots":
+        text = f"{path.parent}/../{path.parent.name}/{path.name}"
+    elif given == "link":
+        (tmp_path / "mine.yaml").symlink_to(path)
+        text = str(tmp_path / "mine.yaml")
+    elif given == "name":
+        text = name
+    else:
+        # Some installers link each file of a package into their cache.
+        packages = tmp_path / "packages"
+        (packages / "recipes/configs/llama3_2").mkdir(parents=True)
+        (packages / "torchtune").symlink_to(path.parents[3] / "torchtune")
+        link = packages / "recipes/configs" / f"{name}.yaml"
+        link.symlink_to(path)
+        monkeypatch.setattr(stock, "site_packages", lambda: packages)
+        text = str(link)
+    recipe = recipes.load(text, resources=options)
+    assert recipe.entry_name == "torchtune:knowledge_distillation_distributed"
+    assert recipe.config["kd_ratio"] == 0.5 and recipe.config == by_path.config
+    script = render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
+    assert "/recipes/knowledge_distillation_distributed.py --config" in script
+
+
+def test_a_mistyped_stock_name_is_answered_with_the_nearest():
+    (fault,) = faults_of("llama3_1/8B_ful_dpo")
+    assert fault == (
+        "torchtune has no config 'llama3_1/8B_ful_dpo' (did you mean llama3_1/8B_full_dpo?): "
+        "list them with: tune ls"
+    )
+    assert recipes.load("llama3_1/8B_full_dpo").entry_name == "torchtune:full_dpo_distributed"
+
+
 def test_a_stock_recipe_for_one_gpu_gets_no_more():
     path = stock.site_packages() / "recipes/configs/quantization.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 2})
-    with pytest.raises(RecipeFault, match="quantize runs on one GPU, and 1 x 2 are asked for"):
+    with pytest.raises(RecipeFault, match="quantize runs on one GPU, and 1 x 2 are requested"):
         render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
 
 
@@ -160,7 +200,7 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
 def test_what_the_environment_lacks_is_found_before_the_queue():
     path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
-    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), local=True)))
+    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
     assert "imports lm_eval, which the virtual environment lacks" in told
     assert "pip install lm_eval" in told
 
@@ -172,7 +212,7 @@ def test_pickled_weights_are_refused(tmp_path):
         "+checkpointer.checkpoint_files=[pytorch_model.bin]",
     ]
     recipe = recipes.load("llama1b_lora", overrides)
-    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), local=True)))
+    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
     assert "names pytorch_model.bin, a pickle" in told
 
 
@@ -199,7 +239,7 @@ def test_a_recipe_extends_others_block_by_block(tmp_path):
     ("extends", "told"),
     [
         ("llama1b_lroa", "did you mean llama1b_lora?"),
-        ("mine.yaml", "leads back to itself"),
+        ("mine.yaml", "refers to itself"),
         ("../nowhere.yaml", "there is no '../nowhere.yaml'"),
         ("../../etc/passwd", "there is no"),
         ("[7]", "there is no 7"),
@@ -216,12 +256,12 @@ def test_a_wrong_extends_is_one_fault(tmp_path, extends, told):
     ("name", "told"),
     [
         ("llama70b_lroa", "did you mean llama70b_lora?"),
-        ("../../etc/passwd", "may hold only letters"),
-        ("-rf", "may hold only letters"),
-        ("a\nb", "may hold only letters"),
-        ("$(id)", "may hold only letters"),
-        ('x"y', "may hold only letters"),
-        ("x" * 10_000, "may hold only letters"),
+        ("../../etc/passwd", "may contain only letters"),
+        ("-rf", "may contain only letters"),
+        ("a\nb", "may contain only letters"),
+        ("$(id)", "may contain only letters"),
+        ('x"y', "may contain only letters"),
+        ("x" * 10_000, "may contain only letters"),
         ("nowhere/mine.yaml", "there is no recipe file"),
     ],
 )
@@ -258,7 +298,7 @@ def test_a_wrong_name_is_one_fault(name, told):
         ("optimizer.lr=[1,", "broken YAML"),
         ("entry=os.system", "is not known"),
         ("batch_size=1.5", "a whole number, 1 or more"),
-        ("tokenizer.path=${nowhere.path}", "leads nowhere"),
+        ("tokenizer.path=${nowhere.path}", "is not defined"),
         ("tokenizer.path=${tokenizer.path}", "refers to itself"),
     ],
 )
@@ -311,16 +351,16 @@ def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
         ("epochs: many", ", line 2"),
         ("resources: {nodes: 1, gpus_per_node: x}", ", line 2"),
         ("env: [A]", "env must be a block of 'key: value' lines, got ['A'], in "),
-        ("env: {A: null}", 'env.A has no value: write A: "" to set it to nothing, in '),
+        ("env: {A: null}", 'env.A has no value: write A: "" to set it to an empty string, in '),
         ("secrets: yes_please", "secrets must be a list of names, or names with paths"),
-        ("secrets: {A B: x}", "which is no variable's name with the path of a file"),
+        ("secrets: {A B: x}", "which is not a valid variable name with the path of a file"),
         ("share: all", "share must be one of private, group, got 'all'"),
         ("resume_from_checkpoint: true", "resume_from_checkpoint is refused: a run resumes"),
-        ("checkpointer: {recipe_checkpoint: x}", "cannot read the state of torchtune's trainer"),
+        ("checkpointer: {recipe_checkpoint: x}", "cannot read the state of a torchtune run"),
         ("dataset: {packed: 7}", "dataset.packed must be true or false, got 7"),
         ("profiler: {enable: true}", "unknown key 'profiler.enable' (did you mean enabled?)"),
-        ("generate: {}", "generate.prompts is missing: it must be a list of texts"),
-        ("tokenizer: {path: '${nowhere}'}", "${nowhere} leads nowhere, in "),
+        ("generate: {}", "generate.prompts is missing: it must be a list of strings"),
+        ("tokenizer: {path: '${nowhere}'}", "${nowhere} is not defined, in "),
     ],
 )
 def test_a_fault_names_the_file_and_the_line(tmp_path, fault, told):
@@ -377,18 +417,19 @@ def test_whichever_way_to_say_it_is_given_last_counts(overrides, layers):
 
 def test_who_may_read_a_run_is_the_recipes_choice_then_the_sites():
     private, group = Site(), Site(share="group")
-    assert complete(recipes.load("demo"), private, local=True).umask == "077"
-    assert complete(recipes.load("demo"), group, local=True).umask == "027"
-    assert complete(recipes.load("demo", ["share=private"]), group, local=True).umask == "077"
+    assert complete(recipes.load("demo"), private, executor=choose(True)).umask == "077"
+    assert complete(recipes.load("demo"), group, executor=choose(True)).umask == "027"
+    mine = recipes.load("demo", ["share=private"])
+    assert complete(mine, group, executor=choose(True)).umask == "077"
     assert recipes.load("demo", ["share=group"]).umask == "027"
 
 
 def test_exclusive_nodes_come_with_their_memory():
     for overrides, mem in ([], None), (["resources.exclusive=true"], "0"):
-        recipe = complete(recipes.load("demo", overrides), Site(), local=True)
+        recipe = complete(recipes.load("demo", overrides), Site(), executor=choose(True))
         assert recipe.resources.mem == mem
     given = recipes.load("demo", ["resources.exclusive=true", "resources.mem=9G"])
-    assert complete(given, Site(), local=True).resources.mem == "9G"
+    assert complete(given, Site(), executor=choose(True)).resources.mem == "9G"
     site = Site(resources={"exclusive": True, "mem": "7G", "cpus_per_gpu": 3})
     resources = complete(recipes.load("llama1b_lora"), site).resources
     assert (resources.mem, resources.cpus_per_gpu) == ("7G", 3)

@@ -124,7 +124,7 @@ def test_no_directive_takes_a_hostile_value(fixed, value):
 
 
 def test_values_in_the_body_are_quoted(fixed, tmp_path):
-    body = script("demo", SITE).partition("\nsource ")[0]
+    body = script("demo", SITE).partition("\n# A network")[0]
     (tmp_path / "body.sh").write_text(body + 'printf "%s" "$GREETING"\n')
     said = subprocess.run(["bash", str(tmp_path / "body.sh")], capture_output=True, text=True)
     assert said.stdout == SITE.environment["GREETING"]
@@ -159,10 +159,10 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
         "resources.node'",
         "resources.mem",
         "keep secrets out",
-        "no variable's name",
+        "not a valid variable name",
         "environment sets NODES, which the job script, Slurm or torchrun sets",
         "environment sets SLURM_JOB_ID, which",
-        "job_setup must be a list of texts",
+        "job_setup must be a list of strings",
         "node_paths holds whole paths",
         "did you mean network_interface",
     ):

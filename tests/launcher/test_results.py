@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from launcher import paths, yamlfile
-from launcher.errors import RunFault, UsageFault
+from launcher.errors import UsageFault
 from launcher.observe import diff
 from launcher.observe.results import compare, ordered, shown
+from launcher.runs import code
 from launcher.runs.directory import Run
-from launcher.runs.provenance import data_files, git_state
+from launcher.runs.provenance import data_files
+from launcher.runs.states import state_of
 from launcher.site import Site
+from launcher.tracking import facts
 from launcher.workflows import replay
 from tests.launcher.kit import Kit, losses
 
@@ -34,10 +38,10 @@ def made(root: Path, name: str, change: dict | None = None, loss: float = 0.5, *
     """A finished run of 2 x 4 GPUs: an attempt that was lost, and one that was not."""
     run = Run(root / "runs" / f"20260102-030405-{name}-0a1b")
     run.path.mkdir(parents=True)
-    run.write("submission.json", {"recipe": "demo", "jobs": [{"job_id": "7"}]})
+    asked = {"nodes": 2, "gpus_per_node": 4}
+    run.write("submission.json", {"recipe": "demo", "jobs": [{"job_id": "7"}], "asked": asked})
     config = json.loads(json.dumps({**RECIPE, "output_dir": str(run.path)})) | (change or {})
     (run.path / "recipe.yaml").write_text(yamlfile.dump(config))
-    (run.path / "job.sbatch").write_text("#!/bin/bash\n# demo: 2 x 4 ranks, one torchrun\n")
     run.write("provenance.json", {**MADE, **made_by})
     lines = [
         {"attempt": 0, "started": 1000.0, "ended": 1900.0, "cause": "killed", "checkpoint_step": 5},
@@ -70,6 +74,38 @@ def test_results_count_lost_work_and_cost(tmp_path):
         ordered(rows, "los")
 
 
+def test_the_last_mini_batch_does_not_decide(tmp_path, monkeypatch):
+    """A worse model whose last mini-batch was an easy one; with val_loss that decides."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
+
+    def run(name: str, last: list[float], **more: float) -> Run:
+        found = made(tmp_path, name)
+        losses = [3.0] * 18 + last
+        lines = [{"step": k, "time": 2100.0, "loss": x} for k, x in enumerate(losses, 1)]
+        lines[-1] |= more
+        (found.path / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+        return found
+
+    good, bad = run("good", [1.0, 1.1]), run("bad", [2.0, 0.9])
+    rows, keys = compare([bad, good])
+    assert [row["run"] for row in ordered(rows, None)] == [good.name, bad.name]
+    assert {row["run"]: row["loss_last_tenth"] for row in rows} == {
+        good.name: pytest.approx(1.05),
+        bad.name: pytest.approx(1.45),
+    }
+    heading, *lines = shown(ordered(rows, None), keys, "table").splitlines()
+    assert "LOSS (LAST 10 %)" in heading and "VAL LOSS" not in heading
+    assert "1.0500" in lines[0] and "1.4500" in lines[1]
+    text = "\n".join(diff.lines(bad, good))
+    assert re.search(r"loss_last_tenth +1\.4500 +1\.0500 +\(-27\.6 %\)", text)
+    assert facts.outcomes(good, state_of(good))["outcome/loss_last_tenth"] == pytest.approx(1.05)
+    good, bad = run("well", [2.0, 2.0], val_loss=1.0), run("ill", [1.0, 1.0], val_loss=2.0)
+    rows, keys = compare([bad, good])
+    assert [row["run"] for row in ordered(rows, None)] == [good.name, bad.name]
+    heading = shown(rows, keys, "table").splitlines()[0]
+    assert heading.index("VAL LOSS") < heading.index("LOSS (LAST 10 %)")
+
+
 def test_results_in_every_format(tmp_path):
     runs = [made(tmp_path, "one"), made(tmp_path, "other", {"note|": "=1+1", "batch_size": 16})]
     rows, keys = compare(runs)
@@ -78,7 +114,7 @@ def test_results_in_every_format(tmp_path):
     assert json.loads(shown(rows, keys, "json"))[1]["settings"]["batch_size"] == 16
     read = list(csv.DictReader(io.StringIO(shown(rows, keys, "csv"))))
     assert [row["batch_size"] for row in read] == ["8", "16"] and read[1]["note|"] == "'=1+1"
-    assert read[0]["loss"] == "0.5" and read[0]["cost"] == ""
+    assert read[0]["loss_last_tenth"] == "0.5" and read[0]["cost"] == ""
     table = shown(rows, keys, "markdown").splitlines()
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1
 
@@ -140,7 +176,7 @@ def test_diff_says_whether_only_one_thing_changed(tmp_path):
     one = made(tmp_path, "one")
     same = made(tmp_path, "same", loss=0.25)
     assert diff.differences(one, same) == []
-    assert list(diff.lines(one, same))[-1].startswith("nothing that is recorded differs")
+    assert list(diff.lines(one, same))[-1].startswith("nothing recorded differs")
     rate = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.001}}
     told = list(diff.lines(one, made(tmp_path, "rate", rate, loss=0.25)))
     assert told[-1] == "one thing changed: configuration, optimizer.lr  0.003 -> 0.001"
@@ -168,37 +204,33 @@ def test_the_data_is_part_of_the_provenance(tmp_path):
     assert [each.part for each in diff.differences(one, other)] == ["data"]
 
 
-def test_replay_makes_the_code_again_with_dirty_changes(tmp_path):
-    here = git_state(paths.REPO_ROOT)
-    first = "".join(f" {line}\n" for line in Path("LICENSE").read_text().split("\n")[:3])
-    head = "diff --git a/LICENSE b/LICENSE\n--- a/LICENSE\n+++ b/LICENSE\n@@ -1,3 +1,4 @@\n"
-    change = f"{head}+changed\n{first}"
-    kit = {"commit": here["commit"], "diff": change, "untracked": ["mine.py"]}
-    run = made(tmp_path, "one", kit=kit, packages=["torch==1.0"], python="3.0")
-    said: list[str] = []
-    found = replay.prepare(run, Site(shared_root=str(tmp_path)), said.append)
-    assert (found.checkout / "LICENSE").read_text().startswith("changed\n")
-    again = git_state(found.checkout)
-    assert again["commit"] == here["commit"] and "+changed" in again["diff"]
-    assert found.recipe.stem == "demo" and "output_dir" not in yamlfile.load(found.recipe)
-    for words in ("mine.py", "torch 1.0 -> 2.", "python 3.0 -> 3.1", "recorded no hash of it"):
+def test_replay_uses_the_code_of_the_run(tmp_path, monkeypatch):
+    site, said = Site(shared_root=str(tmp_path)), []
+    run = made(tmp_path, "one", packages=["torch==1.0"], python="3.0")
+    kit = code.present(site.root)
+    code.link(run.path, kit)
+    again = replay.prepare(run, site, said.append)
+    assert again.code == kit.folder and not any("code" in line for line in said)
+    assert again.recipe.stem == "demo" and "output_dir" not in yamlfile.load(again.recipe)
+    for words in ("torch 1.0 -> 2.", "python 3.0 -> 3.1", "recorded no hash of it"):
         assert any(words in line for line in said), said
-    # What is there already is used again.
-    assert replay.prepare(run, Site(shared_root=str(tmp_path)), said.append) == found
-    broken = made(tmp_path, "broken", kit={**kit, "diff": change.replace("\n ", "\n x")})
-    with pytest.raises(RunFault, match="uncommitted changes cannot be applied"):
-        replay.prepare(broken, Site(shared_root=str(tmp_path)), said.append)
-    gone = made(tmp_path, "gone", kit={**kit, "commit": "0" * 40})
-    with pytest.raises(RunFault, match=r"get it with: git -C .* fetch --all"):
-        replay.prepare(gone, Site(shared_root=str(tmp_path)), said.append)
+    changed = shutil.copytree(kit.folder, tmp_path / "checkout")
+    (changed / "runspec" / "new.py").write_text("")
+    monkeypatch.setattr(paths, "REPO_ROOT", changed)
+    assert replay.prepare(run, site, said.append).code == kit.folder
+    assert any(line.startswith(f"code: {kit.sha256[:12]} (commit ") for line in said), said
+    code.link(run.path, code.Code(tmp_path / "gone"))
+    other = replay.prepare(run, site, said.append).code
+    assert any("the current code is used" in line for line in said)
+    assert other != kit.folder and (other / "runspec" / "new.py").is_file()
 
 
 def test_what_cannot_be_replayed_says_so(tmp_path):
     script = made(tmp_path, "own", {"entry": "script:train.py"})
-    with pytest.raises(UsageFault, match="ran a script of its own"):
+    with pytest.raises(UsageFault, match="ran its own script"):
         replay.prepare(script, Site(shared_root=str(tmp_path)), print)
     (script.path / "provenance.json").unlink()
-    with pytest.raises(UsageFault, match="nobody knows what made it"):
+    with pytest.raises(UsageFault, match="so it cannot be replayed"):
         replay.prepare(script, Site(shared_root=str(tmp_path)), print)
 
 
@@ -228,5 +260,6 @@ def test_a_replayed_run_has_the_same_losses(user: Kit, kit: Kit, tmp_path):
     assert watched.returncode == 0, watched.stdout + watched.stderr
     assert losses(first) == losses(second)
     told = user.cookbook("diff", first.name, second.name).stdout
-    assert told.splitlines()[-1].startswith("nothing that is recorded differs"), told
-    assert os.fspath(user.root / "replays") in (second / "job.sbatch").read_text()
+    assert told.splitlines()[-1].startswith("nothing recorded differs"), told
+    assert (first / "kit").resolve() == (second / "kit").resolve()
+    assert "# a change" in (second / "kit" / "trainer" / "schedule.py").read_text()

@@ -117,7 +117,7 @@ def test_a_finished_run_is_neither_resumed_nor_cancelled_nor_trained_again(
     run, _ = demo
     resumed = kit.cookbook("resume", run.name)
     assert resumed.returncode == 2 and "is finished" in resumed.stderr
-    assert "has ended already: COMPLETED" in kit.cookbook("cancel", run.name).stdout
+    assert "has already ended: COMPLETED" in kit.cookbook("cancel", run.name).stdout
     before = (run / "metrics.jsonl").read_bytes()
     assert slurm.run(["sbatch", "--wait", str(run / "job.sbatch")]).returncode == 0
     assert "finished already" in (run / "logs" / "job.log").read_text()

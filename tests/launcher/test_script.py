@@ -12,6 +12,7 @@ from launcher import checks
 from launcher import site as cluster
 from launcher.checks import preflight
 from launcher.errors import RecipeFault
+from launcher.executors import choose
 from launcher.recipes import recipe
 from launcher.runs import snapshot
 from tests.launcher.kit import Kit, ranks_of, report, until
@@ -51,7 +52,7 @@ def project(folder: Path, script: str, **keys: object) -> Path:
 
 def faults(path: Path, *overrides: str) -> list[str]:
     return preflight.faults(
-        checks.Context(recipe.load(str(path), overrides), cluster.Site(), local=True)
+        checks.Context(recipe.load(str(path), overrides), cluster.Site(), executor=choose(True))
     )
 
 
@@ -172,8 +173,8 @@ def test_every_fault_of_a_script_is_named_at_once(tmp_path):
         ({"env": {"WANDB_API_KEY": "x"}}, "keep secrets out of it; name it under secrets:"),
         ({"env": {"A": "b\nc"}}, "env.A must be one line"),
         ({"secrets": "KEY"}, "secrets must be a list of names"),
-        ({"secrets": ["A B"]}, "no variable's name"),
-        ({"args": ["a\nb"]}, "no line of text"),
+        ({"secrets": ["A B"]}, "not a valid variable name"),
+        ({"args": ["a\nb"]}, "not one line of text"),
         ({"timeout": "soon"}, "timeout must be a limit such as"),
     ],
 )
@@ -191,5 +192,5 @@ def test_what_cannot_be_copied_leaves_no_run(kit: Kit, tmp_path):
         file.truncate(snapshot.LIMIT_BYTES + 1)
     before = kit.runs()
     done = kit.cookbook("submit", "--recipe", str(path))
-    assert done.returncode == 1 and "a snapshot takes 100 MiB at most" in done.stderr
+    assert done.returncode == 1 and "a snapshot may have at most 100 MiB" in done.stderr
     assert kit.runs() == before

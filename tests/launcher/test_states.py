@@ -101,7 +101,7 @@ def test_a_run_without_any_job_says_so(slurm, tmp_path, kit: Kit):
     assert (told["state"], told["job_id"]) == ("UNKNOWN", None)
     assert told["detail"].startswith("its job is gone from the queue, it has written no state; ")
     done = user.cookbook("cancel", NAME)
-    assert done.stdout.startswith(f"no job of {NAME} is known") and "None" not in done.stdout
+    assert done.stdout.startswith(f"{NAME} has no known job") and "None" not in done.stdout
 
 
 @pytest.mark.long
@@ -149,7 +149,7 @@ def test_a_broken_record_is_named_and_hides_no_other_run(tmp_path, name, text):
     assert known[whole.name].word == "COMPLETED"
     shown = list(table([row(each, known[each.name]) for each in (run, whole)]))
     path = run.path / name
-    assert f"{path} is broken (no JSON object): move it away with: mv {path} " in shown[1]
+    assert f"{path} is broken (not a JSON object): move it away with: mv {path} " in shown[1]
     assert "COMPLETED" in shown[2] and list(summary(run, known[run.name]))
     with pytest.raises(RunFault, match=f"{name}.broken.*; then: cookbook resume"):
         resume(run)

@@ -23,23 +23,20 @@ from launcher.runs.states import judged, state_of
 from runspec import files
 from tests.launcher.kit import Kit
 
-SCRIPT = (
-    "#!/bin/bash\n# demo: 2 x 4 ranks, one torchrun per node, run X.\n#SBATCH --time=01:00:00\n"
-)
+ASKED = {"nodes": 2, "gpus_per_node": 4, "time": "01:00:00"}
 
 
 def made(root: Path, name: str, state: str = "COMPLETED", recipe: str = "demo", **status) -> Run:
     """A run directory with what submit, the job and the trainer write."""
     run = Run(root / "runs" / name)
     (run.path / "logs").mkdir(parents=True)
-    run.write("submission.json", {"recipe": recipe, "jobs": [{"job_id": "7"}]})
+    run.write("submission.json", {"recipe": recipe, "jobs": [{"job_id": "7"}], "asked": ASKED})
     times = {"started": 1000.0, "updated": 1130.0, "ended": 1130.0}
     record = {"job_id": "7", "attempt": 0, "nodes": ["n1", "n2"], **times, "state": state}
     run.write("status.json", record | status)
     rates = {"tokens_per_second_per_gpu": 1234.5, "mfu": 0.412}
     progress = {"step": 50, "total_steps": 100, "loss_last": 0.5, "checkpoint_step": 40}
     run.write("progress.json", {**progress, **rates, "state": "running"})
-    (run.path / "job.sbatch").write_text(SCRIPT)
     step = {"step": 60, "loss": 0.25, "step_time_s": 2.0, "mfu": 0.5, "time": 1100.0}
     (run.path / "metrics.jsonl").write_text(f"{json.dumps(step)}\n" + '{"step": 70, "lo')
     return run
@@ -179,7 +176,7 @@ def test_what_is_no_run_is_named_and_passed_over(tmp_path, user: Kit):
         done = user.cookbook("status", *options)
         assert done.returncode == 0 and len(done.stdout.splitlines()) == 2, done.stdout
         assert whole.name in done.stdout
-        assert "passed over" in done.stderr and "notes.txt and 1 more" in done.stderr
+        assert "skipped in" in done.stderr and "notes.txt and 1 more" in done.stderr
         assert ".tmp-20260104-030405-made-0a1b, " in done.stderr
 
 

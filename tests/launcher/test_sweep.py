@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -276,3 +278,62 @@ def test_the_small_sweep_without_slurm(user: Kit, tmp_path):
     assert "stopped early by its sweep: loss" in user.status(slow)["detail"]
     # It stopped at a step, with a checkpoint.
     assert list(slow.glob("checkpoints/step_*/COMPLETE"))
+
+
+def killed_sweep(user: Kit, folder: Path, program: str, pattern: str) -> None:
+    """Start a sweep that is killed when it calls a program so for the third time."""
+    calls, tools = folder / "calls", folder / "bin"
+    tools.mkdir()
+    real = shutil.which(program, path=user.env["PATH"])
+    (tools / program).write_text(
+        f'#!/bin/bash\ncase "$*" in {pattern}) echo >>{calls} ;; esac\n'
+        f'[ -e {calls} ] && [ "$(wc -l <{calls})" -ge 3 ] && kill -KILL $PPID && exit\n'
+        f'exec {real} "$@"\n'
+    )
+    (tools / program).chmod(0o755)
+    script = project(folder, "print('trains')\n")
+    # Each asks Slurm for something else, so that there are several arrays.
+    cells = [{"name": f"k{n}", "set": {"resources.time": f"{n}"}} for n in range(10, 15)]
+    path = folder / "study.yaml"
+    path.write_text(json.dumps({"recipe": str(script), "list": cells}))
+    env = {**user.env, "PATH": f"{tools}:{user.env['PATH']}"}
+    done = Kit(env, user.root).cookbook("sweep", str(path), "--nodes", "1")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_a_sweep_killed_before_it_has_its_name_leaves_no_run(slurm_user: Kit, tmp_path):
+    runs = slurm_user.root / "runs"
+    killed_sweep(slurm_user, tmp_path, "git", "*rev-parse*")
+    assert list(runs.glob(".tmp-*")) and not list((slurm_user.root / "sweeps").glob("[!.]*"))
+    told = slurm_user.cookbook("status", "--json")
+    assert (told.returncode, json.loads(told.stdout)) == (0, [])
+
+
+def test_a_sweep_killed_before_its_runs_have_names_is_resumed(slurm_user: Kit, tmp_path):
+    runs = slurm_user.root / "runs"
+    killed_sweep(slurm_user, tmp_path, "sbatch", "*--parsable*")
+    (path,) = (slurm_user.root / "sweeps").glob("[!.]*")
+    left = [run for run in runs.iterdir() if not Run(run).all_jobs]
+    assert len(left) == 3, "two arrays were started"
+    # As if it had been killed before: what Slurm has not got has no name yet.
+    for run in left:
+        run.rename(run.with_name(f".tmp-{run.name}"))
+    assert len(json.loads(slurm_user.cookbook("status", path.name, "--json").stdout)) == 2
+    done = slurm_user.cookbook("sweep", "--resume", path.name)
+    assert done.returncode == 0 and "resumed 3 runs of" in done.stdout, done.stderr
+    assert len(list(runs.iterdir())) == 5 and not list(runs.glob(".tmp-*"))
+    slurm_user.cookbook("cancel", path.name)
+
+
+def test_a_run_whose_sweep_is_gone_says_what_to_do(slurm_user: Kit, tmp_path):
+    killed_sweep(slurm_user, tmp_path, "sbatch", "*--parsable*")
+    (path,) = (slurm_user.root / "sweeps").glob("[!.]*")
+    slurm_user.cookbook("cancel", path.name)
+    shutil.rmtree(path)
+    run = max((slurm_user.root / "runs").iterdir())
+    state = slurm_user.status(run)
+    advice = f"start it separately with: cookbook resume {run.name}, or remove it with: rm -r {run}"
+    assert state["state"] == "PENDING" and advice in state["detail"]
+    done = slurm_user.cookbook("resume", run.name)
+    assert done.returncode == 0 and f"resumed {run.name} as job " in done.stdout, done.stderr
+    assert slurm_user.cookbook("cancel", run.name).returncode == 0

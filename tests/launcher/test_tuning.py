@@ -10,7 +10,8 @@ from launcher.errors import UsageFault
 from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import DEFAULT_MFU, Estimate
 from launcher.sizing.predictions import SHOWN, Tuning
-from launcher.sizing.search import Prediction
+from launcher.sizing.search import Prediction, settings
+from launcher.sizing.step_config import step_of
 from tests.launcher.kit import Kit
 
 
@@ -27,6 +28,20 @@ def tuned(
 
 def mfu_while_computing(found: Prediction) -> float:
     return found.time.mfu / found.time.computing_share
+
+
+def test_no_setting_that_check_refuses_is_looked_at() -> None:
+    """Each move alone is sound: what the rules refuse is a combination."""
+    given = ["enable_fp8_training=true", "model.lora_dropout=0.1"]
+    config = recipes.load("llama8b_lora", given).train_config(Path("/none"), "/none/run")
+    step = step_of(config, 1, 8)
+    layouts = [(1, 1), (2, 1)]
+    found = [*settings(step, method=("full", "lora", "qlora"), layout=layouts)]
+    assert [(each.method, each.layout.tensor_parallel) for each in found] == [
+        ("full", 1),
+        ("full", 2),
+        ("lora", 1),
+    ]
 
 
 def test_faster_settings_fit_and_keep_the_rows_of_a_step():

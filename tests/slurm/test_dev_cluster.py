@@ -295,31 +295,32 @@ def test_a_failed_start_shows_the_log_and_stops_its_processes(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "cluster.sh: which command: up, down, status or env? (see cluster.sh --help)"),
+        ([], "cluster.sh: no command: give up, down, status or env (see cluster.sh --help)"),
         (["start"], "cluster.sh: unknown command 'start' (see cluster.sh --help)"),
         (["up", "--nodes"], "cluster.sh: --nodes needs a value (see cluster.sh up --help)"),
         (
             ["up", "--nodes", "0"],
-            "cluster.sh: --nodes takes a whole number from 1 to 64, got '0' "
+            "cluster.sh: --nodes must be a whole number from 1 to 64, got '0' "
             "(see cluster.sh up --help)",
         ),
         (
             ["up", "--gpus", "8; id"],
-            "cluster.sh: --gpus takes a whole number from 0 to 64, got '8; id' "
+            "cluster.sh: --gpus must be a whole number from 0 to 64, got '8; id' "
             "(see cluster.sh up --help)",
         ),
         (
             ["down", "--name", "../x"],
-            "cluster.sh: --name takes lower-case letters, digits and '-', got '../x' "
+            "cluster.sh: --name must be lower-case letters, digits and '-', got '../x' "
             "(see cluster.sh down --help)",
         ),
         (
             ["env", "--nodes", "2"],
-            "cluster.sh: --nodes belongs to 'up', not to 'env' (see cluster.sh env --help)",
+            "cluster.sh: --nodes is an option of 'up', not of 'env' (see cluster.sh env --help)",
         ),
         (
             ["down", "--accounting"],
-            "cluster.sh: --accounting belongs to 'up', not to 'down' (see cluster.sh down --help)",
+            "cluster.sh: --accounting is an option of 'up', not of 'down' "
+            "(see cluster.sh down --help)",
         ),
         (
             ["down", "--state", ""],
@@ -327,12 +328,12 @@ def test_a_failed_start_shows_the_log_and_stops_its_processes(
         ),
         (
             ["status", "--state", "/a b"],
-            "cluster.sh: --state takes a path of letters, digits and '/._@+-', got '/a b' "
+            "cluster.sh: --state must be a path of letters, digits and '/._@+-', got '/a b' "
             "(see cluster.sh status --help)",
         ),
         (
             ["up", "--set", "KillWait=2\nInclude=x"],
-            "cluster.sh: --set takes KEY=VALUE as slurm.conf has it, got 'KillWait=2\nInclude=x' "
+            "cluster.sh: --set must be KEY=VALUE as in slurm.conf, got 'KillWait=2\nInclude=x' "
             "(see cluster.sh up --help)",
         ),
     ],
@@ -388,7 +389,7 @@ def test_a_folder_that_is_not_a_state_folder_is_not_changed(
     work.write_text("dear")
     answer = cluster_sh(command, "--name", "work", "--state", cluster_root)
     assert answer.returncode == 1
-    assert "is no cluster's state folder" in answer.stderr
+    assert "is not a cluster's state folder" in answer.stderr
     assert work.read_text() == "dear"
 
 
@@ -476,7 +477,7 @@ def test_an_unknown_release_is_refused_with_the_list(arguments: list[str]) -> No
     answer = cluster_sh(*arguments)
     assert (answer.returncode, answer.stdout) == (2, "")
     assert answer.stderr == (
-        f"cluster.sh: --release takes one of 22.05 24.11 26.05, got '{arguments[-1]}' "
+        f"cluster.sh: --release must be one of 22.05 24.11 26.05, got '{arguments[-1]}' "
         "(see cluster.sh up --help)\n"
     )
 

@@ -101,7 +101,7 @@ def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
         folder.mkdir(mode=0o700, parents=True)
         (folder / "from_login").write_text(token)
         # slurm/node.sh takes a folder with this file for a run's.
-        (folder / files.RECIPE).touch()
+        (folder / files.TRAIN).touch()
     except OSError as error:
         words = f"cannot write {folder} ({error.strerror})"
         raise PreflightFault(f"{words}: set COOKBOOK_ROOT to another folder") from error

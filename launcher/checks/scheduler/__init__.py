@@ -19,7 +19,7 @@ def limits(context: Context) -> Iterable[Finding]:
 
     What other jobs use now, and nodes that are down now, do not count.
     """
-    if context.local:
+    if not context.executor.queued:
         raise Skipped(_NO_SLURM)
     known, rules, resources = context.partitions, slurm.rules(), context.resources
     wanted = resources.partition.split(",") if resources.partition else []
@@ -56,7 +56,7 @@ def _expedites() -> bool:
 
 def test_only(context: Context) -> Iterable[Finding]:
     """Ask sbatch --test-only about the script that would be submitted; nothing is queued."""
-    if context.local:
+    if not context.executor.queued:
         raise Skipped(_NO_SLURM)
     run = runs_root(context.cluster.root) / "check"
     script = job_script(context.recipe, context.cluster, run, context.recipe.name)

@@ -21,6 +21,16 @@ class SlurmExecutor:
     or a new database, gives it to another job.
     """
 
+    name = "slurm"
+    queued = True
+
+    @property
+    def arrays(self) -> "SlurmExecutor":
+        return self
+
+    def title(self, job_id: str | None) -> str:
+        return f"job {job_id}" if job_id else "no job"
+
     def start(
         self, script: Path, token: str, lease: int, earlier: Collection[str]
     ) -> dict[str, Any]:
@@ -38,11 +48,6 @@ class SlurmExecutor:
         parallel: int,
         after: str,
     ) -> dict[str, Any]:
-        """Start these tasks of a job array, so many at a time, as start() does one job.
-
-        Args:
-            after: the id of an array that has to end before, "" for none.
-        """
         here = _here()
         options = [f"--array={jobs.task_list(tasks)}%{parallel}"]
         options += [f"--dependency=afterany:{after}"] if after else []
@@ -50,11 +55,6 @@ class SlurmExecutor:
         return {"job_id": job_id, **(here or _here())}
 
     def living_tasks(self, array: str) -> dict[int, str]:
-        """Return the tasks of the arrays with this token that wait or run: job ids by number.
-
-        Raises:
-            SlurmFault: Slurm cannot be asked.
-        """
         found = _by_token(jobs.queue(all_states=True)).get(array, [])
         living = [job.job_id for job in found if job.state not in jobs.ENDED and "_" in job.job_id]
         return {int(job_id.partition("_")[2]): job_id for job_id in living}

@@ -1,0 +1,151 @@
+"""The kit's own code as a part of a run: a copy by content, shared by all runs that have the same.
+
+A change in the checkout reaches no run that is queued, retried or resumed.
+"""
+
+import hashlib
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import paths
+from launcher.errors import RunFault
+from launcher.runs.snapshot import git
+from runspec import files
+
+# What jobs run, and what submits them again: cookbook replay.
+_PARTS = ("configs", "datakit", "launcher", "runspec", "serving", "slurm", "templates", "trainer")
+_FOLDER = "code"
+# In a copy: where it comes from.
+_ORIGIN = "origin.json"
+_SHOWN_OF_HASH = 12
+
+
+@dataclass(frozen=True)
+class Code:
+    """A copy of the kit's code: its folder, whose name is the hash of its content."""
+
+    folder: Path
+
+    @property
+    def sha256(self) -> str:
+        return self.folder.name.partition(".")[0]
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The commit that it was made of, what had changed since, and untracked files."""
+        value = files.read_json_or_none(self.folder / _ORIGIN)
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def title(self) -> str:
+        """How people recognise it: its hash, and the commit it was made of."""
+        origin = self.origin
+        commit, changed = origin.get("commit"), origin.get("diff") or origin.get("untracked")
+        of = f" (commit {str(commit)[:_SHOWN_OF_HASH]}{' with changes' * bool(changed)})"
+        return f"{self.sha256[:_SHOWN_OF_HASH]}{of if commit else ''}"
+
+
+def of_run(run_dir: Path) -> Code | None:
+    """Return the code that a run uses; None if it has no copy or the copy was removed."""
+    try:
+        folder = (run_dir / files.KIT).resolve(strict=True)
+    except OSError:
+        return None
+    return Code(folder)
+
+
+def present(root: Path) -> Code:
+    """Return the copy of the present code in the shared folder, made if it is not there.
+
+    The group may read it, because a colleague's run may have the same code.
+
+    Raises:
+        RunFault: it cannot be read or written.
+    """
+    before = os.umask(0o027)
+    try:
+        return _kept(root / _FOLDER, _content())
+    except OSError as error:
+        raise RunFault(
+            f"cannot copy the kit's code to {root / _FOLDER}: {error.filename or ''}: "
+            f"{error.strerror or error}: check the disk, or set COOKBOOK_ROOT"
+        ) from error
+    finally:
+        os.umask(before)
+
+
+def present_sha256() -> str:
+    """Return the hash that a copy of the present code has."""
+    return _hash(_content())
+
+
+def _content() -> dict[str, bytes]:
+    """Return the files of the kit's code by path; settings of sites are left out."""
+    content = {}
+    for part in _PARTS:
+        for folder, folders, names in os.walk(paths.REPO_ROOT / part):
+            folders[:] = sorted(name for name in folders if name != "__pycache__")
+            place = Path(folder)
+            if place == paths.CLUSTERS:
+                continue
+            for name in sorted(names):
+                path = place / name
+                content[str(path.relative_to(paths.REPO_ROOT))] = path.read_bytes()
+    return content
+
+
+def _hash(content: dict[str, bytes]) -> str:
+    lines = (f"{name} {hashlib.sha256(text).hexdigest()}\n" for name, text in content.items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _kept(folder: Path, content: dict[str, bytes]) -> Code:
+    sha256 = _hash(content)
+    final = folder / sha256
+    if final.is_dir() and not os.access(final, os.R_OK | os.X_OK):
+        # Another user's private copy.
+        final = folder / f"{sha256}.{os.getuid()}"
+    if final.is_dir():
+        return Code(final)
+    temporary = folder / f".tmp-{final.name}-{os.getpid()}"
+    try:
+        for name, text in content.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).write_bytes(text)
+        files.write_json(temporary / _ORIGIN, git_state())
+        with suppress(FileExistsError):
+            # Another command may have made the same.
+            temporary.rename(final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Code(final)
+
+
+def link(run_dir: Path, code: Code) -> None:
+    """Let a run use a copy of the code, atomically."""
+    temporary = run_dir / f".{files.KIT}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(code.folder)
+    temporary.replace(run_dir / files.KIT)
+
+
+def git_state() -> dict[str, Any]:
+    """Return the commit of the present code and what has been changed since, as a diff.
+
+    A copy, from which cookbook replay submits, says where it comes from.
+    """
+    known = files.read_json_or_none(paths.REPO_ROOT / _ORIGIN)
+    if isinstance(known, dict):
+        return known
+    folder = paths.REPO_ROOT
+    commit, diff = git(folder, "rev-parse", "HEAD"), git(folder, "diff", "HEAD")
+    untracked = git(folder, "ls-files", "--others", "--exclude-standard")
+    return {
+        "commit": commit.decode().strip() if commit else None,
+        "diff": (diff or b"").decode(errors="replace"),
+        "untracked": (untracked or b"").decode(errors="replace").splitlines(),
+    }

@@ -1,0 +1,75 @@
+"""A run directory that is being made: it appears whole, or nothing of it stays."""
+
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from launcher.runs import lock
+from runspec import files
+
+_PREFIX = ".tmp-"
+_HOLDER = re.compile(r"process (\d+) on (.+)\Z")
+# Nobody can ask another host whether a command still runs there.
+_LEFT_S = 86400
+
+
+def hidden(path: Path) -> Path:
+    """Return the name that a directory has until all its files are written."""
+    return path.with_name(f"{_PREFIX}{path.name}")
+
+
+def is_hidden(name: str) -> bool:
+    """Whether this is the name of a directory that is not whole."""
+    return name.startswith(_PREFIX)
+
+
+@contextmanager
+def half_made(path: Path, named: bool = True) -> Iterator[Path]:
+    """Yield a new folder that gets the given path if the block succeeds, and is removed if not.
+
+    What a command left that was killed on this host is removed, too.
+
+    Args:
+        named: False leaves it hidden, for a sweep that makes several runs at once.
+    """
+    remove_left(path.parent)
+    temporary = hidden(path)
+    temporary.mkdir()
+    try:
+        (temporary / files.LOCK).write_text(lock.holder(), encoding="utf-8")
+        yield temporary
+        if named:
+            os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_left(root: Path) -> None:
+    """Remove the half-made folders whose command has ended."""
+    for path in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if _is_left(path):
+                shutil.rmtree(path)
+
+
+def _is_left(path: Path) -> bool:
+    submission = files.read_json_or_none(path / files.SUBMISSION)
+    sweep = submission.get("sweep") if isinstance(submission, dict) else None
+    if sweep and (path.parent.parent / files.SWEEPS / str(sweep)).is_dir():
+        return False  # its sweep gives it its name
+    try:
+        made_by = _HOLDER.match((path / files.LOCK).read_text(encoding="utf-8"))
+    except OSError:
+        made_by = None
+    if made_by and made_by[2] == socket.gethostname():
+        try:
+            os.kill(int(made_by[1]), 0)
+        except ProcessLookupError:
+            return True
+    return time.time() - path.stat().st_mtime > _LEFT_S

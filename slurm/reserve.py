@@ -1,0 +1,62 @@
+"""A file that is kept for the last word of a run that fills the disk.
+
+Standard library only.
+"""
+
+import errno
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+from slurm.faults import no_space
+
+# What a disk says that takes nothing more.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# Enough for the records and the last lines of the log.
+_BYTES = 65536
+
+
+def keep(run_dir: Path) -> None:
+    """Keep a file and its space for the last word of a run that fills the disk."""
+    with suppress(OSError):
+        (run_dir / files.RESERVE).write_bytes(b"0" * _BYTES)
+
+
+def write_status(run_dir: Path, status: dict[str, Any]) -> None:
+    """Replace the status; on a full disk by the reserve, which needs no new file and no space."""
+    path, kept = run_dir / files.STATUS, run_dir / files.RESERVE
+    try:
+        files.write_json(path, status)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        try:
+            with kept.open("r+", encoding="utf-8") as file:
+                file.write(json.dumps(status, indent=1) + "\n")
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(kept, path)
+        except OSError:
+            # A filesystem that writes each change to a new place.
+            kept.unlink(missing_ok=True)
+            files.write_json(path, status)
+    kept.unlink(missing_ok=True)
+
+
+def fault(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of a disk that takes nothing more, None if it takes something."""
+    probe = run_dir / f".probe.{os.getpid()}"
+    try:
+        with probe.open("xb", buffering=0) as file:
+            file.write(b"0" * _BYTES)
+    except OSError as error:
+        # A new file of no size needs an inode only.
+        return no_space(run_dir, not probe.exists()) if error.errno in FULL else None
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None

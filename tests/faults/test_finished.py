@@ -1,0 +1,98 @@
+"""A run that is finished ends, whatever its processes do then."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from launcher.runs.directory import Run
+from launcher.runs.states import state_of
+from slurm.watchdog import Finished
+from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, processes_of, rank, trains
+from tests.faults.test_recorder import said, start
+from tests.launcher.kit import Kit, report, until
+from tests.launcher.test_job_script import made
+
+
+def test_only_this_attempts_word_counts(tmp_path: Path):
+    progress = tmp_path / "progress.json"
+    watch = Finished(progress, attempt=1, wait_s=60)
+    assert not watch.look(0) and not watch.look(1000)
+    for told in ("", "[]", '{"state": "running", "attempt": 1}', '{"state": "finished"}'):
+        progress.write_text(told)
+        assert not watch.look(2000) and not watch.look(3000)
+    progress.write_text('{"state": "finished", "attempt": 0}')
+    assert not watch.look(4000) and not watch.look(5000)
+    progress.write_text('{"state": "finished", "attempt": 1}')
+    assert not watch.look(6000) and not watch.look(6059)
+    progress.unlink()
+    assert watch.look(6060)
+
+
+# The rank stops what has started it, so that its end is not noticed.
+STOPS_TORCHRUN = """
+import json, os, pathlib, signal, time
+run = pathlib.Path(os.environ["RUN_DIR"])
+(run / "waits").touch()
+while not (run / "go").exists(): time.sleep(0.05)
+told = {"state": "finished", "attempt": int(os.environ["ATTEMPT"])}
+(run / "progress.json").write_text(json.dumps(told))
+os.kill(os.getppid(), signal.SIGSTOP)
+"""
+
+
+def watchdogs(run: Path) -> list[int]:
+    """The processes of the watchdog itself, without the shell that starts it."""
+    found = []
+    for pid in processes_of(run):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"slurm.watchdog" in command and b"bash" not in command[0]:
+            found.append(pid)
+    return found
+
+
+@pytest.mark.long
+def test_a_stopped_torchrun_is_ended_by_a_watchdog_that_was_killed(place, plain_env):
+    run = made(place, STOPS_TORCHRUN).path
+    script = run / "job.sbatch"
+    # As for an entry that tells of its steps.
+    watched = r"\1\nexport HANG_TIMEOUT_S=0 SIGNAL_LEAD_S=60 FINISH_WAIT_S=1"
+    script.write_text(re.sub("(?m)^(export RUN_DIR=.*)", watched, script.read_text()))
+    job = start(run, plain_env)
+    try:
+        until(lambda: (run / "waits").exists(), 30, lambda: report(run))
+        (first,) = until(lambda: watchdogs(run), 30, lambda: said(run))
+        os.kill(first, signal.SIGKILL)
+        (run / "go").touch()
+        assert job.wait(timeout=90) == 0, said(run)
+        assert state_of(Run(run)).word == "COMPLETED"
+        (line,) = attempts(run)
+        assert (line["cause"], line["exit_code"] != 0) == ("finished", True)
+        until(lambda: not processes_of(run), 60, lambda: f"left over: {processes_of(run)}")
+    finally:
+        for pid in processes_of(run):
+            os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+
+@pytest.mark.long
+def test_a_stopped_srun_does_not_keep_the_nodes(user: Kit, undisturbed: Undisturbed):
+    _, run = user.submit(*SHORT, "+env.FINISH_WAIT_S='3'")
+    trains(run)
+    job = json.loads((run / "status.json").read_text())["job_id"]
+    wanted = {b"srun", b"--job-name=attempt-0"}
+    sruns = [
+        pid
+        for pid in processes_of(run)
+        if wanted <= set(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+    ]
+    assert rank(run, 0) and parent(rank(run, 0)) and sruns, (job, report(run))
+    for pid in sruns:
+        os.kill(pid, signal.SIGSTOP)
+    (line,) = ended(user, run, "COMPLETED")
+    assert line["cause"] == "finished" and line["exit_code"] != 0, report(run)
+    assert "its processes are ended" in (run / "logs" / "job.log").read_text()
+    undisturbed.is_equalled_by(run)

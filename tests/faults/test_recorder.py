@@ -1,0 +1,257 @@
+"""Records that cannot be kept for a while, or at all: the job goes on, or has its last word."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import paths
+from launcher.runs.directory import Run
+from launcher.runs.states import state_of
+from slurm import attempt
+from tests.faults.kit import attempts
+from tests.launcher.kit import report, until
+from tests.launcher.test_job_script import made
+
+# The first attempt fails once the test has done its harm, the second passes.
+TWICE = """
+import os, pathlib, sys, time
+run = pathlib.Path(os.environ["RUN_DIR"])
+if os.environ["ATTEMPT"] == "0":
+    (run / "harm.me").touch()
+    while not pathlib.Path(os.environ["HARMED"]).exists(): time.sleep(0.05)
+    sys.exit(1)
+print("trained")
+"""
+
+
+def start(run: Path, env: dict[str, str], **more: str) -> subprocess.Popen[bytes]:
+    """Start the job script under bash; its log is outside of the run, which is harmed."""
+    with (run.parent / "said.log").open("ab") as log:
+        return subprocess.Popen(
+            ["bash", run / "job.sbatch"], env={**env, **more}, stdout=log, stderr=log
+        )
+
+
+def said(run: Path) -> str:
+    return (run.parent / "said.log").read_text()
+
+
+def root_only(command: list[str]) -> None:
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root can mount a filesystem")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem with few inodes."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    root_only(["mount", "-t", "tmpfs", "-o", "size=16m,nr_inodes=200", "tmpfs", str(folder)])
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_filesystem_that_is_read_only_for_a_while(place, plain_env):
+    run = made(place, TWICE, max_retries=1).path
+    harmed = place / "harmed"
+    job = start(run, plain_env, HARMED=str(harmed))
+    until(lambda: (run / "harm.me").exists(), 30, lambda: report(run))
+    root_only(["mount", "--bind", str(run), str(run)])
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(run)], check=True)
+        harmed.touch()
+        until(lambda: "Read-only file system" in said(run), 30, lambda: said(run))
+        assert job.poll() is None and attempts(run) == []
+    finally:
+        subprocess.run(["umount", str(run)], check=True)
+    assert job.wait(timeout=60) == 0, said(run)
+    assert [line["cause"] for line in attempts(run)] == ["killed", "finished"]
+    assert state_of(Run(run)).word == "COMPLETED"
+
+
+def test_no_inodes_left_is_told_as_such(place, small_disk, plain_env, tmp_path):
+    script = (
+        "import itertools, os, pathlib\n"
+        "folder = pathlib.Path(os.environ['RUN_DIR']) / 'many'\n"
+        "folder.mkdir()\n"
+        "for number in itertools.count(): (folder / str(number)).touch()\n"
+    )
+    # The kit's code has its files elsewhere.
+    (tmp_path / "elsewhere").mkdir()
+    (small_disk / "code").symlink_to(tmp_path / "elsewhere")
+    run = made(place, script, max_retries=3).path
+    with open(os.devnull, "w") as nothing:
+        argv = ["bash", run / "job.sbatch"]
+        done = subprocess.run(argv, env=plain_env, stdout=nothing, stderr=nothing, timeout=60)
+    assert done.returncode == 1
+    state = state_of(Run(run))
+    assert (state.word, Run(run).status["cause"]) == ("FAILED", "no_space")
+    assert "no inodes are left" in state.detail and "remove files" in state.detail
+    (line,) = attempts(run)
+    assert (line["attempt"], line["cause"]) == (0, "no_space")
+    # Room is made, and the same run goes on.
+    for path in (run / "many").iterdir():
+        path.unlink()
+    assert attempt.next_attempt(run, Run(run).status) == 1
+
+
+# The moment at which the program that records is killed.
+HARMS = {
+    "begin, before it has answered": ("begin", '"{python}" "$@" >/dev/null;'),
+    "end, before it has written": ("end", ""),
+    "end, after it has answered": ("end", '"{python}" "$@";'),
+}
+
+
+def with_python(run: Path, root: Path, text: str) -> Path:
+    """Let the job script use a program of our own as the virtual environment's python."""
+    python = root / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    real = paths.venv_root() / "bin"
+    (python.parent / "torchrun").symlink_to(real / "torchrun")
+    python.write_text("#!/bin/bash\n" + text + f'exec "{real}/python" "$@"\n')
+    python.chmod(0o755)
+    script = run / "job.sbatch"
+    venv = f"export VENV={root / 'venv'}"
+    script.write_text(re.sub("(?m)^export VENV=.*", venv, script.read_text()))
+    return python
+
+
+@pytest.mark.parametrize(("call", "harm"), HARMS.values(), ids=HARMS)
+def test_a_killed_recorder_is_started_again(place, plain_env, call, harm):
+    run = made(place, max_retries=1).path
+    real = paths.venv_root() / "bin" / "python"
+    once = (
+        f'case " $* " in *" slurm.attempt {call} "*) if mkdir "{place}/killed" 2>/dev/null; then '
+    )
+    with_python(run, place, once + harm.format(python=real) + "kill -9 $$; fi ;; esac\n")
+    job = start(run, plain_env)
+    assert job.wait(timeout=60) == 0, said(run)
+    assert (place / "killed").exists()
+    (line,) = attempts(run)
+    assert (line["attempt"], line["cause"], line["exit_code"]) == (0, "finished", 0)
+    assert state_of(Run(run)).word == "COMPLETED"
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_python_that_is_gone_is_waited_for(place, plain_env, comes_back):
+    run = made(place, TWICE, max_retries=1).path
+    python, harmed = with_python(run, place, ""), place / "harmed"
+    wait_s = "60" if comes_back else "1"
+    job = start(run, plain_env, HARMED=str(harmed), RECORD_WAIT_S=wait_s)
+    until(lambda: (run / "harm.me").exists(), 30, lambda: report(run))
+    python.rename(python.with_name("moved"))
+    harmed.touch()
+    if comes_back:
+        until(lambda: "tried again" in said(run), 30, lambda: said(run))
+        python.with_name("moved").rename(python)
+        assert job.wait(timeout=60) == 0, said(run)
+        assert [line["cause"] for line in attempts(run)] == ["killed", "finished"]
+        return
+    assert job.wait(timeout=60) == 1
+    state = state_of(Run(run))
+    assert state.word == "FAILED" and state.source == "status.json", said(run)
+    assert "cannot see the virtual environment" in state.detail
+    assert f"continue with: cookbook resume {run.name}" in state.detail
+    (line,) = attempts(run)
+    assert (line["attempt"], line["exit_code"], line["cause"]) == (0, 1, "not_recorded")
+    assert line["ended"] >= line["started"] and line["nodes"] == Run(run).status["nodes"]
+    # What bash has written continues as anything else does.
+    python.with_name("moved").rename(python)
+    assert start(run, plain_env, HARMED=str(harmed)).wait(timeout=60) == 0, said(run)
+    assert [line["attempt"] for line in attempts(run)] == [0, 1]
+
+
+def test_a_finished_run_whose_python_is_gone_is_completed(place, plain_env):
+    script = (
+        "import json, os, pathlib\n"
+        "run = pathlib.Path(os.environ['RUN_DIR'])\n"
+        "told = {'state': 'finished', 'attempt': int(os.environ['ATTEMPT'])}\n"
+        "(run / 'progress.json').write_text(json.dumps(told, indent=1))\n"
+        f"pathlib.Path({str(place / 'venv')!r}, 'bin', 'python').unlink()\n"
+    )
+    run = made(place, script).path
+    with_python(run, place, "")
+    assert start(run, plain_env, RECORD_WAIT_S="1").wait(timeout=60) == 0, said(run)
+    assert state_of(Run(run)).word == "COMPLETED"
+    assert [line["cause"] for line in attempts(run)] == ["finished"]
+
+
+WRONG = ["x", [1], {"a": 1}, None, 1.5, True]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=map(repr, WRONG))
+def test_values_of_a_wrong_type_end_no_run(tmp_path, monkeypatch, value):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("JOB_PID", str(os.getpid()))
+    monkeypatch.setenv("MAX_GPU_HOURS", "100")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    (tmp_path / "logs").mkdir()
+    attempt.begin(tmp_path, ["n1"], "127.0.0.1")
+    status, progress = tmp_path / "status.json", {"state": "running", "attempt": 0, "saved": 3}
+    error = {"rank": 0, "host": "n1", "time": 1.0, "type": "RuntimeError", "message": "boom"}
+    whole = {
+        status: json.loads(status.read_text()),
+        tmp_path / "progress.json": progress,
+        tmp_path / "served.json": {"minutes": 1},
+        tmp_path / "cancelled.json": {"job_id": "7"},
+        tmp_path / "early_stop.json": {"message": "worse"},
+        tmp_path / "logs" / "0" / "error_rank_0.json": error,
+    }
+    for path, record in whole.items():
+        for key in record:
+            if type(record[key]) is type(value):
+                continue
+            for each, content in whole.items():
+                each.write_text(json.dumps({**content, key: value} if each == path else content))
+            follows = attempt.end(tmp_path, 0, 1, max_retries=99)
+            told = json.loads(status.read_text())
+            ends = {"run": ["RETRYING"], "failed": ["FAILED", "CANCELLED"]}[follows]
+            assert told["state"] in ends, (path, key)
+            # And so is the next start, whose last one could not record its end.
+            broken = {**whole[status], key: value} if path == status else whole[status]
+            status.write_text(json.dumps(broken))
+            monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+            assert attempt.begin(tmp_path, ["n1"], "127.0.0.1", max_retries=99), (path, key)
+            monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+            (tmp_path / "attempts.jsonl").write_text("")
+
+
+def test_records_that_cannot_be_read_are_not_taken_for_missing(tmp_path):
+    """An attempt whose progress is hidden for a moment must not count as completed."""
+    (tmp_path / "logs").mkdir()
+    env = {**os.environ, "RUN_DIR": str(tmp_path), "JOB_PID": str(os.getpid())}
+    env["PYTHONPATH"] = str(paths.REPO_ROOT)
+    record = [sys.executable, "-P", "-m", "slurm.attempt"]
+    began = subprocess.run([*record, "begin", "--hosts=n1", "--head=127.0.0.1"], env=env)
+    assert began.returncode == 0
+    # Reading a folder fails with an error that is not "no such file".
+    (tmp_path / "progress.json").mkdir()
+    end = [*record, "end", "--attempt=0", "--exit-code=0"]
+    done = subprocess.run(end, env=env, capture_output=True, text=True)
+    assert done.returncode not in (0, 3) and done.stdout == "", done
+    assert "Is a directory" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "progress.json").rmdir()
+    (tmp_path / "progress.json").write_text('{"state": "stopped", "attempt": 0}')
+    done = subprocess.run(end, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "failed\n")
+
+
+def test_an_end_is_recorded_once_with_the_time_at_which_it_came(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("JOB_PID", str(os.getpid()))
+    (tmp_path / "logs").mkdir()
+    attempt.begin(tmp_path, ["n1"], "127.0.0.1")
+    ended = time.time() + 5
+    # An hour later it could be written: the attempt did not reach the recipe's timeout.
+    for _ in range(2):
+        assert attempt.end(tmp_path, 0, 1, 3, timeout_s=20, ended=ended) == "run"
+    (line,) = attempts(tmp_path)
+    assert line["ended"] == ended and line["cause"] == "killed"

@@ -1,0 +1,143 @@
+"""cookbook check --samples: rendered samples with their trained tokens, counts, and faults."""
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from launcher import checks, paths, venv
+from launcher.checks import preflight
+from launcher.checks import samples as samples_check
+from launcher.checks.recipe import components
+from launcher.cli import cookbook
+from launcher.cli.samples import lines
+from launcher.errors import UsageFault
+from launcher.executors import choose
+from launcher.recipes import recipe as recipes
+from launcher.site import Site
+from trainer import demo
+
+QA = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "demo-llama"
+    demo.make(folder, QA)
+    return folder
+
+
+@pytest.fixture
+def check(model: Path, tmp_path: Path, monkeypatch):
+    """Run the command on the demo recipe with its model there; its exit status and output."""
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "root"))
+
+    def run(*arguments: str, recipe: str = "demo"):
+        given = ["check", recipe, "--local", f"checkpointer.checkpoint_dir={model}", *arguments]
+        return CliRunner().invoke(cookbook, given)
+
+    return run
+
+
+def test_trained_tokens_stand_in_brackets_in_a_pipe(check):
+    done = check("--samples", "2", "dataset.packed=true")
+    assert done.exit_code == 0, done.output
+    first = json.loads(QA.read_text().splitlines()[0])
+    shown = done.output[done.output.index("dataset: all 416 samples: ") :].splitlines()
+    assert shown[1] == "  0 truncated, 0 dropped (no token to train on)"
+    assert shown[2].startswith("  packed into ") and "rows of 512 tokens" in shown[2]
+    assert shown[3] == "trained tokens are in [[ ]]"
+    assert shown[5].startswith(f"--- dataset 1: {QA}, line 1: ")
+    prompt = f"<|endoftext|><|user|>{first['question']}<|end|><|assistant|>"
+    assert shown[6] == f"{prompt}[[{first['answer']}<|end|>]]"
+    assert shown[8].startswith(f"--- dataset 2: {QA}, line 2: ")
+    assert shown[-1] == "no faults: submit would accept this run"
+
+
+@pytest.mark.long
+def test_a_program_gets_the_same_as_json(check):
+    done = check("--samples", "1", "--json")
+    found = json.loads(done.stdout)
+    assert {each["state"] for each in found["findings"]} <= {"ok", "skipped"}
+    (dataset,) = found["samples"]
+    assert (dataset["key"], dataset["samples"], dataset["read"]) == ("dataset", 416, 416)
+    (sample,) = dataset["shown"]
+    assert [span["trained"] for span in sample["spans"]] == [False, True]
+    assert "samples" not in json.loads(check("--json").stdout)
+
+
+def test_on_a_terminal_they_have_a_colour():
+    counts = dict.fromkeys(("samples", "read", "tokens", "trained_tokens"), 3)
+    counts |= dict.fromkeys(("faulty", "truncated", "left_out_tokens", "dropped", "split"), 0)
+    spans = [
+        {"trained": False, "text": "Why?\n\x1b[2J"},
+        {"trained": True, "text": "So.\nAnd so. \u200d"},
+    ]
+    sample = {"number": 1, "origin": "a.jsonl, line 1", "part": [1, 2], "tokens": 3}
+    sample |= {"trained_tokens": 2, "left_out_tokens": 4, "spans": spans}
+    dataset = counts | {
+        "key": "dataset",
+        "max_seq_len": 3,
+        "rows": None,
+        "notes": [],
+        "shown": [sample],
+    }
+    shown = list(lines([dataset], colours=True))
+    head = "--- dataset 1: a.jsonl, line 1, part 1 of 2: 3 tokens, 2 trained, 4 more left out"
+    green = [click.style(text, fg="black", bg="green") for text in ("So.↵", "And so. \u200d")]
+    # What would command the terminal is shown, not done.
+    assert shown[-4:] == [head, "Why?", f"\\x1b[2J{green[0]}", green[1]]
+    assert list(lines([dataset], colours=False))[-1] == "And so. \u200d]]"
+
+
+def test_what_the_run_would_end_with_is_a_fault(check, tmp_path: Path):
+    file = tmp_path / "mine.jsonl"
+    rows = [{"question": "a", "answer": "b"}, {"question": "a"}, {"question": "c", "answer": None}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = check("--samples", "1", f"dataset.data_files={file}")
+    assert done.exit_code == 1
+    for line in (2, 3):
+        assert (
+            f"failed   samples             dataset: {file}, line {line}: there is no" in done.output
+        )
+    assert "dataset: all 3 samples, 2 with faults: " in done.output
+    assert done.output.endswith("2 faults in the data: the run would end at its set-up\n")
+    assert check(f"dataset.data_files={file}").exit_code == 0, "without --samples it is not read"
+
+
+def test_one_start_of_the_trainer_answers_for_components_too(model, tmp_path, monkeypatch):
+    # No other test asks about this optimizer.
+    overrides = [f"checkpointer.checkpoint_dir={model}", "optimizer.eps=7e-8"]
+    site = Site(shared_root=str(tmp_path))
+    context = checks.Context(recipes.load("demo", overrides), site, executor=choose(True))
+    found, (dataset,) = samples_check.read(context, 1)
+    assert found == [] and dataset["read"] == 416
+    monkeypatch.setattr(venv, "ask_trainer", lambda *_, **__: pytest.fail("asked again"))
+    (one,) = preflight.findings("components", components, context)
+    assert one.state == "ok"
+
+
+def test_what_is_not_here_is_skipped_and_said(model: Path, tmp_path: Path):
+    def words(*overrides: str, **options) -> str:
+        recipe = recipes.load("demo", [f"checkpointer.checkpoint_dir={model}", *overrides])
+        context = checks.Context(recipe, Site(shared_root=str(tmp_path)), choose(True), **options)
+        (one,), shown = samples_check.read(context, 1)
+        assert (one.subject, one.state, shown) == ("samples", "skipped", [])
+        return one.line
+
+    assert words(elsewhere=(str(model),)) == f"{model} is only on the nodes"
+    assert words(prepared=False) == "the model is made at submission, and its tokenizer with it"
+    gone = f"dataset.data_files={tmp_path}/no.jsonl"
+    assert words(gone) == "the dataset cannot be read: see above"
+    assert words(gone, elsewhere=(str(tmp_path),)) == f"{tmp_path}/no.jsonl is only on the nodes"
+    hub = "{_component_: torchtune.datasets.alpaca_dataset, source: acme/none}"
+    told = "dataset: acme/none is not on this machine: cookbook download demo"
+    assert words(f"dataset={hub}") == told
+
+
+def test_data_of_another_trainer_are_not_shown(check):
+    fault = check("--samples", "1", recipe="llama3_1/8B_full_dpo").exception
+    assert isinstance(fault, UsageFault)
+    assert str(fault).startswith("--samples: 8B_full_dpo starts torchtune:full_dpo_distributed")
