@@ -1,42 +1,54 @@
 """Whether the components of configs exist and fit: python -m trainer.check YAML ...
 
 Prints a JSON object for each file: {"faults": [one line each], "found": the components}. Weights
-and data are not read, nothing is computed and no rank is started. With --stock only the components
-themselves are checked, because torchtune's own recipes give them further arguments.
+are not read except those of an adapter to start from, nothing is computed and no rank is started.
+With --stock only the components themselves are checked, because torchtune's own recipes give them
+further arguments. Data are read only with --samples=N, the first samples: {"samples": see
+trainer.data.preview, "sample_faults"}.
 """
 
+import argparse
 import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runspec.keys.sft import TRANSFORMERS
+from runspec.layout import StepFacts
 from runspec.model_config import config_file
 from trainer import config as configs
 from trainer import optimizers
 from trainer.data import tokenizers
 from trainer.errors import ConfigError
-from trainer.layers.loss import LATER_NAMES, TokenLoss
+from trainer.layers.loss import LATER_NAMES
 from trainer.models import build as models
+from trainer.models.decoder import Decoder
+from trainer.objectives.base import SFT, Objective, named
+from trainer.storage import adapter
 
+# Numbers in a parameter on which an optimizer is tried.
+LARGEST = 2**10
 # The components to which the trainer itself gives their first argument.
 HANDED_OVER = ("optimizer", "lr_scheduler", "dataset", "dataset_val")
 # Keys of a block that the trainer reads and its component does not take.
 OWN_KEYS = dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack"))
 
 
-def faults(content: dict[str, Any]) -> list[str]:
+def faults(content: dict[str, Any], objective: type[Objective] | None = None) -> list[str]:
     """Everything that would stop a run of `content`, a resolved train.yaml, at its set-up."""
+    objective = objective or named(SFT)
     found: list[str] = []
-    config = _tried(found, lambda: configs.parse(content))
+    config = _tried(found, lambda: configs.parse(content, objective.keys))
     found += component_faults(content, complete=True)
     if config is not None and not found:
-        found += _misfits(config)
+        found += _misfits(config, objective)
     return found
 
 
@@ -58,12 +70,17 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
             continue
         ours = models.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
         arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}
-        if key == "lr_scheduler":
-            arguments["num_training_steps"] = None
+        handed_over = key in HANDED_OVER
         try:
+            if complete and key.startswith("lr_scheduler"):
+                if why := optimizers.unusable_schedule(block):
+                    found.append(why)
+                    continue
+                arguments |= dict.fromkeys(optimizers.schedule_arguments(factory, block))
+                handed_over = "optimizer" not in arguments
             signature = inspect.signature(factory)
             bind = signature.bind if complete and key in HANDED_OVER else signature.bind_partial
-            bind(*[None] * (key in HANDED_OVER), **arguments)
+            bind(*[None] * handed_over, **arguments)
         except TypeError as error:
             found.append(f"{key}: {block['_component_']} does not take this: {error}")
         except ValueError:
@@ -82,14 +99,10 @@ def _blocks(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from _blocks(key, inner)
 
 
-def _misfits(config: configs.TrainConfig) -> list[str]:
-    """Why model, tokenizer, loss and optimizer do not fit together, or not the model's folder."""
+def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[str]:
+    """Why method, model, tokenizer and optimizer do not fit together, or not the model's folder."""
     found: list[str] = []
-    _tried(found, lambda: TokenLoss(config))
-    trained = [nn.Parameter(torch.zeros(1))]
-    optimizer = _tried(found, lambda: optimizers.build(config.optimizer, trained))
-    if optimizer is not None:
-        _tried(found, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 10))
+    found += objective.faults(config)
     if config.model_folder.is_dir():
         model = _tried(found, lambda: models.fitting(config)[1])
         tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
@@ -101,13 +114,48 @@ def _misfits(config: configs.TrainConfig) -> list[str]:
         model = _tried(found, lambda: models.empty(config))
         if model is not None:
             found += models.layout_faults(model, config)
+    if model is not None and config.checkpointer.get("adapter_checkpoint") is not None:
+        _tried(found, lambda: adapter.read(model, config))
+    # What cannot be laid out has been told.
+    optimizer = _tried(found, lambda: _optimizer(config, None if found else model))
+    if optimizer is not None:
+        # How many steps the run has is not known yet.
+        _tried(found, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 1))
     length = config.tokenizer.get("max_seq_len")
-    if model is not None and isinstance(length, int) and length > model.max_seq_len:
-        found.append(
-            f"tokenizer.max_seq_len: {length} is more than the model's {model.max_seq_len}; "
-            f"set tokenizer.max_seq_len={model.max_seq_len}"
-        )
+    if model is not None and isinstance(length, int):
+        found += StepFacts(length=length, longest=model.max_seq_len).faults()
     return found
+
+
+def _optimizer(config: configs.TrainConfig, model: Decoder | None) -> torch.optim.Optimizer:
+    """The config's optimizer for small parameters that are laid out as those of `model` will be.
+
+    Raises:
+        ConfigError: it does not take its arguments, or cannot update such parameters.
+    """
+    name = config.optimizer["_component_"]
+    # These work in every layout; torchao's compile their step, which takes long.
+    if name in optimizers.FUSED or name.startswith("torchao.") or model is None:
+        return optimizers.build(config.optimizer, [nn.Parameter(torch.zeros(2, 2))])
+    # Imported late, as hardly any recipe needs it.
+    from trainer.parallel.fake import fake_world
+
+    shard = max(1, config.data_parallel_shard_dim)
+    ranks = shard * config.data_parallel_replicate_dim * config.tensor_parallel_dim
+    with fake_world(vars(config), ranks) as world:
+        models.lay_out(model, replace(config, compile=False), world)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return optimizers.build(config.optimizer, [*map(_small, trained)])
+
+
+def _small(parameter: nn.Parameter) -> nn.Parameter:
+    """Zeros on the CPU in few rows and columns, on the same mesh in the same way."""
+    largest = round(LARGEST ** (1 / parameter.ndim))
+    small = torch.zeros([min(size, largest) for size in parameter.shape], dtype=parameter.dtype)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        small = distribute_tensor(small, mesh, placements, src_data_rank=None)
+    return nn.Parameter(small)
 
 
 def _tried(found: list[str], task: Callable[[], Any]) -> Any:
@@ -123,22 +171,36 @@ def _tried(found: list[str], task: Callable[[], Any]) -> Any:
 
 def main(arguments: list[str]) -> int:
     """Print the verdict on each given file, a line each; exit status 0, or 2 for wrong usage."""
-    stock, paths = "--stock" in arguments, [word for word in arguments if word != "--stock"]
-    if not paths:
-        print("usage: python -m trainer.check [--stock] <run>/train.yaml ...", file=sys.stderr)
-        return 2
-    for path in paths:
-        print(json.dumps(_verdict(Path(path), stock)))
+    parser = argparse.ArgumentParser(prog="python -m trainer.check")
+    parser.add_argument("paths", nargs="+", metavar="<run>/train.yaml", type=Path)
+    parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--samples", type=int, default=0, metavar="N")
+    parser.add_argument("--objective", default=SFT)
+    given = parser.parse_args(arguments)
+    for path in given.paths:
+        print(json.dumps(_verdict(path, given.objective, given.stock, given.samples)))
     return 0
 
 
-def _verdict(path: Path, stock: bool) -> dict[str, Any]:
+def _verdict(path: Path, method: str, stock: bool, samples: int) -> dict[str, Any]:
     found: list[str] = []
+    objective = _tried(found, lambda: named(method))
     content = _tried(found, lambda: configs.read_yaml(path))
-    if content is not None:
-        found += component_faults(content, complete=False) if stock else faults(content)
+    if content is not None and stock:
+        found += component_faults(content, complete=False)
+    elif content is not None and objective is not None:
+        found += faults(content, objective)
     names = [block["_component_"].rpartition(".")[2] for _, block in _blocks("", content or {})]
-    return {"faults": found, "found": ", ".join(dict.fromkeys(names))}
+    verdict = {"faults": found, "found": ", ".join(dict.fromkeys(names))}
+    return verdict | _samples(content, samples) if samples and content else verdict
+
+
+def _samples(content: dict[str, Any], count: int) -> dict[str, Any]:
+    from trainer.data.preview import previews  # a check without samples does not pay for it
+
+    found: list[str] = []
+    shown, faults = _tried(found, lambda: previews(configs.parse(content), count)) or ([], [])
+    return {"samples": shown, "sample_faults": found + faults}
 
 
 if __name__ == "__main__":

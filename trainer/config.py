@@ -9,20 +9,20 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, make_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from runspec import yamlrules
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
-from runspec.keys.key import REQUIRED, children, faults, unused
-from runspec.keys.sft import SFT, TRANSFORMERS, notes, recomputed
+from runspec.keys.key import REQUIRED, Key, children, faults, unused
+from runspec.keys.sft import SFT, TRANSFORMERS, notes, recomputed, with_train_on_input
+from runspec.layout import FP8_MULTIPLE, StepFacts
 from trainer.errors import ConfigError
 
-# What the products of fp8 take as rows: see trainer/layers/fp8.py.
-FP8_MULTIPLE = 16
 KEYS = SFT | {"output_dir": replace(COMMON["output_dir"], default=REQUIRED, unused="")}
 PROFILER_KEYS = {name: key.default for name, key in children(SFT, "profiler").items()}
 BLOCKS = ("model", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler", "loss")
@@ -31,14 +31,19 @@ COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers"
 # too. It is set in the user's shell: a recipe, which may be a stranger's, cannot set it.
 OWN_PACKAGES = "COOKBOOK_COMPONENTS"
 
-_USED = {name: key for name, key in children(KEYS).items() if not (key.unused or key.refused)}
-_DEFAULTS = {n: None if key.default is REQUIRED else key.default for n, key in _USED.items()}
-_Values = make_dataclass("_Values", [(name, Any) for name in _USED], frozen=True)
+
+def _used(keys: Mapping[str, Key]) -> dict[str, Key]:
+    return {name: key for name, key in children(keys).items() if not (key.unused or key.refused)}
+
+
+_Values = make_dataclass("_Values", [(name, Any) for name in _used(KEYS)], frozen=True)
 
 
 @dataclass(frozen=True)
 class TrainConfig(_Values):
     """A checked train.yaml: an attribute for each key that is used (see docs/keys.md).
+
+    A method with keys of its own has a subclass with an attribute for each of them.
 
     output_dir is a Path; dataset_val holds what it takes from dataset; activation_checkpointing is
     as runspec.keys.sft.recomputed returns it. notes: about keys that are not used.
@@ -69,13 +74,16 @@ class TrainConfig(_Values):
         return Path(self.data_cache_dir).expanduser().absolute()
 
 
-def load(path: Path) -> TrainConfig:
+def load(path: Path, keys: Mapping[str, Key] = KEYS) -> TrainConfig:
     """Read and check `path`.
+
+    Args:
+        keys: those of the method.
 
     Raises:
         ConfigError: the file cannot be read, or values are wrong; names all faults at once.
     """
-    return parse(read_yaml(path))
+    return parse(read_yaml(path), keys)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -112,21 +120,38 @@ def _interpolated(path: Path, content: Any) -> Any:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
-def parse(content: dict[str, Any]) -> TrainConfig:
-    """Check a resolved config; raises ConfigError with all faults at once."""
-    found = list(faults(content, KEYS))
+def parse(content: dict[str, Any], keys: Mapping[str, Key] = KEYS) -> TrainConfig:
+    """Check a resolved config by the keys of its method.
+
+    Raises:
+        ConfigError: all faults at once.
+    """
+    found, used = list(faults(content, keys)), _used(KEYS) | _used(keys)
     wrong = {fault.key.partition(".")[0] for fault in found}
-    values = _complete({name: None if name in wrong else content.get(name) for name in _USED})
+    given = {name: None if name in wrong else content.get(name) for name in used}
+    values = _complete(_with_defaults(given, used))
     if texts := [fault.text for fault in found] + list(_faults_between_keys(values)):
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
     values["activation_checkpointing"] = recomputed(values)
-    return TrainConfig(**values, notes=tuple(_notes(content)))
+    return _class(tuple(used))(**values, notes=tuple(_notes(content)))
 
 
-def _complete(given: dict[str, Any]) -> dict[str, Any]:
-    """A value for each key: the given one, else its default; None for a required one."""
-    values = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+@cache
+def _class(names: tuple[str, ...]) -> type[TrainConfig]:
+    own = [(name, Any) for name in names if name not in _used(KEYS)]
+    bases = (TrainConfig,)
+    return make_dataclass("TrainConfig", own, bases=bases, frozen=True) if own else TrainConfig
+
+
+def _with_defaults(given: dict[str, Any], used: Mapping[str, Key]) -> dict[str, Any]:
+    """The given values, else the defaults; None for a required one."""
+    defaults = {n: None if key.default is REQUIRED else key.default for n, key in used.items()}
+    return {name: defaults[name] if value is None else value for name, value in given.items()}
+
+
+def _complete(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with what follows from others."""
     values["model"] = {"_component_": TRANSFORMERS, **(values["model"] or {})}
     if (values["fsdp"] or {}).get("cpu_offload"):
         values["fsdp_cpu_offload"] = True
@@ -135,6 +160,8 @@ def _complete(given: dict[str, Any]) -> dict[str, Any]:
         values["sync_each_micro_batch"] = values["fsdp_cpu_offload"]
     if values["batch_size_val"] is None:
         values["batch_size_val"] = values["batch_size"]
+    for key in ("dataset", "dataset_val"):
+        values[key] = with_train_on_input(values[key], False)
     training, validation = values["dataset"], values["dataset_val"]
     # What dataset_val leaves out is dataset's, unless it names a component with other keys.
     component_of = (validation or {}).get("_component_")
@@ -177,13 +204,11 @@ def _faults_between_keys(values: dict[str, Any]) -> Iterator[str]:
             "activation_checkpointing to full or a number"
         )
     is_qlora = str(model.get("_component_")).rpartition(".")[2].startswith("qlora_")
-    if values["enable_fp8_training"] and values["dtype"] == "fp32":
-        yield "enable_fp8_training: needs bf16 weights; set dtype=bf16"
-    if values["enable_fp8_training"] and model.get("quantize_base", is_qlora):
-        yield (
-            "enable_fp8_training: the base is in 4 bits already; set model.quantize_base=False or "
-            "enable_fp8_training=False"
-        )
+    yield from StepFacts(
+        fp8=values["enable_fp8_training"],
+        fp32=values["dtype"] == "fp32",
+        quantised=model.get("quantize_base", is_qlora),
+    ).faults()
     if values["generate"] and values["save_adapter_weights_only"]:
         yield "generate: needs the merged model; set save_adapter_weights_only=False"
 

@@ -5,6 +5,8 @@ TrainerError             a fault that the trainer understands
 ├── NonFiniteLossError   loss or gradient NaN or infinite too often in a row; exit status 65
 ├── BadNodeError         a GPU computes wrong numbers or is slow; the node is left out
 ├── CheckpointError      every checkpoint in the run directory is damaged
+├── StorageError         files cannot be read for now, and may be sound
+├── SupersededError      a newer start of the run has taken over
 └── PeerError            another rank failed; its own record says why
 """
 
@@ -13,12 +15,15 @@ import os
 import socket
 import time
 import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runspec import files
 from runspec.redact import redacted
+from runspec.storage import UNREADABLE
 
 _OF_A_DISK = {errno.ENOSPC: "NoSpace", errno.EDQUOT: "Quota"}
+_KINDS = {**_OF_A_DISK, errno.EPIPE: "OutputError"}
 _OF_TORCH_DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -56,16 +61,50 @@ class CheckpointError(TrainerError):
     """No checkpoint can be trusted, and starting again at step 0 must be a person's choice."""
 
 
-class PeerError(TrainerError):
-    """Another rank failed while all ranks had to agree; as permanent as that rank's fault."""
+class StorageError(TrainerError):
+    """Files of the run cannot be read for now; a later attempt may read them."""
 
-    def __init__(self, message: str, permanent: bool) -> None:
-        self.permanent = permanent
-        super().__init__(message)
+    permanent = False
+
+
+class SupersededError(TrainerError):
+    """A newer start of the run has taken over: this one must write nothing more."""
+
+    permanent = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a rank tells the others of its error: `kind`, one line, and whether a retry can help."""
+
+    type: str
+    message: str
+    permanent: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Fault":
+        """Return what is told of an error."""
+        return cls(kind(error), describe(error).splitlines()[0], is_permanent(error))
+
+
+class PeerError(TrainerError):
+    """Another rank failed while all ranks had to agree; as permanent as that rank's fault.
+
+    Args:
+        faults: those of the ranks that failed, by rank.
+    """
+
+    def __init__(self, faults: dict[int, Fault]) -> None:
+        self.faults = faults
+        self.permanent = any(fault.permanent for fault in faults.values())
+        texts = "; ".join(f"rank {rank}: {fault.message}" for rank, fault in faults.items())
+        super().__init__(f"another rank failed: {texts}")
 
 
 def is_permanent(error: BaseException) -> bool:
     """True if the same start would fail again: user faults, memory, a full disk."""
+    if _is_of_storage(error):
+        return False
     if isinstance(error, TrainerError):
         return error.permanent
     kinds = (MemoryError, FileNotFoundError, PermissionError, IsADirectoryError)
@@ -77,6 +116,8 @@ def is_permanent(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """One clear sentence first, then the details if there are any."""
     text = str(error).strip() or type(error).__name__
+    if kind(error) == "OutputError":
+        return f"{text}: tee or sed, which slurm/rank.sh starts for the rank's log, was killed"
     if type(error).__name__ == "OutOfMemoryError":
         return (
             "GPU out of memory: lower batch_size, or set activation_checkpointing=full, "
@@ -88,16 +129,31 @@ def describe(error: BaseException) -> str:
 def kind(error: BaseException) -> str:
     """Return the name of a fault, from which its cause follows: slurm/retry.py.
 
-    That is the exception's own name, but for a full disk, a quota, and a connection between ranks:
-    gloo raises RuntimeError, NCCL one error for everything.
+    That is the exception's own name, but for a full disk, a quota, storage that cannot be read, a
+    reader of the rank's output that is gone, and a connection between ranks: gloo raises
+    RuntimeError, NCCL one error for everything.
     """
-    if isinstance(error, OSError) and error.errno in _OF_A_DISK:
-        return _OF_A_DISK[error.errno]
+    if _is_of_storage(error):
+        return StorageError.__name__
+    if isinstance(error, OSError) and error.errno in _KINDS:
+        return _KINDS[error.errno]
     name, text = type(error).__name__, str(error)
     if name in _OF_TORCH_DISTRIBUTED or (name == "RuntimeError" and "gloo/" in text):
         timed_out = "timed out" in text.lower() or "timeout" in text.lower()
         return "NetworkTimeout" if timed_out else "NetworkError"
     return name
+
+
+def _is_of_storage(error: BaseException | None) -> bool:
+    """Whether an error comes of storage that cannot be read, whatever was made of that.
+
+    A file that is not there is the user's to fix; one that cannot be read now is not.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
@@ -112,5 +168,11 @@ def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
         "permanent": is_permanent(error),
         "traceback": redacted("".join(traceback.format_exception(error))),
     }
+    if isinstance(error, PeerError):
+        # A rank whose disk is full may leave no record of its own.
+        record["peers"] = [
+            {"rank": peer, **asdict(fault), "message": redacted(fault.message)}
+            for peer, fault in error.faults.items()
+        ]
     folder.mkdir(parents=True, exist_ok=True)
     files.write_json(folder / f"error_rank_{rank}.json", record)

@@ -62,6 +62,8 @@ class Trainer:
         self.checkpoints = Checkpoints(config.output_dir, world, attempt, keep, asynchronous)
         self.identity = self.objective.identity(self.models, self.data)
         self.saved_at = time.monotonic()
+        # This rank's share of the loss of each step since the last logged one.
+        self.losses: list[torch.Tensor] = []
         self.state = self._resume()
         self.reporter = Reporter(
             config, world, self.model, self.data, self.checkpoints, attempt, self.state
@@ -88,17 +90,20 @@ class Trainer:
         last, weight = batches.total_steps, self.world.data_weight
         with self.profiler as profile:
             for micro_batches in self.reporter.clock.waiting(batches.from_step(state.step)):
-                targets, tokens, attention, stop, too_many, failed, due = self.world.sum(
+                targets, tokens, attention, stop, too_many, failed, lost, due = self.world.sum(
                     [
-                        weight * sum(b.target_count for b in micro_batches),
+                        weight * sum(map(self.objective.target_count, micro_batches)),
                         weight * sum(b.token_count for b in micro_batches),
                         weight * sum(map(self.reporter.attention_flops, micro_batches)),
                         self.stop.seen_here(),
                         self.guard.exceeded(),
                         self.checkpoints.failed_here(),
+                        self.checkpoints.lost_here(),
                         self._save_is_due(),
                     ]
                 )
+                if lost:
+                    raise self.checkpoints.committed.lease.superseded()
                 self.reporter.saved()
                 if failed:
                     self.checkpoints.wait()
@@ -108,6 +113,8 @@ class Trainer:
                     self._honour_stop()
                     return False
                 sums = self._backward(micro_batches, max(targets, 1))
+                if targets:
+                    self.losses.append(sums["loss"] / targets)
                 step = state.step + 1
                 validating = self._validates(step)
                 logging = validating or step in (1, last) or step % config.log_every_n_steps == 0
@@ -125,6 +132,7 @@ class Trainer:
                         figures["val_loss"] = self._validate()
                 if logging:
                     self.reporter.log(figures, self.lr)
+                    self.losses.clear()
                 if saving and (step == last or figures["grad_norm"] is not None):
                     with self.reporter.paused("saving"):
                         self._save(wait=step == last)
@@ -191,10 +199,14 @@ class Trainer:
     ) -> dict[str, float | None]:
         """Means over all ranks and the gradient norm; None for one that is not finite.
 
-        A step without a target has no mean.
+        A step without a target has no mean. loss_mean is that of the steps since the last logged
+        one.
         """
-        own = [self.world.data_weight * value.item() for value in sums.values()]
-        means = [value / targets if targets else math.nan for value in self.world.sum(own)]
+        # One sum over all ranks: the losses since the last logged step come with this step's.
+        own = [value.item() for value in sums.values()]
+        own.append(torch.stack(self.losses).sum().item() if self.losses else 0.0)
+        *summed, losses = self.world.sum([self.world.data_weight * value for value in own])
+        means = [value / targets if targets else math.nan for value in summed]
         state = self.state
         state.skipped_steps, in_row = self.guard.counts()
         if in_row >= self.config.max_non_finite_steps:
@@ -205,6 +217,7 @@ class Trainer:
         if figures["loss"] is not None:
             state.loss_first = figures["loss"] if state.loss_first is None else state.loss_first
             state.loss_last = figures["loss"]
+        figures["loss_mean"] = _finite(losses / len(self.losses)) if self.losses else None
         return {**figures, "grad_norm": _finite(norm.item())}
 
     def _validates(self, step: int) -> bool:
@@ -227,10 +240,11 @@ class Trainer:
             with torch.no_grad(), tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
                 for (batch,) in self.data.validation.from_step(0):
                     total += self.objective.loss(self.models, batch).total
-                    targets += batch.target_count
+                    targets += self.objective.target_count(batch)
         finally:
             module.train()
-            fsdp.reshard(module)
+            for each in self.models.modules:
+                fsdp.reshard(each)
         weight = world.data_weight
         loss_sum, count = world.sum([weight * total.item(), weight * targets])
         self.state.val_loss = _finite(loss_sum / count)
@@ -267,7 +281,7 @@ class Trainer:
         self.reporter.ending("stopping")
         self.checkpoints.wait()
         self.reporter.saved()
-        if step and step not in self.world.gather(self.checkpoints.committed.steps())[0]:
+        if step and step not in self.checkpoints.steps():
             self._save(wait=True)
         self.reporter.progress("stopped")
         self.reporter.close()
@@ -275,7 +289,7 @@ class Trainer:
 
     def _choose_weights(self) -> None:
         """Put the best checkpoint's weights into the model, if these are to be exported."""
-        best = self.world.gather(self.checkpoints.committed.best())[0]
+        best = self.world.gather(self.world.on_main(self.checkpoints.committed.best))[0]
         if self.config.export_checkpoint == "last" or best is None:
             if self.config.export_checkpoint == "best":
                 self.world.say("no checkpoint has a val_loss: exporting the last step")
@@ -294,7 +308,9 @@ class Trainer:
         note = optimizers.warmup_note(self.config.lr_scheduler, last)
         if note is not None:
             self.world.say(note)
-        state = self.checkpoints.load(self.model.module, self.optimizer, self.identity)
+        state = self.checkpoints.load(
+            self.model.module, self.optimizer, self.identity, self._settings()
+        )
         if state is None:
             return TrainerState()
         if state.step > last:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 # TensorBoard shows groups in the order of the alphabet: the loss comes first. What stands in none
 # is in "more".
 _GROUPS = {
-    "loss": ("loss", "val_loss"),
+    "loss": ("loss", "loss_mean", "val_loss"),
     "memory": ("peak_memory_allocated_gb", "peak_memory_reserved_gb", "memory_rss_gb"),
     "optimizer": ("lr", "grad_norm", "skipped_steps"),
     "progress": ("epoch", "tokens"),

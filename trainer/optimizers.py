@@ -1,6 +1,8 @@
 """The optimizer and its schedule, any component by name, and updates that are left out."""
 
+import inspect
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,11 +11,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.config import instantiate
+from runspec.layout import StepFacts
+from trainer.config import component, instantiate
 from trainer.errors import ConfigError, NonFiniteLossError
 
 # Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
+# What schedules of torch need and nothing here can give them.
+UNUSABLE_SCHEDULES = {
+    f"torch.optim.lr_scheduler.{name}": need
+    for name, need in {
+        "ReduceLROnPlateau": "a metric at each step, and validation is not at each step",
+        "LambdaLR": "a function as lr_lambda, which a recipe cannot hold",
+        "MultiplicativeLR": "a function as lr_lambda, which a recipe cannot hold",
+    }.items()
+}
 
 
 def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
@@ -27,6 +39,10 @@ def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimi
     name = str(block.get("_component_"))
     if name in FUSED and not block.keys() & {"fused", "foreach"}:
         block = block | {"fused": True}
+    sharded = any(isinstance(each, DTensor) for each in parameters)
+    vectors = any(each.ndim < 2 for each in parameters)
+    if known := StepFacts(optimizer=name, sharded=sharded, vectors=vectors).faults():
+        raise ConfigError(*known)
     if name.startswith("bitsandbytes."):
         _check_bitsandbytes(name, parameters)
     if name.startswith("torchao."):
@@ -84,10 +100,62 @@ def _check_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None
 
 
 def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> LRScheduler | None:
-    """The learning rate's schedule over `steps` optimizer steps; None if none is named."""
+    """The learning rate's schedule over `steps` optimizer steps; None if none is named.
+
+    It is stepped after each optimizer step. Schedules within a list of the block, as SequentialLR
+    takes them, are made first.
+
+    Raises:
+        ConfigError: it does not exist, does not take its arguments, or cannot work here.
+    """
     if block is None:
         return None
-    return instantiate("lr_scheduler", block, optimizer, num_training_steps=steps)
+    if why := unusable_schedule(block):
+        raise ConfigError(why)
+    inner = {
+        key: [schedule(each, optimizer, steps) for each in value]
+        for key, value in block.items()
+        if isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    }
+    factory = component("lr_scheduler", block["_component_"])
+    given = {
+        name: optimizer if name == "optimizer" else steps
+        for name in schedule_arguments(factory, block)
+    }
+    positional = () if "optimizer" in given else (optimizer,)
+    made = instantiate("lr_scheduler", block | inner, *positional, **given)
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(f"lr_scheduler: {block['_component_']} returns no LRScheduler of torch")
+    total = getattr(made, "total_steps", steps)
+    if total < steps:
+        raise ConfigError(
+            f"lr_scheduler.total_steps: {block['_component_']} ends after {total} steps, the run "
+            f"after {steps}; leave it out: it is then the run's number"
+        )
+    return made
+
+
+def schedule_arguments(factory: Callable[..., Any], block: dict[str, Any]) -> set[str]:
+    """The arguments of a schedule that the trainer gives it, of those that the block does not."""
+    parameters = inspect.signature(factory).parameters
+    given = {"optimizer", "num_training_steps"} & parameters.keys()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        given.add("num_training_steps")
+    # OneCycleLR has it by this name, and takes two other numbers instead.
+    if "total_steps" in parameters and not block.keys() & {"epochs", "steps_per_epoch"}:
+        given.add("total_steps")
+    return given - block.keys()
+
+
+def unusable_schedule(block: dict[str, Any]) -> str | None:
+    """Why a schedule of torch cannot work in any recipe; None if it may."""
+    name = str(block.get("_component_"))
+    if name not in UNUSABLE_SCHEDULES:
+        return None
+    return (
+        f"lr_scheduler: {name} needs {UNUSABLE_SCHEDULES[name]}; use another schedule, such as "
+        "torch.optim.lr_scheduler.CosineAnnealingLR, or a function of your own that returns one"
+    )
 
 
 def learning_rate(optimizer: Optimizer) -> float:

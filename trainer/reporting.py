@@ -87,7 +87,8 @@ class Reporter:
         """Log a step; all ranks call this together.
 
         Args:
-            figures: loss, the objective's own metrics, grad_norm, and val_loss if there is one.
+            figures: loss and loss_mean, the objective's own metrics, grad_norm, and val_loss if
+                there is one.
             lr: of the step.
         """
         state, world = self._state, self._world
@@ -139,6 +140,8 @@ class Reporter:
 
     def progress(self, state: str) -> None:
         """Bring progress.json up to date (rank 0)."""
+        if not self._world.is_main:
+            return
         now, committed = self._progress, self._checkpoints.committed
         now.state, now.step = state, self._state.step
         now.checkpoint_step = max(committed.steps(), default=0)
@@ -150,8 +153,7 @@ class Reporter:
             now.train_s = round(total.seconds, 3)
         now.best_step, now.best_val_loss = committed.best() or (None, None)
         now.checkpoint_blocked_s = round(self._checkpoints.blocked_s, 3)
-        if self._world.is_main:
-            now.write(self._config.output_dir)
+        now.write(self._config.output_dir)
 
     def finished(self) -> None:
         """Mark the run finished and print its totals."""

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 # torch makes a million objects that stay. Looking through them for cycles while they are imported
@@ -45,7 +46,7 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
     run_dir = path.absolute().parent
     _show_stacks_when_asked(run_dir / files.LOGS / str(attempt), rank)
     try:
-        config = configs.load(path)
+        config = configs.load(path, objective.keys)
         run_dir = config.output_dir
         run(config, attempt, objective)
     except Exception as error:
@@ -81,8 +82,9 @@ def leave(status: int) -> None:
     """
     if not status:
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 
@@ -110,15 +112,18 @@ def _is_finished(config: TrainConfig) -> bool:
 
 def _report(error: Exception, run_dir: Path, rank: int, attempt: int) -> None:
     """Say what went wrong, and leave a record for whoever decides on a retry."""
-    # One write per message, so that the lines of several ranks do not mix.
-    sys.stderr.write(redacted(f"[rank {rank}] error: {describe(error)}\n"))
-    sys.stderr.flush()
+    lines = [f"[rank {rank}] error: {describe(error)}\n"]
     if not isinstance(error, TrainerError):
-        sys.stderr.write(redacted("".join(traceback.format_exception(error))))
+        lines += traceback.format_exception(error)
     try:
         write_error_record(run_dir / files.LOGS / str(attempt), rank, error)
     except OSError as fault:
-        print(f"[rank {rank}] the error record failed: {fault}", file=sys.stderr, flush=True)
+        lines.append(f"[rank {rank}] the error record failed: {fault}\n")
+    # What reads the output may be gone, which is perhaps the very fault.
+    with suppress(OSError):
+        # One write, so that the lines of several ranks do not mix.
+        sys.stderr.write(redacted("".join(lines)))
+        sys.stderr.flush()
 
 
 def _attempt() -> int:

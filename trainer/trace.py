@@ -25,23 +25,22 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import TrainConfig, arguments_of, instantiate, load
 from trainer.errors import ConfigError
-from trainer.layers import attention
+from trainer.layers import attention, lora
 from trainer.layers.batch import Documents, MicroBatch
-from trainer.layers.loss import TokenLoss
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
+from trainer.objectives.base import SFT, Models, Objective, named
 from trainer.parallel import activations, gradients, tensor_parallel
-from trainer.parallel.world import World, layout_of
+from trainer.parallel.fake import fake_world
+from trainer.parallel.world import World
 
 # Two depths tell how much each phase grows per block; deeper models are extrapolated linearly.
 # Where blocks differ, these are the least, and they end and grow by whole periods.
@@ -155,12 +154,18 @@ class Traced:
         return max(self.phases.values())
 
 
-def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
+def trace(
+    config: TrainConfig,
+    ranks: int,
+    layers: int | None = None,
+    objective: type[Objective] | None = None,
+) -> Traced:
     """Run two steps of rank 0 of `ranks` on fake tensors; return the figures of the second.
 
     Every batch is as long as tokenizer.max_seq_len allows, and every position is trained.
 
     Args:
+        objective: the training method.
         layers: how many of the model's blocks are kept; None keeps all.
 
     Raises:
@@ -170,21 +175,18 @@ def trace(config: TrainConfig, ranks: int, layers: int | None = None) -> Traced:
     faults = [f"{k}: cannot be traced; use the closed form" for k in keys if getattr(config, k)]
     if faults:
         raise ConfigError(*faults)
-    layout = layout_of(vars(config), ranks)
     if config.compile:
         # Past the limit of variants of one function the compiler would leave it as it is.
         torch._dynamo.reset()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        world = World(0, ranks, 0, torch.device("cpu"), None, layout)
-        return _trace(config, world, layers)
-    finally:
-        dist.destroy_process_group()
+    with fake_world(vars(config), ranks) as world:
+        return _trace(config, objective or named(SFT), world, layers)
 
 
-def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
+def _trace(
+    config: TrainConfig, objective: type[Objective], world: World, layers: int | None
+) -> Traced:
     # Compiled it fuses operations on the logits; their buffers are the same.
-    loss = TokenLoss(replace(config, compile=False))
+    method = objective(replace(config, compile=False), world)
     module = models.empty(config)
     if faults := models.layout_faults(module, config):
         raise ConfigError(*faults)
@@ -192,7 +194,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
         del module.blocks[layers:]
     # On fake tensors torch.compile must make no kernels: it traces and partitions only.
     with mock.patch.dict(os.environ, {activations.COMPILE_BACKEND: "aot_eager_decomp_partition"}):
-        models.lay_out(module, config, world, loss.output_chunks)
+        models.lay_out(module, config, world, method.output_chunks)
     _attend_as_on_a_gpu(module, config)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
@@ -204,6 +206,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     block = config.optimizer | {"fused": False, "foreach": False}
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
     optimizer = instantiate("optimizer", block, trainable)
+    policy = Models(models.Model(module, lora.method(module), models.DTYPES[config.dtype]))
     batch = _batch(config, module)
     _spread_evenly(batch, module, world)
     tracker = MemoryTracker()
@@ -220,7 +223,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
                 gradients.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
                 with tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
                     tracker.enter("forward, first layer")
-                    total = loss(module, batch, world.device)
+                    total = method.loss(policy, batch).total
                     tracker.enter("output layer and loss, backward")
                     (total * 0.5).backward()
                 del total
@@ -392,14 +395,14 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
     )
 
 
-def estimate(config: TrainConfig, ranks: int) -> Traced:
+def estimate(config: TrainConfig, ranks: int, objective: type[Objective]) -> Traced:
     """The whole model's step: traced if it is shallow, else extrapolated from two depths."""
     module = models.empty(config)
     every = config.activation_checkpointing
     layers, depths = len(module.blocks), depths_of(module, every if isinstance(every, int) else 1)
     if layers <= depths[-1]:
-        return trace(config, ranks)
-    return extrapolate(*(trace(config, ranks, depth) for depth in depths), layers)
+        return trace(config, ranks, objective=objective)
+    return extrapolate(*(trace(config, ranks, depth, objective) for depth in depths), layers)
 
 
 def depths_of(module: Decoder, every: int = 1) -> tuple[int, int]:
@@ -433,9 +436,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.trace", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that run the step together")
+    parser.add_argument("--objective", default=SFT, help=f"the training method ({SFT})")
     chosen = parser.parse_args(arguments)
     try:
-        found = estimate(load(chosen.config), chosen.ranks)
+        objective = named(chosen.objective)
+        found = estimate(load(chosen.config, objective.keys), chosen.ranks, objective)
     except ConfigError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)

@@ -57,9 +57,7 @@ def row(family: str, folder: Path, dataset: Path, tokenizer: Path) -> dict[str, 
 
 def main() -> None:
     dataset = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
-    print(
-        "# What each family of transformers' models can be trained with; cookbook models shows it."
-    )
+    print("# What the trainer supports for each family of models; cookbook models shows it.")
     print("# Made by: python -m tests.trainer.family_matrix")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "demo-llama"

@@ -222,6 +222,11 @@ def progress(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "progress.json").read_text())
 
 
+def reopen(folder: Path) -> None:
+    """Make a finished run one that was cut off before it said so."""
+    (folder / "progress.json").write_text(json.dumps(progress(folder) | {"state": "running"}))
+
+
 def error_record(folder: Path, rank: int = 0, attempt: int = 0) -> dict[str, Any]:
     """What a rank left when it failed."""
     return json.loads((folder / "logs" / str(attempt) / f"error_rank_{rank}.json").read_text())

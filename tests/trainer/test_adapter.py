@@ -1,6 +1,7 @@
 """A run that goes on from an adapter, and the adapters that it refuses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import MODEL_SIZES, lora_model, metrics, train, write_config
-from trainer.config import load
+from trainer import check
+from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
 from trainer.layers import lora
 from trainer.loop import Trainer
@@ -18,6 +20,9 @@ from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 from trainer.parallel.sharded import full_tensor
 from trainer.storage import adapter, weights
+from trainer.storage.export import export
+
+TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +89,96 @@ def test_torchtunes_names_and_fused_matrices(
                 assert torch.equal(full_tensor(parameter), tensors[name])
     finally:
         distributed.stop()
+
+
+def of_peft(folder: Path, model_folder: Path, **settings: Any) -> tuple[Path, torch.Tensor]:
+    """An adapter that PEFT made of the demo model, and its logits for TOKENS."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    kinds = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    given = {"r": 4, "lora_alpha": 8, "target_modules": kinds} | settings
+    torch.manual_seed(5)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_folder), LoraConfig(**given)
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+        found = model(TOKENS).logits
+    model.save_pretrained(folder)
+    return folder, found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"use_rslora": True, "use_dora": True},
+        {"alpha_pattern": {"layers.1.self_attn.q_proj": 40, "down_proj": 3}},
+    ],
+    ids=["rslora", "rslora-dora", "alpha-pattern"],
+)
+@pytest.mark.parametrize("source", ["torchtune", "transformers"])
+def test_pefts_scale_is_kept_and_exported(
+    settings: dict[str, Any], source: str, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    given, expected = of_peft(tmp_path / "peft", model_folder, **settings)
+    use_dora = settings.get("use_dora", False)
+    model = {"lora_rank": 4, "lora_alpha": 8, "use_dora": use_dora}
+    model = lora_model(use_dora=use_dora) if source == "torchtune" else model
+    path = config(tmp_path / "run", model_folder, dataset, given, model=model)
+    assert check.faults(read_yaml(path)) == []
+    try:
+        trainer = build(path)
+        module = trainer.model.module.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(module(TOKENS), expected, rtol=0, atol=2e-5)
+        export(trainer.model, trainer.config, trainer.world)
+    finally:
+        distributed.stop()
+    folder = tmp_path / "run/export"
+    written = json.loads((folder / "adapter/adapter_config.json").read_text())
+    assert written["use_rslora"] is settings.get("use_rslora", False)
+    assert written["lora_alpha"] == 8.0
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
+        base = AutoModelForCausalLM.from_pretrained(model_folder)
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()(TOKENS).logits
+    torch.testing.assert_close(merged, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(adapted, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lora_bias": True}, "the adapter has lora_bias=True, which is not supported; merge it"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern gives .*q_proj rank 2, the model has"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], which is not"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which is not supported"),
+    ],
+    ids=["bias", "rank-pattern", "saved", "pissa"],
+)
+def test_what_changes_pefts_function_is_refused_by_name(
+    settings: dict[str, Any], told: str, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    given, _ = of_peft(tmp_path / "peft", model_folder, **settings)
+    file = given / "adapter_config.json"
+    # A later PEFT may have fields that are not known yet.
+    content = json.loads(file.read_text()) | {"use_other": {"a": 1}, "not_used": None}
+    file.write_text(json.dumps(content))
+    path = config(tmp_path / "run", model_folder, dataset, given)
+    refused = "\n".join(check.faults(read_yaml(path)))
+    assert re.search(told, refused) or "rank_pattern" in settings
+    assert "use_other={'a': 1}, which is not supported" in refused and "not_used" not in refused
+    file.write_text(json.dumps({k: v for k, v in content.items() if k != "use_other"}))
+    assert re.search(told, "\n".join(check.faults(read_yaml(path))))
+    file.unlink()
+    assert "has no adapter_config.json" in check.faults(read_yaml(path))[0]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from launcher.errors import RecipeFault
 from launcher.recipes import recipe, stock
+from launcher.sizing.step_config import step_of
+from runspec.layout import NEED_WHOLE_PARAMETERS
 from tests.trainer.forks import run
 from tests.trainer.runs import lora_model, write_config
 from trainer import check
 from trainer.config import read_yaml
+from trainer.parallel.fake import fake_world
 
 
 @pytest.fixture
@@ -58,6 +64,75 @@ def test_a_fault_is_found_before_a_rank_starts(content: dict, change: dict, told
     for key, value in change.items():
         content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
     assert any(told in fault for fault in check.faults(content)), check.faults(content)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shard", "lora", "told"),
+    [
+        ("Adafactor", 2, False, "Adafactor cannot update parameters that are sharded; use"),
+        ("Adafactor", 1, False, None),
+        ("Rprop", 2, True, "Rprop cannot update parameters that are sharded; use"),
+        ("Muon", 1, False, "Muon updates matrices only, and vectors"),
+        ("Muon", 2, True, None),
+        ("LBFGS", 1, True, "missing 1 required positional argument: 'closure'"),
+    ],
+)
+def test_an_optimizer_is_tried_in_its_layout(
+    content: dict, optimizer: str, shard: int, lora: bool, told: str | None
+) -> None:
+    content["optimizer"] = {"_component_": f"torch.optim.{optimizer}", "lr": 1e-3}
+    content["data_parallel_shard_dim"] = shard
+    if lora:
+        content["model"] = lora_model()
+    found = check.faults(content)
+    assert found == [] if told is None else told in found[0] and len(found) == 1
+
+
+def test_the_optimizers_that_need_whole_parameters_are_known() -> None:
+    """The list of the rules against torch: on a parameter of two ranks, and on a whole one."""
+    failing: dict[bool, set[str]] = {True: set(), False: set()}
+    with fake_world({}, 2) as world:
+        for name in set(torch.optim.__all__) - {"Optimizer", "lr_scheduler", "swa_utils"}:
+            for sharded in (True, False):
+                weight = torch.zeros(16, 16)
+                if sharded:
+                    weight = distribute_tensor(weight, world.mesh(True), [Shard(0)])
+                parameter = torch.nn.Parameter(weight)
+                parameter.grad = torch.zeros_like(parameter)
+                try:
+                    getattr(torch.optim, name)([parameter], lr=1e-3).step()
+                except Exception:
+                    failing[sharded].add(f"torch.optim.{name}")
+    assert failing[True] - failing[False] == set(NEED_WHOLE_PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama8b_lora", ["tensor_parallel_dim=2", "model.lora_dropout=0.1"]),
+        ("llama8b_qlora", ["enable_fp8_training=true"]),
+        ("llama8b_lora", ["tensor_parallel_dim=8", "enable_fp8_training=true", "dtype=fp32"]),
+        ("llama8b_full", ["optimizer._component_=torch.optim.Adafactor"]),
+        ("llama8b_full", ["optimizer._component_=torch.optim.Muon"]),
+        ("llama8b_full", ["tokenizer.max_seq_len=262144"]),
+        ("qwen0_5b_full", ["tensor_parallel_dim=4"]),
+        ("smollm3_3b_full", ["expert_parallel_dim=2"]),
+        pytest.param("llama4_scout_lora", ["tokenizer.max_seq_len=16384"], marks=pytest.mark.long),
+        pytest.param("qwen3_30b_a3b_lora", ["expert_parallel_dim=24"], marks=pytest.mark.long),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value)[:40],
+)
+def test_the_estimate_refuses_what_check_refuses(
+    name: str, changes: list[str], tmp_path: Path
+) -> None:
+    config = recipe.load(name, changes).train_config(tmp_path, str(tmp_path / "run"))
+    config["optimizer"] = {"_component_": config["optimizer"]["_component_"], "lr": 1e-5}
+    ranks = max(8, config.get("expert_parallel_dim", 1))
+    shard = ranks // config.get("tensor_parallel_dim", 1)
+    config |= {"data_parallel_replicate_dim": 1, "data_parallel_shard_dim": shard}
+    with pytest.raises(RecipeFault) as refused:
+        step_of(config, 1, ranks)
+    assert check.faults(config) == refused.value.faults
 
 
 def test_dora_on_the_output_layer_needs_a_loss_with_logits(content: dict) -> None:

@@ -1,8 +1,10 @@
 """Checkpoints by themselves, in a world of one: copies, retention, fences, and who waits."""
 
+import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainer.errors import TrainerError
+from runspec import files
+from tests.failing_storage import FailingStorage
+from trainer.errors import StorageError, SupersededError, TrainerError
 from trainer.parallel import world as distributed
 from trainer.parallel.world import World
 from trainer.storage import staging
@@ -266,7 +270,7 @@ def test_a_fault_beside_the_training_is_told_and_leaves_the_older_checkpoint(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert checkpoints.failed_here()
-    with pytest.raises((OSError, RuntimeError), match="checkpoint on rank 0"):
+    with pytest.raises((OSError, StorageError), match="checkpoint on rank 0"):
         model.save(checkpoints, 3, wait=False)
     assert names(tmp_path) == ["step_1"]
     assert not checkpoints.failed_here(), "a fault is told once"
@@ -305,3 +309,92 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Path, world
     model.save(checkpoints, 2, wait=False)
     checkpoints.wait()
     assert names(tmp_path) == ["step_1", "step_2"]
+
+
+READ_BADLY = """
+import errno, os, sys, threading
+from tests.trainer.test_checkpoint import *
+from trainer.errors import kind
+
+folder, control = Path(sys.argv[1]), Path(os.environ["FAILING_STORAGE"])
+model, checkpoints = Model(), Checkpoints(folder, distributed.start("cpu"), 0, keep=2)
+for step in (1, 2):
+    model.save(checkpoints, step)
+for number, part in FAULTS:
+    for lasts_s in (0.6, 30):
+        os.environ["STORAGE_WAIT_S"] = "60" if lasts_s < 30 else "0.3"
+        control.write_text(f"{number} checkpoints{part}")
+        timer = threading.Timer(lasts_s, control.unlink)
+        timer.start()
+        try:
+            state = checkpoints.load(model.module, model.optimizer, {})
+            print(part, state.step if state else state, names(folder))
+        except Exception as error:
+            timer.cancel()
+            control.unlink()
+            print(part, kind(error), error.permanent, names(folder), str(error))
+"""
+UNREADABLE = [
+    (errno.ESTALE, "/step_2/__0_0.distcp"),
+    (errno.EIO, "/step_2/COMPLETE"),
+    (errno.ESTALE, "/step_2/manifest.json"),
+    (errno.ESTALE, ""),
+]
+
+
+def test_storage_that_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
+    storage = FailingStorage(tmp_path)
+    code = READ_BADLY.replace("FAULTS", repr(UNREADABLE))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | storage.env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    whole = ["step_1", "step_2"]
+    found = [line for line in done.stdout.splitlines() if "step_1" in line]
+    for (_, part), moment, lasting in zip(UNREADABLE, found[::2], found[1::2], strict=True):
+        assert moment == f"{part} 2 {whole}"
+        assert lasting.startswith(f"{part} StorageError False {whole} {tmp_path}/checkpoints{part}")
+        assert "move" not in lasting
+
+
+def test_an_older_start_commits_nothing_beside_a_newer_one(tmp_path: Path, world: World) -> None:
+    """The ranks of a node that Slurm has given up go on, and write progress.json meanwhile."""
+    model = Model()
+    old, new = (Checkpoints(tmp_path, world, attempt, keep=5) for attempt in (0, 1))
+    for step in (1, 2):
+        model.save(old, step)
+    (tmp_path / "status.json").write_text(json.dumps({"attempt": 1}))
+    (tmp_path / "progress.json").write_text(json.dumps({"attempt": 0}))
+    begun = new.committed.temporary(2)
+    begun.mkdir()
+    with pytest.raises(SupersededError, match="start 0 of the run and start 1 has taken over"):
+        model.save(old, 3)
+    assert begun.exists(), "an older start must not remove what a newer one writes"
+    # The newer start resumes from step 1, and comes to a step that the older one has saved.
+    model.step()
+    model.save(new, 2)
+    assert names(tmp_path) == ["step_1", "step_2"]
+    other = Model()
+    assert new.load(other.module, other.optimizer, {}).step == 2
+    assert torch.equal(other.module.weight, model.module.weight)
+
+
+def test_a_copied_checkpoint_is_passed_over(
+    tmp_path: Path, world: World, capsys: pytest.CaptureFixture
+) -> None:
+    model, checkpoints = Model(), Checkpoints(tmp_path, world, attempt=0, keep=2)
+    for step in (1, 2):
+        model.save(checkpoints, step)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step_2", folder / "step_5")
+    assert files.checkpoint_steps(tmp_path) == checkpoints.committed.steps() == [1, 2]
+    state = checkpoints.load(model.module, model.optimizer, {})
+    assert state is not None and state.step == 2
+    said = "note: checkpoints/step_5 is a copy of the checkpoint of step 2, by its manifest.json"
+    assert said in capsys.readouterr().out
+    for step in (4, 5):
+        model.save(checkpoints, step)
+    assert names(tmp_path) == ["copy_step_5", "step_4", "step_5"]

@@ -86,13 +86,16 @@ def test_the_stock_configs_are_all_there() -> None:
             {"profiler": {"active_steps": 0}},
             "profiler.active_steps must be a whole number, 1 or more",
         ),
-        ({"generate": {"prompts": "one"}}, "generate.prompts must be a list of texts"),
+        ({"generate": {"prompts": "one"}}, "generate.prompts must be a list of strings"),
         ({"collate_fn": "torch.stack"}, "collate_fn must be one of torchtune.data"),
         (
             {"row_length": 0},
             "tokenizer.max_seq_len must be a whole number, 1 or more, got 0",
         ),
-        ({"resume_from_checkpoint": True}, "resume_from_checkpoint is refused: a run resumes by"),
+        (
+            {"resume_from_checkpoint": True},
+            "resume_from_checkpoint is refused: a run resumes automatically",
+        ),
         (
             {"checkpointer": {"checkpoint_dir": "/m", "recipe_checkpoint": "recipe_state.pt"}},
             "checkpointer.recipe_checkpoint is refused: the trainer cannot read the state of",

@@ -12,7 +12,8 @@ from tests.trainer.runs import write_config
 from trainer.config import load
 from trainer.config import read_yaml as load_yaml
 from trainer.data import batches, conversations
-from trainer.data.tokenised import _sample
+from trainer.data.preview import previews
+from trainer.data.source import sample as _sample
 from trainer.data.tokenizers import HuggingFaceTokenizer, hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.parallel import world as distributed
@@ -212,7 +213,7 @@ THOUGHT = [
         (
             TRIMMED,
             [CALLS[0], {"role": "assistant", "content": "<think>Hm.</think>\n\nYes."}],
-            ["\n\nYes.</s>"],
+            ["Yes.</s>"],
         ),
         (
             MARKED,
@@ -291,3 +292,44 @@ def test_chat_dataset_skips_what_has_no_answer(
     config.write_text(json.dumps(content))
     samples = batches.build(load(config), world).training.rows.samples
     assert [count > 0 for count in samples.targets] == [False, True]
+
+
+def test_what_the_template_leaves_out_is_noted_or_refused(
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: distributed.World,
+    tokenizer_of: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By file and line; the second start, which reads the tokens of the first, notes it too."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (PLAIN, CALLS)))
+    block = {
+        "_component_": "trainer.data.conversations.conversation_dataset",
+        "source": "json",
+        "data_files": str(path),
+        "split": "train",
+    }
+    config = write_config(tmp_path / "run", model_folder, dataset)
+    content = load_yaml(config) | {"dataset": block}
+    content["tokenizer"]["path"] = str(tmp_path)
+    config.write_text(json.dumps(content))
+    tokenizer_of(THINKING)
+    for _ in range(2):
+        batches.build(load(config), world)
+        (note,) = [line for line in capsys.readouterr().out.splitlines() if "template" in line]
+        assert note == (
+            "note: dataset: the model's chat template leaves out the reasoning of earlier answers "
+            f"in 1 of 2 samples (first: {path}, line 2)"
+        )
+    (shown,), faults = previews(load(config), 1)
+    assert faults == [] and [f"note: dataset: {text}" for text in shown["notes"]] == [note]
+    tokenizer_of(MARKED)
+    with pytest.raises(ConfigError) as caught:
+        batches.build(load(config), world)
+    assert str(caught.value) == (
+        f"dataset: {path}, line 2: tokenizer: the chat template leaves out the call of jobs in "
+        "message 2 (assistant), the call of nodes in message 2 (assistant); leave this "
+        "conversation out, or train a model whose template renders it"
+    )

@@ -23,6 +23,7 @@ from trainer.data import batches as data
 from trainer.data import origin, tokenised
 from trainer.data.batches import Batches, Data, MicroBatch
 from trainer.data.packing import WINDOW, pack
+from trainer.data.source import open_source
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.layers import attention, flex
@@ -597,8 +598,7 @@ def test_the_slower_of_two_runs_takes_the_quicker_ones_folder(
     before = (folder / "meta.json").stat().st_mtime_ns
     config = load(tmp_path / "run/train.yaml")
     tokenizer = instantiate("tokenizer", config.tokenizer)
-    samples = instantiate("dataset", config.dataset, tokenizer)
-    tokenised.make("dataset", config.dataset, folder, samples, tokenizer, world)
+    tokenised.make(open_source("dataset", config.dataset, tokenizer), folder, world)
     assert list(cache.iterdir()) == [folder]
     assert (folder / "meta.json").stat().st_mtime_ns == before
 
@@ -641,9 +641,10 @@ def test_samples_without_a_target_are_counted(build: Any) -> None:
     samples = build().training.rows.samples
     begins = sorted(int(trained.argmax()) for _, trained in samples)
     build(tokenizer={"max_seq_len": begins[-1]})
-    (note,) = build.said
+    note, longer = build.said
     count = begins.count(begins[-1])
     assert note.startswith(f"note: dataset: {count} of 44 samples hold no token to train on")
+    assert f"44 of 44 samples are longer than tokenizer.max_seq_len={begins[-1]}: they" in longer
 
 
 @pytest.mark.parametrize(

@@ -98,15 +98,13 @@ def test_max_seq_len_cuts(model_folder: Path) -> None:
     assert len(tokens) == len(mask) == 9
 
 
-def test_template_that_rewrites_earlier_turns_is_refused(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_template_that_drops_earlier_turns_is_refused(model_folder: Path, tmp_path: Path) -> None:
     tokenizer = with_template(
         model_folder,
         tmp_path,
         "{% for m in messages[-2:] %}{{ m.role }}{{ m.content }}{% endfor %}",
     )
-    with pytest.raises(ConfigError, match="changes earlier turns"):
+    with pytest.raises(ConfigError, match="leaves out the content in message 1"):
         tokenizer.tokenize_messages(CONVERSATION)
 
 

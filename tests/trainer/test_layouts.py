@@ -175,3 +175,20 @@ def test_adapter_in_peft_gives_the_merged_models_logits(
         merged = AutoModelForCausalLM.from_pretrained(export)(tokens).logits
     torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5)
     assert (adapted - plain).abs().max() > 1e-3, "the adapter must have learned something"
+
+
+def test_a_line_has_the_mean_loss_since_the_line_before(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    for every in (1, 3):
+        folder = tmp_path / str(every)
+        path = write_config(
+            folder, model_folder, dataset, batch_size=4, max_steps=7, log_every_n_steps=every
+        )
+        train(path, ranks=2)
+    each, lines = metrics(tmp_path / "1"), metrics(tmp_path / "3")
+    assert [line["loss_mean"] for line in each] == [pytest.approx(line["loss"]) for line in each]
+    assert [line["step"] for line in lines] == [1, 3, 6, 7]
+    losses = [line["loss"] for line in each]
+    means = [losses[0], sum(losses[1:3]) / 2, sum(losses[3:6]) / 3, losses[6]]
+    assert [line["loss_mean"] for line in lines] == pytest.approx(means)

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
 from trainer.config import load
-from trainer.layers import loss as losses
+from trainer.layers import log_probs
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
-from trainer.layers.loss import TokenLoss, linear_cross_entropy
+from trainer.layers.log_probs import Factors, linear_cross_entropy, linear_log_probs
+from trainer.layers.loss import TokenLoss
 from trainer.models.build import empty_module
 from trainer.models.decoder import Decoder
 
@@ -123,8 +124,8 @@ def test_gradients_are_right_with_a_soft_cap_and_two_factors() -> None:
     targets = torch.randint(0, 30, (9,), generator=generator)
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
-        pairs = [tensors[:2], tensors[2:]]
-        return linear_cross_entropy(pairs, targets, chunks=4, softcap=3.0)
+        made_of = Factors([tensors[:2], tensors[2:]], softcap=3.0)
+        return linear_cross_entropy(made_of, targets, chunks=4)
 
     def reference(*tensors: torch.Tensor) -> torch.Tensor:
         logits = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
@@ -136,6 +137,31 @@ def test_gradients_are_right_with_a_soft_cap_and_two_factors() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+def test_log_probs_take_any_gradient() -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((9, 5), (30, 5), (9, 2), (30, 2))
+    inputs = [torch.randn(s, generator=generator).double().requires_grad_() for s in shapes]
+    targets = torch.randint(0, 30, (9,), generator=generator)
+    sequence = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3])
+
+    def preference(log_probs: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(4, dtype=log_probs.dtype).index_add(0, sequence, log_probs)
+        return -F.logsigmoid(sums[::2] - sums[1::2]).sum()
+
+    def own(*tensors: torch.Tensor) -> torch.Tensor:
+        return linear_log_probs(Factors([tensors[:2], tensors[2:]], softcap=3.0), targets, chunks=4)
+
+    def reference(*tensors: torch.Tensor) -> torch.Tensor:
+        logits = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
+        return -F.cross_entropy(3 * torch.tanh(logits / 3), targets, reduction="none")
+
+    torch.testing.assert_close(own(*inputs), reference(*inputs))
+    found, wanted = (torch.autograd.grad(preference(f(*inputs)), inputs) for f in (own, reference))
+    torch.testing.assert_close(found, wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(own(*inputs), reference(*inputs))
+
+
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="newer than this torch")
 def test_it_equals_torchs_own_and_sums_in_fp32_from_bf16() -> None:
     torch.manual_seed(0)
@@ -143,8 +169,8 @@ def test_it_equals_torchs_own_and_sums_in_fp32_from_bf16() -> None:
     targets = torch.randint(0, 2000, (600,))
     options = torch.nn.LinearCrossEntropyOptions()
     theirs = F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)
-    torch.testing.assert_close(linear_cross_entropy([(hidden, weight)], targets), theirs)
-    short = linear_cross_entropy([(hidden.bfloat16(), weight.bfloat16())], targets)
+    torch.testing.assert_close(linear_cross_entropy(Factors([(hidden, weight)]), targets), theirs)
+    short = linear_cross_entropy(Factors([(hidden.bfloat16(), weight.bfloat16())]), targets)
     assert short.dtype == torch.float32
     assert short.item() == pytest.approx(theirs.item(), rel=1e-3)
 
@@ -157,7 +183,7 @@ def test_neither_logits_nor_a_frozen_weights_gradient_is_ever_there() -> None:
     for trains in (True, False):
         weight.requires_grad_(trains)
         with NewTensors() as seen:
-            linear_cross_entropy([(hidden, weight)], targets).backward()
+            linear_cross_entropy(Factors([(hidden, weight)]), targets).backward()
         assert max(seen.sizes) == 512 * 4000
         assert (weight.numel() in seen.sizes) == trains
     with NewTensors() as seen:
@@ -174,7 +200,7 @@ def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() 
     F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
     for chunks in (1, 40):
         own = weight.clone().requires_grad_()
-        linear_cross_entropy([(hidden, own)], targets, chunks=chunks).backward()
+        linear_cross_entropy(Factors([(hidden, own)]), targets, chunks=chunks).backward()
         error = (own.grad.double() - exact.grad).norm() / exact.grad.norm()
         # A sum kept in bf16 is wrong by 0.008.
         assert error < 0.0035
@@ -192,7 +218,7 @@ def test_compiled_it_is_the_same_for_any_number_of_tokens(
     backend: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
-    losses._compiled.cache_clear()
+    log_probs._compiled.cache_clear()
     torch._dynamo.reset()
     torch.manual_seed(0)
     weight = torch.randn(1000, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -203,10 +229,13 @@ def test_compiled_it_is_the_same_for_any_number_of_tokens(
         for compiled in (False, True):
             with torch._dynamo.config.patch(error_on_recompile=tokens != 40):
                 total = linear_cross_entropy(
-                    [(hidden, weight)], targets, chunks=3, softcap=cap, compile_chunks=compiled
+                    Factors([(hidden, weight)], softcap=cap),
+                    targets,
+                    chunks=3,
+                    compile_chunks=compiled,
                 )
             found.append([total, *torch.autograd.grad(total * 0.1, [hidden, weight])])
         for own, other in zip(*found, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-4)
         assert found[0][0].item() == pytest.approx(found[1][0].item(), rel=1e-6)
-    losses._compiled.cache_clear()
+    log_probs._compiled.cache_clear()

@@ -400,7 +400,7 @@ def test_an_optimizer_that_cannot_update_this_layout_is_refused(
     model = models.build(config, distributed.start("cpu"))
     try:
         for name in ("torch.optim.Adafactor", "torch.optim.LBFGS"):
-            with pytest.raises(ConfigError, match=f"{name} cannot update .*sharded, dp_shard 1"):
+            with pytest.raises(ConfigError, match=f"{name} cannot update .*sharded"):
                 optimizers.build({"_component_": name}, model.trainable)
         found = optimizers.build({"_component_": "torch.optim.AdamW"}, model.trainable)
         assert found.defaults["fused"] and not found.state, "the try must leave nothing behind"

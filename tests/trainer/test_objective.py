@@ -1,13 +1,14 @@
 """A method of one file trains through everything that the kit has, and no file of it knows it."""
 
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from launcher.cli import cookbook
@@ -26,6 +27,7 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
+from tests.trainer.toy_objective import Z_WEIGHT
 
 MODULE = "tests.trainer.toy_objective"
 
@@ -73,6 +75,8 @@ def test_it_trains_the_same_on_every_layout_resumes_and_exports(
     for own, other in zip(lines, metrics(tmp_path / "fsdp"), strict=True):
         assert own["z_loss"] == pytest.approx(other["z_loss"], rel=1e-4)
         assert own["loss"] == pytest.approx(own["cross_entropy"] + 1e-3 * own["z_loss"], rel=1e-5)
+    # A mean over documents of many tokens each, which begins near the logarithm of the vocabulary.
+    assert lines[0]["cross_entropy"] > 5 * math.log(1024)
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert (tmp_path / "one/export/adapter/adapter_model.safetensors").is_file()
 
@@ -94,21 +98,44 @@ def test_it_is_submitted_by_one_row_of_the_table(
     tmp_path: Path, model_folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By cookbook submit --local: the real job script, torchrun and two ranks."""
-    row = entries.Entry(COMMON | SFT, entries.trainer_command(MODULE), resumes=True)
+    row = entries.Entry(
+        COMMON | SFT | {"z_weight": Z_WEIGHT},
+        entries.trainer_command(MODULE),
+        checked="complete",
+        objective=f"{MODULE}.NextTokenWithZLoss",
+        can_estimate=True,
+        resumes=True,
+    )
     monkeypatch.setitem(entries.ENTRIES, "toy_objective", row)
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
+    monkeypatch.setenv("COOKBOOK_COMPONENTS", MODULE)
     content = yaml.safe_load(config(tmp_path / "own", model_folder, texts).read_text())
     del content["output_dir"]
     resources = {"nodes": 1, "gpus_per_node": 2, "cpus_per_gpu": 1, "time": "00:10:00"}
     content |= {"entry": "toy_objective", "resources": resources, "max_steps": 2}
+    content["tokenizer"]["max_seq_len"] = 64
     recipe = tmp_path / "toy.yaml"
     recipe.write_text(yaml.safe_dump(content))
-    done = CliRunner().invoke(cookbook, ["submit", str(recipe), "--local", "--watch"])
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(cookbook, arguments)
+
+    def said(result: Result) -> str:
+        return result.output + str(result.exception)
+
+    estimated = run("estimate", str(recipe), "--gpu", "h100-80", "--trace", "--json")
+    assert estimated.exit_code == 0, estimated.output + repr(estimated.exception)
+    refused = run("check", str(recipe), "--local", "z_weight=2")
+    assert refused.exit_code == 1 and "z_weight: must be at most 1" in said(refused)
+    unknown = run("check", str(recipe), "z_wait=1")
+    assert "unknown key 'z_wait' (did you mean z_weight?)" in said(unknown)
+    done = run("submit", str(recipe), "--local", "--watch", "z_weight=0.5")
     assert done.exit_code == 0, done.output + repr(done.exception)
-    (run,) = (tmp_path / "shared/runs").glob("*-toy-*")
-    assert json.loads((run / "progress.json").read_text())["state"] == "finished"
-    assert all(line["z_loss"] > 0 for line in metrics(run))
-    assert (run / "export/adapter/adapter_model.safetensors").is_file()
+    (folder,) = (tmp_path / "shared/runs").glob("*-toy-*")
+    assert json.loads((folder / "progress.json").read_text())["state"] == "finished"
+    for line in metrics(folder):
+        assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.5 * line["z_loss"], rel=1e-5)
+    assert (folder / "export/adapter/adapter_model.safetensors").is_file()
 
 
 def test_no_file_of_the_kit_knows_it() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from slurm import faults
 from tests.trainer.runs import (
     ROOT,
     curve,
@@ -27,6 +28,7 @@ from tests.trainer.runs import (
     metrics,
     progress,
     rank_processes,
+    reopen,
     start,
     train,
     wait_for_step,
@@ -241,6 +243,22 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(
     assert curve(two_ranks) == before, "a refused start must leave the metrics alone"
 
 
+def test_a_key_that_the_optimizers_state_lacks_is_named(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    adam = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
+    path = write_config(tmp_path, model_folder, dataset, max_steps=1, optimizer=adam)
+    train(path)
+    reopen(tmp_path)
+    changed = adam | {"amsgrad": True, "weight_decay": 0.5}
+    write_config(tmp_path, model_folder, dataset, max_steps=2, optimizer=changed)
+    output = train(path, attempt=1, status=1)
+    assert "checkpoints/step_1 has no max_exp_avg_sq of a parameter, which the config's" in output
+    assert "optimizer.amsgrad changes from None to True; undo it and resume" in output
+    assert "disk's space" not in output and "Traceback" not in output
+    assert error_record(tmp_path, attempt=1)["type"] == "ConfigError"
+
+
 def test_another_config_does_not_resume(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
     other_base = tmp_path / "other_base"
     shutil.copytree(model_folder, other_base)
@@ -383,25 +401,29 @@ def test_a_full_disk_on_one_rank_stops_all_and_keeps_what_is_there(
     # A limit on the size of a file stops the writer in the middle of a shard, as a full disk does.
     rank_processes(process)[1].rlimit(psutil.RLIMIT_FSIZE, (3_000_000, 3_000_000))
     output = finish(process, status=1)
-    for rank in (0, 1):
-        assert re.search(rf"\[rank {rank}\] error: .*checkpoint on rank 1", output), output
+    assert re.search(r"\[rank 0\] error: another rank failed: rank 1: .*checkpoint on", output), (
+        output
+    )
+    assert re.search(r"\[rank 1\] error: .*checkpoint on rank 1", output), output
+    # Rank 1 is to blame, also where its disk took no record of it.
+    logs = tmp_path / "logs" / "0"
+    for _ in range(2):
+        first = faults.first_error(faults.on_nodes(faults.read_errors(logs), ["n1", "n2"], 1))
+        assert faults.describe(first).startswith("rank 1 on n2: StorageError: ")
+        (logs / "error_rank_1.json").unlink(missing_ok=True)
     kept = sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir())
     assert len(kept) == 2 and progress(tmp_path)["checkpoint_step"] == kept[1] == kept[0] + 10
     assert metrics(tmp_path)[-1]["step"] <= kept[1] + 20, "the run must stop at the next save"
 
 
-def test_an_older_start_does_not_commit(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
-    path = write_config(tmp_path, model_folder, dataset, max_steps=400, save_every_n_steps=400)
-    old = start(path)
+def test_an_older_start_stops_by_itself(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    """Once the job script has recorded a newer attempt, which it does before its ranks run."""
+    steps = {"max_steps": 3000, "epochs": 3000, "save_every_n_steps": 3000}
+    path = write_config(tmp_path, model_folder, dataset, **steps)
+    old = start(path, ranks=2)
     wait_for_step(path, 2, old)
-    record = progress(tmp_path)
-    (tmp_path / "progress.json").write_text(json.dumps(record | {"attempt": 1}))
-    (tmp_path / ".stop").touch()
-    output = finish(old, status=1)
-    assert "start 1 has taken over" in output
+    (tmp_path / "status.json").write_text(json.dumps({"state": "RUNNING", "attempt": 1}))
+    output = finish(old, status=1, limit_s=100)
+    assert output.count("this is start 0 of the run and a newer one has taken over") == 2
+    assert error_record(tmp_path, 1)["type"] == "SupersededError"
     assert not list((tmp_path / "checkpoints").glob("*"))
-
-
-def reopen(folder: Path) -> None:
-    """Make a finished run one that was cut off before it said so."""
-    (folder / "progress.json").write_text(json.dumps(progress(folder) | {"state": "running"}))

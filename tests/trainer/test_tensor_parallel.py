@@ -36,6 +36,7 @@ WEIGHT_TOLERANCE = 1e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
 CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
+SMOOTHED = {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}
 LORA = lora_model(apply_lora_to_output=True)
 TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "scale_factor": 1}
 # Runs by name: ranks, the run that it must equal, changes to the config.
@@ -76,6 +77,8 @@ RUNS: dict[str, tuple[int, str | None, dict]] = {
             "save_every_n_steps": 2,
         },
     ),
+    "smooth": (1, None, {"loss": SMOOTHED}),
+    "smooth-tp2": (2, "smooth", {"loss": SMOOTHED}),
     "full-tp2-linear": (2, "full", {"loss": LINEAR}),
     "tied-tp2-dp2": (4, "tied", {"model": TIED, "batch_size": 4, "loss": LINEAR}),
 }

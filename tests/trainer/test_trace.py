@@ -22,6 +22,7 @@ from tests.trainer.transformers_runs import BY_OPERATION, TP, config_of
 from trainer import config as configs
 from trainer.models.build import empty_module
 from trainer.models.decoder import Decoder
+from trainer.objectives.base import SFT, named
 from trainer.trace import Traced, estimate, trace
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +218,7 @@ def test_the_closed_form_knows_dora_and_packed_rows(model, split, packed) -> Non
 @pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.named)])
 def test_two_depths_tell_the_whole_model(ranks) -> None:
     config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=ranks // 8))
-    whole, told = trace(config, ranks), estimate(config, ranks)
+    whole, told = trace(config, ranks), estimate(config, ranks, named(SFT))
     assert told.layers == whole.layers == 16
     assert abs(told.peak - whole.peak) <= 0.002 * GIB
     assert told.weights == pytest.approx(whole.weights, abs=64)
@@ -313,5 +314,5 @@ def test_the_closed_form_is_near_the_trace_over_the_catalogue(name: str, tmp_pat
     resources = loaded.resources
     step = step_of(config, resources.nodes, resources.gpus_per_node)
     # In a process of its own, as for a user: torch keeps the layouts of earlier ones in a process.
-    traced = ask_for_trace(config, resources.world_size)
+    traced = ask_for_trace(config, SFT, resources.world_size)
     assert StepMemory(step).peak == pytest.approx(traced["peak"], rel=0.05)

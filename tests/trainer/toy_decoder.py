@@ -93,13 +93,13 @@ class ToyDecoder(Decoder):
         self.max_seq_len = max_seq_len
         self._sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "intermediate_dim": hidden}
 
-    def forward(
-        self, tokens: torch.Tensor, *, mask: Mask = None, input_pos: torch.Tensor | None = None
-    ) -> torch.Tensor | list[torch.Tensor]:
+    def hidden(
+        self, tokens: torch.Tensor, mask: Mask, input_pos: torch.Tensor | None
+    ) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, mask)
-        return self.unembed(x)
+        return x
 
     def roles(self) -> dict[str, Role]:
         return ROLES

@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,16 @@ class Row(NamedTuple):
     counted: bool
 
 
+class Samples(Protocol):
+    """Tokenised samples: lengths int64 [samples]; by index (tokens [n], trained bool [n])."""
+
+    lengths: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+
 class Rows(Dataset):
     """The rows of batches: one sample per row, or whole samples packed to one length.
 
@@ -40,7 +50,7 @@ class Rows(Dataset):
 
     def __init__(
         self,
-        samples: TokenisedDataset,
+        samples: Samples,
         pad_id: int,
         multiple: int = 1,
         row_length: int | None = None,
@@ -216,14 +226,14 @@ def build(config: TrainConfig, world: World) -> Data:
     """
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
-    pad_id = getattr(tokenizer, "pad_id", 0)
     seed = config.seed if config.shuffle else None
 
     def rows(key: str, block: dict[str, Any], packing_seed: int | None) -> Rows:
         samples = open_dataset(key, block, config, world, tokenizer)
         world.on_all(lambda: _check_targets(key, samples, world))
-        row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
-        return Rows(samples, pad_id, config.row_multiple, row_length, packing_seed)
+        for note in samples.notes(config.tokenizer.get("max_seq_len")):
+            world.say(f"note: {key}: {note}")
+        return packed_rows(config, block, samples, tokenizer, packing_seed)
 
     workers = WORKERS_ON_GPU if world.device.type == "cuda" else 0
     training = Batches(
@@ -242,6 +252,14 @@ def build(config: TrainConfig, world: World) -> Data:
     own = rows("dataset_val", config.dataset_val, None)
     world.on_all(lambda: _check_overlap(config, world, training.rows.samples, own.samples))
     return Data(training, Batches(own, world, config.batch_size_val), mismatches)
+
+
+def packed_rows(
+    config: TrainConfig, block: dict[str, Any], samples: Samples, tokenizer: Any, seed: int | None
+) -> Rows:
+    """Rows of a dataset as its block asks for: packed, or a sample each."""
+    row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
+    return Rows(samples, getattr(tokenizer, "pad_id", 0), config.row_multiple, row_length, seed)
 
 
 def _check_targets(key: str, samples: TokenisedDataset, world: World) -> None:
@@ -315,7 +333,7 @@ def _faults(key: str, rows: Rows, vocab_size: int, max_seq_len: int) -> list[str
     if samples.highest_token >= vocab_size:
         found.append(
             f"tokenizer: it made token {samples.highest_token} of {key}'s "
-            f"{samples.origin(samples.highest_sample)}, the model knows {vocab_size} tokens; "
+            f"{samples.highest_origin}, the model knows {vocab_size} tokens; "
             "tokenizer and model do not belong together"
         )
     return found

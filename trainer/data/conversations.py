@@ -8,13 +8,16 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.data.tokenizers import REASONING, HuggingFaceTokenizer
+from trainer.data.marks import REASONING
+from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
 TRAIN_ON = ("all", "last", "marked")
 # The key of a message that is trained with train_on: marked.
 MARK = "train"
+# OpenAI's key of an answer that is not to be trained (0) or is (1).
+WEIGHT = "weight"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -97,6 +100,8 @@ class Conversations:
             answers = answers[-1:]
         elif self._train_on == "marked":
             answers = [i for i in answers if marked[i]]
+        excluded = [turn.pop(WEIGHT, 1) == 0 for turn in turns]
+        answers = [i for i in answers if not excluded[i]]
         schemas = _schemas(tools, self._columns[1])
         tokens, mask = self._tokenizer.tokenize_turns(turns, answers, schemas, self._reasoning)
         labels = [
@@ -133,8 +138,21 @@ def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, An
         else:
             turn.pop("tool_calls", None)
         turn["content"] = _text(turn, where)
+        turn |= _reasoning(turn)
+        _check_weight(turn, where)
         turns.append(turn)
     return turns, marked
+
+
+def _check_weight(turn: dict[str, Any], where: str) -> None:
+    """Refuse a weight that is neither 0 nor 1, and one that would train what is no answer."""
+    weight = turn.get(WEIGHT, 0)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ConfigError(f"{where} has the weight {weight!r}; it must be 0 or 1")
+    if weight and turn["role"] != "assistant":
+        raise ConfigError(
+            f"{where} ({turn['role']}) has the weight 1; only answers are trained: leave it out"
+        )
 
 
 def _text(turn: dict[str, Any], where: str) -> str:
@@ -152,6 +170,13 @@ def _text(turn: dict[str, Any], where: str) -> str:
     return content
 
 
+def _reasoning(turn: dict[str, Any]) -> dict[str, Any]:
+    """An answer's reasoning under each name that templates have for it."""
+    given = [turn.pop(key) for key in REASONING if key in turn]
+    text = next((text for text in given if text), None)
+    return dict.fromkeys(REASONING, text) if text else {}
+
+
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not function.get("name"):
@@ -164,7 +189,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{where} calls {function['name']} with arguments that are no JSON: {error}"
             ) from None
-    return {**call, "function": {**function, "arguments": arguments or {}}}
+    return {"type": "function", **call, "function": {**function, "arguments": arguments or {}}}
 
 
 def _schemas(tools: Any, column: str) -> list[dict[str, Any]] | None:

@@ -46,7 +46,7 @@ def by_files(block: Mapping[str, Any]) -> dict[str, Any]:
     if not shards:
         name = folder.parts[-4] if len(folder.parts) > 3 else folder.name
         version = folder.parent
-        there = sorted(path.name for path in version.glob("*/")) if version.is_dir() else []
+        there = sorted(path.name for path in version.glob("[!_]*/")) if version.is_dir() else []
         words = f"it has {', '.join(there)}" if there else "prepare it with: cookbook prepare"
         raise ConfigError(f"dataset: no prepared set {name} with a split {folder.name}: {words}")
     read = _BY_FORMAT.get(_card(folder)["format"])

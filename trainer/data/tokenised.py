@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -20,21 +20,18 @@ from typing import Any
 import numpy as np
 
 from runspec import files
-from trainer.config import TrainConfig, instantiate
-from trainer.data import origin, tokenizers
+from trainer.config import TrainConfig
+from trainer.data import origin, source
+from trainer.data.source import Source, omission_notes, open_source
 from trainer.errors import ConfigError
-from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel.world import World
 
-FORMAT = 2
+FORMAT = 3
 META = "meta.json"
 TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
-PREPARED = "trainer.data.prepared.prepared_dataset"
-CHAT = "torchtune.datasets.chat_dataset"
-CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
 SHARED_FOLDER_LIMIT_S = 120.0
@@ -45,7 +42,9 @@ class TokenisedDataset:
     """The samples of one dataset, read from its folder.
 
     lengths: tokens of each sample, int64 [samples]. targets: how many of them are predicted and
-    trained. fingerprints: a 64-bit hash of each sample's tokens and mask.
+    trained. fingerprints: a 64-bit hash of each sample's tokens and mask. sources: the index of
+    each in the dataset, of which a long text has several. left_out: how many tokens were cut off
+    behind it. omissions: see Source.
 
     Raises:
         ConfigError: files are missing or cut short.
@@ -56,14 +55,16 @@ class TokenisedDataset:
         if not isinstance(meta, dict):
             raise ConfigError(f"data_cache_dir: {folder} is damaged; delete it and start again")
         self.folder, self._block = folder, block or {}
-        self.highest_token, self.highest_sample = meta["highest"]
+        self.highest_token, self._highest_source = meta["highest"]
         self.split_sizes: dict[str, int] = meta["split_sizes"]
+        self.omissions: dict[str, tuple[int, str]] = meta["omissions"]
         tables = [np.load(folder / SAMPLES.format(number)) for number in meta["parts"]]
         self._parts = [
             _mapped(folder / TOKENS.format(number), table[:, 0])
             for number, table in zip(meta["parts"], tables, strict=True)
         ]
-        self.lengths, self.targets, self.fingerprints = np.concatenate(tables).T.copy()
+        columns = np.concatenate(tables).T.copy()
+        self.lengths, self.targets, self.fingerprints, self.sources, self.left_out = columns
         self._part_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self._begins = np.concatenate([np.cumsum(t[:, 0]) - t[:, 0] for t in tables])
 
@@ -79,7 +80,30 @@ class TokenisedDataset:
 
     def origin(self, index: int) -> str:
         """Where a sample comes from."""
-        return origin.of_sample(self._block, index)
+        return origin.of_sample(self._block, int(self.sources[index]))
+
+    @property
+    def highest_origin(self) -> str:
+        """Where the sample with the highest token comes from."""
+        return origin.of_sample(self._block, self._highest_source)
+
+    def notes(self, limit: int | None) -> Iterator[str]:
+        """What of the samples is not in the tokens, in words."""
+        yield from omission_notes(self.omissions, len(self))
+        longer = f"longer than tokenizer.max_seq_len={limit}"
+        parts = np.bincount(self.sources)
+        count = np.count_nonzero(parts)
+        if len(several := parts[parts > 1]):
+            yield (
+                f"{len(several):,} of {count:,} texts are {longer}: they go on in "
+                f"{several.sum() - len(several):,} further samples, and no token is left out"
+            )
+        if cut := np.count_nonzero(self.left_out):
+            whole = self.lengths.sum() + self.left_out.sum()
+            yield (
+                f"{cut:,} of {count:,} samples are {longer}: they are cut there, and "
+                f"{self.left_out.sum():,} of {whole:,} tokens are left out"
+            )
 
     @cached_property
     def sha256(self) -> str:
@@ -98,67 +122,24 @@ def open_dataset(
     Raises:
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
     """
-    block = {k: v for k, v in block.items() if k not in ("packed", "split_across_pack")}
-    if block["_component_"] == PREPARED:
-        from trainer.data import prepared  # other runs do not pay for it
+    block = source.read_block(block)
 
-        block = prepared.by_files(block)
-
-    def find() -> tuple[Path, Any]:
+    def find() -> tuple[Path, Source | None]:
         # Data of the hub changes under one name: only the opened dataset tells its version.
-        opened = None if origin.data_files(block) else _opened(key, block, tokenizer)
+        opened = None if origin.data_files(block) else open_source(key, block, tokenizer)
         return config.data_cache / _name(block, config.tokenizer, opened), opened
 
     folder, opened = world.on_main(find) or (None, None)
     folder = world.gather(folder)[0]
     if not world.gather((folder / META).is_file())[0]:
         # Rank 0 first, so that one process alone converts the files.
-        first = world.on_main(lambda: opened or _opened(key, block, tokenizer))
-        samples = world.on_all(lambda: _opened(key, block, tokenizer) if first is None else first)
-        make(key, block, folder, samples, tokenizer, world)
+        first = world.on_main(lambda: opened or open_source(key, block, tokenizer))
+        make(world.on_all(lambda: first or open_source(key, block, tokenizer)), folder, world)
     return world.on_all(lambda: TokenisedDataset(_seen(folder), block))
 
 
-def _opened(key: str, block: dict[str, Any], tokenizer: Any) -> Any:
-    from datasets import disable_progress_bars
-    from datasets.exceptions import DatasetGenerationError
-
-    disable_progress_bars()
-    try:
-        samples = instantiate(key, _with_own_template(block, tokenizer), tokenizer)
-    except StopIteration:
-        # So datasets answers to a file of no line.
-        raise ConfigError(f"{key}: holds no sample") from None
-    except DatasetGenerationError as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ConfigError(
-            f"{key}: {origin.broken_line(block) or f'cannot be read: {reason}'}"
-        ) from None
-    except (OSError, ConnectionError) as error:
-        raise ConfigError(f"{key}: cannot be opened: {str(error).splitlines()[0]}") from None
-    if len(samples) == 0:
-        split = f" (split {block['split']})" if "split" in block else ""
-        raise ConfigError(f"{key}: holds no sample{split}")
-    return samples
-
-
-def _with_own_template(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """torchtune's chat_dataset in OpenAI's form as ours, if the tokenizer has the chat template.
-
-    torchtune's knows no tool calls: for a message without content it takes the one before it.
-    """
-    style = block.get("conversation_style") == "openai"
-    if not (style and block["_component_"] == CHAT and not block.get("train_on_input")):
-        return block
-    if not isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
-        return block
-    others = {k: v for k, v in block.items() if k not in ("conversation_style", "train_on_input")}
-    return others | {"_component_": CONVERSATIONS}
-
-
-def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -> str:
+def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Source | None) -> str:
     """The folder's name: a hash of all that the tokens depend on."""
-    info = getattr(getattr(opened, "_data", None), "info", None)
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -168,7 +149,7 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -
         "data": [files.sha256(path) for path in origin.data_files(block)],
         "tokenizer_files": [files.sha256(path) for path in _tokenizer_files(tokenizer_block)],
         # The addresses of files on the hub hold the commit.
-        "addresses": sorted(getattr(info, "download_checksums", None) or {}),
+        "addresses": sorted(getattr(opened and opened.info, "download_checksums", None) or {}),
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -176,8 +157,9 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Any) -
 
 def _makers(block: dict[str, Any]) -> tuple[str, ...]:
     """The modules beside this one that decide on a sample's tokens."""
-    conversations = block["_component_"] in (CHAT, CONVERSATIONS)
-    return ("tokenizers.py", *(("conversations.py",) if conversations else ()))
+    conversations = block["_component_"] in (source.CHAT, source.CONVERSATIONS)
+    own = ("source.py", "tokenizers.py", "spans.py", "marks.py")
+    return (*own, *(("conversations.py",) if conversations else ()))
 
 
 def _tokenizer_files(block: dict[str, Any]) -> list[Path]:
@@ -191,28 +173,19 @@ def _tokenizer_files(block: dict[str, Any]) -> list[Path]:
     return sorted(found)
 
 
-def make(
-    key: str, block: dict[str, Any], folder: Path, samples: Any, tokenizer: Any, world: World
-) -> None:
+def make(samples: Source, folder: Path, world: World) -> None:
     """Tokenise on all ranks, a range of samples each, and give the folder its name.
-
-    Args:
-        key, block: of the config, for messages.
-        samples: by index, mappings with the `tokens` and the `labels` of a sample.
-        tokenizer: its `max_seq_len` cuts samples, if it has one.
 
     Raises:
         ConfigError: the folder cannot be written to, or a sample cannot be tokenised.
     """
     temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{os.urandom(4).hex()}"))[0]
     world.on_main(lambda: _begin(temporary))
-    limit = getattr(tokenizer, "max_seq_len", None)
     try:
-        highest = world.on_all(
-            lambda: _write_part(key, block, _seen(temporary), samples, limit, world)
-        )
+        highest = world.on_all(lambda: _write_part(_seen(temporary), samples, world))
         parts = [part for part in enumerate(world.gather(highest)) if part[1] is not None]
-        world.on_main(lambda: _publish(temporary, folder, parts, samples))
+        omissions = _merged(world.gather(samples.omissions))
+        world.on_main(lambda: _publish(temporary, folder, parts, samples, omissions))
     except Exception:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -236,12 +209,17 @@ def _begin(temporary: Path) -> None:
 
 
 def _publish(
-    temporary: Path, folder: Path, parts: list[tuple[int, tuple[int, int]]], samples: Any
+    temporary: Path,
+    folder: Path,
+    parts: list[tuple[int, tuple[int, int]]],
+    samples: Source,
+    omissions: dict[str, tuple[int, str]],
 ) -> None:
-    splits = getattr(getattr(getattr(samples, "_data", None), "info", None), "splits", None) or {}
+    splits = getattr(samples.info, "splits", None) or {}
     meta = {
         "parts": [number for number, _ in parts],
         "highest": max((highest for _, highest in parts), key=lambda pair: pair[0]),
+        "omissions": omissions,
         "split_sizes": {name: split.num_examples for name, split in splits.items()},
     }
     files.write_json(temporary / META, meta)
@@ -254,6 +232,16 @@ def _publish(
         shutil.rmtree(temporary, ignore_errors=True)
     else:
         files.fsync_path(folder.parent)
+
+
+def _merged(of_ranks: list[dict[str, tuple[int, str]]]) -> dict[str, tuple[int, str]]:
+    """The omissions of all ranks, each with the place that the lowest rank has."""
+    merged: dict[str, tuple[int, str]] = {}
+    for omissions in of_ranks:
+        for what, (count, first) in omissions.items():
+            before, place = merged.get(what, (0, first))
+            merged[what] = before + count, place
+    return merged
 
 
 def _seen(folder: Path) -> Path:
@@ -269,88 +257,32 @@ def _seen(folder: Path) -> Path:
     return folder
 
 
-def _write_part(
-    key: str, block: dict[str, Any], folder: Path, samples: Any, limit: int | None, world: World
-) -> tuple[int, int] | None:
+def _write_part(folder: Path, samples: Source, world: World) -> tuple[int, int] | None:
     """Tokenise this rank's range; (highest token, its sample), None if the range is empty."""
     count, rank = len(samples), world.rank
     indices = range(count * rank // world.size, count * (rank + 1) // world.size)
     if not indices:
         return None
-    table = np.zeros((len(indices), 3), dtype=np.int64)
+    table: list[tuple[int, ...]] = []
     highest = (-1, 0)
     last_said = time.monotonic()
     paths = [folder / name.format(rank) for name in (TOKENS, SAMPLES)]
     with open(paths[0], "wb") as file:
-        for row, index in enumerate(indices):
-            try:
-                tokens, trained = _sample(samples, index, limit)
-            except ConfigError as error:
-                where = origin.of_sample(block, index, _row(samples, index))
-                raise ConfigError(f"{key}: {where}: {error}") from error
-            table[row] = len(tokens), trained[1:].sum(), _fingerprint(tokens, trained)
-            highest = max(highest, (int(tokens.max()), index), key=lambda pair: pair[0])
-            file.write(np.where(trained, tokens, ~tokens).tobytes())
+        for done, index in enumerate(indices, 1):
+            for tokens, trained, left_out in samples.pieces(index):
+                fingerprint = _fingerprint(tokens, trained)
+                table.append((len(tokens), trained[1:].sum(), fingerprint, index, left_out))
+                highest = max(highest, (int(tokens.max()), index), key=lambda pair: pair[0])
+                file.write(np.where(trained, tokens, ~tokens).tobytes())
             if time.monotonic() - last_said > PROGRESS_EVERY_S:
                 last_said = time.monotonic()
-                world.say(f"tokenising {key}: {row + 1:,} of {len(indices):,} samples of this rank")
-    np.save(paths[1], table)
+                world.say(
+                    f"tokenising {samples.key}: {done:,} of {len(indices):,} samples of this rank"
+                )
+    np.save(paths[1], np.array(table, dtype=np.int64))
     for path in paths:
         files.fsync_path(path)
     return highest
-
-
-def _sample(samples: Any, index: int, limit: int | None) -> tuple[Any, Any]:
-    """(tokens int32 [n], trained bool [n]) of a sample."""
-    try:
-        _check_contents(samples, index)
-        sample = samples[index]
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
-        raise ConfigError(_reason(samples, index, error)) from error
-    tokens = np.asarray(sample["tokens"], dtype=np.int32)[:limit]
-    labels = np.asarray(sample["labels"], dtype=np.int64)[:limit]
-    trained = labels != IGNORE_INDEX
-    if tokens.ndim != 1 or not len(tokens) or tokens.shape != labels.shape:
-        raise ConfigError("holds no tokens, or not as many labels as tokens")
-    if not np.array_equal(labels[trained], tokens[trained]):
-        raise ConfigError("its labels are not its tokens; only these can be trained")
-    return tokens, trained
-
-
-def _check_contents(samples: Any, index: int) -> None:
-    """Refuse a message without content where torchtune would repeat the one before it."""
-    transform = getattr(samples, "_message_transform", None)
-    if type(transform).__name__ != "OpenAIToMessages":
-        return
-    messages = (_row(samples, index) or {}).get(transform._column_map["messages"]) or []
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message["content"], str | list):
-            raise ConfigError(
-                f"message {number} ({message['role']}) has no content, and torchtune's tokenizers "
-                "know no tool calls; leave the tokenizer block out, so that the model folder's "
-                "chat template is used"
-            )
-
-
-def _row(samples: Any, index: int) -> dict[str, Any] | None:
-    """The columns of a sample before they become messages; None if the dataset keeps none."""
-    try:
-        row = samples._data[index]
-    except (AttributeError, TypeError, KeyError):
-        return None
-    return dict(row) if isinstance(row, Mapping) else None
-
-
-def _reason(samples: Any, index: int, error: Exception) -> str:
-    """Why a sample cannot be tokenised; names the missing column if the dataset tells which."""
-    if isinstance(error, KeyError):
-        return f"there is no column {error}"
-    transform = getattr(samples, "_message_transform", None)
-    columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
-    used = list((columns or {}).values()) or [getattr(samples, "_column", None)]
-    row = _row(samples, index)
-    missing = [] if row is None else [repr(name) for name in used if name and row.get(name) is None]
-    return f"there is no {' and no '.join(missing)}" if missing else str(error)
 
 
 def _fingerprint(tokens: np.ndarray, trained: np.ndarray) -> int:

@@ -1,22 +1,21 @@
 """A torchtune model tokenizer over a Hugging Face folder, with the model's own chat template."""
 
+import json
 import math
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from runspec.files import read_json_or_none
+from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
 
 # Templates that ask for today's date get this one, so that a resumed run sees the same tokens.
 TEMPLATE_DATE = datetime(2024, 7, 26)
 ROLES = {"ipython": "tool"}
-# Where messages have the reasoning before an answer; it may stand in the content, too.
-REASONING = ("reasoning_content", "reasoning", "thinking")
-END_OF_REASONING = "</think>"
-# An answer that no conversation has.
-STAND_IN = "\u241esomething else\u241e"
 
 
 def hugging_face_tokenizer(path: str, max_seq_len: int | None = None) -> "HuggingFaceTokenizer":
@@ -54,6 +53,7 @@ class HuggingFaceTokenizer:
         }
         self._folder = folder
         self._template = _template(folder, settings)
+        self._left_out: frozenset[str] = frozenset()
         self.special_tokens = {
             token.content: index
             for index, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -62,6 +62,7 @@ class HuggingFaceTokenizer:
         self.eos_id = self._id("eos_token")
         pad_id = self._id("pad_token")
         self.pad_id = pad_id if pad_id is not None else self.eos_id or 0
+        self._ends = _ids(_model_settings(folder), "eos_token_id") | ({self.eos_id} - {None})
 
     @property
     def vocab_size(self) -> int:
@@ -95,8 +96,8 @@ class HuggingFaceTokenizer:
             messages: torchtune messages (role, text_content, masked).
 
         Raises:
-            ConfigError: the template renders the beginning of a conversation in another way
-                once there is more of it, so that no mask can be right.
+            ConfigError: the template refuses the conversation, or leaves out a part of it
+                without which the rest would be wrong.
         """
         turns = [{"role": ROLES.get(m.role, m.role), "content": m.text_content} for m in messages]
         return self.tokenize_turns(turns, [i for i, m in enumerate(messages) if not m.masked])
@@ -110,28 +111,35 @@ class HuggingFaceTokenizer:
     ) -> tuple[list[int], list[bool]]:
         """As `tokenize_messages`, of turns as the chat template takes them.
 
+        `take_left_out` then says what of them is not in the tokens.
+
         Args:
             trained: which turns are trained.
             tools: the schemas of the tools.
             reasoning: whether an answer's reasoning is trained, too.
         """
-        text, marks = self._rendered(turns, tools=tools)
-        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if marks and len(marks) == len(answers) and set(trained) <= set(answers):
-            # The template itself says what the model writes, by {% generation %}.
-            spans = [marks[answers.index(index)] for index in trained]
-        else:
-            spans = [self._span(turns, index, text, tools) for index in trained]
-        if not reasoning:
-            spans = [
-                (max(begin, self._end_of_reasoning(turns, index, text, tools)), end)
-                for (begin, end), index in zip(spans, trained, strict=True)
-            ]
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        turns = self._as_taken(turns, tools)
+        spans = Spans(self._rendered, self._encoded, self._ends, turns, tools)
+        if SYSTEM_PROMPT in spans.left_out:
+            folded = self._with_system_prompt(turns, tools)
+            if folded is not None:
+                turns, trained = folded, [i - 1 for i in trained if i]
+                spans = Spans(self._rendered, self._encoded, self._ends, turns, tools)
+        # A span may add an end token to the text.
+        pieces = [piece for index in trained for piece in spans.of(index, reasoning)]
+        encoding = self._encoded(spans.text)
+        # The token with an answer's first character is trained, though it may begin before it.
         mask = [
-            not any(begin <= start < end for begin, end in spans) for start, _ in encoding.offsets
+            not any(begin < max(end, start + 1) and start < last for begin, last in pieces)
+            for start, end in encoding.offsets
         ]
+        self._left_out = frozenset(spans.left_out)
         return encoding.ids[: self.max_seq_len], mask[: self.max_seq_len]
+
+    def take_left_out(self) -> frozenset[str]:
+        """What the template left out of the last conversation; empty when asked again."""
+        left_out, self._left_out = self._left_out, frozenset()
+        return left_out
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """Replace a sample's `messages` by its `tokens` and `mask`."""
@@ -153,6 +161,7 @@ class HuggingFaceTokenizer:
         turns: list[dict[str, Any]],
         add_generation_prompt: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        **options: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and begin and end of what the template marks as the model's."""
         if self._template is None:
@@ -173,92 +182,53 @@ class HuggingFaceTokenizer:
                 add_generation_prompt,
                 strftime_now=TEMPLATE_DATE.strftime,
                 **self._special,
+                **options,
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"tokenizer: the chat template is broken: {error}") from None
         except (TemplateError, TypeError) as error:
             raise ConfigError(f"tokenizer: the chat template refuses a sample: {error}") from None
 
-    def _span(
-        self,
-        turns: list[dict[str, Any]],
-        index: int,
-        text: str,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> tuple[int, int]:
-        """Begin and end (characters) of what is trained on in message `index`."""
-        is_answer = turns[index]["role"] == "assistant"
-        before = self._beginning(turns[:index], is_answer, tools)
-        until = self.render(turns[: index + 1], tools=tools)
-        if before is not None and text.startswith(before) and text.startswith(until):
-            # White space after the end token is the template's, the model never writes it.
-            return len(before), len(until.rstrip()) if is_answer else len(until)
-        found = self._span_by_difference(turns, index, text, tools) if is_answer else None
-        if found is None:
-            raise ConfigError(
-                "tokenizer: the chat template changes earlier turns when a later one is added; "
-                "train on single-turn samples, or use the model's torchtune tokenizer"
-            )
-        return found
-
-    def _beginning(self, turns: list[dict[str, Any]], ask: bool, tools: Any) -> str | None:
-        """The text before a turn; None if the template refuses a conversation that ends there."""
-        if not turns:
-            return ""
+    def _as_taken(self, turns: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Turns with the roles and the kind of arguments that the template knows."""
+        if not re.search("""['"]developer['"]""", self._template or ""):
+            turns = [t | {"role": "system"} if t["role"] == "developer" else t for t in turns]
         try:
-            return self.render(turns, add_generation_prompt=ask, tools=tools)
+            self.render(turns, tools=tools)
         except ConfigError:
-            return None
+            texts = [_with_text_arguments(turn) for turn in turns]
+            if texts == turns:
+                raise
+            # DeepSeek's templates take a call's arguments as text; other faults stay.
+            with suppress(ConfigError):
+                self.render(texts, tools=tools)
+                return texts
+            raise
+        return turns
 
-    def _span_by_difference(
-        self, turns: list[dict[str, Any]], index: int, text: str, tools: Any
-    ) -> tuple[int, int] | None:
-        """Where the text changes with the answer `index`, and the end token behind that.
+    def _with_system_prompt(
+        self, turns: list[dict[str, Any]], tools: Any
+    ) -> list[dict[str, Any]] | None:
+        """Turns with the system prompt in the last question, if the template asks for answers so.
 
-        For templates that render a turn in another way when more turns follow: Qwen 3's take the
-        reasoning out of earlier answers, Mistral's put the system prompt into the last question.
+        Mistral's render it there, and leave it out once the answer follows.
         """
-        other = {"role": "assistant", "content": STAND_IN}
-        changed = self.render([*turns[:index], other, *turns[index + 1 :]], tools=tools)
-        begin = _common(text, changed)
-        if not changed[begin:].startswith(STAND_IN):
+        system, *rest = turns
+        questions = [i for i, turn in enumerate(rest) if turn["role"] == "user"]
+        if system["role"] != "system" or not questions or rest[-1]["role"] != "assistant":
             return None
-        end = len(text) - _common(text[begin:][::-1], changed[begin + len(STAND_IN) :][::-1])
-        alone = self.render([*turns[:index], other], tools=tools)
-        closing = alone.rpartition(STAND_IN)[2].rstrip()
-        if not text[end:].startswith(closing):
-            return None
-        return begin, end + len(closing)
+        question = rest[questions[-1]]
+        rest[questions[-1]] = question | {
+            "content": f"{system['content']}\n\n{question['content']}"
+        }
+        with suppress(ConfigError):
+            asked = self.render(turns[:-1], add_generation_prompt=True, tools=tools)
+            if self.render(rest, tools=tools).startswith(asked):
+                return rest
+        return None
 
-    def _end_of_reasoning(
-        self, turns: list[dict[str, Any]], index: int, text: str, tools: Any
-    ) -> int:
-        """Where the reasoning of the answer `index` has ended, 0 if the text has none of it.
-
-        That is where the text changes with the answer's content; for an answer that is only a call
-        of a tool, behind what changes with the reasoning.
-        """
-        turn = turns[index]
-        head, tag, _ = str(turn["content"]).rpartition(END_OF_REASONING)
-        given = [key for key in REASONING if turn.get(key)]
-        if not (tag or given):
-            return 0
-
-        def with_other(**changes: str) -> str | None:
-            try:
-                return self.render(
-                    [*turns[:index], turn | changes, *turns[index + 1 :]], tools=tools
-                )
-            except ConfigError:
-                return None  # such as: no content beside a call
-
-        changed = with_other(content=f"{head}{tag}{STAND_IN}")
-        if changed is not None and changed != text:
-            return _common(text, changed)
-        changed = with_other(**dict.fromkeys(given, STAND_IN))
-        if changed is None or changed == text:
-            return 0
-        return len(text) - _common(text[::-1], changed[::-1])
+    def _encoded(self, text: str) -> Any:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
@@ -276,10 +246,7 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
             it has them.
         folder: the model's Hugging Face folder.
     """
-    settings = [
-        read_json_or_none(folder / f"{name}.json") for name in ("config", "generation_config")
-    ]
-    known = [s for s in settings if isinstance(s, dict)]
+    known = _model_settings(folder)
     vocabulary = (known[0].get("vocab_size") if known else None) or math.inf
     advice = "; give the tokenizer that belongs to checkpointer.checkpoint_dir"
     own = {name: getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", "pad_id")}
@@ -303,10 +270,24 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
     return found
 
 
-def _common(one: str, other: str) -> int:
-    """How many characters two texts have in common from their beginning."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:
+    if not turn.get("tool_calls"):
+        return turn
+    calls = [
+        call
+        | {
+            "function": call["function"]
+            | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+        }
+        for call in turn["tool_calls"]
+    ]
+    return turn | {"tool_calls": calls}
+
+
+def _model_settings(folder: Path) -> list[dict[str, Any]]:
+    names = ("config", "generation_config")
+    settings = [read_json_or_none(folder / f"{name}.json") for name in names]
+    return [s for s in settings if isinstance(s, dict)]
 
 
 def _ids(settings: list[dict[str, Any]], name: str) -> set[int]:

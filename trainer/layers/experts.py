@@ -54,7 +54,7 @@ def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transpose
     """
     layer.activation, layer.transposed = activation, transposed
     layer.adapters: nn.ModuleDict = nn.ModuleDict()
-    layer.rank, layer.scaling = 0, 1.0
+    layer.rank, layer.scaling, layer.use_rslora = 0, 1.0, False
     # Set by trainer.parallel: these experts are a part of all; gradients are one rank's part.
     layer.exchange, layer.partial_gradient = None, False
     patch_forward(layer, forward)

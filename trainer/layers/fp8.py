@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.config import FP8_MULTIPLE
+from runspec.layout import FP8_MULTIPLE, StepFacts
 from trainer.parallel.sharded import local
 
 # Ada and Hopper are the first that have them.
@@ -39,18 +39,10 @@ def faults(layers: dict[nn.Module, bool], ranks: int) -> list[str]:
             outputs).
         ranks: of tensor parallelism.
     """
-    sizes = {
-        (size, ranks if (axis == 1) == splits_inputs else 1)
-        for layer, splits_inputs in layers.items()
-        for axis, size in enumerate(layer.weight.shape)
+    shapes = {
+        (*reversed(layer.weight.shape), splits_inputs) for layer, splits_inputs in layers.items()
     }
-    return [
-        f"enable_fp8_training: needs sizes in multiples of {FP8_MULTIPLE}, and this model has "
-        f"layers of {size}{f' split over {parts} ranks' if parts > 1 else ''}; "
-        "set enable_fp8_training=False"
-        for size, parts in sorted(sizes)
-        if size % (FP8_MULTIPLE * parts)
-    ]
+    return StepFacts(tensor_parallel=ranks, linear=shapes, fp8=True).faults()
 
 
 def missing(recipe: str, device: torch.device) -> str | None:

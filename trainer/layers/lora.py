@@ -38,7 +38,8 @@ class AdaptedLinear(nn.Module):
         self.register_parameter("bias", base.bias)
         magnitude = nn.Parameter(torch.empty(weight.shape[0], **like)) if use_dora else None
         self.register_parameter("magnitude", magnitude)
-        self.rank, self.scaling = rank, alpha / rank
+        # A loaded adapter may have another factor: see trainer.storage.adapter.
+        self.rank, self.scaling, self.use_rslora = rank, alpha / rank, False
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
         self.lora_a = nn.Linear(weight.shape[1], rank, bias=False, **like)
         self.lora_b = nn.Linear(rank, weight.shape[0], bias=False, **like)
@@ -98,7 +99,7 @@ def method(model: nn.Module) -> str:
 
 
 def adapted_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers with an adapter, experts among them; each has `rank` and `scaling`."""
+    """The layers with an adapter, experts among them; each has `rank`, `scaling`, `use_rslora`."""
     return [m for m in model.modules() if isinstance(m, AdaptedLinear) or len(_adapters(m))]
 
 

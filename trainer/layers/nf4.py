@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runspec.layout import NF4_BLOCK
+
 # So many values are computed at a time outside of compiled code: 256 MiB in fp32.
 AT_A_TIME = 2**26
-BLOCK = 64
+BLOCK = NF4_BLOCK
 CODE_BYTES, SCALE_BYTES = BLOCK // 2, 2
 # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero.
 VALUES = (

@@ -1,10 +1,11 @@
 """What the rest of the trainer may ask of a model, whatever library its layers come from.
 
 A source of models provides subclasses of `Decoder`: models/torchtune makes them from torchtune's
-builders, and a component of your own may be one (docs/training.md, "Your own model").
+builders, and a component of your own may be one (docs/models.md, "Your own model").
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -100,10 +101,20 @@ class Decoder(nn.Module, ABC):
     carried_tensors: tuple[str, ...] = ()
 
     @abstractmethod
+    def hidden(
+        self, tokens: torch.Tensor, mask: Any, input_pos: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The last block's output, [batch, sequence, dim]; the arguments are those of `forward`."""
+
     def forward(
-        self, tokens: torch.Tensor, *, mask: Any = None, input_pos: torch.Tensor | None = None
-    ) -> torch.Tensor | list[torch.Tensor]:
-        """Return `unembed` of the last block's output.
+        self,
+        tokens: torch.Tensor,
+        *,
+        mask: Any = None,
+        input_pos: torch.Tensor | None = None,
+        output: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Return the logits, or what `output` makes of the last block's output.
 
         Args:
             tokens: int64 [batch, sequence].
@@ -111,7 +122,11 @@ class Decoder(nn.Module, ABC):
                 DocumentAttention.
             input_pos: int64 [batch, sequence], the position of each token in its document; None
                 counts along the row.
+            output: called with this model and its hidden states, [batch, sequence, dim], where FSDP
+                has gathered the output head; None is `unembed`.
         """
+        hidden = self.hidden(tokens, mask, input_pos)
+        return self.unembed(hidden) if output is None else output(self, hidden)
 
     @abstractmethod
     def roles(self) -> dict[str, Role]:
@@ -138,7 +153,6 @@ class Decoder(nn.Module, ABC):
         """[batch, sequence, dim] of the last block to logits [batch, sequence, vocabulary].
 
         Under tensor parallelism they are DTensors that are split over the vocabulary.
-        LinearCrossEntropy replaces this method while it computes a loss without logits.
         """
         hidden = self.final_norm(hidden)
         if self.num_output_chunks:
@@ -160,7 +174,7 @@ class Decoder(nn.Module, ABC):
             return logits
         return torch.tanh(logits.float() / self.output_softcap) * self.output_softcap
 
-    def prepare_split(self, ranks: int) -> None:  # noqa: B027 (most models need nothing)
+    def prepare_split(self, ranks: int) -> None:
         """Tell its modules, where they count heads, that each rank has one of so many parts."""
 
     def split_faults(self) -> list[str]:
@@ -193,7 +207,7 @@ class Decoder(nn.Module, ABC):
         """
         return []
 
-    def fill_buffers(self, device: torch.device) -> None:  # noqa: B027 (most models have none)
+    def fill_buffers(self, device: torch.device) -> None:
         """Compute on `device` the buffers that no file holds, such as rotary tables."""
 
     def hub_name(self, parameter: str) -> str | None:

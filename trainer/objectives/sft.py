@@ -1,10 +1,12 @@
 """Supervised fine-tuning: cross-entropy over the tokens of the answers."""
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trainer.config import TrainConfig
 from trainer.data import batches
 from trainer.data.batches import Data, MicroBatch
+from trainer.errors import ConfigError
 from trainer.layers.loss import TokenLoss
 from trainer.models import build
 from trainer.models.build import Model
@@ -18,12 +20,31 @@ if TYPE_CHECKING:
 class SupervisedFineTuning(Objective):
     """One model, full or by an adapter, and the loss that the config names."""
 
+    _balance: "Balance | None" = None
+
+    @classmethod
+    def faults(cls, config: TrainConfig) -> list[str]:
+        """Whether the loss exists and fits; see `Objective.faults`."""
+        try:
+            TokenLoss(config)
+        except ConfigError as error:
+            return error.faults
+        return []
+
+    @cached_property
+    def _loss(self) -> TokenLoss:
+        return TokenLoss(self.config)
+
+    @property
+    def output_chunks(self) -> int:
+        """In how many chunks the model gives its logits."""
+        return self._loss.output_chunks
+
     def build_data(self) -> Data:
         return batches.build(self.config, self.world)
 
     def build_models(self, data: Data) -> Models:
-        self._loss = self.world.on_all(lambda: TokenLoss(self.config))
-        chunks = self._loss.output_chunks
+        chunks = self.world.on_all(lambda: self.output_chunks)
         model = build.build(self.config, self.world, chunks, data.faults)
         self._balance = balance_of(model, self.config, self.world)
         return Models(model)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from runspec.layout import StepFacts
 from trainer.layers import experts
 from trainer.models.decoder import Decoder
 
@@ -22,14 +23,7 @@ def faults(model: Decoder, ranks: int) -> list[str]:
     if ranks == 1:
         return []
     counts = {getattr(layer, experts.MATRICES[0]).shape[0] for _, layer in experts.layers(model)}
-    if not counts:
-        return ["expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"]
-    return [
-        f"expert_parallel_dim {ranks} does not divide the model's {count} experts: choose a number "
-        "that does"
-        for count in sorted(counts)
-        if count % ranks
-    ]
+    return StepFacts(expert_parallel=ranks, experts=counts).faults()
 
 
 def split(model: Decoder, mesh: DeviceMesh, tensor_parallel_dim: int) -> None:

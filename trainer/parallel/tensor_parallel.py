@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from runspec.layout import model_faults
+from runspec.layout import StepFacts
 from trainer.layers import lora, nf4
 from trainer.layers.patch import patch_forward
 from trainer.models.decoder import Decoder, Role
@@ -289,25 +289,17 @@ def faults(model: Decoder, ranks: int) -> list[str]:
     if found := model.split_faults():
         return found
     sizes = model.sizes() | {"vocab_size": model.vocab_size, "max_seq_len": model.max_seq_len}
-    found = model_faults(ranks, sizes)
-    widths = {
-        weight.shape[1]
-        for name in model.linear_layers(Role.ROW)
-        if nf4.is_packed(weight := model.get_submodule(name).weight)
-    }
-    found += [
-        f"tensor_parallel_dim {ranks} does not divide {width} NF4 blocks of {nf4.BLOCK} inputs: "
-        "choose a number that does, or set model.quantize_base=False"
-        for width in sorted(widths)
-        if width % ranks
-    ]
+    weights = [model.get_submodule(name).weight for name in model.linear_layers(Role.ROW)]
+    # Of a packed weight the second dimension is that of its blocks.
+    packed = {(w.shape[1] * nf4.BLOCK, w.shape[0], True) for w in weights if nf4.is_packed(w)}
     adapted = [m for m in model.modules() if isinstance(m, lora.AdaptedLinear)]
-    if any(isinstance(layer.dropout, nn.Dropout) for layer in adapted):
-        found.append(
-            "model.lora_dropout: must be 0 under tensor parallelism; "
-            "set model.lora_dropout=0.0 or tensor_parallel_dim=1"
-        )
-    return found
+    return StepFacts(
+        tensor_parallel=ranks,
+        sizes=sizes,
+        linear=packed,
+        quantised=bool(packed),
+        dropout=any(isinstance(layer.dropout, nn.Dropout) for layer in adapted),
+    ).faults()
 
 
 def vocabulary_split_loss(ranks: int) -> AbstractContextManager:

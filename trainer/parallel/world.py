@@ -2,7 +2,6 @@
 
 import os
 import signal
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runspec.layout import Layout, LayoutError
 from trainer.config import TrainConfig
-from trainer.errors import ConfigError, PeerError, is_permanent
+from trainer.errors import ConfigError, Fault, PeerError
 
 T = TypeVar("T")
 # Long enough for one rank to read or write a large model while the others wait.
@@ -145,21 +144,16 @@ class World:
             result = task()
         except Exception as error:
             fault = error
-        faults = self.gather(None if fault is None else (_one_line(fault), is_permanent(fault)))
+        faults = self.gather(None if fault is None else Fault.of(fault))
         if fault is not None:
             raise fault
         if failed := {rank: found for rank, found in enumerate(faults) if found}:
-            texts = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failed.items())
-            raise PeerError(f"another rank failed: {texts}", any(p for _, p in failed.values()))
+            raise PeerError(failed)
         return result  # type: ignore[return-value]
 
     def on_main(self, task: Callable[[], T]) -> T | None:
         """Run `task` on rank 0 only; its fault is raised on every rank."""
         return self.on_all(lambda: task() if self.is_main else None)
-
-
-def _one_line(error: Exception) -> str:
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 
 def layout_of(config: Mapping[str, Any], ranks: int) -> Layout:

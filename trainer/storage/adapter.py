@@ -1,5 +1,7 @@
 """Training goes on from an adapter: of our own export, of PEFT, or of torchtune."""
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -7,45 +9,81 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from runspec.files import read_json_or_none
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import experts, lora
 from trainer.models.build import Model
 from trainer.models.decoder import Decoder
-from trainer.storage import weights
+from trainer.storage import peft_config, weights
+from trainer.storage.peft_config import PeftConfig
 
 KEY = "checkpointer.adapter_checkpoint"
-FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's file as a model takes it.
+
+    tensors: whole, by the model's own names. scalings: what B A is multiplied by, by the name of
+    the layer; empty if nothing says so beside the file. use_rslora: as PEFT's field.
+    """
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    scalings: dict[str, float]
+    use_rslora: bool
 
 
 @torch.no_grad()
 def load(model: Model, config: TrainConfig) -> Path:
     """Fill the model's adapter from the file that the config names; return its path.
 
-    Each rank keeps its own part of each tensor.
+    Each rank keeps its own part of each tensor. The adapter's scale becomes that of the layers.
+
+    Raises:
+        ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
+    """
+    adapter = read(model.module, config)
+    for name, parameter in _adapter_parameters(model.module).items():
+        weights.fill(parameter, adapter.tensors[name])
+    for name, layer in _adapted(model.module).items():
+        layer.scaling = adapter.scalings.get(name, layer.scaling)
+        layer.use_rslora = adapter.use_rslora
+    return adapter.path
+
+
+def read(model: Decoder, config: TrainConfig) -> Adapter:
+    """The adapter that the config names, checked against `model`, which may be on the meta device.
 
     Raises:
         ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
     """
     path = _file(config.checkpointer["adapter_checkpoint"], config.model_folder)
-    own = _adapter_parameters(model.module)
+    own = _adapter_parameters(model)
     if not own:
         raise ConfigError(f"{KEY}: the model has no adapter; set model._component_ to a lora_* one")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{KEY}: {path} cannot be read: {error}") from None
-    faults = _setting_faults(model, path)
-    if any(name.startswith(PEFT_PREFIX) for name in tensors):
-        tensors = _from_peft(model.module, tensors, faults)
-    faults += _differences(own, tensors)
+    settings = PeftConfig.beside(path)
+    of_peft = any(name.startswith(PEFT_PREFIX) for name in tensors)
+    if settings is None and of_peft:
+        raise ConfigError(
+            f"{KEY}: {path.parent} has no {peft_config.NAME}, which says the adapter's scale; copy "
+            "it there from where the adapter was made"
+        )
+    scalings: dict[str, float] = {}
+    faults = [] if settings is None else _setting_faults(model, settings, scalings)
+    if of_peft:
+        tensors = _from_peft(model, tensors, faults)
+    # Another rank shows in the shapes, too.
+    faults = faults or _differences(own, tensors)
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
-    for name, parameter in own.items():
-        weights.fill(parameter, tensors[name])
-    return path
+    return Adapter(path, tensors, scalings, bool(settings and settings.use_rslora))
 
 
 def _file(named: str, model_folder: Path) -> Path:
@@ -70,23 +108,69 @@ def _adapter_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in weights.named_parameters(module) if lora.is_adapter(n)}
 
 
-def _setting_faults(model: Model, path: Path) -> list[str]:
-    """What adapter_config.json beside the file says, and the model does otherwise."""
-    settings = read_json_or_none(path.with_name(SETTINGS))
-    if not isinstance(settings, dict) or "r" not in settings:
-        return []
-    layer = lora.adapted_layers(model.module)[0]
-    rank, alpha = layer.rank, layer.scaling * layer.rank
-    use_dora = "DoRA" in model.method
-    return [
+def _adapted(model: Decoder) -> dict[str, nn.Module]:
+    """The layers with an adapter by their plain names."""
+    own = set(lora.adapted_layers(model))
+    return {weights.plain_name(n): layer for n, layer in model.named_modules() if layer in own}
+
+
+def _setting_faults(model: Decoder, settings: PeftConfig, scalings: dict[str, float]) -> list[str]:
+    """What an adapter's settings say, and the model does otherwise or cannot do.
+
+    Adds each layer's factor of B A to `scalings`.
+    """
+    faults = [
+        f"{KEY}: the adapter has {field}, which is not supported; {peft_config.REMEDY}"
+        for field in settings.unsupported()
+    ]
+    layers = _adapted(model)
+    layer = next(iter(layers.values()))
+    alpha = layer.scaling / peft_config.scaling(layer.rank, 1, layer.use_rslora)
+    use_dora = "DoRA" in lora.method(model)
+    faults += [
         f"{KEY}: the adapter has {theirs}={old}, the model {ours}={new}; set {ours}={old}"
         for theirs, ours, old, new in (
-            ("r", "model.lora_rank", settings["r"], rank),
-            ("lora_alpha", "model.lora_alpha", settings.get("lora_alpha"), alpha),
-            ("use_dora", "model.use_dora", bool(settings.get("use_dora")), use_dora),
+            ("r", "model.lora_rank", settings.rank, layer.rank),
+            ("lora_alpha", "model.lora_alpha", settings.alpha, alpha),
+            ("use_dora", "model.use_dora", bool(settings.use_dora), use_dora),
         )
-        if old is not None and old != new
+        if not math.isclose(old, new)
     ]
+    if faults:
+        return faults
+    for place, names in _places(model, layers).items():
+        rank, factor = settings.rank_of(place), settings.scaling_of(place)
+        for name in names:
+            own = layers[name].rank
+            # An export of our own has the adapters of several layers as blocks of one.
+            if rank not in (own, own * len(names)):
+                faults.append(
+                    f"{KEY}: rank_pattern gives {_kind(place)} rank {rank}, the model has "
+                    f"model.lora_rank={own} in all layers; {peft_config.REMEDY}"
+                )
+            elif not math.isclose(scalings.setdefault(name, factor), factor):
+                faults.append(
+                    f"{KEY}: alpha_pattern scales the matrices of {_kind(name)} differently, which "
+                    f"is not supported; {peft_config.REMEDY}"
+                )
+    return faults
+
+
+def _places(model: Decoder, layers: dict[str, nn.Module]) -> dict[str, list[str]]:
+    """By module (or matrix of experts) of transformers' class, the layers whose adapter it has."""
+    places = {
+        model.peft_name(key).removesuffix(".weight"): [
+            name
+            for part, _ in parts
+            if part.endswith(".weight") and (name := part.removesuffix(".weight")) in layers
+        ]
+        for key, parts in weights.hub_tensors(model).items()
+        if key is not None
+    }
+    for name, _ in experts.layers(model):
+        for matrix in experts.MATRICES if name in layers else ():
+            places[f"{model.peft_module(name)}.{matrix}"] = [name]
+    return {place: names for place, names in places.items() if names}
 
 
 def _from_peft(

@@ -22,7 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.errors import CheckpointError
+from runspec import files
+from runspec.keys.key import may_change
+from runspec.keys.sft import SFT
+from trainer.errors import CheckpointError, ConfigError
 from trainer.parallel.world import TIMEOUT, World
 from trainer.storage.committed import CommittedCheckpoints, TrainerState, hashes
 from trainer.storage.staging import available_bytes, stage, staged_bytes
@@ -104,12 +107,20 @@ class Checkpoints:
         pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
+    def lost_here(self) -> bool:
+        """True on rank 0 once a newer start of the run has taken over; the ranks must then stop."""
+        return self._world.is_main and self.committed.lease.lost_here()
+
     def newly_committed(self) -> list[int]:
         """The steps of the checkpoints that were committed since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def load(
-        self, model: nn.Module, optimizer: Optimizer, run: dict[str, Any]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        run: dict[str, Any],
+        settings: dict[str, Any] | None = None,
     ) -> TrainerState | None:
         """Restore the newest sound checkpoint; None if there is no checkpoint at all.
 
@@ -117,16 +128,23 @@ class Checkpoints:
 
         Args:
             run: what this start's config says; it must equal what the checkpoint was made with.
+            settings: what it says of keys that may change, for messages.
 
         Raises:
             CheckpointError: there are checkpoints and all are damaged.
+            StorageError: one cannot be read, which says nothing about it.
             ConfigError: the checkpoint belongs to another config.
         """
         world, damaged = self._world, {}
-        for step in reversed(world.gather(self.committed.steps())[0]):
+        for step, said in (world.on_main(self.committed.copies) or {}).items():
+            world.say(
+                f"note: checkpoints/step_{step} is a copy of the checkpoint of step {said}, by its "
+                f"{files.CHECKPOINT_MANIFEST}, and is not used"
+            )
+        for step in reversed(self.steps()):
             fault = self._agreed_fault(step)
             if fault is None:
-                state = self._restore(step, model, optimizer, run)
+                state = self._restore(step, model, optimizer, run, settings or {})
                 world.on_main(lambda: self.committed.rename_damaged(damaged))
                 return state
             damaged[step] = fault
@@ -137,6 +155,10 @@ class Checkpoints:
                 + "\n".join(f"{self.committed.of(step)}: {f}" for step, f in damaged.items())
             )
         return None
+
+    def steps(self) -> list[int]:
+        """The steps of the committed checkpoints as rank 0 sees them; all ranks call together."""
+        return self._world.gather(self._world.on_main(self.committed.steps))[0]
 
     def load_weights(self, step: int, model: nn.Module) -> str | None:
         """Put the weights of the checkpoint of `step` into `model`; all ranks call this together.
@@ -226,21 +248,39 @@ class Checkpoints:
 
     def _agreed_fault(self, step: int) -> str | None:
         """What any rank finds wrong with a checkpoint; each verifies a share of its files."""
-        own = self.committed.fault(step, self._world.rank, self._world.size)
-        return next(filter(None, self._world.gather(own)), None)
+        world = self._world
+        own = world.on_all(lambda: self.committed.fault(step, world.rank, world.size))
+        return next(filter(None, world.gather(own)), None)
 
     def _restore(
-        self, step: int, model: nn.Module, optimizer: Optimizer, run: dict[str, Any]
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        run: dict[str, Any],
+        settings: dict[str, Any],
     ) -> TrainerState:
         from trainer.storage import sharded
 
         world, folder = self._world, self.committed.of(step)
-        state = self.committed.state(step)
+        state = world.on_all(lambda: self.committed.state(step))
         state.check_identity(run)
         layout = (world.size, world.tensor_parallel_dim)
         same_layout = (state.world_size, state.tensor_parallel_dim) == layout
         rank = world.rank if same_layout else None
-        sharded.restore(folder, model, optimizer, world.cpu_group, rank)
+        try:
+            sharded.restore(folder, model, optimizer, world.cpu_group, rank)
+        except sharded.MissingStateError as missing:
+            changes = [
+                text
+                for text in state.changes(settings)
+                if text.startswith("optimizer.") and not may_change(SFT, text.partition(" ")[0])
+            ]
+            raise ConfigError(
+                f"optimizer: checkpoints/step_{step} has no {missing} of a parameter, which the "
+                f"config's optimizer needs: {'; '.join(changes) or 'its keys have changed'}; undo "
+                "it and resume again, or submit a new run"
+            ) from None
         if not same_layout:
             # Dropout cannot go on as it would have: the ranks see other samples now. A seed of its
             # own keeps them from drawing the masks of the first steps again. The data goes on

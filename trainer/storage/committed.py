@@ -3,19 +3,28 @@
 A checkpoint is written as `.tmp_step_<n>.<attempt>`: one shard per rank, trainer_state.json, a
 manifest with the SHA-256 of every file, then the marker COMPLETE. All is flushed to the disk
 before the folder is renamed to `step_<n>`.
+
+Only what is missing, or has another size or hash, is damaged. Storage that cannot be read is waited
+for, and then ends the attempt.
 """
 
+import hashlib
+import json
 import math
 import os
-import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runspec import files
-from trainer.errors import ConfigError, TrainerError
+from runspec.storage import ABSENT, patiently, wait_s
+from trainer.errors import ConfigError, StorageError, TrainerError
+from trainer.storage.lease import Lease
+
+T = TypeVar("T")
 
 # What an entry of the identity that is no key of a config depends on.
 HINTS = {
@@ -24,6 +33,7 @@ HINTS = {
     "dataset_size": "the number of samples or packed rows",
     "dataset_sha256": "the samples, or the tokenizer",
     "packed_row_length": "dataset.packed and tokenizer.max_seq_len",
+    "lora_scaling": "model.lora_alpha, or the adapter that checkpointer.adapter_checkpoint names",
     "base_weights": "checkpointer.checkpoint_dir holds other weights than the adapter's base",
     "method": "model._component_ and model.quantize_base",
 }
@@ -99,12 +109,19 @@ class CommittedCheckpoints:
 
     def __init__(self, run_dir: Path, attempt: int, keep: int) -> None:
         self.folder = run_dir / files.CHECKPOINTS
+        self.lease = Lease(run_dir, attempt)
         self._attempt, self._keep = attempt, keep
 
     def steps(self) -> list[int]:
-        """The steps of the committed checkpoints, ascending."""
-        names = (path.name for path in self.folder.glob("step_*"))
-        return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+        """The steps of the committed checkpoints, ascending; copies of others are left out."""
+        return [step for step, said in self._folders().items() if step == said]
+
+    def copies(self) -> dict[int, int]:
+        """By the step in its name, the step of each checkpoint that was copied or renamed."""
+        return {step: said for step, said in self._folders().items() if step != said}
+
+    def _folders(self) -> dict[int, int]:
+        return _read(lambda folder: files.checkpoint_folders(folder.parent), self.folder)
 
     def of(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""
@@ -114,17 +131,23 @@ class CommittedCheckpoints:
         """(step, val_loss) of the checkpoint with the lowest val_loss; None if none has one."""
         found = []
         for step in self.steps():
-            state = files.read_json_or_none(self.of(step) / files.CHECKPOINT_STATE) or {}
-            loss = state.get("val_loss")
+            loss = self._content(step).get("val_loss")
             if loss is not None and math.isfinite(loss):
                 found.append((loss, step))
         return min(found)[::-1] if found else None
 
     def state(self, step: int) -> TrainerState:
         """The state in a sound checkpoint; what an older version of the trainer kept is ignored."""
-        content = files.read_json(self.of(step) / files.CHECKPOINT_STATE)
         known = {field.name for field in fields(TrainerState)}
-        return TrainerState(**{key: value for key, value in content.items() if key in known})
+        content = self._content(step).items()
+        return TrainerState(**{key: value for key, value in content if key in known})
+
+    def _content(self, step: int) -> dict[str, Any]:
+        """What the state's file holds, {} if it is missing or damaged."""
+        try:
+            return _read(files.read_json, self.of(step) / files.CHECKPOINT_STATE) or {}
+        except (*ABSENT, ValueError):
+            return {}
 
     def prepare(self, step: int) -> None:
         """Make the temporary folder of a checkpoint.
@@ -134,8 +157,11 @@ class CommittedCheckpoints:
         """
         self._check_lease()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(".tmp_step_*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for left in self.folder.glob(".tmp_step_*.*"):
+            # A newer start may have begun since.
+            number = left.name.rpartition(".")[2]
+            if number.isdigit() and int(number) <= self._attempt:
+                shutil.rmtree(left, ignore_errors=True)
         newest = max(self.steps(), default=None)
         if newest is not None:
             size = sum(path.stat().st_size for path in self.of(newest).iterdir())
@@ -165,6 +191,7 @@ class CommittedCheckpoints:
         files.write_text(temporary / files.CHECKPOINT_COMPLETE, files.sha256(manifest) + "\n")
         files.fsync_path(temporary)
         self._check_lease()
+        self._make_way(state.step)
         os.rename(temporary, self.of(state.step))
         files.fsync_path(self.folder)
         best, _ = self.best() or (None, None)
@@ -172,45 +199,86 @@ class CommittedCheckpoints:
             if step != best:
                 shutil.rmtree(self.of(step), ignore_errors=True)
 
+    def _make_way(self, step: int) -> None:
+        """Take away what has the name of the checkpoint that is to be committed."""
+        folder = self.of(step)
+        if not os.path.lexists(folder):
+            return
+        if step in self.copies():
+            self._set_aside(step, f"copy_{folder.name}")
+            return
+        # Ranks of an older start, on a node that was given up, have come as far as this one.
+        aside = self.folder / f".tmp_{folder.name}.{self._attempt}.old"
+        os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
     def fault(self, step: int, part: int = 0, parts: int = 1) -> str | None:
         """What is wrong with a checkpoint; None if it is sound.
 
         Args:
             part: which of `parts` equal shares of the files to verify.
+
+        Raises:
+            StorageError: it cannot be read, which says nothing about it.
         """
         folder = self.of(step)
-        manifest = files.read_json_or_none(folder / files.CHECKPOINT_MANIFEST)
         try:
-            marker = (folder / files.CHECKPOINT_COMPLETE).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
+            marker = _read(Path.read_bytes, folder / files.CHECKPOINT_COMPLETE)
+        except ABSENT:
             return "the marker COMPLETE is missing"
-        if manifest is None or files.sha256(folder / files.CHECKPOINT_MANIFEST) != marker:
+        try:
+            manifest = _read(Path.read_bytes, folder / files.CHECKPOINT_MANIFEST)
+        except ABSENT:
+            manifest = b""
+        if hashlib.sha256(manifest).hexdigest().encode() != marker.strip():
             return "the manifest is missing or changed"
-        for name in sorted(manifest["files"])[part::parts]:
-            entry, path = manifest["files"][name], folder / name
-            if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        entries = json.loads(manifest)["files"]
+        for name in sorted(entries)[part::parts]:
+            entry, path = entries[name], folder / name
+            try:
+                found = _read(Path.stat, path)
+                if not stat.S_ISREG(found.st_mode) or found.st_size != entry["bytes"]:
+                    return f"{name} is missing or cut short"
+                if _read(files.sha256, path) != entry["sha256"]:
+                    return f"{name} has changed on the disk"
+            except ABSENT:
                 return f"{name} is missing or cut short"
-            if files.sha256(path) != entry["sha256"]:
-                return f"{name} has changed on the disk"
         return None
 
     def rename_damaged(self, damaged: dict[int, str]) -> None:
         """Rename damaged checkpoints, so that they are neither counted nor lost."""
         for step, fault in damaged.items():
             print(f"checkpoints/step_{step} is damaged and renamed: {fault}", flush=True)
-            aside = self.folder / f"damaged_step_{step}"
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(self.of(step), aside)
+            self._set_aside(step, f"damaged_step_{step}")
+
+    def _set_aside(self, step: int, name: str) -> None:
+        aside = self.folder / name
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(self.of(step), aside)
 
     def _check_lease(self) -> None:
         """A lost node may come back and write; only the newest start may commit."""
-        progress = files.read_json_or_none(self.folder.parent / files.PROGRESS) or {}
-        newest = progress.get("attempt", 0)
+        newest = _read(lambda _: self.lease.newest(), self.folder.parent)
         if newest > self._attempt:
-            raise TrainerError(
-                f"this is start {self._attempt} of the run and start {newest} has taken over; "
-                "its checkpoints stand, this one is not written"
-            )
+            raise self.lease.superseded(newest)
+
+
+def _read(read: Callable[[Path], T], path: Path) -> T:
+    """Return read(path), tried again while the storage cannot be read.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: the file itself is missing.
+        StorageError: it could not be read in all that time.
+    """
+    try:
+        return patiently(read, path)
+    except ABSENT:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or path} could not be read for {wait_s():.0f} s ({error.strerror}): "
+            "check its filesystem on this node; the checkpoints were left as they are"
+        ) from error
 
 
 def hashes(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:

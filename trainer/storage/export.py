@@ -15,9 +15,12 @@ from trainer.layers import experts, lora, nf4
 from trainer.models.build import Model
 from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
-from trainer.storage import weights
+from trainer.storage import adapter as adapters
+from trainer.storage import peft_config, weights
 
 MAX_SHARD_BYTES = 4 * 2**30
+# By module of transformers' class: its adapter's rank, and the factor of B A.
+Scales = dict[str, tuple[int, float]]
 # Files of a model folder, besides the weights, that are right for the trained model too.
 COPIED = (
     "config.json",
@@ -152,14 +155,10 @@ def _layers(model: Model) -> dict[str, torch.nn.Module]:
 
 @torch.no_grad()
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
-    tensors, ranks = _peft_tensors(model)
-    settings = _peft_config(model, ranks, config)
-    tensors |= _expert_tensors(model, settings)
-    if model.module.carried_tensors:
-        # Other parts of the model have layers with the same last names.
-        ends = (".lora_A.weight", "base_model.model.")
-        named = (name for name in tensors if name.endswith(ends[0]) and ".experts." not in name)
-        settings["target_modules"] = [n.removesuffix(ends[0]).removeprefix(ends[1]) for n in named]
+    tensors, scales = _peft_tensors(model)
+    of_experts, expert_scales = _expert_tensors(model)
+    settings = _peft_config(model, scales, expert_scales, config)
+    tensors |= of_experts
 
     def write() -> None:
         folder.mkdir()
@@ -169,21 +168,22 @@ def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World
     world.on_main(write)
 
 
-def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """PEFT's tensors by name, and the rank of each kind of module that has one.
+def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], Scales]:
+    """PEFT's tensors by name, and the rank and factor of each module that has an adapter.
 
     If one tensor of the hub holds the rows of several layers, their adapters become one: the A's
     one below the other, and the B's as the blocks of a block-diagonal B. Rows without an adapter
     have zeros in it, and in DoRA the norm that they have as their magnitude.
     """
     decoder, layers = model.module, _layers(model)
-    tensors, ranks = {}, {}
+    tensors, scales = {}, {}
     for key, parts in weights.hub_tensors(decoder).items():
         own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
         adapted = [layer for layer in own.values() if isinstance(layer, lora.AdaptedLinear)]
         if not adapted:
             continue
-        place = "base_model.model." + decoder.peft_name(key).removesuffix(".weight")
+        module = decoder.peft_name(key).removesuffix(".weight")
+        place = adapters.PEFT_PREFIX + module
         a = torch.cat([full_tensor(layer.lora_a.weight).cpu() for layer in adapted])
         b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
         row = column = 0
@@ -201,28 +201,24 @@ def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], dict[str, int]
                 decoder.to_hub(name, _magnitude(layer, model.dtype)) for name, layer in own.items()
             ]
             tensors[f"{place}.lora_magnitude_vector"] = torch.cat(magnitudes)
-        ranks[place.rpartition(".")[2]] = len(a)
-    return tensors, ranks
+        scales[module] = len(a), adapted[0].scaling
+    return tensors, scales
 
 
-def _expert_tensors(model: Model, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """PEFT's tensors of the experts' adapters by name; `settings` learns what they belong to."""
-    tensors, targets = {}, {}
+def _expert_tensors(model: Model) -> tuple[dict[str, torch.Tensor], Scales]:
+    """The same of the experts' adapters; a module is one of their matrices."""
+    tensors, scales = {}, {}
     for name, layer in experts.layers(model.module):
         if not layer.adapters:
             continue
         module = model.module.peft_module(weights.plain_name(name))
-        kind = ".".join(module.split(".")[-2:])
-        targets |= dict.fromkeys(f"{kind}.{matrix}" for matrix in experts.MATRICES)
-        for matrix, place in experts.peft_places(f"base_model.model.{module}").items():
+        for matrix, place in experts.peft_places(f"{adapters.PEFT_PREFIX}{module}").items():
             parts = experts.adapter_tensors(layer, matrix)
             a, b = experts.to_peft(*(part.cpu() for part in parts), layer.transposed)
             tensors[f"{place}.lora_A.weight"] = a.to(model.dtype)
             tensors[f"{place}.lora_B.weight"] = b.to(model.dtype)
-    if targets:
-        settings["target_parameters"] = list(targets)
-        settings["target_modules"] = settings["target_modules"] or None
-    return tensors
+            scales[f"{module}.{matrix}"] = layer.rank, layer.scaling
+    return tensors, scales
 
 
 def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
@@ -232,23 +228,26 @@ def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
     return lora.row_norms(lora.merged(layer, dtype), quantised=False).to(dtype).cpu()
 
 
-def _peft_config(model: Model, ranks: dict[str, int], config: TrainConfig) -> dict[str, Any]:
+def _peft_config(
+    model: Model, scales: Scales, expert_scales: Scales, config: TrainConfig
+) -> dict[str, Any]:
     layer = lora.adapted_layers(model.module)[0]
-    # A fused adapter's rank is higher, and PEFT scales by alpha / rank.
-    rank, scaling = layer.rank, layer.scaling
-    fused = {name: own for name, own in ranks.items() if own != rank}
-    return {
+    # Other parts of a model of several may have layers with the same last names.
+    whole = bool(model.module.carried_tensors)
+    targets = scales if whole else sorted({name.rpartition(".")[2] for name in scales})
+    settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(config.model_folder),
-        "r": rank,
-        "lora_alpha": scaling * rank,
-        "rank_pattern": fused,
-        "alpha_pattern": {name: scaling * own for name, own in fused.items()},
+        **peft_config.fields(scales | expert_scales, layer.rank, layer.use_rslora),
         "use_dora": "DoRA" in model.method,
         "lora_dropout": getattr(getattr(layer, "dropout", None), "p", 0.0),
-        "target_modules": sorted(ranks),
+        "target_modules": list(targets) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if expert_scales:
+        kinds = (".".join(name.split(".")[-3:]) for name in expert_scales)
+        settings["target_parameters"] = list(dict.fromkeys(kinds))
+    return settings

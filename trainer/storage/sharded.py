@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -17,26 +18,47 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
+from trainer.errors import Fault, PeerError, StorageError
+
 # LoRA's checkpoints hold the adapter only; the frozen base is read from the model folder again.
 TRAINABLE_ONLY = state_dict.StateDictOptions(ignore_frozen_params=True)
 FROZEN_ABSENT = state_dict.StateDictOptions(ignore_frozen_params=True, strict=False)
+# In the message of torch's writer of archives if a write fails.
+_TORCH_WRITER = "inline_container.cc"
 # torch tells everyone to pass a process group or a device where we have passed one.
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
 
+class MissingStateError(Exception):
+    """names: what a checkpoint does not hold, and the optimizer needs of each parameter."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        super().__init__(", ".join(names))
+
+
 @contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Turn torch's checkpoint error, which is no Exception, into the OSError that it was."""
+def _plain_errors(group: ProcessGroup, remedy: str) -> Iterator[None]:
+    """Turn torch's checkpoint error, which is no Exception, into what this rank has to say.
+
+    Every rank of `group` gets the failures of all. Only one that has failed itself raises its own.
+    """
     try:
         yield
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if isinstance(cause, OSError) and cause.errno:
-            raise OSError(cause.errno, f"checkpoint on rank {rank}: {cause.strerror}") from cause
-        # torch's own writer covers what the system said.
-        raise RuntimeError(
-            f"checkpoint on rank {rank} failed, look at the disk's space and quota first: {cause}"
-        ) from cause
+        rank = dist.get_rank(group)
+        plain = {peer: _plain(cause, peer, remedy) for peer, (cause, _) in error.failures.items()}
+        if rank in plain:
+            raise plain[rank] from error.failures[rank][0]
+        raise PeerError({peer: Fault.of(cause) for peer, cause in plain.items()}) from error
+
+
+def _plain(cause: BaseException, rank: int, remedy: str) -> Exception:
+    if isinstance(cause, OSError) and cause.errno:
+        return OSError(cause.errno, f"checkpoint on rank {rank}: {cause.strerror}", cause.filename)
+    # torch's own writer covers what the system said.
+    kind = StorageError if _TORCH_WRITER in str(cause) else RuntimeError
+    return kind(f"checkpoint on rank {rank} failed, {remedy}: {cause}")
 
 
 def content(model: nn.Module, optimizer: Optimizer, rank: int) -> dict[str, Any]:
@@ -48,11 +70,11 @@ def content(model: nn.Module, optimizer: Optimizer, rank: int) -> dict[str, Any]
     }
 
 
-@_plain_errors()
 def write(folder: Path, tensors: dict[str, Any], group: ProcessGroup) -> None:
     """Write this rank's shard; all ranks of `group` call this together."""
     writer = dcp.FileSystemWriter(folder, sync_files=True)
-    dcp.save(tensors, storage_writer=writer, process_group=group)
+    with _plain_errors(group, "look at the disk's space and quota first"):
+        dcp.save(tensors, storage_writer=writer, process_group=group)
 
 
 def restore(
@@ -64,8 +86,14 @@ def restore(
 
     Args:
         rank: whose random state to restore; None restores none.
+
+    Raises:
+        MissingStateError: the optimizer keeps more about a parameter than the checkpoint's did.
     """
     found = content(model, optimizer, 0 if rank is None else rank)
+    needed = {name for state in found["optimizer"]["state"].values() for name in state}
+    if missing := needed - _optimizer_state(folder):
+        raise MissingStateError(sorted(missing))
     read = {"model": found["model"], "optimizer": {"state": found["optimizer"]["state"]}}
     _read(folder, read if rank is None else read | {"random": found["random"]}, group)
     state_dict.set_model_state_dict(model, found["model"], options=FROZEN_ABSENT)
@@ -76,6 +104,12 @@ def restore(
         _set_random_state(found["random"][str(rank)])
 
 
+def _optimizer_state(folder: Path) -> set[str]:
+    """The names of what a checkpoint holds of the optimizer about a parameter."""
+    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {key.rpartition(".")[2] for key in keys if key.startswith("optimizer.state.")}
+
+
 def restore_weights(folder: Path, model: nn.Module, group: ProcessGroup) -> None:
     """Put the weights of a checkpoint into the model; all ranks call this together."""
     found = {"model": state_dict.get_model_state_dict(model, options=TRAINABLE_ONLY)}
@@ -83,9 +117,9 @@ def restore_weights(folder: Path, model: nn.Module, group: ProcessGroup) -> None
     state_dict.set_model_state_dict(model, found["model"], options=FROZEN_ABSENT)
 
 
-@_plain_errors()
 def _read(folder: Path, tensors: dict[str, Any], group: ProcessGroup) -> None:
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=group)
+    with _plain_errors(group, "it cannot be read"):
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=group)
 
 
 def _random_state() -> dict[str, torch.Tensor]:

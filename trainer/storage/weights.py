@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from runspec.files import read_json_or_none
+from runspec.files import read_json
+from runspec.storage import ABSENT, patiently
 from trainer.errors import ConfigError
 from trainer.layers import lora, nf4
 from trainer.models.decoder import Decoder
@@ -87,7 +88,10 @@ def hub_shape(parts: Parts) -> tuple[int, ...]:
 
 def read_hf_config(file: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face model folder; raises ConfigError if it is missing."""
-    content = read_json_or_none(file)
+    try:
+        content = patiently(read_json, file)
+    except (*ABSENT, ValueError):
+        content = None
     if not isinstance(content, dict):
         raise ConfigError(
             f"checkpointer.checkpoint_dir: {file} is missing or no JSON; "
@@ -122,6 +126,8 @@ class SafetensorsSource:
         found, faults = cls({}, {}), []
         for path in _listed_files(checkpointer, folder):
             try:
+                # safetensors calls every file missing that it cannot open.
+                patiently(Path.open, path).close()
                 with safe_open(path, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118 (not a dict)
                         found.files[key] = path

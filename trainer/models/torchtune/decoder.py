@@ -14,7 +14,6 @@ from trainer.layers.patch import patch_forward
 from trainer.models.decoder import Decoder, Role
 from trainer.models.torchtune import compat, fit, hub
 
-
 # The linear layers of a block: what tensor parallelism splits by outputs, and by inputs.
 COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
 ROWS = ("attn.output_proj", "mlp.w2")
@@ -90,7 +89,17 @@ def _own_adapter(layer: nn.Module) -> AdaptedLinear:
 class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
     """torchtune's TransformerDecoder, after `adopt`."""
 
-    forward = compat.TransformerDecoder.forward
+    # Ours, for its argument `output`.
+    forward = Decoder.forward
+
+    def hidden(
+        self, tokens: torch.Tensor, mask: Any, input_pos: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `Decoder.hidden`."""
+        hidden = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, mask=mask, input_pos=input_pos)
+        return hidden
 
     blocks = property(attrgetter("layers"))
     embedding = property(attrgetter("tok_embeddings"))

@@ -96,7 +96,9 @@ def attend(
         raise ConfigError("its layers do not hand the documents of packed rows to their attention")
     heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
     sinks = given.get(SINKS)
-    return layer.document_attention(*heads, documents, None if sinks is None else local(sinks)), None
+    return layer.document_attention(
+        *heads, documents, None if sinks is None else local(sinks)
+    ), None
 
 
 AttentionInterface.register(NAME, attend)

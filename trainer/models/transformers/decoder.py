@@ -7,10 +7,10 @@ from copy import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from runspec.layout import longest_row
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import delta, lora, nf4
@@ -24,7 +24,6 @@ from trainer.storage.weights import plain_name as plain
 
 PLACE = "checkpointer.checkpoint_dir"
 CHUNKED = "chunked_attention"
-MULTIPLE = 8
 LAYER_TYPES = {"full_attention", SLIDING, LINEAR, CHUNKED}
 
 
@@ -71,9 +70,11 @@ class TransformersDecoder(Decoder):
         self.max_seq_len = _longest_row(self.config)
         rope.prepare(self)
         kinds = getattr(self.config, "layer_types", None)
-        flow = Flow(self, self._hidden)
+        flow = Flow(self, self.hidden)
         self._refuse(flow.faults(self, kinds))
-        found = Roles(self, flow, self._prefix, getattr(self.config, "base_model_tp_plan", None) or {})
+        found = Roles(
+            self, flow, self._prefix, getattr(self.config, "base_model_tp_plan", None) or {}
+        )
         self._roles, self._unsplit, self._pieces = found.by_pattern(), found.unsplit, found.pieces
         if not self.packs:
             self._unsplit = ["it has layers of linear attention"]
@@ -104,18 +105,16 @@ class TransformersDecoder(Decoder):
         """Rotary tables of old folders, and the copy of a tied output."""
         return ("*rotary_emb.inv_freq", *((self._names.head,) if self.lm_head is None else ()))
 
-    def forward(
-        self, tokens: torch.Tensor, *, mask: Any = None, input_pos: torch.Tensor | None = None
-    ) -> torch.Tensor | list[torch.Tensor]:
-        """Return `unembed` of the last block's output; see `Decoder.forward`."""
+    def hidden(
+        self, tokens: torch.Tensor, mask: Any, input_pos: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `Decoder.hidden`."""
         if input_pos is None:
             input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        return self.unembed(self._hidden(tokens, input_pos, mask))
-
-    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, documents: Any) -> Any:
-        return self.base(
-            input_ids=tokens, position_ids=positions, use_cache=False, documents=documents
+        found: torch.Tensor = self.base(
+            input_ids=tokens, position_ids=input_pos, use_cache=False, documents=mask
         ).last_hidden_state
+        return found
 
     def roles(self) -> dict[str, Role]:
         """The role of each module by its name, from the class's own tensor-parallel plan."""
@@ -204,7 +203,10 @@ class TransformersDecoder(Decoder):
             self.carried_tensors = found
         else:
             others = (n for n in names if any(p.search(n) for p in self._others))
-            own = {self._names.of(name) for name, _ in [*self.named_parameters(), *self.named_buffers()]}
+            own = {
+                self._names.of(name)
+                for name, _ in [*self.named_parameters(), *self.named_buffers()]
+            }
             self.carried_tensors = tuple(name for name in others if name not in own)
         return []
 
@@ -286,18 +288,12 @@ class TransformersDecoder(Decoder):
 
 
 def _longest_row(config: Any) -> int:
-    """Positions up to which every layer computes as if it saw all tokens before.
-
-    Beyond them Llama 4's layers of chunked attention begin anew, and its others change their
-    scores, by the position in the row instead of the document.
-    """
-    lengths = [config.max_position_embeddings]
-    if CHUNKED in (getattr(config, "layer_types", None) or ()):
-        lengths.append(config.attention_chunk_size)
-        if config.attn_temperature_tuning:
-            # Rounded down to what tensor parallelism may divide.
-            lengths.append((config.floor_scale - 1) // MULTIPLE * MULTIPLE)
-    return min(lengths)
+    """Positions up to which every layer computes as if it saw all tokens before."""
+    positions = config.max_position_embeddings
+    if CHUNKED not in (getattr(config, "layer_types", None) or ()):
+        return positions
+    floor_scale = config.floor_scale if config.attn_temperature_tuning else None
+    return longest_row(positions, config.attention_chunk_size, floor_scale)
 
 
 def base_name(causal: PreTrainedModel) -> str:

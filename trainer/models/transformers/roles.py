@@ -5,7 +5,7 @@ before which layers, and what each attention layer asks for.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Flow:
     """What went into each module and came out of it, told apart by the identity of tensors.
 
     Args:
-        run: the forward pass of the base model: tokens, positions, and what stands for documents.
+        run: `Decoder.hidden` of the model.
     """
 
     def __init__(self, model: Decoder, run: Callable[..., torch.Tensor]) -> None:
@@ -65,7 +65,7 @@ class Flow:
         tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         positions = torch.arange(PROBE_TOKENS, device="meta").unsqueeze(0)
         with torch.no_grad():
-            self.last = run(tokens, positions, self.observer)
+            self.last = run(tokens, self.observer, positions)
         for hook in hooks:
             hook.remove()
 
@@ -194,7 +194,9 @@ class Roles:
     def _norms(self) -> None:
         flow, made = self._flow, {}
         norms = [name for name, module in self._modules.items() if _is_norm(module)]
-        norms = [n for n in norms if n in flow.into and self._modules[n] is not self._model.final_norm]
+        norms = [
+            n for n in norms if n in flow.into and self._modules[n] is not self._model.final_norm
+        ]
         norms = [n for n in norms if self._of.get(n) is not Role.WHOLE]
         for name in norms:
             made[id(flow.out_of[name])] = name

@@ -1,0 +1,238 @@
+"""A dataset's samples as they are trained: opened, tokenised one by one, and none beyond a row.
+
+What is longer than tokenizer.max_seq_len is cut there, except plain text, which goes on in another
+sample.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.config import instantiate
+from trainer.data import origin, tokenizers
+from trainer.errors import ConfigError
+from trainer.layers.batch import IGNORE_INDEX
+
+PREPARED = "trainer.data.prepared.prepared_dataset"
+CHAT = "torchtune.datasets.chat_dataset"
+CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
+
+
+class Piece(NamedTuple):
+    """What is trained as one sample.
+
+    tokens: int32 [n]. trained: bool [n], which of them are trained, if another comes before them.
+    left_out: how many tokens of the sample were cut off behind these.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    left_out: int
+
+
+class Source:
+    """The samples of one dataset, tokenised when they are read.
+
+    Args:
+        key, block: of the config; in messages, and to name the file and line of a sample.
+        samples: by index, mappings with the `tokens` and the `labels` of a sample.
+        tokenizer: the one that `samples` calls. Its `max_seq_len` cuts samples, if it has one.
+
+    omissions: what the chat template left out of the samples that were read, in how many of them,
+    and where the first of these is.
+    """
+
+    def __init__(self, key: str, block: dict[str, Any], samples: Any, tokenizer: Any) -> None:
+        self.key, self.block = key, block
+        self._samples, self._tokenizer = samples, tokenizer
+        self._limit: int | None = getattr(tokenizer, "max_seq_len", None)
+        # torchtune's class cannot be imported here: it would bring all of its datasets.
+        kinds = {kind.__name__ for kind in type(samples).__mro__}
+        self.omissions: dict[str, tuple[int, str]] = {}
+        self.is_text = "TextCompletionDataset" in kinds
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def info(self) -> Any:
+        """What the library `datasets` knows of the opened data; None if it did not open them."""
+        return getattr(getattr(self._samples, "_data", None), "info", None)
+
+    def pieces(self, index: int) -> list[Piece]:
+        """A sample, as one piece; a text that is longer than a row, as several.
+
+        Each token of a text is trained once: a further piece begins with the last token of the one
+        before it, which is not trained again, so that its first new token is predicted from one.
+
+        Raises:
+            ConfigError: the sample cannot be tokenised; names its file and line.
+        """
+        try:
+            tokens, trained = self._whole(index)
+            for what in getattr(self._tokenizer, "take_left_out", frozenset)():
+                count, first = self.omissions.get(what) or (0, self.origin(index))
+                self.omissions[what] = count + 1, first
+            if self._limit is None or len(tokens) <= self._limit:
+                return [Piece(tokens, trained, 0)]
+            if self.is_text and self._limit > 1:
+                return _split(tokens, trained, self._limit)
+            # Once more, as each tokenizer has its own way to end what it cuts.
+            cut = sample(self._samples, index, self._limit)
+            return [Piece(*cut, left_out=len(tokens) - len(cut[0]))]
+        except ConfigError as error:
+            raise ConfigError(f"{self.key}: {self.origin(index)}: {error}") from error
+
+    def origin(self, index: int) -> str:
+        """Where a sample comes from: file and line, or source, split and index."""
+        return origin.of_sample(self.block, index, _row(self._samples, index))
+
+    def _whole(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._limit is None:
+            return sample(self._samples, index, None)
+        self._tokenizer.max_seq_len = None
+        try:
+            return sample(self._samples, index, None)
+        finally:
+            self._tokenizer.max_seq_len = self._limit
+
+
+def omission_notes(omissions: Mapping[str, tuple[int, str]], count: int) -> list[str]:
+    """What the chat template left out of `count` samples, a line each; see Source."""
+    return [
+        f"{what} in {samples:,} of {count:,} samples (first: {first})"
+        for what, (samples, first) in omissions.items()
+    ]
+
+
+def _split(tokens: np.ndarray, trained: np.ndarray, limit: int) -> list[Piece]:
+    pieces = []
+    for begin in range(0, len(tokens) - 1, limit - 1):
+        own = trained[begin : begin + limit].copy()
+        own[0] &= begin == 0
+        pieces.append(Piece(tokens[begin : begin + limit], own, 0))
+    return pieces
+
+
+def read_block(block: dict[str, Any]) -> dict[str, Any]:
+    """A dataset's block without the trainer's own keys, and with the files of a prepared set.
+
+    Raises:
+        ConfigError: the prepared set is not there, or of another method.
+    """
+    block = {k: v for k, v in block.items() if k not in ("packed", "split_across_pack")}
+    if block["_component_"] == PREPARED:
+        from trainer.data import prepared  # other runs do not pay for it
+
+        block = prepared.by_files(block)
+    return block
+
+
+def open_source(key: str, block: dict[str, Any], tokenizer: Any) -> Source:
+    """Open the dataset of a block that `read_block` returned.
+
+    Raises:
+        ConfigError: it cannot be opened, or is empty.
+    """
+    from datasets import disable_progress_bars
+    from datasets.exceptions import DatasetGenerationError
+
+    disable_progress_bars()
+    # Its own, as `Source` changes the limit.
+    tokenizer = copy.copy(tokenizer)
+    try:
+        samples = instantiate(key, _with_own_template(block, tokenizer), tokenizer)
+    except StopIteration:
+        # So datasets answers to a file of no line.
+        raise ConfigError(f"{key}: holds no sample") from None
+    except DatasetGenerationError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(
+            f"{key}: {origin.broken_line(block) or f'cannot be read: {reason}'}"
+        ) from None
+    except (OSError, ConnectionError) as error:
+        raise ConfigError(f"{key}: cannot be opened: {str(error).splitlines()[0]}") from None
+    if len(samples) == 0:
+        split = f" (split {block['split']})" if "split" in block else ""
+        raise ConfigError(f"{key}: holds no sample{split}")
+    return Source(key, block, samples, tokenizer)
+
+
+def _with_own_template(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """torchtune's chat_dataset in OpenAI's form as ours, if the tokenizer has the chat template.
+
+    torchtune's knows no tool calls: for a message without content it takes the one before it.
+    """
+    style = block.get("conversation_style") == "openai"
+    if not (style and block["_component_"] == CHAT and not block.get("train_on_input")):
+        return block
+    if not isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
+        return block
+    others = {k: v for k, v in block.items() if k not in ("conversation_style", "train_on_input")}
+    return others | {"_component_": CONVERSATIONS}
+
+
+def sample(samples: Any, index: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens int32 [n], trained bool [n]) of a sample, `limit` tokens at most.
+
+    Raises:
+        ConfigError: a message or column is missing, or the labels are not the tokens.
+    """
+    try:
+        _check_contents(samples, index)
+        made = samples[index]
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        raise ConfigError(_reason(samples, index, error)) from error
+    tokens = np.asarray(made["tokens"], dtype=np.int32)[:limit]
+    labels = np.asarray(made["labels"], dtype=np.int64)[:limit]
+    trained = labels != IGNORE_INDEX
+    if tokens.ndim != 1 or not len(tokens) or tokens.shape != labels.shape:
+        raise ConfigError("holds no tokens, or not as many labels as tokens")
+    if not np.array_equal(labels[trained], tokens[trained]):
+        raise ConfigError("its labels are not its tokens; only these can be trained")
+    return tokens, trained
+
+
+def _check_contents(samples: Any, index: int) -> None:
+    """Refuse what torchtune's class would not see of a message.
+
+    It repeats the message before one without content, and trains an answer whose weight is 0.
+    """
+    transform = getattr(samples, "_message_transform", None)
+    if type(transform).__name__ != "OpenAIToMessages":
+        return
+    messages = (_row(samples, index) or {}).get(transform._column_map["messages"]) or []
+    for number, message in enumerate(messages, 1):
+        fault = ""
+        if not isinstance(message["content"], str | list):
+            fault = "no content, and torchtune's tokenizers know no tool calls"
+        elif message.get("weight") not in (None, 1):
+            fault = f"the weight {message['weight']!r}, which torchtune's tokenizers do not know"
+        if fault:
+            raise ConfigError(
+                f"message {number} ({message['role']}) has {fault}; leave the tokenizer block and "
+                "train_on_input out, so that the model folder's chat template is used"
+            )
+
+
+def _row(samples: Any, index: int) -> dict[str, Any] | None:
+    """The columns of a sample before they become messages; None if the dataset keeps none."""
+    try:
+        row = samples._data[index]
+    except (AttributeError, TypeError, KeyError):
+        return None
+    return dict(row) if isinstance(row, Mapping) else None
+
+
+def _reason(samples: Any, index: int, error: Exception) -> str:
+    """Why a sample cannot be tokenised; names the missing column if the dataset tells which."""
+    if isinstance(error, KeyError):
+        return f"there is no column {error}"
+    transform = getattr(samples, "_message_transform", None)
+    columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
+    used = list((columns or {}).values()) or [getattr(samples, "_column", None)]
+    row = _row(samples, index)
+    missing = [] if row is None else [repr(name) for name in used if name and row.get(name) is None]
+    return f"there is no {' and no '.join(missing)}" if missing else str(error)

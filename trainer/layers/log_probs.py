@@ -1,0 +1,305 @@
+"""Log-probabilities of target tokens straight from hidden states: logits never exist as a whole.
+
+Tokens go through the output head in chunks, as in Liger Kernel (arXiv 2410.10989). torch 2.13's own
+`linear_cross_entropy` does the same; it is not used, because it gives the sum in the weights' dtype
+(4704 for 4740.3 in bf16), and takes neither a split vocabulary nor LoRA.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.errors import ConfigError
+from trainer.layers.lora import AdaptedLinear
+from trainer.parallel.activations import compiled
+from trainer.parallel.sharded import local
+
+# Fewer tokens at a time would leave a GPU idle between its small matrix products.
+MIN_CHUNK_TOKENS = 512
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Factors(NamedTuple):
+    """What a model's logits are made of.
+
+    pairs: (input [tokens, k], weight [this rank's vocabulary, k]), whose products add up to the
+    logits. group: the ranks that the vocabulary is split over, in equal parts in rank order; None
+    if it is whole. softcap: logits become softcap * tanh(logits / softcap).
+    """
+
+    pairs: Pairs
+    group: dist.ProcessGroup | None = None
+    softcap: float | None = None
+
+
+def factors(model: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> Factors:
+    """Return what the logits at some positions are made of, to be called in a Decoder's `output`.
+
+    Under FSDP the output head's weight is whole only inside the model's forward pass.
+
+    Args:
+        hidden: the last block's output, [batch, sequence, dim].
+        positions: int64 [tokens], indices into the flattened batch.
+
+    Raises:
+        ConfigError: the output head is of a kind that is not known.
+    """
+    rows = model.final_norm(hidden).flatten(0, 1).index_select(0, positions)
+    if model.output_multiplier is not None:
+        rows = rows * model.output_multiplier
+    head = model.output_head
+    weight = model.embedding.weight if head is None else head.weight
+    pairs = [(rows, local(weight))]
+    if isinstance(head, AdaptedLinear) and head.magnitude is None:
+        # A sees the whole input, but only this rank's rows of B send a gradient back to it.
+        a, b = local(head.lora_a.weight, partial_gradient=True), local(head.lora_b.weight)
+        pairs.append((head.scaling * F.linear(head.dropout(rows), a), b))
+    elif not isinstance(head, nn.Linear | None) or getattr(head, "bias", None) is not None:
+        raise ConfigError(
+            f"loss: LinearCrossEntropy knows no output head of kind {type(head).__name__}; "
+            "set loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
+        )
+    group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
+    return Factors(pairs, group, model.output_softcap)
+
+
+def linear_log_probs(
+    made_of: Factors,
+    targets: torch.Tensor,
+    *,
+    chunks: int | None = None,
+    compile_chunks: bool = False,
+) -> torch.Tensor:
+    """log softmax(logits)[target] of each token, for logits = sum of input @ weight.T.
+
+    The backward pass computes the logits of each chunk again, because the gradients depend on what
+    is made of the results. Over a split vocabulary each rank gets all results; the gradient of an
+    input is then partial.
+
+    Args:
+        targets: int64 [tokens], numbers of the whole vocabulary.
+        chunks: how many chunks the tokens go through in; None makes a chunk's logits about as large
+            as the hidden states, and not smaller than 512 tokens' logits.
+        compile_chunks: make few kernels of what is done to the logits, if the vocabulary is whole.
+
+    Returns:
+        [tokens], fp32 (fp64 for fp64 inputs).
+    """
+    return _LogProbs.apply(*_arguments(made_of, targets, chunks, compile_chunks))
+
+
+def linear_cross_entropy(
+    made_of: Factors,
+    targets: torch.Tensor,
+    *,
+    chunks: int | None = None,
+    compile_chunks: bool = False,
+) -> torch.Tensor:
+    """-linear_log_probs(...).sum(), a scalar; 0 with zero gradients for no token.
+
+    Every token's result has the same weight in the sum, so each chunk's gradients are made in the
+    forward pass, and its logits are computed once. Weight gradients are summed over the chunks in
+    fp32. Arguments and dtype are those of `linear_log_probs`.
+    """
+    return _CrossEntropy.apply(*_arguments(made_of, targets, chunks, compile_chunks))
+
+
+class _Plan(NamedTuple):
+    size: int
+    group: dist.ProcessGroup | None
+    softcap: float | None
+    chunk: Callable[..., Any]
+    wanted: list[bool]
+
+
+def _arguments(
+    made_of: Factors, targets: torch.Tensor, chunks: int | None, compile_chunks: bool
+) -> tuple[Any, ...]:
+    vocabulary, dim = made_of.pairs[0][1].shape
+    # Of that many chunks, one's logits are about as many numbers as the hidden states.
+    least, count = (MIN_CHUNK_TOKENS, -(-vocabulary // dim)) if chunks is None else (1, chunks)
+    size = max(least, -(-targets.numel() // count))
+    tensors = [tensor for pair in made_of.pairs for tensor in pair]
+    # Only what requires a gradient gets a buffer for one.
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
+    chunk = _compiled_chunk if compile_chunks and made_of.group is None else _chunk
+    return targets, _Plan(size, made_of.group, made_of.softcap, chunk, wanted), *tensors
+
+
+class _LogProbs(torch.autograd.Function):
+    """Gradients are made in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, targets, plan, *tensors):
+        ctx.plan = plan
+        ctx.save_for_backward(targets, *tensors)
+        return _pass(plan._replace(wanted=[False] * len(tensors)), targets, tensors)[0]
+
+    @staticmethod
+    def backward(ctx, upstream):
+        targets, *tensors = ctx.saved_tensors
+        return None, None, *_pass(ctx.plan, targets, tensors, -upstream)[1]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Gradients are made in the forward pass; the backward pass scales them once."""
+
+    @staticmethod
+    def forward(ctx, targets, plan, *tensors):
+        log_probs, ctx.gradients = _pass(plan, targets, tensors)
+        return -log_probs.sum()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        if ctx.gradients is None:
+            raise RuntimeError("the backward pass of linear_cross_entropy runs once only")
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, *(None if g is None else g.mul_(upstream) for g in gradients)
+
+
+def _pass(
+    plan: _Plan,
+    targets: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Log-probabilities [tokens], and the gradients of minus their sum for each wanted tensor.
+
+    Args:
+        scale: [tokens], a factor of each token in that sum; None for 1.
+    """
+    exact = torch.promote_types(tensors[0].dtype, torch.float32)
+    log_probs = torch.empty(targets.shape, dtype=exact, device=targets.device)
+    # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
+    gradients = [
+        torch.zeros_like(tensor, dtype=exact if index % 2 else None) if plan.wanted[index] else None
+        for index, tensor in enumerate(tensors)
+    ]
+    columns, held = own_columns(targets, tensors[1].shape[0], plan.group)
+
+    # In a function of its own, so that a chunk's logits are gone before the next one's are
+    # made. No name and no tuple for them: once they are made exact nothing must hold them.
+    def one_chunk(part: slice) -> None:
+        log_probs[part], slope = plan.chunk(
+            _logits(tensors, part),
+            columns[part],
+            held[part],
+            plan.group,
+            plan.softcap,
+            any(plan.wanted),
+            None if scale is None else scale[part],
+        )
+        for index in range(0, len(tensors), 2):
+            inputs, weight = tensors[index : index + 2]
+            if plan.wanted[index]:
+                torch.mm(slope, weight, out=gradients[index][part])
+            if plan.wanted[index + 1]:
+                _add_product(gradients[index + 1], slope.t(), inputs[part])
+
+    for begin in range(0, targets.numel(), plan.size):
+        one_chunk(slice(begin, begin + plan.size))
+    return log_probs, [
+        None if gradient is None else gradient.to(tensor.dtype)
+        for gradient, tensor in zip(gradients, tensors, strict=True)
+    ]
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    elif total.dtype == torch.float32 and _adds_products_in_fp32(total.device):
+        torch.addmm(total, left, right, torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+@cache
+def _adds_products_in_fp32(device: torch.device) -> bool:
+    """Whether this torch adds a product of bf16 matrices to fp32 in one call: some do, on GPUs."""
+    if device.type != "cuda":
+        return False
+    matrix = torch.eye(16, device=device, dtype=torch.bfloat16)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, matrix, matrix, torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 1 + matrix.float()).all())
+
+
+def own_columns(
+    targets: torch.Tensor, vocabulary: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of this rank's columns each target is, and 1.0 if it is one of them, else 0.0."""
+    if group is None:
+        return targets, torch.ones_like(targets, dtype=torch.float32)
+    own = targets - dist.get_rank(group) * vocabulary
+    held = (own >= 0) & (own < vocabulary)
+    return own.clamp(0, vocabulary - 1), held.float()
+
+
+def _logits(tensors: tuple[torch.Tensor, ...], part: slice) -> torch.Tensor:
+    logits = tensors[0][part] @ tensors[1].t()
+    for index in range(2, len(tensors), 2):
+        logits.addmm_(tensors[index][part], tensors[index + 1].t())
+    return logits
+
+
+def _chunk(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    held: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    softcap: float | None,
+    slope_wanted: bool,
+    scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities [tokens] of [tokens, vocabulary] logits, which may be overwritten.
+
+    They are in fp32, or fp64 for fp64 logits. The second result is the gradient of minus their sum,
+    in the logits' dtype; each token's is multiplied by its `scale`.
+    """
+    dtype, tanh = logits.dtype, None
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    if softcap is not None:
+        tanh = logits.div_(softcap).tanh_()
+        logits = softcap * tanh
+    highest = logits.amax(1, keepdim=True)
+    if group is not None:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    logits -= highest
+    columns, held = columns.unsqueeze(1), held.to(logits.dtype).unsqueeze(1)
+    chosen = logits.gather(1, columns)
+    sums = torch.cat([logits.exp_().sum(1, keepdim=True), chosen * held], 1)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    log_probs = sums[:, 1] - sums[:, 0].log()
+    if not slope_wanted:
+        return log_probs, None
+    slope, own = logits.div_(sums[:, :1]), chosen.exp() / sums[:, :1] - held
+    if tanh is not None:
+        own = own * (1 - tanh.gather(1, columns).square())
+        slope *= tanh.square_().neg_().add_(1)
+    if scale is not None:
+        own, slope = own * scale.unsqueeze(1), slope.mul_(scale.unsqueeze(1))
+    # Each number is rounded once; the terms of the target's would cancel out in fewer digits.
+    return log_probs, slope.to(dtype).scatter_(1, columns, own.to(dtype))
+
+
+def _compiled_chunk(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, Any]:
+    # How many tokens are trained changes with each batch.
+    for tensor in (logits, *arguments[:2]):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled()(logits, *arguments)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return compiled(_chunk)

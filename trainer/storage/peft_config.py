@@ -1,0 +1,145 @@
+"""PEFT's adapter_config.json: the rank and the scale of each layer's adapter, read and written.
+
+The fields and the patterns of layer names are those of PEFT's LoraConfig (0.18).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runspec.files import read_json_or_none
+from trainer.errors import ConfigError
+
+NAME = "adapter_config.json"
+# LoraConfig's own values for what a file leaves out.
+DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
+PATTERNS = ("rank_pattern", "alpha_pattern")
+# The function of a trained adapter does not depend on these: they say where its layers are, which
+# its tensors say too, how it was initialised or trained, or where it comes from.
+WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+}
+# The values of other fields at which LoRA is what is computed here. Initialisations that are not
+# listed, such as pissa, also change the base weights.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+REMEDY = (
+    "merge it into its base with PEFT's merge_and_unload, and train from that folder "
+    "(checkpointer.checkpoint_dir)"
+)
+
+
+def scaling(rank: int, alpha: float, use_rslora: bool) -> float:
+    """What B A is multiplied by: alpha / r, or alpha / sqrt(r) (Kalajdzievski, 2312.03732)."""
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
+
+
+class PeftConfig:
+    """An adapter_config.json.
+
+    Args:
+        content: its fields; those that are missing have PEFT's defaults.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+        self.rank, self.alpha, self.use_rslora, self.use_dora = (
+            default if content.get(name) is None else content[name]
+            for name, default in DEFAULTS.items()
+        )
+
+    @classmethod
+    def beside(cls, path: Path) -> "PeftConfig | None":
+        """Return the one beside an adapter's file; None if there is none.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        file = path.with_name(NAME)
+        if not file.exists():
+            return None
+        content = read_json_or_none(file)
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file} is no JSON object; copy it again from where it was made")
+        return cls(content)
+
+    def unsupported(self) -> Iterator[str]:
+        """Yield field=value of each field that makes another function of the adapter than LoRA."""
+        for name, value in self._content.items():
+            known = name in WITHOUT_EFFECT or name in DEFAULTS or name in PATTERNS
+            neutral = value in PLAIN[name] if name in PLAIN else not value
+            if not known and value is not None and not neutral:
+                yield f"{name}={value!r}"
+
+    def rank_of(self, module: str) -> int:
+        """The rank in a module, which has its name of transformers' class."""
+        return int(self._of("rank_pattern", module, self.rank))
+
+    def scaling_of(self, module: str) -> float:
+        """The factor of B A in a module."""
+        alpha = float(self._of("alpha_pattern", module, self.alpha))
+        return scaling(self.rank_of(module), alpha, bool(self.use_rslora))
+
+    def _of(self, field: str, module: str, otherwise: Any) -> Any:
+        # As PEFT's get_pattern_key: the first that matches the end of the name.
+        for pattern, value in (self._content.get(field) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return otherwise
+
+
+def fields(layers: Mapping[str, tuple[int, float]], rank: int, use_rslora: bool) -> dict[str, Any]:
+    """The fields that give each module its adapter's rank and factor.
+
+    Args:
+        layers: by module, as transformers' class names it, (rank, factor of B A).
+        rank: for modules that no pattern names.
+    """
+    [(common, _)] = Counter(factor for _, factor in layers.values()).most_common(1)
+    kinds: dict[str, set[tuple[int, float]]] = {}
+    for module, pair in layers.items():
+        kinds.setdefault(_last(module), set()).add(pair)
+    other = {
+        _last(module) if len(kinds[_last(module)]) == 1 else module: pair
+        for module, pair in layers.items()
+        if pair != (rank, common)
+    }
+
+    def alpha(rank: int, factor: float) -> float:
+        # 12 digits: these two multiplied give back the alpha of the recipe.
+        return float(f"{factor / scaling(rank, 1, use_rslora):.12g}")
+
+    return {
+        "r": rank,
+        "lora_alpha": alpha(rank, common),
+        "use_rslora": use_rslora,
+        "rank_pattern": {name: own for name, (own, _) in other.items()},
+        "alpha_pattern": {name: alpha(*pair) for name, pair in other.items()},
+    }
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
