@@ -7,16 +7,22 @@ reason. A row's id is its file's number and its line, so that each row leads bac
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
-from datakit import openers
+from datakit import databases, openers, parquet
 from datakit.errors import BadRow, DataError
 from datakit.formats import Content, reader
+from datakit.parquet import BATCH_ROWS
+from datakit.recognisers import hidden, hidden_json
+from runspec.datarecipe import FORMATS
 from runspec.prepared import ROW_BITS
 
-_BATCH = 20000
+# An open quote swallows what follows, and must not fill the memory.
+_LONGEST_FIELD = 2**26
 # What is kept of a record that cannot be read.
 _SHOWN = 300
 BAD_SUFFIX = ".bad.jsonl"
@@ -32,41 +38,65 @@ def schema(keep: Mapping[str, str]) -> Any:
     return pa.schema([*fixed, *texts, *((name, kinds[kind]) for name, kind in keep.items())])
 
 
-def read_block(target: Path, source: Mapping[str, Any], block: Mapping[str, Any]) -> None:
-    """Write the rows of one block as Parquet, and the bad ones as JSON lines beside it.
+def read_blocks(
+    target: Path,
+    source: Mapping[str, Any],
+    blocks: Sequence[Mapping[str, Any]],
+    bad: str,
+    limit: int | None = None,
+) -> None:
+    """Write the rows of blocks as Parquet, and the bad ones as JSON lines.
 
     Args:
-        source: name, format, columns, keep (of this source), all_keep (of all), encoding.
-        block: file, number (of the file), type, and begin, end (bytes) and line of a text block.
+        source: name, format, columns, keep (of this source), all_keep (of all).
+        blocks: file, number (of the input), type, and what openers need of that type.
+        bad: the file for bad rows.
+        limit: read so many records at most.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     names = schema(source["all_keep"])
-    start = block["number"] << ROW_BITS
-    bad: list[dict[str, Any]] = []
-    try:
-        with pq.ParquetWriter(target, names) as writer:
-            if block["type"] == "parquet":
-                _columns(writer, source, block, start, bad)
-            else:
-                _records(writer, source, block, start, bad)
-    except (pa.ArrowInvalid, OSError) as error:
-        if getattr(error, "errno", None):
-            raise  # the disk's fault; a damaged page has no number
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise DataError(f"{block['file']}: cannot be read: {reason}: copy it again") from None
-    path = Path(str(block["bad"]))
-    path.write_text("".join(json.dumps(each) + "\n" for each in bad), encoding="utf-8")
+    faulty: list[dict[str, Any]] = []
+    with pq.ParquetWriter(target, names) as writer:
+        for block in blocks:
+            if limit is not None and limit <= 0:
+                break
+            try:
+                if block["type"] == "parquet":
+                    seen = _columns(writer, source, block, faulty, limit)
+                else:
+                    read = islice(records(block), limit)
+                    seen = _records(writer, source, block, read, faulty)
+            except (pa.ArrowInvalid, OSError) as error:
+                if getattr(error, "errno", None) and not isinstance(error, FileNotFoundError):
+                    raise  # the disk's fault; a damaged page has no number
+                reason = str(error).splitlines()[0].rstrip(".")
+                how = (
+                    "run it on the table's newest version" if "layout" in block else "copy it again"
+                )
+                raise DataError(f"{block['file']}: cannot be read: {reason}: {how}") from None
+            limit = None if limit is None else limit - seen
+    text = "".join(json.dumps(each) + "\n" for each in faulty)
+    Path(bad).write_text(text, encoding="utf-8")
 
 
 def _records(
-    writer: Any, source: Mapping[str, Any], block: Mapping[str, Any], start: int, bad: list[Any]
-) -> None:
+    writer: Any,
+    source: Mapping[str, Any],
+    block: Mapping[str, Any],
+    read: Iterable[tuple[int, Any, str]],
+    bad: list[Any],
+) -> int:
+    """Write the rows of records, (line, record, fault) each; return how many records there were."""
     import pyarrow as pa
 
-    read = reader(source["format"], source["columns"])
+    start = block["number"] << ROW_BITS
+    form, keep = reader(source["format"], source["columns"]), source["keep"]
+    # CSV has no null, and an empty field stands for it.
+    no_null = block["type"] == "csv"
     rows: dict[str, list[Any]] = {name: [] for name in writer.schema.names}
+    count = 0
 
     def flush() -> None:
         if rows["_id"]:
@@ -74,21 +104,23 @@ def _records(
             for values in rows.values():
                 values.clear()
 
-    for line, record, fault in records(block, source.get("encoding") or "utf-8"):
+    for line, record, fault in read:
+        count += 1
         try:
             if fault:
                 raise BadRow(fault)
-            content = read(record)
-            kept = {name: _kept(record, name, kind) for name, kind in source["keep"].items()}
+            content = form(record)
+            kept = {name: _kept(record, name, kind, no_null) for name, kind in keep.items()}
         except BadRow as why:
             shown = record if isinstance(record, str) else json.dumps(record, default=str)
-            bad.append({"file": block["file"], "line": line, "reason": str(why)})
-            bad[-1] |= {"source": source["name"], "record": shown[:_SHOWN]}
+            bad.append({"file": block["file"], "line": line, "reason": hidden(str(why))})
+            bad[-1] |= {"source": source["name"], "record": hidden_json(shown)[:_SHOWN]}
             continue
         _add(rows, start + line, source["name"], content, kept)
-        if len(rows["_id"]) >= _BATCH:
+        if len(rows["_id"]) >= BATCH_ROWS:
             flush()
     flush()
+    return count
 
 
 def _add(
@@ -102,39 +134,60 @@ def _add(
         rows[name].append(kept.get(name))
 
 
-def _kept(record: Mapping[str, Any], name: str, kind: str) -> Any:
+def _kept(record: Mapping[str, Any], name: str, kind: str, no_null: bool) -> Any:
     if name not in record:
         raise BadRow(f"has no column {name!r}, only {', '.join(map(str, record)) or 'none'}")
     value = record[name]
-    if value is None or value == "":
+    if value is None or (value == "" and (no_null or kind != "text")):
         return None
     try:
-        if kind == "number":
-            return float(value)
-        if kind == "whole":
-            return int(value)
-        if kind == "flag":
-            known = {"true": True, "1": True, "false": False, "0": False}
-            return known[str(value).lower()]
-    except (TypeError, ValueError, KeyError):
-        raise BadRow(f"{name!r} is no {kind}: {str(value)[:40]!r}") from None
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return _CONVERTED[kind](value)
+    except (TypeError, ValueError, KeyError, OverflowError):
+        raise BadRow(f"{name!r} is no {kind}: {hidden(str(value))[:40]!r}") from None
 
 
-def records(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, Any, str]]:
+def _whole(value: Any) -> int:
+    found = int(value)
+    if isinstance(value, float | Decimal) and found != value:
+        raise ValueError(value)
+    if not -(2**63) <= found < 2**63:
+        raise OverflowError(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode()
+    if isinstance(value, bool | int | float | list | tuple | dict):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    text = str(value)
+    # JSON's escapes can hold half of a surrogate pair, and no file can.
+    text.encode()
+    return text
+
+
+_CONVERTED: Mapping[str, Callable[[Any], Any]] = {
+    "number": float,
+    "whole": _whole,
+    "flag": lambda value: {"true": True, "1": True, "false": False, "0": False}[str(value).lower()],
+    "text": _text,
+}
+
+
+def records(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
     """Yield (line, record, fault) of a block; a record with a fault is its text."""
-    if block["type"] == "jsonl":
-        yield from _json_lines(block, encoding)
-    elif block["type"] == "json":
-        yield from _json_array(block, encoding)
-    elif block["type"] == "csv":
-        yield from _csv(block, encoding)
-    else:
-        for number, record in enumerate(openers.rows_of(block), 1):
+    if block["type"] == "sql":
+        for number, record in enumerate(databases.rows(block), 1):
             yield number, record, ""
+        return
+    yield from {"jsonl": _json_lines, "json": _json_array, "csv": _csv}[block["type"]](block)
 
 
-def _json_lines(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, Any, str]]:
+def _json_lines(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
+    encoding = str(block["encoding"])
+    # Lines of other encodings come as UTF-8, and the mark is not part of a block.
+    if encoding == "utf-8-sig" or not openers.ends_lines_as_ascii(encoding):
+        encoding = "utf-8"
     for number, line in enumerate(openers.lines(block), int(block.get("line", 1))):
         if not line.strip():
             continue
@@ -156,8 +209,9 @@ def _json_lines(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, 
         yield number, record, fault
 
 
-def _json_array(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, Any, str]]:
+def _json_array(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
     """The records of a JSON file that is one array; its line is the number of the record."""
+    encoding = str(block["encoding"])
     try:
         content = json.loads(openers.whole(block).decode(encoding))
     except UnicodeDecodeError as error:
@@ -175,11 +229,14 @@ def _json_array(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, 
         yield number, record, "" if isinstance(record, dict) else "is no object"
 
 
-def _csv(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, Any, str]]:
+def _csv(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
     delimiter = "\t" if ".tsv" in Path(str(block["file"])).suffixes else ","
+    encoding = str(block["encoding"])
+    csv.field_size_limit(_LONGEST_FIELD)
     with openers.stream(str(block["file"])) as raw:
         text = io.TextIOWrapper(raw, encoding=encoding, newline="")
         rows = csv.reader(text, delimiter=delimiter)
+        line = 1
         try:
             header = next(rows, [])
             line = rows.line_num + 1
@@ -189,43 +246,57 @@ def _csv(block: Mapping[str, Any], encoding: str) -> Iterator[tuple[int, Any, st
                 if row:
                     yield line, record, "" if len(row) == len(header) else wrong
                 line = rows.line_num + 1
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
             raise DataError(
                 f"{block['file']}, after line {rows.line_num}: is not {encoding} (byte "
-                f"{error.start}): set encoding= of the source"
+                f"{getattr(error, 'start', 0)}): set encoding= of the source"
             ) from None
         except csv.Error as error:
             raise DataError(
-                f"{block['file']}, line {rows.line_num}: {error}: fix the file"
+                f"{block['file']}: the record that begins in line {line}: {error}: fix the file; "
+                "a quote may be open"
             ) from None
 
 
 def _columns(
-    writer: Any, source: Mapping[str, Any], block: Mapping[str, Any], start: int, bad: list[Any]
-) -> None:
-    """Rows of a Parquet file; question and answer, or text, without a Python object per row."""
+    writer: Any,
+    source: Mapping[str, Any],
+    block: Mapping[str, Any],
+    bad: list[Any],
+    limit: int | None,
+) -> int:
+    """Write rows of Parquet; question and answer, or text, without a Python object per row."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     fast = {"qa": ("question", "answer"), "text": (None, "text")}.get(source["format"])
-    with pq.ParquetFile(block["file"]) as file:
-        number = 1
-        limit = block.get("max_rows")
-        for batch in file.iter_batches(batch_size=_BATCH):
-            if limit is not None and number > limit:
-                return
-            batch = batch if limit is None else batch.slice(0, limit - number + 1)
-            ids = pa.array(range(start + number, start + number + len(batch)), pa.int64())
-            number += len(batch)
-            made = None
-            if fast is not None and _is_plain(batch, source, fast):
-                made = _plain_batch(batch, ids, source, fast, writer.schema)
-            if made is not None:
-                writer.write_batch(made)
-                continue
-            slow = {**block, "type": "batch", "rows": batch.to_pylist()}
-            slow["offset"] = number - len(batch) - 1
-            _slow_batch(writer, source, slow, start, bad)
+    names = FORMATS[source["format"]] | {k: str(v) for k, v in source["columns"].items()}
+    wanted = dict.fromkeys([*filter(None, names.values()), *source["keep"]])
+    seen = 0
+    for numbers, batch in parquet.batches(block, list(wanted)):
+        if limit is not None:
+            if seen >= limit:
+                break
+            numbers, batch = numbers[: limit - seen], batch.slice(0, limit - seen)
+        seen += len(numbers)
+        if fast is not None and _is_plain(batch, source, fast):
+            ids = pa.array(numbers + (block["number"] << ROW_BITS), pa.int64())
+            writer.write_batch(_plain_batch(batch, ids, source, fast, writer.schema))
+            continue
+        read = zip(numbers.tolist(), _python_rows(batch, source["keep"]), repeat(""), strict=False)
+        _records(writer, source, block, read, bad)
+    return seen
+
+
+def _python_rows(batch: Any, keep: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The rows of a batch; times and dates that are kept are texts as Arrow writes them."""
+    import pyarrow as pa
+
+    for place, field in enumerate(batch.schema):
+        if field.name in keep and pa.types.is_temporal(field.type):
+            text = batch.column(place).cast(pa.string())
+            batch = batch.set_column(place, field.name, text)
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    return rows
 
 
 def _is_plain(batch: Any, source: Mapping[str, Any], fast: tuple[str | None, str]) -> bool:
@@ -242,7 +313,20 @@ def _is_plain(batch: Any, source: Mapping[str, Any], fast: tuple[str | None, str
             return False
         if pc.any(pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(values)), 0)).as_py():
             return False
-    return all(name in batch.schema.names for name in source["keep"])
+    there = batch.schema
+    return all(
+        name in there.names and str(there.field(name).type) in _SAME[kind]
+        for name, kind in source["keep"].items()
+    )
+
+
+# Arrow's casts of these types give what _kept gives, so that it does not matter which one is used.
+_SAME = {
+    "text": ("string", "large_string"),
+    "number": ("double", "float", "int64", "int32", "int16", "int8"),
+    "whole": ("int64", "int32", "int16", "int8"),
+    "flag": ("bool",),
+}
 
 
 def _plain_batch(
@@ -261,20 +345,8 @@ def _plain_batch(
     made = [ids, pa.repeat(pa.scalar(source["name"]), count), text(fast[0]), text(fast[1])]
     made += [nothing, nothing]
     for field in list(names)[6:]:
-        if field.name not in source["keep"]:
-            made.append(pa.nulls(count, field.type))
-            continue
-        try:
-            made.append(batch.column(field.name).cast(field.type))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            return None
+        kept = field.name in source["keep"]
+        values = batch.column(field.name) if kept else None
+        # A whole number may be too large to be exact as a fraction, as in Python.
+        made.append(values.cast(field.type, safe=False) if kept else pa.nulls(count, field.type))
     return pa.record_batch(made, schema=names)
-
-
-def _slow_batch(
-    writer: Any, source: Mapping[str, Any], block: dict[str, Any], start: int, bad: list[Any]
-) -> None:
-    before = len(bad)
-    _records(writer, source, block, start + block["offset"], bad)
-    for each in bad[before:]:
-        each["line"] += block["offset"]

@@ -1,6 +1,7 @@
 """Opens files of sources: plain or compressed, whole, by lines or by blocks."""
 
 import bz2
+import codecs
 import gzip
 import hashlib
 import io
@@ -14,6 +15,15 @@ from datakit.errors import DataError
 # One task of the reader: about a second of work.
 BLOCK_BYTES = 16 * 2**20
 _PIECE = 2**20
+UTF8_MARK = codecs.BOM_UTF8
+# UTF-32's first mark begins with one of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+    (UTF8_MARK, "utf-8-sig"),
+)
 
 
 def stream(path: str) -> IO[bytes]:
@@ -32,69 +42,92 @@ def stream(path: str) -> IO[bytes]:
     return open(path, "rb")
 
 
+def encoding_of(path: Path, given: object, where: str) -> str:
+    """Return the encoding of a text file: as given, else by its byte order mark, else UTF-8.
+
+    Raises:
+        DataError: the file looks like UTF-16 or UTF-32 without a byte order mark.
+    """
+    with _named(path), stream(str(path)) as file:
+        first = file.read(4)
+    if given:
+        # UTF-8 with a mark is UTF-8 too.
+        is_utf8 = codecs.lookup(str(given)).name == "utf-8"
+        return "utf-8-sig" if is_utf8 and first.startswith(UTF8_MARK) else str(given)
+    for mark, name in _MARKS:
+        if first.startswith(mark):
+            return name
+    if b"\0" in first:
+        little = "le" if first[1:2] == b"\0" else "be"
+        raise DataError(
+            f"{where}: {path} has zero bytes in its text and no byte order mark: set "
+            f"encoding=utf-16-{little} of the source if it is UTF-16, or type="
+        )
+    return "utf-8"
+
+
+def ends_lines_as_ascii(encoding: str) -> bool:
+    """Return whether a line ends at the byte of a newline, so that a file can be cut there."""
+    return "a\n".encode(encoding).endswith(b"a\n")
+
+
 def whole(block: Mapping[str, Any]) -> bytes:
     """Return all uncompressed bytes of a file."""
-    with _told(block), stream(str(block["file"])) as file:
+    with _named(block["file"]), stream(str(block["file"])) as file:
         return file.read()
 
 
 def lines(block: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the lines of a block, without their ends."""
-    limit = block.get("max_rows")
-    with _told(block), stream(str(block["file"])) as file:
-        if block.get("begin"):
-            file.seek(int(block["begin"]))
-        left = None if block.get("end") is None else int(block["end"]) - int(block.get("begin", 0))
-        for number, line in enumerate(file, 1):
+    """Yield the lines of a block, without their ends; as UTF-8 if they end in more than a byte."""
+    begin, encoding = int(block.get("begin") or 0), str(block["encoding"])
+    left = None if block.get("end") is None else int(block["end"]) - begin
+    with _named(block["file"]), stream(str(block["file"])) as file:
+        if not ends_lines_as_ascii(encoding):
+            for text in io.TextIOWrapper(file, encoding=encoding, newline="\n"):
+                yield text.rstrip("\r\n").encode("utf-8", "surrogatepass")
+            return
+        if begin:
+            file.seek(begin) if file.seekable() else file.read(begin)
+        for line in file:
             if left is not None:
                 if left <= 0:
                     return
                 left -= len(line)
             yield line.rstrip(b"\r\n")
-            if limit is not None and number >= limit:
-                return
 
 
-class _told:
+class _named:
     """Turns an error of a broken file into one line that names it."""
 
-    def __init__(self, block: Mapping[str, Any]) -> None:
-        self._file = str(block["file"])
+    def __init__(self, file: object) -> None:
+        self._file = str(file)
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, UnicodeError):
+            raise DataError(
+                f"{self._file}: is not {getattr(error, 'encoding', 'text')}: set encoding= of the "
+                "source"
+            ) from None
         if isinstance(error, (OSError, EOFError, lzma.LZMAError)):
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"{self._file}: cannot be read: {reason}: fix or replace it") from None
-
-
-def check_parquet(path: Path, where: str) -> None:
-    """Raise DataError unless a file ends as Parquet does, which a file that was cut does not."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        pq.read_metadata(path)
-    except pa.ArrowInvalid as error:
-        reason = str(error).partition(". ")[0].rstrip(".")
-        raise DataError(
-            f"{where}: {path} is no whole Parquet file ({reason}): copy it again, or set type="
-        ) from None
 
 
 def survey(path: Path, cut: bool) -> tuple[str, list[dict[str, Any]]]:
     """Read a file once: its SHA-256, and its blocks if it can be cut at lines.
 
     Returns:
-        The hash, and blocks with begin, end (bytes) and line (of the first, from 1).
+        The hash, and blocks with begin, end (bytes), line (of the first, from 1) and lines (how
+        many).
     """
     digest = hashlib.sha256()
     blocks: list[dict[str, Any]] = []
     begin = position = 0
     line = seen = 1
-    with _told({"file": path}), open(path, "rb") as file:
+    with _named(path), open(path, "rb") as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
             if cut:
@@ -108,9 +141,8 @@ def survey(path: Path, cut: bool) -> tuple[str, list[dict[str, Any]]]:
             position += len(piece)
     if not cut or position > begin or not blocks:
         blocks.append({"begin": begin, "end": position if cut else None, "line": line})
+    if cut:
+        begins = [block["line"] for block in blocks] + [seen]
+        for block, end in zip(blocks, begins[1:], strict=True):
+            block["lines"] = end - block["line"]
     return digest.hexdigest(), blocks
-
-
-def rows_of(block: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the records of a block that an earlier reader holds or stored."""
-    yield from block["rows"]

@@ -19,6 +19,7 @@ from datakit import sources, steps
 from datakit.engines.base import Engine, finished, mark, shards
 from datakit.errors import DataError
 from datakit.ingest import BAD_SUFFIX
+from datakit.recognisers import hidden
 from datakit.rows import Rows, Work
 from datakit.sources import Input
 from datakit.steps import columns
@@ -26,7 +27,7 @@ from runspec import files
 from runspec.datarecipe import step_name, step_options
 
 # Changes whenever the same recipe may give other rows, or another hash of them, than before.
-FORMAT = 3
+FORMAT = 4
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01
@@ -58,7 +59,6 @@ def run(
     threads: int,
     say: Callable[[str], None],
     limit: int | None = None,
-    stepped: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Read the sources and take all steps.
 
@@ -67,20 +67,19 @@ def run(
         base: the folder from which relative paths count.
         root: the datasets folder, for the sets that a step names.
         limit: read so many rows of each source at most.
-        stepped: called when the rows are read, and after each step.
 
     Raises:
         DataError: a source, a step or too many rows are wrong.
     """
     all_keep = _all_keep(config)
     columns.check(config, all_keep)
-    inputs = sources.find(config, base, work / "sources", threads, say)
+    inputs = sources.find(config, base, work / "sources", threads, say, limit)
     first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
     rows, bad, bad_count, lengths = _ingest(
         config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say
     )
     start, records, folders = rows, [], {}
-    stepped()
+    engine.progress.step()
     print_, seed = first, int(config.get("seed") or 0)
     for number, step in enumerate(config.get("steps") or [], 1):
         name, options = step_name(step), step_options(step)
@@ -96,10 +95,11 @@ def run(
             say,
             root if name == "split" else base,
         )
+        key = f"{number:02d}-{name}"
         known = files.read_json_or_none(folder / _RECORD)
+        engine.progress.begin(key, rows.count)
         began, before = time.monotonic(), rows
         rows = steps.find(name)(rows, here)
-        key = f"{number:02d}-{name}"
         folders[key] = folder
         if known is None:
             known = {
@@ -118,7 +118,7 @@ def run(
         if start.folder is None:
             sources.unchanged(inputs)
         removed = before.count - rows.count
-        stepped()
+        engine.progress.step()
         say(
             f"{key:24} {before.count:>12,} -> {rows.count:>12,} rows  ({removed:,} removed, "
             f"{known['seconds']:.1f} s)"
@@ -160,35 +160,27 @@ def _ingest(
         and finished(folder) is None
         and (scanned := engine.scan(config, inputs, all_keep)) is not None
     ):
-        count = sum(each.rows for each in inputs)
-        say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files, where they lie")
         table, lengths = scanned
+        count = sum(lengths.values())
+        say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files, where they lie")
         return Rows(table, count), [], 0, lengths
     if finished(folder) is None:
         tasks = sources.tasks(config, inputs, folder, all_keep, limit)
         folder.mkdir(parents=True, exist_ok=True)
-        total, last = len(tasks), time.monotonic()
-        seen = 0
-
-        def done() -> None:
-            nonlocal seen, last
-            seen += 1
-            engine.piece()
-            if time.monotonic() - last > 15:
-                last = time.monotonic()
-                say(f"read {seen} of {total} blocks")
-
-        engine.run(tasks, done)
-        # What was read is what was hashed, or the shards are worth nothing.
+        engine.progress.begin("00-read")
+        engine.run(tasks, "rows")
+        # What was read is what was found, or the shards are worth nothing.
         try:
             sources.unchanged(inputs)
+            if limit is None:
+                sources.check_counts(inputs, tasks)
         except DataError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         mark(folder)
     else:
         for _ in shards(folder):
-            engine.piece()
+            engine.progress.piece()
     count = finished(folder) or 0
     bad = [
         each
@@ -288,12 +280,17 @@ def _changed(engine: Engine, before: Rows, after: Rows, name: str) -> list[dict[
 
 
 def _short_row(row: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
-    rest = {key: value for key, value in row.items() if key not in without and value is not None}
+    rest = {
+        key: hidden(value) if isinstance(value, str) else value
+        for key, value in row.items()
+        if key not in without and value is not None
+    }
     return {"id": row["_id"], "text": _short(row), **rest}
 
 
 def _short(row: Mapping[str, Any], limit: int = 240) -> str:
-    text = "\n".join(part for part in (row.get("prompt"), row.get("answer")) if part)
+    # Hidden first: of a value that is cut in two nothing would be recognised.
+    text = hidden("\n".join(part for part in (row.get("prompt"), row.get("answer")) if part))
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -312,6 +309,8 @@ def versions(engine: Engine) -> dict[str, str]:
         "jinja2",
         "tokenizers",
         "py3langid",
+        "phonenumberslite",
+        "python-stdnum",
     ):
         try:
             found[name] = importlib.metadata.version(name)

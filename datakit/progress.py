@@ -1,36 +1,89 @@
-"""How far a preparation in a job is: the run's progress.json, which decides on a further attempt.
+"""How far a preparation is: lines for its reader, and in a job the run's progress.json.
 
 A piece is a written table or a task of an Arrow function. Every attempt meets the same pieces in
 the same order, finished ones too, so that their number says whether an attempt came further than
-all before it.
+all before it. A part is what a step does in one go: a query, or one Arrow function on all shards.
 """
 
 import os
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from runspec import files
 
 # A large step finishes many tasks a second, and the file lies on a shared disk.
 _EVERY_S = 2.0
+# A part that takes less long says nothing.
+_SAID_EVERY_S = 15.0
 
 
 class Progress:
-    """Writes progress.json if this process is part of a run, else nothing.
+    """Prints how far a part is, and writes progress.json if this process is part of a run.
 
-    total: steps of the recipe, reading and writing included.
+    total: steps of the recipe, reading and writing included; 0 writes nothing.
     """
 
-    def __init__(self, total: int) -> None:
-        folder = os.environ.get("RUN_DIR")
+    def __init__(self, total: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
+        folder = os.environ.get("RUN_DIR") if total else None
         self._path = Path(folder) / files.PROGRESS if folder else None
         attempt = os.environ.get("ATTEMPT", "")
-        self._told = {"attempt": int(attempt) if attempt.isdigit() else 0, "total_steps": total}
+        self._fixed = {"attempt": int(attempt) if attempt.isdigit() else 0, "total_steps": total}
+        self._say, self._name, self._rows = say, "", 0
         self._step = self._pieces = 0
+        self._part: dict[str, Any] | None = None
         before = files.read_json_or_none(self._path) if self._path else None
         self._most = int(before.get("saved", 0)) if isinstance(before, dict) else 0
         self._last = 0.0
+        self._lock = threading.Lock()
         self.write("running")
+
+    def begin(self, name: str, rows: int = 0) -> None:
+        """Begin a step; rows: how many it is given."""
+        self._name, self._rows = name, rows
+
+    @contextmanager
+    def part(
+        self,
+        name: str,
+        share: Callable[[], float | None],
+        rows: int | None = None,
+        first: float = 0.0,
+    ) -> Iterator[None]:
+        """Show how far a part of the step is while it runs.
+
+        Args:
+            share: how much of it is done, 0 to 1, None if that is not known.
+            rows: of the part; by default those of the step.
+            first: the share that an earlier attempt did, which says nothing about the rate.
+        """
+        of = self._rows if rows is None else rows
+        began, ended = time.monotonic(), threading.Event()
+
+        def look() -> None:
+            said = began
+            while not ended.wait(min(_EVERY_S, _SAID_EVERY_S)):
+                found = share()
+                if found is None or ended.is_set():
+                    continue
+                now = time.monotonic()
+                self._part = _figures(f"{self._name} {name}", of, found, first, now - began)
+                self.write("running")
+                if now - said >= _SAID_EVERY_S:
+                    said = now
+                    self._say(_line(self._part))
+
+        watching = threading.Thread(target=look, daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
+            self._part = None
 
     def piece(self) -> None:
         """Count a piece that is finished."""
@@ -47,7 +100,29 @@ class Progress:
         """Replace the file; state is running or finished."""
         if self._path is None:
             return
-        self._last = time.monotonic()
-        self._most = max(self._most, self._pieces)
-        told = {"state": state, "step": self._step, "saved": self._most, "updated": time.time()}
-        files.write_json(self._path, {**self._told, **told})
+        with self._lock:
+            self._last = time.monotonic()
+            self._most = max(self._most, self._pieces)
+            now = {"state": state, "step": self._step, "saved": self._most, "updated": time.time()}
+            files.write_json(self._path, {**self._fixed, **now, "part": self._part})
+
+
+def _figures(name: str, of: int, share: float, first: float, seconds: float) -> dict[str, Any]:
+    new = max(share - first, 0.0)
+    rate = new / seconds if seconds > 0 else 0.0
+    return {
+        "name": name,
+        "rows": round(of * share),
+        "of": of,
+        "rows_per_second": round(of * rate, 1),
+        "left_s": round((1 - share) / rate, 1) if rate else None,
+    }
+
+
+def _line(part: dict[str, Any]) -> str:
+    text = f"{part['name']}: {part['rows']:,} of {part['of']:,} rows"
+    if part["left_s"] is None:
+        return text
+    left = int(part["left_s"])
+    shown = f"{left // 60} min {left % 60} s" if left < 3600 else f"{left / 3600:.1f} h"
+    return f"{text}, {part['rows_per_second']:,.0f} rows/s, about {shown} left"

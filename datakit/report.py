@@ -8,6 +8,7 @@ from typing import Any
 from datakit.engines.base import Engine, shards
 from datakit.expressions import length_bucket
 from datakit.pipeline import Prepared
+from datakit.recognisers import hidden
 from runspec.prepared import DATA
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "templates" / "data_report.html.j2"
@@ -43,7 +44,12 @@ def page(
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Also of the set's own rows: they may have kept columns, or there may be no personal_data.
+        finalize=lambda value: hidden(value) if isinstance(value, str) else value,
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(name=name, card=card, lineage=lineage, **shown)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from datakit.engines.base import Engine, finished, mark, shards
+from datakit.engines.base import Engine, finished, mark, shard_rows, shards
 from datakit.engines.tasks import Task
 
 
@@ -73,13 +73,14 @@ class Work:
                     "datakit.engines.tasks:map_shard",
                     str(target / path.name),
                     {"source": str(path), "function": function, "options": options},
+                    rows,
                 )
-                for path in shards(source.folder)
+                for path, rows in shard_rows(source.folder).items()
             ]
-            self.engine.run(jobs, self.engine.piece)
+            self.engine.run(jobs, name)
             mark(target)
         else:
             for _ in shards(target):
-                self.engine.piece()
+                self.engine.progress.piece()
         count = finished(target) or 0
         return Rows(self.engine.read(target), count, target, rows.tags)

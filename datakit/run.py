@@ -72,7 +72,9 @@ def prepare(
     try:
         import duckdb  # noqa: F401
         import ibis  # noqa: F401
+        import phonenumbers  # noqa: F401
         import pyarrow  # noqa: F401
+        import stdnum  # noqa: F401
     except ImportError as error:
         raise DataError(
             f"{error.name} is missing: install it with: bash setup.sh --with data"
@@ -83,7 +85,7 @@ def prepare(
     config, root = settings["recipe"], Path(settings["root"])
     name, base = str(settings["name"]), Path(settings["base"])
     folder = output.folder_of(root, name)
-    output.output_format(config)
+    output.check(config)
     threads = int(config.get("threads") or len(os.sched_getaffinity(0)))
     began = time.monotonic()
     if preview is not None:
@@ -110,16 +112,17 @@ def prepare(
     with _alone(folder):
         work_folder = folder / ".work"
         work_folder.mkdir(parents=True, exist_ok=True)
+        # The rows as they were before personal data was masked lie there.
+        work_folder.chmod(0o700)
         for path in folder.glob(".tmp-*"):
             # Left by a run that was killed while it wrote; the lock says that none is running.
             shutil.rmtree(path, ignore_errors=True)
-        progress = Progress(len(config.get("steps") or []) + 2)
+        progress = Progress(len(config.get("steps") or []) + 2, say)
         engine = _engine(settings, threads, master)
-        engine.piece = progress.piece
+        engine.progress = progress
         try:
-            made = pipeline.run(
-                config, engine, work_folder, base, root, threads, say, stepped=progress.step
-            )
+            made = pipeline.run(config, engine, work_folder, base, root, threads, say)
+            progress.begin("write", made.rows.count)
             target, card = output.write(config, made, engine, folder, work_folder)
             progress.step()
         finally:

@@ -31,7 +31,6 @@ def scanned(
         The table, and its texts' lengths, which the same look at all rows tells.
     """
     import duckdb
-    import pyarrow.parquet as pq
 
     from datakit.engines.duck import arrow
 
@@ -46,18 +45,11 @@ def scanned(
             return None
         columns = dict(source.get("columns") or {})
         prompt, answer = (name and str(columns.get(name, name)) for name in names)
-        there = pq.read_schema(each.file)
         wanted = [*filter(None, (prompt, answer)), *(source.get("keep") or {})]
-        if any(name not in there.names for name in wanted):
+        places = _places(each, wanted)
+        if places is None or not _as_they_are(places, prompt, answer, source.get("keep") or {}):
             return None
-        if any(
-            str(there.field(name).type) not in ("string", "large_string")
-            for name in filter(None, (prompt, answer))
-        ):
-            return None
-        if not _kept_as_they_are(there, source.get("keep") or {}):
-            return None
-        tables.append(_table(con, each, prompt, answer, source, all_keep))
+        tables.append(_table(con, each, prompt, answer, source, all_keep, places))
     whole = tables[0]
     for table in tables[1:]:
         whole = whole.union(table)
@@ -96,13 +88,54 @@ def _blank(text: Any) -> Any:
     )
 
 
-def _kept_as_they_are(there: Any, keep: Mapping[str, str]) -> bool:
-    """Whether kept columns have the very types that they are kept as."""
-    same = {"number": "double", "whole": "int64", "flag": "bool", "text": "string"}
-    # An empty text counts as null for a reader, so texts are left to it.
-    return all(
-        str(there.field(name).type) == same[kind] and kind != "text" for name, kind in keep.items()
-    )
+def _places(each: Input, wanted: Sequence[str]) -> dict[str, tuple[str | None, Any]] | None:
+    """Return {column: (the file's name of it, its type)}, None if only a reader can find them.
+
+    A name is None if the value is a constant of the whole file.
+    """
+    import pyarrow as pa
+
+    from datakit.parquet import opened
+
+    layout = each.blocks[0].get("layout")
+    if "://" in each.file or (layout is not None and layout.kept is not None):
+        return None
+    try:
+        with opened(each.file) as file:
+            there = file.schema_arrow
+    except (OSError, pa.ArrowInvalid):
+        # The reader says what is wrong with it.
+        return None
+    names = dict.fromkeys(there.names) if layout is None else layout.found(there)
+    found: dict[str, tuple[str | None, Any]] = {}
+    for name in wanted:
+        if name in names:
+            place = names[name] or name
+            kind = there.field(place).type
+            if layout is not None and layout.schema.field(name).type != kind:
+                return None
+            found[name] = (place, kind)
+        elif layout is not None and name in layout.schema.names:
+            found[name] = (None, layout.schema.field(name).type)
+        else:
+            return None
+    return found
+
+
+def _as_they_are(
+    places: Mapping[str, tuple[str | None, Any]],
+    prompt: str | None,
+    answer: str,
+    keep: Mapping[str, str],
+) -> bool:
+    """Whether all columns have the very types that the rows of the kit have."""
+    same = {"number": ("double",), "whole": ("int64",), "flag": ("bool",)}
+    same["text"] = ("string", "large_string")
+    kinds = {**dict.fromkeys(filter(None, (prompt, answer)), "text"), **keep}
+    # A column that is in no file has a reader's rules for what is missing.
+    if any(places[name][0] is None for name in filter(None, (prompt, answer))):
+        return False
+    return all(str(places[name][1]) in same[kind] for name, kind in kinds.items())
 
 
 def _table(
@@ -112,19 +145,26 @@ def _table(
     answer: str | None,
     source: Mapping[str, Any],
     all_keep: Mapping[str, str],
+    places: Mapping[str, tuple[str | None, Any]],
 ) -> Any:
     import ibis
 
+    layout = each.blocks[0].get("layout")
     file = con.read_parquet(each.file, file_row_number=True)
     fields = {
         "_id": file.file_row_number.cast("int64") + ((each.number << ROW_BITS) + 1),
         "source": ibis.literal(each.source),
-        "prompt": file[prompt] if prompt else ibis.null("string"),
-        "answer": file[answer],
+        "prompt": file[places[prompt][0]] if prompt else ibis.null("string"),
+        "answer": file[places[answer][0]],
         "messages": ibis.null("string"),
         "rejected": ibis.null("string"),
     }
     for name in schema(all_keep).names[6:]:
-        kept = name in (source.get("keep") or {})
-        fields[name] = file[name] if kept else ibis.null(TYPES[all_keep[name]])
+        kind = TYPES[all_keep[name]]
+        if name not in (source.get("keep") or {}):
+            fields[name] = ibis.null(kind)
+        elif (place := places[name][0]) is not None:
+            fields[name] = file[place]
+        else:
+            fields[name] = ibis.literal(layout.constants.get(name), kind)
     return file.select(**fields)

@@ -6,6 +6,7 @@ from typing import Any
 # Scripts that write no space between words: each of their characters is a word.
 _UNSPACED = r"([\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}])"
 _GAPS = r"[^\pL\pN\pM]+"
+_NO_SIGNS = r"[^\pL\pN\pM+*/^=<>%×÷\x{2212}]+"
 # Odd multipliers; with them a sum of products tells the order of words.
 _PRIME = 0x9E3779B97F4A7C15
 
@@ -32,6 +33,33 @@ def split(values: Any) -> Any:
     spaced = pc.replace_substring_regex(pc.utf8_lower(values), _UNSPACED, r" \1 ")
     spaced = pc.utf8_trim(pc.replace_substring_regex(spaced, _GAPS, " "), " ")
     return pc.split_pattern(spaced, " ")
+
+
+def plain(values: Any) -> Any:
+    """Return each text as its lower-case words and signs of arithmetic with a space between.
+
+    2 + 2 and 2 - 2 stay different, other punctuation and space do not count.
+    """
+    import pyarrow.compute as pc
+
+    made = pc.utf8_lower(pc.utf8_normalize(values, form="NFKC"))
+    made = pc.replace_substring_regex(made, _UNSPACED, r" \1 ")
+    made = pc.replace_substring_regex(made, r"[-\x{2013}\x{2212}]\s*(\pN)", " \u2212 \\1")
+    made = pc.replace_substring_regex(made, r"([+*/^=<>%×÷])", r" \1 ")
+    return pc.utf8_trim(pc.replace_substring_regex(made, _NO_SIGNS, " "), " ")
+
+
+def weight(values: Any) -> tuple[Any, Any]:
+    """Return the words and the characters of plain texts, as two numpy arrays.
+
+    A character of a script without spaces counts as three.
+    """
+    import pyarrow.compute as pc
+
+    words = pc.add(pc.count_substring(values, " "), pc.cast(pc.not_equal(values, ""), "int32"))
+    letters = pc.count_substring_regex(values, r"\S")
+    letters = pc.add(letters, pc.multiply(pc.count_substring_regex(values, _UNSPACED), 2))
+    return words.to_numpy(zero_copy_only=False), letters.to_numpy(zero_copy_only=False)
 
 
 def words_of(values: Any) -> Iterator[list[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from datakit.engines.tasks import Task
+from datakit.progress import Progress
 from runspec import files
 
 DONE = "_done.json"
@@ -25,8 +26,7 @@ class Engine:
 
     def __init__(self, con: Any, threads: int) -> None:
         self.con, self.threads = con, threads
-        # Called for each written table and each finished task.
-        self.piece: Callable[[], None] = lambda: None
+        self.progress = Progress()
 
     def versions(self) -> dict[str, str]:
         """The engine's version and what it runs on."""
@@ -40,13 +40,43 @@ class Engine:
         """Write a table's rows as Parquet files below an empty folder."""
         raise NotImplementedError
 
+    def _share(self) -> float | None:
+        """Return how much of the query that runs is done, 0 to 1; None if that is not known."""
+        raise NotImplementedError
+
     def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
         """Return sources that need no reader as a table, and their texts' lengths; else None."""
         return None
 
-    def run(self, tasks: Sequence[Task], done: Callable[[], None]) -> None:
-        """Run tasks; DataError with all faults."""
+    def _run(self, tasks: Sequence[Task], done: Callable[[Task], None]) -> None:
+        """Run tasks and call done for each that is finished; DataError with all faults."""
         raise NotImplementedError
+
+    def run(self, tasks: Sequence[Task], name: str) -> None:
+        """Run those of the tasks whose output is not there; DataError with all faults.
+
+        name: what they do, for the progress.
+        """
+        # Without its number of rows, a task counts as any other.
+        known = all(task.rows is not None for task in tasks)
+        rows = sum(task.rows or 0 for task in tasks) if known else None
+        whole = rows or len(tasks)
+        seen = 0
+
+        def done(task: Task) -> None:
+            nonlocal seen
+            seen += (task.rows or 0) if rows else 1
+            self.progress.piece()
+
+        left = []
+        for task in tasks:
+            if Path(task.output).exists():
+                done(task)
+            else:
+                left.append(task)
+        if left:
+            with self.progress.part(name, lambda: seen / whole, rows, seen / whole):
+                self._run(left, done)
 
     def key(self, text: Any) -> Any:
         """Return what is the same for the same text, for use within one query."""
@@ -65,16 +95,17 @@ class Engine:
         """Write a table as shards, whole or not at all; return its rows. Done is not done again."""
         known = finished(folder)
         if known is not None:
-            self.piece()
+            self.progress.piece()
             return known
         temporary = _temporary(folder)
-        self._copy(table, temporary, None)
+        with self.progress.part(folder.name, self._share):
+            self._copy(table, temporary, None)
         _number(temporary, temporary)
         if not any(temporary.glob("*.parquet")):
             _write_empty(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
         count = mark(temporary)
         _publish(temporary, folder)
-        self.piece()
+        self.progress.piece()
         return count
 
     def write_split(self, table: Any, folder: Path, column: str) -> None:
@@ -82,7 +113,8 @@ class Engine:
         if finished(folder) is not None:
             return
         temporary = _temporary(folder)
-        self._copy(table, temporary / ".all", column)
+        with self.progress.part(folder.name, self._share):
+            self._copy(table, temporary / ".all", column)
         for part in sorted((temporary / ".all").glob(f"{column}=*")):
             target = temporary / part.name.partition("=")[2]
             target.mkdir()
@@ -90,7 +122,7 @@ class Engine:
         shutil.rmtree(temporary / ".all")
         mark(temporary)
         _publish(temporary, folder)
-        self.piece()
+        self.progress.piece()
 
     def close(self) -> None:
         """End the engine and what it started."""
@@ -100,6 +132,12 @@ def finished(folder: Path) -> int | None:
     """Return the number of rows of a finished folder, None if it is not finished."""
     found = files.read_json_or_none(folder / DONE)
     return int(found["rows"]) if isinstance(found, dict) else None
+
+
+def shard_rows(folder: Path) -> dict[Path, int]:
+    """Return the shards of a finished folder, in order, and how many rows each has."""
+    counts = files.read_json(folder / DONE)["shards"]
+    return {folder / name: int(counts[name]) for name in sorted(counts)}
 
 
 def mark(folder: Path) -> int:

@@ -45,8 +45,9 @@ class DuckEngine(Engine):
             threads,
         )
 
-        # It would be drawn into the results on stdout.
-        self.con.raw_sql("SET enable_progress_bar = false")
+        # The share of a query that is done is asked for, and no bar is drawn into the results.
+        self.con.raw_sql("SET enable_progress_bar = true")
+        self.con.raw_sql("SET enable_progress_bar_print = false")
         self.con.raw_sql(f"SET partitioned_write_flush_threshold = {_BUFFERED_ROWS}")
 
     def versions(self) -> dict[str, str]:
@@ -92,7 +93,11 @@ class DuckEngine(Engine):
         # A number is half as long as its digits, and compared faster.
         return _md5_number()(text)
 
-    def run(self, jobs: Sequence[Task], done: Callable[[], None]) -> None:
+    def _share(self) -> float | None:
+        percent = self.con.con.query_progress()
+        return percent / 100 if percent >= 0 else None
+
+    def _run(self, jobs: Sequence[Task], done: Callable[[Task], None]) -> None:
         tasks.run_here(jobs, self.threads, done)
 
     def close(self) -> None:
@@ -102,7 +107,7 @@ class DuckEngine(Engine):
 
 def arrow(con: Any, expression: Any) -> Any:
     """Return a table as Arrow by DuckDB itself: ibis imports pandas for it, which takes longer."""
-    found = con.raw_sql(con.compile(expression)).to_arrow_table()
+    found = con.con.sql(con.compile(expression)).to_arrow_table()
     return found.cast(expression.schema().to_pyarrow())
 
 

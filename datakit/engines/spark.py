@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,19 @@ from datakit.engines import java, spill, tasks
 from datakit.engines.base import Engine
 from datakit.engines.tasks import Task
 from datakit.errors import DataError
+
+_LOOK_S = 1.0
+_NONE: frozenset[int] = frozenset()
+
+
+class _Places:
+    """Adds up the places of finished tasks for Spark; a task that runs twice counts once."""
+
+    def zero(self, value: Any) -> Any:
+        return _NONE
+
+    def addInPlace(self, one: Any, other: Any) -> Any:
+        return one | other
 
 
 class SparkEngine(Engine):
@@ -40,6 +54,7 @@ class SparkEngine(Engine):
 
         self._java = java.version(home)
         self._local = spill.make("spark", temp_dir)
+        self._group = ""
         os.environ["JAVA_HOME"] = str(java.usable_home(home, self._local))
         os.environ["PYSPARK_PYTHON"] = sys.executable
         size = f"{max(memory // 2**20, 512)}m"
@@ -90,6 +105,8 @@ class SparkEngine(Engine):
         return self.con.read_parquet(str(folder))
 
     def _copy(self, table: Any, folder: Path, partition: str | None) -> None:
+        self._group = f"cookbook {folder}"
+        self.session.sparkContext.setJobGroup(self._group, folder.name)
         frame = self.session.sql(self.con.compile(table))
         writer = frame.write.mode("overwrite").option("compression", "snappy")
         if partition:
@@ -99,19 +116,46 @@ class SparkEngine(Engine):
         except Exception as error:
             raise DataError(f"Spark: {_reason(error)}") from None
 
-    def run(self, jobs: Sequence[Task], done: Callable[[], None]) -> None:
-        left = [task for task in jobs if not Path(task.output).exists()]
-        for _ in range(len(jobs) - len(left)):
-            done()
-        if not left:
-            return
+    def _share(self) -> float | None:
+        """The share of tasks of the stages that are known so far: later ones may come."""
+        tracker = self.session.sparkContext.statusTracker()
+        stages = set()
+        for job in tracker.getJobIdsForGroup(self._group):
+            found = tracker.getJobInfo(job)
+            stages |= set(found.stageIds) if found else set()
+        looked = [found for each in stages if (found := tracker.getStageInfo(each))]
+        whole = sum(each.numTasks for each in looked)
+        return sum(each.numCompletedTasks for each in looked) / whole if whole else None
+
+    def _run(self, jobs: Sequence[Task], done: Callable[[Task], None]) -> None:
         context = self.session.sparkContext
+        finished = context.accumulator(_NONE, _Places())
+
+        def one(item: tuple[int, Task]) -> list[str]:
+            faults = tasks.run(item[1])
+            finished.add({item[0]})
+            return faults
+
+        seen: set[int] = set()
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(_LOOK_S):
+                for place in finished.value - seen:
+                    seen.add(place)
+                    done(jobs[place])
+
+        watching = threading.Thread(target=look, daemon=True)
+        watching.start()
         try:
-            found = context.parallelize(left, len(left)).map(tasks.run).collect()
+            found = context.parallelize(list(enumerate(jobs)), len(jobs)).map(one).collect()
         except Exception as error:
             raise DataError(f"Spark: {_reason(error)}") from None
-        for _ in left:
-            done()
+        finally:
+            ended.set()
+            watching.join()
+        for place in set(range(len(jobs))) - seen:
+            done(jobs[place])
         if faults := [fault for each in found for fault in each]:
             raise DataError(*dict.fromkeys(faults))
 

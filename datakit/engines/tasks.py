@@ -8,6 +8,7 @@ import importlib
 import multiprocessing
 import os
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -24,11 +25,15 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class Task:
-    """One output file: function is 'module:name', called with the file to write and the options."""
+    """One output file: function is 'module:name', called with the file to write and the options.
+
+    rows: how many it reads, if that is known.
+    """
 
     function: str
     output: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    rows: int | None = None
 
 
 def run(task: Task) -> list[str]:
@@ -79,19 +84,16 @@ def map_shard(target: Path, source: str, function: str, options: Mapping[str, An
                 writer.close()
 
 
-def run_here(tasks: Sequence[Task], workers: int, done: Callable[[], None]) -> None:
+def run_here(left: Sequence[Task], workers: int, done: Callable[[Task], None]) -> None:
     """Run tasks in processes of this host; raises DataError with the faults of all tasks.
 
     done: called after each task.
     """
-    left = [task for task in tasks if not Path(task.output).exists()]
-    for _ in range(len(tasks) - len(left)):
-        done()
     faults: list[str] = []
     if len(left) == 1 or workers == 1:
         for task in left:
             faults += run(task)
-            done()
+            done(task)
         left = []
     for _ in range(_TRIES):
         if not left:
@@ -107,18 +109,33 @@ def run_here(tasks: Sequence[Task], workers: int, done: Callable[[], None]) -> N
 
 
 def _round(
-    tasks: Sequence[Task], workers: int, done: Callable[[], None], faults: list[str]
+    tasks: Sequence[Task], workers: int, done: Callable[[Task], None], faults: list[str]
 ) -> list[Task]:
     """Run tasks; return those that a killed worker left undone."""
     # A fork would copy the engine's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
+    size = min(workers, len(tasks))
+    with ProcessPoolExecutor(size, context, initializer=_end_with_parent) as pool:
         running = {pool.submit(run, task): task for task in tasks}
         left = []
-        for future in as_completed(running):
-            try:
-                faults += future.result()
-                done()
-            except BrokenProcessPool:
-                left.append(running[future])
+        try:
+            for future in as_completed(running):
+                try:
+                    faults += future.result()
+                    done(running[future])
+                except BrokenProcessPool:
+                    left.append(running[future])
+        except BaseException:
+            # A signal ends the run, which must not wait for its tasks.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
     return left
+
+
+def _end_with_parent() -> None:
+    """End this worker when the run ends, however: nobody else would stop its task."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

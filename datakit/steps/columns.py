@@ -7,6 +7,7 @@ from typing import Any
 from datakit.errors import DataError
 from datakit.expressions import column, condition
 from datakit.scan import TYPES
+from datakit.steps.personal import region_faults
 from datakit.steps.templates import template_faults
 from runspec.datarecipe import step_name, step_options
 
@@ -34,6 +35,8 @@ def check(config: Mapping[str, Any], all_keep: Mapping[str, str]) -> None:
     for number, step in enumerate(config.get("steps") or []):
         name, options = step_name(step), step_options(step)
         where, table = f"steps.{number}.{name}", ibis.table(known, name="rows")
+        if name == "personal_data":
+            faults += region_faults(options, where)
         if name == "template":
             faults += template_faults(options, list(known), where)
         looks = [partial(column, table, each, where) for each in _asked(name, options)]

@@ -1,10 +1,14 @@
-"""Decontamination: rows that share word n-grams with an evaluation set are removed.
+"""Decontamination: rows that hold items of an evaluation set are removed.
 
-As for GPT-3 (Brown et al. 2020, appendix C), with 13 words by default. An evaluation text of fewer
-words counts as one n-gram: only the same text is removed.
+An item of `ngram` words or more is found by its word n-grams, as for GPT-3 (Brown et al. 2020,
+appendix C), with 13 words by default. A shorter one is compared whole with each prompt, turn and
+answer by itself.
 """
 
+import csv
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +20,77 @@ from datakit.steps.filters import keep
 from runspec.datarecipe import source_type
 
 NGRAM = 13
+# Words and characters from which a short item is compared. What is asked in so many words is
+# asked on purpose; an answer of a few words is that of many questions.
+ASKED, ANSWERED = (3, 10), (8, 32)
+# A short text that an evaluation set holds more often is a choice or a phrase, and no item.
+MOST_TIMES = 10
 
 
 def decontaminate(rows: Rows, work: Work) -> Rows:
-    """Remove rows that share at least `min_hits` n-grams with the files `against`."""
+    """Remove rows that share at least `min_hits` n-grams, or a short item, with files `against`."""
     import numpy as np
+    import pyarrow as pa
 
-    from datakit.text import shingles
+    from datakit.text import shingles, split
 
     names = work.options["against"]
     names = [names] if isinstance(names, str) else list(names)
     ngram = int(work.options.get("ngram", NGRAM))
     found = [path for name in names for path in matches({"path": name}, work.base, work.where)]
-    texts = [text for path in found for text in _texts(path, work.where)]
-    if not texts:
+    texts = pa.array([text for path in found for text in _texts(path, work.where)], pa.string())
+    words = np.diff(split(texts).offsets.to_numpy())
+    long, short = texts.filter(words >= ngram), texts.filter(words < ngram)
+    hashes, _ = shingles(long, ngram)
+    asked, answered = _short_items(short)
+    if not len(long) and not len(asked):
         raise DataError(
-            f"{work.where}.against: {', '.join(names)} holds no text: give evaluation sets"
+            f"{work.where}.against: {', '.join(names)}: holds no text of {ASKED[0]} words and "
+            f"{ASKED[1]} characters or more: give evaluation sets"
         )
-    import pyarrow as pa
-
-    hashes, _ = shingles(pa.array(texts, pa.string()), ngram)
     work.folder.mkdir(parents=True, exist_ok=True)
-    np.save(work.folder / "ngrams.npy", np.unique(hashes))
+    known = {"ngrams": np.unique(hashes), "asked": asked, "answered": answered}
+    for name, values in known.items():
+        np.save(work.folder / f"{name}.npy", values)
     work.notes["evaluation_texts"] = len(texts)
+    work.notes["compared"] = {"by_ngrams": len(long), "whole": len(asked)}
     options = {
-        "known": str(work.folder / "ngrams.npy"),
+        "known": str(work.folder),
         "ngram": ngram,
         "min_hits": int(work.options.get("min_hits", 1)),
+        # A longer text is none of the short items, unless it is mostly punctuation.
+        "longest": 64 + 2 * max(map(len, short.to_pylist()), default=0),
     }
     made = work.map(rows, "marked", "datakit.steps.decontaminate:mark", options)
     kept = keep(made, work, ~made.table["_seen"])
     return kept.kept(kept.table.drop("_seen"), kept.count)
+
+
+def _short_items(texts: Any) -> tuple[Any, Any]:
+    """Return the hashes of short items to compare with what is asked, and with answers."""
+    import numpy as np
+
+    from datakit.text import plain, weight
+
+    made = plain(texts)
+    words, letters = weight(made)
+    hashes, places, times = np.unique(_hashes(made), return_index=True, return_counts=True)
+    words, letters, rare = words[places], letters[places], times <= MOST_TIMES
+
+    def enough(least: tuple[int, int]) -> Any:
+        return hashes[rare & (words >= least[0]) & (letters >= least[1])]
+
+    return enough(ASKED), enough(ANSWERED)
+
+
+def _hashes(texts: Any) -> Any:
+    """Return a hash of each text, as uint64."""
+    import numpy as np
+    import xxhash
+
+    values = texts.dictionary_encode()
+    known = [xxhash.xxh3_64_intdigest(text.encode()) for text in values.dictionary.to_pylist()]
+    return np.array(known, np.uint64)[values.indices.to_numpy(zero_copy_only=False)]
 
 
 def _texts(path: Path, where: str) -> list[str]:
@@ -59,6 +103,13 @@ def _texts(path: Path, where: str) -> list[str]:
     raw = openers.whole({"file": str(path)}).decode("utf-8", errors="replace")
     if kind == "json":
         return _strings(json.loads(raw))
+    if kind == "csv":
+        delimiter = "\t" if ".tsv" in path.suffixes else ","
+        try:
+            table = list(csv.reader(io.StringIO(raw, newline=""), delimiter=delimiter))
+        except csv.Error as error:
+            raise DataError(f"{where}.against: {path}: {error}: fix the file") from None
+        return _strings(table[1:])
     if kind == "jsonl":
         found = []
         for number, line in enumerate(raw.splitlines(), 1):
@@ -77,22 +128,83 @@ def _strings(value: Any) -> list[str]:
         value = list(value.values())
     if isinstance(value, list):
         return [text for each in value for text in _strings(each)]
-    # A single word, as a label or a role, would remove half of the rows.
-    return [value] if isinstance(value, str) and len(value.split()) > 2 else []
+    return [value] if isinstance(value, str) else []
 
 
 # Arrow function ------------------------------------------------------------------------------
 
 
-def mark(table: Any, known: str, ngram: int, min_hits: int) -> Any:
-    """Return the rows with the column _seen: whether they share n-grams with the known ones."""
+def mark(table: Any, known: str, ngram: int, min_hits: int, longest: int) -> Any:
+    """Return the rows with the column _seen: whether they hold evaluation items.
+
+    known: the folder with the hashes. longest: characters of a text that may be a short item.
+    """
     import numpy as np
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    from datakit.text import shingles, texts
+    from datakit.text import plain, shingles, texts
 
-    hashes, starts = shingles(texts(table), ngram)
-    hits = np.isin(hashes, np.load(known))
-    total = np.concatenate([[0], np.cumsum(hits)])
-    seen = total[starts[1:]] - total[starts[:-1]] >= min_hits
+    hashes = {name: np.load(f"{known}/{name}.npy") for name in ("ngrams", "asked", "answered")}
+    seen = np.zeros(len(table), bool)
+    wholes = [texts(table)]
+    if table["rejected"].null_count < len(table):
+        wholes.append(texts(table, "rejected"))
+    for whole in wholes if len(hashes["ngrams"]) else ():
+        grams, starts = shingles(whole, ngram)
+        total = np.concatenate([[0], np.cumsum(np.isin(grams, hashes["ngrams"]))])
+        seen |= total[starts[1:]] - total[starts[:-1]] >= min_hits
+    for name, rows, values in _parts(table):
+        short = pc.less_equal(pc.utf8_length(values), longest)
+        found = np.isin(_hashes(plain(values.filter(short))), hashes[name])
+        seen[rows[short.to_numpy(zero_copy_only=False)][found]] = True
     return table.append_column("_seen", pa.array(seen, pa.bool_()))
+
+
+def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield asked or answered, numbers of rows, and texts of these rows to compare by themselves.
+
+    A prompt counts whole and by its paragraphs, because an instruction may stand before a question.
+    """
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    columns = {
+        name: table[name].cast(pa.string()).combine_chunks()
+        for name in ("prompt", "answer", "messages", "rejected")
+    }
+    prompt, answer, messages = (columns[name] for name in ("prompt", "answer", "messages"))
+
+    def where(condition: Any) -> Any:
+        return np.flatnonzero(condition.to_numpy(zero_copy_only=False))
+
+    # The prompt of a longer conversation is all of its turns.
+    rows = where(pc.and_(pc.is_valid(prompt), pc.is_null(messages)))
+    parts = pc.split_pattern(prompt.take(pa.array(rows)), "\n\n")
+    numbers = pc.list_parent_indices(parts).to_numpy(zero_copy_only=False)
+    yield "asked", rows[numbers], parts.flatten()
+    rows = rows[pc.list_value_length(parts).to_numpy(zero_copy_only=False) > 1]
+    yield "asked", rows, prompt.take(pa.array(rows))
+    rows = where(pc.is_valid(prompt))
+    yield "answered", rows, pc.fill_null(answer.take(pa.array(rows)), "")
+    # A text without a prompt is a question as likely as an answer.
+    rows = where(pc.is_null(prompt))
+    yield "asked", rows, pc.fill_null(answer.take(pa.array(rows)), "")
+    rows = where(pc.is_valid(columns["rejected"]))
+    yield "answered", rows, columns["rejected"].take(pa.array(rows))
+    rows = where(pc.is_valid(messages))
+    turns = [
+        (row, turn["role"], turn["content"])
+        for row, text in zip(rows.tolist(), messages.take(pa.array(rows)).to_pylist(), strict=True)
+        for turn in json.loads(text)
+    ]
+    for name in ("asked", "answered"):
+        of_role = [
+            (row, part)
+            for row, role, content in turns
+            if (role == "assistant") == (name == "answered")
+            for part in ({content, *content.split("\n\n")} if name == "asked" else (content,))
+        ]
+        rows = np.array([row for row, _ in of_role], np.int64)
+        yield name, rows, pa.array([part for _, part in of_role], pa.string())

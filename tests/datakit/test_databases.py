@@ -64,3 +64,37 @@ def test_rows_of_a_query(tmp_path, duck, url):
     with pytest.raises(DataError, match="the database does not answer the query") as error:
         run(tmp_path, [], duck, sources=[{**source, "query": "SELECT * FROM none", "name": "no"}])
     assert "secret" not in str(error.value)
+
+
+def test_ranges_of_a_query_are_read_as_they_come(tmp_path, duck, url):
+    """Ranges of a key, and the rows without one; no process holds all rows of the query."""
+    psycopg = pytest.importorskip("psycopg")
+    with psycopg.connect(url.replace("postgres://", "postgresql://"), autocommit=True) as con:
+        con.execute("CREATE TABLE many (id bigint, question text, answer text)")
+        con.execute("INSERT INTO many SELECT n, 'q' || n, 'a' FROM generate_series(1, 1000) n")
+        con.execute("INSERT INTO many VALUES (NULL, 'none', 'a')")
+    source = {"url": url, "query": "SELECT * FROM many;", "format": "qa", "name": "db"}
+    split = {**source, "partition_by": "id", "partitions": 7}
+    made = run(tmp_path, [], duck, sources=[split])
+    found = rows(made, duck)
+    assert {row["prompt"] for row in found} == {f"q{n}" for n in range(1, 1001)} | {"none"}
+    assert len(found) == 1001 == len({row["_id"] for row in found})
+    ranges = [each.file for each in made.inputs]
+    assert len(ranges) == 8 and ranges[0] == "rows where id >= 1 AND id < 143"
+    assert ranges[-1] == "rows where id IS NULL"
+    assert not list((tmp_path / "work" / "sources").rglob("*")), "no copy"
+    limited = run(tmp_path, [], duck, work="limited", sources=[{**split, "max_rows": 12}])
+    assert limited.rows.count == 12
+    text = {**split, "partition_by": "question"}
+    with pytest.raises(DataError, match="partition_by: question is no number but str"):
+        run(tmp_path, [], duck, work="text", sources=[text])
+    # A query that gives other rows when its ranges are read than when they were counted.
+    with psycopg.connect(url.replace("postgres://", "postgresql://"), autocommit=True) as con:
+        con.execute("CREATE SEQUENCE asked")
+        con.execute(
+            "CREATE FUNCTION later() RETURNS bigint AS $$ SELECT nextval('asked') $$ LANGUAGE sql"
+        )
+    query = "SELECT * FROM many WHERE (SELECT later()) < 3"
+    with pytest.raises(DataError, match=r"query had 1,001 rows and its ranges gave \d+: run it"):
+        run(tmp_path, [], duck, work="other", sources=[{**split, "query": query}])
+    assert not list((tmp_path / "other").glob("00-read-*"))

@@ -1,7 +1,6 @@
 """Each step: which rows it keeps, changes and removes, and what it says of wrong options."""
 
 import json
-import random
 
 import pytest
 
@@ -122,45 +121,6 @@ def test_exact_duplicates_keep_the_first_or_the_best(tmp_path, duck):
     assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [3, 0]
 
 
-PERSONAL = [
-    ("write to jo.h-n+1@mail.example.co.uk.", "write to [EMAIL]."),
-    ("IBAN DE89 3704 0044 0532 0130 00 ok", "IBAN [IBAN] ok"),
-    ("IBAN DE89 3704 0044 0532 0130 01 no", "IBAN DE89 3704 0044 0532 0130 01 no"),
-    ("card 4111 1111 1111 1111.", "card [CARD]."),
-    ("card 4111 1111 1111 1112.", "card 4111 1111 1111 1112."),
-    ("call +49 170 1234567 now", "call [PHONE] now"),
-    ("call (030) 1234-5678 now", "call [PHONE] now"),
-    ("order 1234567 of 2026-11-22, 10.5.3.20", "order 1234567 of 2026-11-22, 10.5.3.20"),
-]
-
-
-def test_personal_data_is_masked_and_secrets_are_dropped(tmp_path, duck):
-    key = "hf_" + "a1B2" * 8
-    chat = [
-        {"role": "user", "content": "one\nmail@example.org"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "three"},
-        {"role": "assistant", "content": "four"},
-    ]
-    records = [{"messages": chat}]
-    records += [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
-        for text in [*(text for text, _ in PERSONAL), f"my key is {key}"]
-    ]
-    lines(tmp_path / "data.jsonl", records)
-    made = run(tmp_path, ["personal_data"], duck, source={"format": "messages"})
-    first, *others = rows(made, duck)
-    assert json.loads(first["messages"])[0]["content"] == "one\n[EMAIL]"
-    assert first["prompt"] == "one\n[EMAIL]\ntwo\nthree"
-    assert [row["answer"] for row in others] == [masked for _, masked in PERSONAL]
-    found = made.records[0]["notes"]["rows_with"]
-    assert found == {"email": 2, "phone": 2, "iban": 1, "card": 1, "secret": 1}
-    steps = [{"personal_data": {"email": "drop", "secret": "leave", "phone": "leave"}}]
-    made = run(tmp_path, steps, duck, source={"format": "messages"})
-    texts = answers(made, duck)
-    assert len(texts) == 8 and texts[-1].endswith(key) and "call +49 170 1234567 now" in texts
-
-
 def test_templates_set_prompt_and_system_and_cannot_reach_the_system(tmp_path, duck):
     lines(tmp_path / "data.jsonl", [qa("q{}", "a", kind="bill")])
     source = {"keep": {"kind": "text"}}
@@ -179,18 +139,6 @@ def test_templates_set_prompt_and_system_and_cannot_reach_the_system(tmp_path, d
         with pytest.raises(DataError) as error:
             run(tmp_path, [{"template": {"prompt": text}}], duck, source=source)
         assert words in error.value.faults[0]
-
-
-def test_evaluation_texts_are_removed(tmp_path, duck):
-    chance = random.Random(2)
-    words = [f"w{n}" for n in range(500)]
-    test = " ".join(chance.choices(words, k=30))
-    inside = " ".join([*chance.choices(words, k=20), *test.split()[5:18], "end"])
-    almost = " ".join([*chance.choices(words, k=20), *test.split()[5:17], "end"])
-    lines(tmp_path / "data.jsonl", [qa("q", test), qa("q", inside), qa("q", almost)])
-    lines(tmp_path / "eval.jsonl", [{"label": "bill", "turns": [{"text": test}]}])
-    made = run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck)
-    assert answers(made, duck) == [almost]
 
 
 def test_languages(tmp_path, duck):
