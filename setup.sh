@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of the cookbook; can be run again at any time. bash setup.sh --help
+# Makes the virtual environment of the cookbook; can be repeated at any time. bash setup.sh --help
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 VENV=${COOKBOOK_VENV:-$REPO/.venv}
@@ -13,16 +13,16 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
 
   --demo              set up, then fine-tune a small model on two nodes through Slurm
   --test              set up, then run the quick tests (8 minutes on two cores)
-  --test-all          set up, then run every test, also the long ones
-  --with NAME         also the packages of an optional part, and those named before: one of
-                      the extras in pyproject.toml (may be given several times)
-  --torch VERSION     another torch, 2.11 to 2.13 (default: the one in constraints.txt)
-  --torch-index URL   where to get it: the --index-url that PyTorch's install page shows for your
+  --test-all          set up, then run every test, including the long ones
+  --with NAME         also install an optional part: one of the extras in pyproject.toml. May be
+                      repeated; the parts of earlier calls are kept
+  --torch VERSION     another torch version, 2.11 to 2.13 (default: the one in constraints.txt)
+  --torch-index URL   where to get torch: the --index-url that PyTorch's install page shows for your
                       CUDA version, or a folder of wheels
   --help
 
   COOKBOOK_VENV       folder of the virtual environment (default: .venv in the checkout)
-  COOKBOOK_PYTHON     the Python to make it with (default: the newest of python3.13, 3.12, 3.11)
+  COOKBOOK_PYTHON     the Python interpreter for it (default: the newest of python3.13, 3.12, 3.11)
 
 If there is no Slurm, and the machine is Debian or Ubuntu with root or sudo, the demo and the tests
 install slurm-wlm and munge and start a real Slurm on this host; --test-all also installs slurmdbd
@@ -45,14 +45,14 @@ while [ $# -gt 0 ]; do
       WANT=${1#--}
       ;;
     --with)
-      [ $# -ge 2 ] || die "--with takes a name: bash setup.sh --help" 2
+      [ $# -ge 2 ] || die "--with needs a name: bash setup.sh --help" 2
       known=$(sed -n '/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9-]*\) = .*/\1/p' "$REPO/pyproject.toml" | { grep -vx dev || true; })
-      { [ -n "$2" ] && grep -qxF -e "$2" <<<"$known"; } || die "unknown part '$2': --with takes one of ${known//$'\n'/, }" 2
+      { [ -n "$2" ] && grep -qxF -e "$2" <<<"$known"; } || die "unknown part '$2': --with accepts ${known//$'\n'/, }" 2
       EXTRAS+=("$2")
       shift
       ;;
     --torch | --torch-index)
-      [ $# -ge 2 ] || die "$1 takes a value: bash setup.sh --help" 2
+      [ $# -ge 2 ] || die "$1 needs a value: bash setup.sh --help" 2
       if [ "$1" = --torch ]; then TORCH=$2; else TORCH_INDEX=$2; fi
       shift
       ;;
@@ -65,7 +65,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 [[ -z $TORCH || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
-  die "--torch $TORCH: this kit runs on torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu130" 2
+  die "--torch $TORCH: this kit supports torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu130" 2
 [[ $REPO$VENV != *[[:space:]]* ]] ||
   die "the path of the checkout or of COOKBOOK_VENV contains a space, which job scripts cannot handle: move it"
 
@@ -112,8 +112,8 @@ check_disk() {
   while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
   free_gb=$(($(df -Pk "$folder" | awk 'NR == 2 {print $4}') / 1048576))
   [ "$free_gb" -ge 3 ] ||
-    die "$folder has $free_gb GiB free; the packages take 2 GiB, with CUDA 8: make room, or set COOKBOOK_VENV"
-  if [ "$free_gb" -lt 10 ]; then say "warning: $folder has only $free_gb GiB free; a CUDA build of torch takes about 8"; fi
+    die "$folder has $free_gb GiB free; the packages need 2 GiB, with CUDA 8: free some space, or set COOKBOOK_VENV"
+  if [ "$free_gb" -lt 10 ]; then say "warning: $folder has only $free_gb GiB free; a CUDA build of torch needs about 8"; fi
 }
 
 make_venv() {
@@ -124,11 +124,11 @@ make_venv() {
   python=$(find_python)
   if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     # Debian ships this part of Python as a separate package.
-    can_install || die "$python cannot make virtual environments: install python3-venv, or set COOKBOOK_PYTHON to another"
+    can_install || die "$python cannot create virtual environments: install python3-venv, or set COOKBOOK_PYTHON to another"
     apt_install python3-venv
   fi
   say "making the virtual environment $VENV with Python $(version_of "$python")"
-  "$python" -m venv --clear "$VENV" || die "$python could not make $VENV: see above"
+  "$python" -m venv --clear "$VENV" || die "$python could not create $VENV: see above"
 }
 
 # The parts asked for now and before, and those given, one a line.
@@ -208,7 +208,7 @@ check_slurm() {
   case $kind in
     ext2/ext3 | xfs | btrfs | tmpfs | overlayfs | zfs)
       if [ "$hosts" -gt 1 ]; then
-        say "warning: $VENV lies on $kind, which other nodes usually do not see: put the checkout (or COOKBOOK_VENV) on a shared filesystem"
+        say "warning: $VENV is on $kind, which other nodes usually cannot see: put the checkout (or COOKBOOK_VENV) on a shared filesystem"
       fi
       ;;
   esac
@@ -242,10 +242,10 @@ find_slurm() {
 
 # The work -------------------------------------------------------------------------------------
 
-mkdir -p "$(dirname "$VENV")" || die "cannot make $(dirname "$VENV"): set COOKBOOK_VENV to a folder of yours"
-exec 9>"$VENV.lock" || die "cannot write $VENV.lock: set COOKBOOK_VENV to a folder of yours"
+mkdir -p "$(dirname "$VENV")" || die "cannot create $(dirname "$VENV"): set COOKBOOK_VENV to a folder that you own"
+exec 9>"$VENV.lock" || die "cannot write $VENV.lock: set COOKBOOK_VENV to a folder that you own"
 if ! flock --nonblock 9; then
-  say "another setup.sh is working on $VENV: waiting for it"
+  say "another setup.sh is using $VENV: waiting for it"
   flock 9
 fi
 check_disk

@@ -24,8 +24,11 @@ sys.path.insert(0, str(ROOT))
 
 from runspec import endpoint as endpoints  # noqa: E402
 from runspec.keys.serve import SERVE  # noqa: E402
+from serving import parameters  # noqa: E402
 from serving.backends import Backend, Pool  # noqa: E402
+from serving.front import Front  # noqa: E402
 from serving.journal import Journal, read  # noqa: E402
+from serving.keys import Keys  # noqa: E402
 from serving.proxy import Proxy  # noqa: E402
 
 KEY = "key"
@@ -68,11 +71,13 @@ def serve(kind: str, folder: str, below: str, told: Any) -> None:
             app = web.Application()
             app.router.add_post("/v1/chat/completions", answer)
         elif kind == "front":
-            app = Proxy(SETTINGS, KEY, One(below), Journal(Path(folder) / "requests")).app()
+            journal = Journal(Path(folder) / "requests")
+            takes = parameters.Takes("vllm", "m")
+            app = Front(SETTINGS, Keys(KEY), One(below), lambda: takes, journal).app()
         else:
             pool = Pool(Path(folder))
             pool.refresh()
-            app = Proxy(SETTINGS, KEY, pool).app()
+            app = Proxy(SETTINGS, Keys(KEY), pool).app()
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()

@@ -16,12 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SCRIPT = """#!/bin/bash
-# demo: 2 x 2 ranks, one torchrun per node, run {name}.
-#SBATCH --nodes=2
-#SBATCH --time=00:30:00
-"""
-
+ASKED = {"nodes": 2, "gpus_per_node": 2, "time": "00:30:00", "signal_lead_s": 300}
 
 RECIPE = (Path(__file__).parent.parent / "configs" / "recipes" / "demo.yaml").read_text()
 
@@ -45,7 +40,8 @@ def make(root: Path, number: int, open_runs: int) -> None:
         step = {"step": 364, "loss": 0.00655, "step_time_s": 0.25, "mfu": None}
         rates = {"tokens_per_second_per_gpu": 1353.6, "mfu": None}
         progress = {"total_steps": 364, "state": "finished" if ended else "running", "step": 364}
-        submission = {"run": name, "recipe": "demo", "jobs": [{**job, "submitted": 1767225500.0}]}
+        jobs = [{**job, "submitted": 1767225500.0}]
+        submission = {"run": name, "recipe": "demo", "asked": ASKED, "jobs": jobs}
         for file, value in (
             ("submission.json", submission),
             ("status.json", status),
@@ -53,7 +49,7 @@ def make(root: Path, number: int, open_runs: int) -> None:
         ):
             (path / file).write_text(json.dumps(value, indent=1))
         (path / "metrics.jsonl").write_text(f"{json.dumps(step | rates)}\n" * 40)
-        (path / "job.sbatch").write_text(SCRIPT.format(name=name))
+        (path / "job.sbatch").write_text("#!/bin/bash\n")
         (path / "recipe.yaml").write_text(f"{RECIPE}seed: {k % 97}\nrun_note: {k}\n")
         os.utime(path, (times["updated"], times["updated"]))
 

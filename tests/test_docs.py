@@ -1,18 +1,21 @@
-"""Every command that the pages and the recipes' comments show exists."""
+"""The pages: every command that they show exists, what is generated is current, the site builds."""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pytest
 
-from launcher.cli import cookbook
+from launcher.cli import cookbook, reference
 from launcher.recipes import sweep as sweeps
 from launcher.recipes.recipe import names
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = ROOT / "docs" / "commands.md"
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - {COMMANDS})]
 RECIPES = sorted((ROOT / "configs").glob("recipes/*.yaml")) + sorted(
     (ROOT / "configs").glob("sweeps/*.yaml")
 )
@@ -86,3 +89,19 @@ def test_shown_options_of_setup_and_cluster_scripts_exist():
         for line in re.findall(r"cluster\.sh [a-z]+.*$", path.read_text(), re.MULTILINE):
             for option in re.findall(r"--[a-z-]+", line.partition("#")[0]):
                 assert option in cluster.read_text(), line
+
+
+def test_the_reference_of_commands_is_current():
+    expected = reference.markdown()
+    assert COMMANDS.read_text() == expected, "python -m launcher.cli.reference > docs/commands.md"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_site_builds(tmp_path):
+    argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    done = subprocess.run([*argv, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "quickstart" / "index.html").is_file()

@@ -20,7 +20,9 @@ from trainer.data.batches import (
     Rows,
 )
 from trainer.data.packing import pack
-from trainer.data.tokenised import IGNORE_INDEX, TokenisedDataset
+from trainer.data.source import Source
+from trainer.data.tokenised import TokenisedDataset
+from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel import world as distributed
 from trainer.parallel.world import World
 
@@ -42,7 +44,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     try:
         with tempfile.TemporaryDirectory(prefix="levers-") as folder:
             raw = _Raw(setting.size)
-            tokenised.make("dataset", {}, Path(folder) / "data", raw, None, world)
+            tokenised.make(Source("dataset", {}, raw, None), Path(folder) / "data", world)
             yield _loader(setting, world, raw, TokenisedDataset(Path(folder) / "data"))
             yield _packing(setting, raw)
     finally:

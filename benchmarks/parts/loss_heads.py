@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.parts.measure import Case, Runnable, Setting, Tensors, Unavailable, Variant, leaf
 from benchmarks.parts.measure import compiled as compile_for
-from trainer.layers.batch import IGNORE_INDEX
+from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.loss import LinearCrossEntropy
 
 # Tokens whose logits the reference computes at once.
@@ -100,12 +100,8 @@ def _trainer(
         component.compiled = True
 
     trained = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
-
-    def run() -> torch.Tensor:
-        with component.in_place_of_logits(model, labels, trained):
-            return model.unembed(hidden)
-
-    return _runnable(run, leaves)
+    batch = MicroBatch(labels, labels, trained, labels.numel(), len(trained), (labels.numel(),))
+    return _runnable(lambda: component(model, hidden, batch), leaves)
 
 
 def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor):

@@ -1,7 +1,7 @@
-"""Made requests to a help desk and their intents: python data.py FOLDER
+"""Generates help desk requests and their intents: python data.py FOLDER
 
 Writes base.jsonl (questions and answers of three intents, for the base model), train.jsonl and
-test.jsonl (all intents, as chats and as pairs; no request stands in both).
+test.jsonl (all intents, as chats and as pairs; no request is in both).
 """
 
 import json
@@ -33,7 +33,7 @@ def main() -> None:
     cut = len(rows) * 4 // 5
     parts = {"train": rows[:cut], "test": rows[cut:]}
     parts["base"] = [row for row in rows[:cut] if row["answer"] != "payment"][:96]
-    # The tuned model learns chats, which is also what the log of requests becomes.
+    # Chats, as `cookbook prepare from-requests` writes them.
     parts["train"] = [
         {
             "messages": [

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From data to a served champion, and back to data: bash examples/lifecycle/run.sh [--local]
-# Takes minutes on two cores; nothing is downloaded. --local: without Slurm.
+# Takes a few minutes on two cores. Nothing is downloaded. --local: without Slurm.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
@@ -13,7 +13,7 @@ data=$root/datasets/help-desk
 python "$here/data.py" "$data"
 wc -l "$data"/*.jsonl
 
-step "a base model: the demo's, which has seen a few of the requests"
+step "base model: the demo's, trained on a few of the requests"
 base=$(cookbook submit demo "dataset.data_files=$data/base.jsonl" epochs=15 save_every_n_steps=1000 \
   generate=null --nodes 1 --name base --json "${how[@]}" | run_of)
 cookbook watch "$base" --plain
@@ -32,7 +32,7 @@ cookbook register "$tuned" --as support-intent
 cookbook promote support-intent --to champion --gates "$here/gates.yaml" --why "the first one"
 cookbook registry support-intent
 
-step "serve, ask, ask a file"
+step "serve, query, query with a file"
 cookbook serve models:/support-intent@champion --time 01:00:00 "${how[@]}"
 trap 'cookbook serve --stop support-intent' EXIT
 cookbook query support-intent "My order has not arrived" --max-tokens 6
@@ -41,7 +41,7 @@ rm -f "$data/answers.jsonl"
 cookbook query support-intent --input "$data/questions.jsonl" --output "$data/answers.jsonl" --max-tokens 6
 head -n 3 "$data/answers.jsonl"
 
-step "monitoring, and the log as data"
+step "monitor, and use the log as data"
 cookbook serve --stats support-intent
 cookbook prepare from-requests support-intent --since 7d
 cookbook prepare "$root/datasets/requests-support-intent/requests-support-intent.yaml"

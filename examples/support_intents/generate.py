@@ -1,11 +1,10 @@
-"""Makes support conversations to prepare: python examples/support_intents/generate.py FOLDER
+"""Generates support requests to prepare: python examples/support_intents/generate.py FOLDER
 
-Each line is a request, its intent, its user and a quality. Among them are, each a known share:
-exact and near duplicates, personal data, texts that are too short, rows that are broken, and
-intents of very different frequency. The same seed gives the same bytes. Beside the folder,
-FOLDER-truth.json says what was planted, and FOLDER-base.jsonl has what the base model learns: to
-read requests of its own, which are not in FOLDER, and to repeat what they say. It sees the names of
-the intents, but never with a request.
+Each line has a request, its intent, its user and a quality. Known shares of the lines are exact
+and near duplicates, have personal data, are too short, or are broken. The intents have very
+different frequencies. The same seed gives the same bytes. FOLDER-truth.json counts the planted
+lines. FOLDER-base.jsonl is the data of the base model: it learns to read other requests, which are
+not in FOLDER, and to repeat them. It sees the names of the intents, but never with a request.
 """
 
 import argparse
@@ -35,7 +34,7 @@ _PLANTED = {"exact": 0.08, "near": 0.05, "personal": 0.04, "short": 0.02, "broke
 def conversation(
     chance: random.Random, number: int, count: int, intent: str = ""
 ) -> dict[str, object]:
-    """A request of one user: it names its intent in one of several ways, between other words."""
+    """Return one user's request: one of several sentences for its intent, between other words."""
     intent = intent or chance.choices(list(_INTENTS), _WEIGHTS)[0]
     words = [chance.choice(_TONES), f"it is about the {chance.choice(_THINGS)}"]
     words.append(
@@ -53,7 +52,7 @@ def conversation(
 
 
 def write(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
-    """Write count lines in four files; return how many of each kind were planted."""
+    """Write count lines to four files; return the number of planted lines per kind."""
     chance, planted = random.Random(seed), dict.fromkeys(_PLANTED, 0)
     folder.mkdir(parents=True, exist_ok=True)
     made: list[dict[str, object]] = []
@@ -94,7 +93,7 @@ def write(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
 
 
 def _base(chance: random.Random) -> list[dict[str, str]]:
-    """Questions and answers from which a base model learns to read, but no intent of a request."""
+    """Return the base model's questions and answers: they never pair a request with its intent."""
     rows = []
     for number in range(_BASE_ROWS):
         name = chance.choice(list(_INTENTS))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From raw requests to a model that tells intents: bash examples/support_intents/run.sh [--local]
-# Takes about ten minutes on two cores; nothing is downloaded. --local: without Slurm.
-# SUPPORT_COUNT: how many conversations are made, 200000 if it is not set.
+# From raw requests to a model that classifies intents: bash examples/support_intents/run.sh [--local]
+# Takes about ten minutes on two cores. Nothing is downloaded. --local: without Slurm.
+# SUPPORT_COUNT: number of requests to generate, 200000 by default.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
@@ -9,11 +9,11 @@ how=("$@")
 step() { printf '\n== %s\n' "$*"; }
 run_of() { python -c 'import json, sys; print(json.load(sys.stdin)["run"])'; }
 
-step "raw conversations, with faults planted in them"
+step "raw requests with planted faults"
 raw=$root/datasets/raw/support
 python "$here/generate.py" "$raw" --count "${SUPPORT_COUNT:-200000}"
 
-step "a base model: the demo's, which learns to read requests, but not what they want"
+step "base model: the demo's, trained to read requests, not to classify them"
 base=$(cookbook submit "$here/base.yaml" --name support-base --json "${how[@]}" | run_of)
 cookbook watch "$base" --plain
 model=$root/runs/$base/export

@@ -16,11 +16,11 @@ def main() -> None:
 
 
 def score(model_folder: Path, split: Path, limit: int) -> dict[str, float]:
-    """Let the model answer each prompt greedily, and count the answers that are the same."""
+    """Answer each prompt with greedy decoding, and return the share of exact matches."""
     import pyarrow.parquet as pq
     import torch
 
-    # transformers imports torchao if it is there, and no kernel of torchao is used here.
+    # transformers imports torchao if it is installed. Its kernels are not used here.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

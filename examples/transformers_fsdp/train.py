@@ -6,7 +6,7 @@ The kit starts it on every rank, with torchrun's environment variables and
   COOKBOOK_PARAMETERS  path of a YAML file with the recipe's parameters
   COOKBOOK_STOP_FILE   this file appears shortly before the time limit: save, report it, and exit
   COOKBOOK_ATTEMPT     number of this attempt, from 0
-  RUN_DIR              the run directory: write everything here that must be kept
+  RUN_DIR              the run directory: write all files to keep here
 """
 
 import json
@@ -43,7 +43,7 @@ def load_examples(parameters: dict, tokenizer) -> list[list[int]]:
 
 
 def batch(data: list[list[int]], step: int, parameters: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of this rank for a step; a repeated step gets the same ones."""
+    """Tokens and labels of this rank for a step. They are the same when a step is repeated."""
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(step))
     start = dist.get_rank() * parameters["batch_size"]
     rows = [torch.tensor(data[i]) for i in order[start : start + parameters["batch_size"]]]
@@ -53,7 +53,7 @@ def batch(data: list[list[int]], step: int, parameters: dict) -> tuple[torch.Ten
 
 
 def save(model, optimizer, step: int) -> None:
-    """Write a checkpoint, complete with its COMPLETE marker or not at all."""
+    """Write a checkpoint atomically, with a COMPLETE marker."""
     folder = RUN_DIR / "checkpoints" / f"step_{step}"
     temporary = folder.with_name(f".tmp_{folder.name}")
     weights, optimizer_state = get_state_dict(model, optimizer)

@@ -103,6 +103,11 @@ def test_a_line_that_is_cut_short_is_left_out(tmp_path):
     with path.open("ab") as file:
         file.write(b'{"attempt": 1}\n{"att\xff')
     assert files.read_json_lines(path) == [{"attempt": 0}, {"attempt": 1}]
+    for number in (2, 3):
+        files.append_json_line(path, {"attempt": number})
+    assert [line["attempt"] for line in files.read_json_lines(path)] == [0, 1, 2, 3]
+    assert files.last_json_line(path) == {"attempt": 3}
+    assert path.read_bytes().count(b"\n") == 5, "no line is empty"
 
 
 def test_only_complete_checkpoints_count(tmp_path):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from runspec.layout import Layout, LayoutError, model_faults
+from runspec.layout import Layout, LayoutError, StepFacts
 
 
 def keys(tensor=None, replicate=None, shard=None, expert=None):
@@ -61,10 +61,28 @@ def test_layers_are_not_split_across_nodes_only_if_the_node_is_known():
         Layout.of(keys(tensor=4), 4, gpus_per_node=2)
 
 
+def test_sizes_of_fp8_and_nf4_are_those_of_a_rank():
+    """A layer of 192 inputs, which tensor parallelism splits, and one of 48 outputs."""
+    linear = {(192, 64, True), (64, 48, False), (64, 1, False)}
+
+    def faults(ranks: int, **what: bool) -> list[str]:
+        found = StepFacts(tensor_parallel=ranks, linear=linear, **what).faults()
+        return [fault.partition(";")[0].partition(": choose")[0] for fault in found]
+
+    assert faults(3, quantised=True) == faults(3, fp8=True) == faults(2) == []
+    assert faults(2, quantised=True) == [
+        "tensor_parallel_dim 2 does not divide 3 NF4 blocks of 64 inputs"
+    ]
+    (fault,) = faults(2, fp8=True)
+    assert fault.endswith("multiples of 16, and this model has layers of 48 split over 2 ranks")
+
+
 def test_a_model_whose_sizes_do_not_divide_is_refused_by_name():
     sizes = {"num_heads": 8, "num_kv_heads": 2, "vocab_size": 1000}
-    assert model_faults(2, sizes) == []
-    assert [fault.split("'s ")[1].split(":")[0] for fault in model_faults(4, sizes)] == [
-        "num_kv_heads 2"
-    ]
-    assert len(model_faults(3, sizes)) == 3
+
+    def faults(ranks: int) -> list[str]:
+        return StepFacts(tensor_parallel=ranks, sizes=sizes).faults()
+
+    assert faults(2) == []
+    assert [fault.split("'s ")[1].split(":")[0] for fault in faults(4)] == ["num_kv_heads 2"]
+    assert len(faults(3)) == 3
