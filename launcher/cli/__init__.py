@@ -11,6 +11,7 @@ from launcher.errors import CookbookError, nearest
 
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
+    "start": ("start", "Write a recipe for your data and model, and show what it needs."),
     "models": ("models", "List the model families, and what the trainer supports for each."),
     "recipes": ("recipes", "List the recipes, or show one with all settings resolved."),
     "doctor": ("check", "Check whether this site can run the kit."),
