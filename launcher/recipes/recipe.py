@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipes import entries, extend, override, own, stock, validate
+from launcher.recipes import absent, entries, extend, override, own, stock, validate
 from runspec import prepared
 from runspec.keys.common import COMMON
 from runspec.keys.key import NAME as NAME
@@ -306,6 +306,8 @@ def load(
     """
     path = find(name)
     config, files = extend.read(path)
+    if why := absent.other_tool(config):
+        raise RecipeFault(f"{path} {why}")
     for key in prepared.BLOCKS:
         if key in config:
             config[key] = prepared.expanded(config[key], config.get("dataset"))

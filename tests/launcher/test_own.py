@@ -169,3 +169,42 @@ def test_validation_data_of_the_recipe_are_not_left_with_other_training_data(tmp
         recipes.load(str(recipe), data=file)
     parts = ("dataset.split=train[:95%]", "dataset_val.split=train[95%:]")
     assert recipes.load(str(recipe), parts, data=file).config["dataset"]["source"] == "json"
+
+
+@pytest.mark.parametrize(
+    ("content", "tool"),
+    [
+        ("base_model: a/b\nsequence_len: 8\nadapter: lora\n", "axolotl"),
+        ("model_name_or_path: a/b\nstage: sft\n", "LLaMA-Factory"),
+        ("model_name_or_path: a/b\ndataset_name: c/d\n", "TRL"),
+        ("checkpoint_dir: a/b\ntrain: {epochs: 1}\nprecision: bf16-true\n", "LitGPT"),
+        (
+            "model: {pretrained_model_name_or_path: a/b}\nstep_scheduler: {}\ndistributed: {}\n",
+            "NeMo Automodel",
+        ),
+    ],
+)
+def test_another_tools_file_is_named(tmp_path, content, tool):
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(content)
+    with pytest.raises(UsageFault) as raised:
+        recipes.load(str(recipe))
+    (fault,) = raised.value.faults
+    assert fault.startswith(f"{recipe} is a config of {tool}")
+    assert "cookbook start FILE a/b" in fault and "docs/scripts.md" in fault
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("entry=dpo", "this version has no preference tuning: use entry: torchtune:lora_dpo"),
+        ("+container=my.sif", "not in containers: load modules with job_setup"),
+        ("environment.dependencies=[trl]", "recipes install no packages"),
+        ("optimizer.Lr=1", "did you mean lr?"),
+    ],
+)
+def test_what_this_version_does_not_have_is_said_with_the_way_on(override, reason):
+    with pytest.raises(UsageFault) as raised:
+        recipes.load("demo", (override,))
+    (fault,) = raised.value.faults
+    assert reason in fault

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,3 +138,10 @@ def test_a_table_becomes_a_trained_model(user: Kit, faq: Path, model: Path, tmp_
     assert (run / "export/adapter/adapter_model.safetensors").is_file()
     answers = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len(answers) == 3
+    assert f'AutoModelForCausalLM.from_pretrained("{run / "export"}")' in done.stdout
+    for code in re.findall(
+        r"```python\n(.*?)```", (paths.REPO_ROOT / "docs/runs.md").read_text(), re.S
+    ):
+        code = code.replace("runs/RUN", str(run)).replace("models/BASE", str(model))
+        loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert loaded.returncode == 0, loaded.stderr
