@@ -78,10 +78,10 @@ class Estimate:
         gpu: a name of configs/gpus.yaml. network_gbits: per GPU between nodes; None for the usual.
         compares, traces: whether `compared` and `traced` are wanted; else they are empty.
         """
-        if not recipe.entry.can_estimate:
+        if recipe.entry.method is None:
             raise UsageFault(
                 f"{recipe.name} cannot be estimated: it starts {recipe.entry_name}, and only the "
-                "kit's own trainer (entry: sft) can be computed"
+                "kit's own training methods can be computed"
             )
         self.name, self.description = recipe.name, recipe.description
         config = recipe.resolved(root, "run")
@@ -101,7 +101,7 @@ class Estimate:
         self.traced: dict[str, Any] | None = None
         if traces:
             self.traced = trace(
-                recipe.train_config(root, "run"), recipe.entry.objective, step.layout.ranks
+                recipe.train_config(root, "run"), recipe.entry.method.objective, step.layout.ranks
             )
 
     def as_json(self) -> dict[str, Any]:

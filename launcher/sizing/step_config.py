@@ -15,7 +15,8 @@ from launcher.recipes.recipe import method_of
 from runspec import model_config as shapes
 from runspec.files import read_json
 from runspec.flops import of_shape
-from runspec.keys.sft import TRANSFORMERS, recomputed, uncompiled_experts
+from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.train import recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError, StepFacts
 from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Matrix, Shape
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runspec.keys.sft import TRANSFORMERS
+from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, lora, nf4
