@@ -26,6 +26,7 @@ COMPARED_NODES = (1, 2, 4, 8)
 _SMALLER = {
     "weights": "more GPUs to shard over, or QLoRA,",
     "gradients": "more GPUs to shard over, LoRA, or sync_each_micro_batch=true",
+    "frozen models": "more GPUs to shard over, or an adapter, which is turned off instead,",
     "optimizer": "more GPUs to shard over, an 8-bit AdamW, or LoRA",
     "activations": "activation checkpointing, a smaller batch, or tensor parallelism",
     "logits and loss": "LinearCrossEntropy, a smaller batch, or tensor parallelism",
@@ -118,7 +119,9 @@ class Estimate:
             "terms_gib": {k: round(v / GIB, 3) for k, v in found.terms.items() if v},
             "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in found.phases.items()},
             "layout": vars(step.layout),
-            "step": {k: v for k, v in asdict(step).items() if k not in ("shape", "layout")},
+            "step": {
+                k: v for k, v in asdict(step).items() if k not in ("shape", "layout", "teacher")
+            },
             "parameters": step.total,
             "active_parameters": step.shape.active_parameters,
             "trainable": step.trainable,

@@ -220,7 +220,8 @@ def step_time(step: StepConfig, gpu: Gpu, links: Links, share: float) -> StepTim
     per_flop = step.tokens / step.layout.tensor_parallel / (gpu.bf16_tflops * 1e12 * share)
     forward = flops.forward * per_flop
     backward = (flops.backward + flops.recomputed) * per_flop + _elements_s(step, gpu)
-    computing = micro_steps * (depth * (forward + backward) + flops.output * per_flop)
+    once = flops.output + flops.frozen
+    computing = micro_steps * (depth * (forward + backward) + once * per_flop)
 
     sent = _traffic(step, links)
     fore = sent["forward"] / (depth * micro_steps)

@@ -137,7 +137,8 @@ def test_adamw_equals_a_plain_loop(
     labels[0, :20] = -100
     trained = (labels.flatten() != -100).nonzero().flatten()
     count = len(trained)
-    batch = MicroBatch(TOKENS, labels, trained, TOKENS.numel(), count, (1,))
+    owners, numbers = torch.zeros_like(trained), torch.zeros(1)
+    batch = MicroBatch(TOKENS, labels, trained, TOKENS.numel(), count, (1,), owners, numbers)
     steps = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
     curves: list[list[float]] = [[], []]
     for _ in range(20):
