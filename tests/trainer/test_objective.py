@@ -273,8 +273,8 @@ def test_it_is_submitted_by_one_row_of_the_table(
         assert estimated.exit_code == 0, said(estimated)
         found = json.loads(estimated.stdout)
         assert found["traced"]["weights"] > (1.5 if model else 0) * 4 * found["parameters"] / 2
-    refused = run("check", str(recipe), "--local", "hinge=0")
-    assert refused.exit_code == 1 and "hinge: must be above 0" in said(refused)
+    refused = run("check", str(recipe), "--local", "hinge=11")
+    assert refused.exit_code == 1 and "hinge: must be at most 10" in said(refused)
     unknown = run("check", str(recipe), "hing=1")
     assert "unknown key 'hing' (did you mean hinge?)" in said(unknown)
     other = run("check", str(recipe), "--local", "dataset._component_=torchtune.datasets.x")

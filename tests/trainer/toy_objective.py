@@ -69,7 +69,7 @@ class PreferFirst(Objective):
 
     @classmethod
     def faults(cls, config: ToyConfig) -> list[str]:
-        own = [] if config.hinge > 0 else ["hinge: must be above 0"]
+        own = [] if config.hinge <= 10 else ["hinge: must be at most 10"]
         return super().faults(config) + own
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
