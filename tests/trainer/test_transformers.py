@@ -64,6 +64,7 @@ from trainer.layers.loss import TokenLoss
 from trainer.metrics import model_flops
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
+from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 from trainer.storage import export as exports
 
@@ -274,7 +275,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
     source.mkdir()
     (source / "config.json").write_text(json.dumps({"model_type": kind, **SIZES, **settings}))
     (source / "model.safetensors").symlink_to(model_folder / "model.safetensors")
-    faults = check.faults(read_yaml(config_of(tmp_path, source, dataset)))
+    faults = check.faults(read_yaml(config_of(tmp_path, source, dataset)), SupervisedFineTuning)
     assert any(told in fault for fault in faults), faults
 
 
@@ -306,7 +307,9 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
 def test_what_a_family_cannot_do_is_refused(
     family: str, changes: dict[str, Any], told: str, tmp_path: Path, sources: dict, dataset: Path
 ) -> None:
-    faults = check.faults(read_yaml(config_of(tmp_path, sources[family], dataset, **changes)))
+    faults = check.faults(
+        read_yaml(config_of(tmp_path, sources[family], dataset, **changes)), SupervisedFineTuning
+    )
     assert any(told in fault for fault in faults), faults
 
 
@@ -315,12 +318,15 @@ def test_linear_attention_of_another_kind_is_neither_packed_nor_split(
 ) -> None:
     source = write("qwen3.5", tmp_path / "source", sources["llama3"], hidden_act="gelu")
     config = config_of(tmp_path / "run", source, dataset, row_length=64, **TP)
-    faults = check.faults(read_yaml(config))
+    faults = check.faults(read_yaml(config), SupervisedFineTuning)
     assert [fault.partition(":")[0] for fault in faults] == [
         "tensor_parallel_dim",
         "dataset.packed",
     ]
-    assert check.faults(read_yaml(config_of(tmp_path / "run", source, dataset))) == []
+    assert (
+        check.faults(read_yaml(config_of(tmp_path / "run", source, dataset)), SupervisedFineTuning)
+        == []
+    )
 
 
 def test_an_adapter_is_no_base(tmp_path: Path, dataset: Path) -> None:
