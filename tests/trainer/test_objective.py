@@ -158,6 +158,20 @@ def test_a_packed_row_holds_whole_pairs(model_folder: Path, pairs: Path, tmp_pat
     assert set(batch.numbers.tolist()) <= {1.0, 2.0} and len(batch.numbers) == batch.sample_count
 
 
+def test_an_adapter_that_training_goes_on_from_is_in_the_reference(
+    root: Path, tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    adapter = root / "lora/export/adapter/adapter_model.safetensors"
+    own = {"checkpoint_dir": str(model_folder), "adapter_checkpoint": str(adapter)}
+    changes = {"model": LORA, "checkpointer": own, "max_steps": 2, "batch_size": 4}
+    path = config(tmp_path, model_folder, pairs, **changes)
+    assert "reference  frozen, " in finish(start(path, 2, module=MODULE))
+    first, last = metrics(tmp_path)
+    assert first["margin"] == 0.0 < last["margin"]
+    # Of the model with its adapter off the policy is no longer the same.
+    assert first["loss"] == first["weight"]
+
+
 @pytest.mark.parametrize("model", [LORA, None], ids=["lora", "full"])
 def test_a_killed_run_resumes_the_same(
     model: Any, tmp_path: Path, model_folder: Path, pairs: Path

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from runspec import files
 from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig
 from trainer.data.batches import Data
@@ -30,7 +31,8 @@ class Builder:
     Args:
         data: whose samples the models must know the tokens of.
 
-    fingerprints: of the weights of each frozen model that was made, by its name.
+    fingerprints: of the weights of each frozen model that was made, by its name, and of the adapter
+    that the reference has.
     """
 
     def __init__(self, config: TrainConfig, world: World, data: Data) -> None:
@@ -94,7 +96,9 @@ class Builder:
     def _load_adapter(self, model: Model) -> None:
         from trainer.storage import adapter  # seldom needed, and a rank is to start fast
 
-        self.world.on_all(lambda: adapter.load(model, self.config))
+        path = self.world.on_all(lambda: adapter.load(model, self.config))
+        sha256 = self.world.on_main(lambda: files.sha256(path))
+        self.fingerprints["reference_adapter"] = self.world.gather(sha256)[0]
 
     def _fingerprint(self, config: TrainConfig) -> str:
         def read() -> str:
