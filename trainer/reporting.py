@@ -197,10 +197,12 @@ def _frozen_line(config: TrainConfig, models: Models) -> list[str]:
 
 
 def _described(batches: Batches) -> str:
-    samples, rows = len(batches.rows.samples), batches.rows
+    rows = batches.rows
+    samples, each = rows.samples.documents.shape
+    count = f"{samples:,} samples" + (f" of {each} documents" if each > 1 else "")
     if rows.length is None:
-        return f"{samples:,} samples"
+        return count
     return (
-        f"{samples:,} samples in {len(rows):,} packed rows of {rows.length:,} tokens, "
+        f"{count} in {len(rows):,} packed rows of {rows.length:,} tokens, "
         f"{100 * rows.filled:.0f} % filled"
     )

@@ -6,7 +6,8 @@ for the best of its three protocols (NCCL, src/graph/tuning.cc, ncclTopoTuneMode
 Matrix products run at a given share of the GPU's peak. What FSDP gathers for the next layer and
 reduces of the last one goes on beside a layer's computation; what does not end with it is waited
 for, and so are a step's first gathers and last reductions. Everything that tensor parallelism
-sends is waited for. Nothing is measured.
+sends is waited for. Of a frozen model beside the policy the products count, and not what it sends.
+Nothing is measured.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from trainer.trace import trace
 MODULE, TEACHER = "tests.trainer.toy_objective", "tests.trainer.toy_teacher"
 LORA = lora_model(lora_dropout=0.0)
 PACKED_LENGTH = 96
+LONG = pytest.mark.long
 # By name: ranks, the run that it equals, changes to the config.
 RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "lora": (1, None, {"model": LORA}),
@@ -172,7 +173,10 @@ def test_an_adapter_that_training_goes_on_from_is_in_the_reference(
     assert first["loss"] == first["weight"]
 
 
-@pytest.mark.parametrize("model", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(LORA, id="lora"), pytest.param(None, id="full", marks=pytest.mark.long)],
+)
 def test_a_killed_run_resumes_the_same(
     model: Any, tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:
@@ -202,8 +206,8 @@ def test_a_killed_run_resumes_the_same(
     [
         pytest.param({}, {}, id="second model"),
         pytest.param(LORA, {}, id="adapter off"),
-        pytest.param({}, {"tensor_parallel_dim": 2}, id="tensor parallel"),
-        pytest.param({}, {"enable_activation_checkpointing": True}, id="checkpointing"),
+        pytest.param({}, {"tensor_parallel_dim": 2}, id="tensor parallel", marks=LONG),
+        pytest.param({}, {"enable_activation_checkpointing": True}, id="recomputed", marks=LONG),
     ],
 )
 def test_the_closed_form_knows_its_frozen_models(
@@ -230,6 +234,7 @@ def test_the_closed_form_knows_its_frozen_models(
     assert 1.2 < step.flops.model / step_of(content, 1, 2).flops.model < 1.55
 
 
+@pytest.mark.long
 def test_a_teacher_comes_from_another_folder(
     root: Path, tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,7 @@ def factors(model: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> 
         pairs.append((head.scaling * F.linear(head.dropout(rows), a), b))
     elif not isinstance(head, nn.Linear | None) or getattr(head, "bias", None) is not None:
         raise ConfigError(
-            f"loss: LinearCrossEntropy knows no output head of kind {type(head).__name__}; "
+            f"loss: a loss without logits knows no output head of kind {type(head).__name__}; "
             "set loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
         )
     group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
@@ -81,7 +81,7 @@ def head_faults(block: Mapping[str, Any], instead: str) -> list[str]:
     """
     if block.get("use_dora") and block.get("apply_lora_to_output"):
         return [
-            "loss: LinearCrossEntropy knows no DoRA on the output head; set "
+            "loss: a loss without logits knows no DoRA on the output head; set "
             f"model.apply_lora_to_output=False{instead}"
         ]
     return []
