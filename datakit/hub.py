@@ -88,7 +88,8 @@ def _loaded(source: Mapping[str, Any], where: str) -> tuple[str, Iterator[Any]]:
 def _write(tables: Iterator[Any], folder: Path, where: str, limit: int | None) -> None:
     import pyarrow.parquet as pq
 
-    writer, rows = None, 0
+    writer: Any = None
+    rows = 0
     for table in tables:
         if rows % _STORED_ROWS == 0:
             if writer is not None:

@@ -345,8 +345,9 @@ def _plain_batch(
     made = [ids, pa.repeat(pa.scalar(source["name"]), count), text(fast[0]), text(fast[1])]
     made += [nothing, nothing]
     for field in list(names)[6:]:
-        kept = field.name in source["keep"]
-        values = batch.column(field.name) if kept else None
+        if field.name not in source["keep"]:
+            made.append(pa.nulls(count, field.type))
+            continue
         # A whole number may be too large to be exact as a fraction, as in Python.
-        made.append(values.cast(field.type, safe=False) if kept else pa.nulls(count, field.type))
+        made.append(batch.column(field.name).cast(field.type, safe=False))
     return pa.record_batch(made, schema=names)

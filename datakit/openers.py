@@ -8,7 +8,7 @@ import io
 import lzma
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from datakit.errors import DataError
 
@@ -30,7 +30,7 @@ def stream(path: str) -> IO[bytes]:
     """Open a file for its uncompressed bytes."""
     suffix = Path(path).suffix
     if suffix == ".gz":
-        return gzip.open(path, "rb")
+        return cast(IO[bytes], gzip.open(path, "rb"))
     if suffix == ".bz2":
         return bz2.open(path, "rb")
     if suffix == ".xz":

@@ -19,9 +19,9 @@ from datakit import sources, steps
 from datakit.engines.base import Engine, finished, mark, shards
 from datakit.errors import DataError
 from datakit.ingest import BAD_SUFFIX
+from datakit.inputs import Input
 from datakit.recognisers import hidden
 from datakit.rows import Rows, Work
-from datakit.sources import Input
 from datakit.steps import columns
 from runspec import files
 from runspec.datarecipe import step_name, step_options

@@ -9,12 +9,14 @@ from typing import Any
 
 from datakit.expressions import length_bucket
 from datakit.ingest import schema
-from datakit.sources import Input
+from datakit.inputs import Input
 from runspec.datarecipe import source_name
 from runspec.prepared import ROW_BITS
 
 _TEXTS = {"qa": ("question", "answer"), "text": (None, "text")}
 TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
+# Their types in Arrow.
+_ARROW = {"number": "double", "whole": "int64", "flag": "bool", "text": "string"}
 _SPACES = "".join(chr(n) for n in range(0x3001) if chr(n).isspace())
 # A query of more files than this would be slow to plan.
 _MOST_FILES = 200
@@ -44,7 +46,8 @@ def scanned(
         if each.type != "parquet" or names is None or source.get("max_rows") is not None:
             return None
         columns = dict(source.get("columns") or {})
-        prompt, answer = (name and str(columns.get(name, name)) for name in names)
+        prompt = names[0] and str(columns.get(names[0], names[0]))
+        answer = str(columns.get(names[1], names[1]))
         wanted = [*filter(None, (prompt, answer)), *(source.get("keep") or {})]
         places = _places(each, wanted)
         if places is None or not _as_they_are(places, prompt, answer, source.get("keep") or {}):
@@ -129,20 +132,20 @@ def _as_they_are(
     keep: Mapping[str, str],
 ) -> bool:
     """Whether all columns have the very types that the rows of the kit have."""
-    same = {"number": ("double",), "whole": ("int64",), "flag": ("bool",)}
-    same["text"] = ("string", "large_string")
-    kinds = {**dict.fromkeys(filter(None, (prompt, answer)), "text"), **keep}
+    texts = [name for name in (prompt, answer) if name]
     # A column that is in no file has a reader's rules for what is missing.
-    if any(places[name][0] is None for name in filter(None, (prompt, answer))):
+    if any(places[name][0] is None for name in texts):
         return False
-    return all(str(places[name][1]) in same[kind] for name, kind in kinds.items())
+    kinds = {**dict.fromkeys(texts, "text"), **keep}
+    types = {name: str(places[name][1]).removeprefix("large_") for name in kinds}
+    return all(types[name] == _ARROW[kind] for name, kind in kinds.items())
 
 
 def _table(
     con: Any,
     each: Input,
     prompt: str | None,
-    answer: str | None,
+    answer: str,
     source: Mapping[str, Any],
     all_keep: Mapping[str, str],
     places: Mapping[str, tuple[str | None, Any]],
@@ -166,5 +169,6 @@ def _table(
         elif (place := places[name][0]) is not None:
             fields[name] = file[place]
         else:
-            fields[name] = ibis.literal(layout.constants.get(name), kind)
+            constants = layout.constants if layout is not None else {}
+            fields[name] = ibis.literal(constants.get(name), kind)
     return file.select(**fields)

@@ -195,7 +195,7 @@ def iceberg(
         flags, gone = _iceberg_flags(task, table.io, work, where)
         spec = table.specs()[file.spec_id]
         constants = {
-            shape.find_column_name(part.source_id): file.partition[place]
+            str(shape.find_column_name(part.source_id)): file.partition[place]
             for place, part in enumerate(spec.fields)
             if str(part.transform) == "identity"
         }

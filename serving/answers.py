@@ -67,7 +67,7 @@ class Answers:
 
     def whole(self, values: list[dict[str, Any]]) -> dict[str, Any]:
         """Put the engine's answers together."""
-        choices = []
+        choices: list[dict[str, Any]] = []
         for number, value in enumerate(values):
             self._count(number, value.get("usage"))
             offset = len(choices)

@@ -29,7 +29,7 @@ class Backend:
     draining: bool = False
     in_flight: int = 0
     failed_at: float = 0.0
-    session: Any = field(default=None, repr=False)
+    session: aiohttp.ClientSession | None = field(default=None, repr=False)
 
 
 class Pool:

@@ -14,6 +14,7 @@ from serving.answers import END, Answers, message_of, sse
 from serving.backends import Backend, connections
 from serving.journal import Journal
 from serving.keys import OWNER, Keys, Quotas, seconds_left
+from serving.outcome import Outcome
 from serving.parameters import Plan, Takes
 from serving.proxy import (
     CLIENT_ID,
@@ -27,7 +28,6 @@ from serving.proxy import (
     gone,
 )
 from serving.request import BadRequest, check, parsed, prompts
-from serving.told import Told
 
 
 class EngineError(Exception):
@@ -84,8 +84,8 @@ class Front(Proxy):
             self.quotas.add(asked.user, 1, 0)
         if self.journal.wants(asked.id):
             self.journal.accepted(_row(asked, body, self.settings))
-        told = Told()
-        return await self.counted(asked, self._composed(request, asked, plan, told), told)
+        outcome = Outcome()
+        return await self.counted(asked, self._composed(request, asked, plan, outcome), outcome)
 
     def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
         """Log what came of a request, and count it for its user."""
@@ -114,7 +114,7 @@ class Front(Proxy):
         return ""
 
     async def _composed(
-        self, request: web.Request, asked: Asked, plan: Plan, told: Told
+        self, request: web.Request, asked: Asked, plan: Plan, outcome: Outcome
     ) -> web.StreamResponse:
         """Ask the engine for each body of the plan, and make one answer of theirs."""
         backend = self.pool.choose(set())
@@ -125,13 +125,13 @@ class Front(Proxy):
         sent = web.StreamResponse() if plan.stream else None
         try:
             if sent is not None:
-                return await self._streamed(request, asked, asking, answers, sent, told)
+                return await self._streamed(request, asked, asking, answers, sent, outcome)
             values = await _all(asking.whole(k, body) for k, body in enumerate(plan.bodies))
             body = json.dumps(answers.whole(values), ensure_ascii=False).encode()
-            told.text_came()
+            outcome.text_came()
             return self._named(asked, web.Response(body=body, content_type="application/json"))
         except EngineError as error:
-            told.status = error.status
+            outcome.status = error.status
             if sent is None or not sent.prepared:
                 return self._named(asked, self.error(error.status, str(error)))
             error_event = {"message": str(error), "type": "server_error", "code": error.status}
@@ -139,7 +139,7 @@ class Front(Proxy):
             await sent.write_eof()
             return sent
         except TimeoutError:
-            told.status = 504
+            outcome.status = 504
             if sent is None or not sent.prepared:
                 return self._named(asked, self.too_late())
             break_off(request)
@@ -153,8 +153,8 @@ class Front(Proxy):
             words = f"the engine does not answer ({type(error).__name__})"
             return self._named(asked, self.error(503, words))
         finally:
-            told.texts, told.usage = answers.texts, answers.usage
-            told.pieces = answers.pieces
+            outcome.texts, outcome.usage = answers.texts, answers.usage
+            outcome.pieces = answers.pieces
 
     async def _streamed(
         self,
@@ -163,7 +163,7 @@ class Front(Proxy):
         asking: "_Engine",
         answers: Answers,
         sent: web.StreamResponse,
-        told: Told,
+        outcome: Outcome,
     ) -> web.StreamResponse:
         plan = answers.plan
         streams = [asking.events(k, body) for k, body in enumerate(plan.bodies)]
@@ -171,10 +171,12 @@ class Front(Proxy):
             async for number, value in events:
                 made = answers.event(number, value)
                 if answers.pieces:
-                    told.text_came()
+                    outcome.text_came()
                 if made and not sent.prepared:
                     headers = _ids(asked) | {"Content-Type": "text/event-stream"}
-                    await begin(sent, request, 200, told, headers | {"Cache-Control": "no-cache"})
+                    await begin(
+                        sent, request, 200, outcome, headers | {"Cache-Control": "no-cache"}
+                    )
                 for each in made:
                     await sent.write(sse(each))
         if not sent.prepared:

@@ -19,8 +19,8 @@ from aiohttp import web
 from serving.backends import Backend, connections
 from serving.keys import OWNER, Keys
 from serving.metrics import Metrics
+from serving.outcome import Outcome
 from serving.request import CHAT, COMPLETIONS, normal
-from serving.told import Told
 
 _MODELS = "/v1/models"
 _METHODS = {
@@ -199,28 +199,28 @@ class Proxy:
 
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         """Answer a request that may be passed on."""
-        told = Told()
-        return await self.counted(asked, self._passed_on(request, asked, told), told)
+        outcome = Outcome()
+        return await self.counted(asked, self._passed_on(request, asked, outcome), outcome)
 
     async def counted(
-        self, asked: Asked, answering: Awaitable[web.StreamResponse], told: Told
+        self, asked: Asked, answering: Awaitable[web.StreamResponse], outcome: Outcome
     ) -> web.StreamResponse:
         """Count a request while it is answered, and what came of it."""
         self.metrics.began()
         try:
             response = await answering
-            told.status = told.status or response.status
+            outcome.status = outcome.status or response.status
             return response
         except asyncio.CancelledError:
-            told.status = 499  # the client hung up
+            outcome.status = 499  # the client hung up
             raise
         except (ConnectionResetError, aiohttp.ClientConnectionResetError) as error:
             # 502: the replica went away in the middle of a stream.
-            told.status = 502 if isinstance(error, BrokenOff) else 499
+            outcome.status = 502 if isinstance(error, BrokenOff) else 499
             raise
         finally:
             self.metrics.in_flight -= 1
-            row = told.row()
+            row = outcome.row()
             self.metrics.ended(row)
             self.ended(asked, row)
 
@@ -236,7 +236,7 @@ class Proxy:
         return self.pool.choose(tried)
 
     async def _passed_on(
-        self, request: web.Request, asked: Asked, told: Told
+        self, request: web.Request, asked: Asked, outcome: Outcome
     ) -> web.StreamResponse:
         tried: set[str] = set()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -263,20 +263,20 @@ class Proxy:
                     if answer.content_type != "text/event-stream":
                         # Whole, in one packet; and one that breaks off is asked of another.
                         body = await answer.read()
-                        told.raw(body)
+                        outcome.raw(body)
                         sent = web.Response(body=body)
-                        await begin(sent, request, answer.status, told, _known(answer.headers))
+                        await begin(sent, request, answer.status, outcome, _known(answer.headers))
                         await sent.write_eof()
                         return sent
                     sent = web.StreamResponse()
-                    await begin(sent, request, answer.status, told, _known(answer.headers))
+                    await begin(sent, request, answer.status, outcome, _known(answer.headers))
                     async for chunk in answer.content.iter_any():
-                        told.raw(chunk)
+                        outcome.raw(chunk)
                         await sent.write(chunk)
                     await sent.write_eof()
                     return sent
             except TimeoutError:
-                told.status = 504
+                outcome.status = 504
                 if sent is None:
                     return self.too_late()
                 raise
@@ -317,14 +317,14 @@ async def begin(
     response: web.StreamResponse,
     request: web.Request,
     status: int,
-    told: Told,
+    outcome: Outcome,
     headers: Mapping[str, str],
 ) -> None:
     """Begin a response."""
     response.set_status(status)
     response.headers.update(headers)
     await response.prepare(request)
-    told.status = status
+    outcome.status = status
 
 
 def break_off(request: web.Request) -> None:

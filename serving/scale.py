@@ -34,7 +34,8 @@ class Scaler:
         self.wanted = endpoints.wanted(folder)
         self._loads: deque[tuple[float, int, int]] = deque()
         self._began: float | None = None
-        self._adjusted, self._task = -math.inf, None
+        self._adjusted = -math.inf
+        self._task: asyncio.Task[None] | None = None
 
     def decide(self, load: int, peak: int, now: float) -> bool:
         """Note the load, and return whether the number of replicas changes by it.

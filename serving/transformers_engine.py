@@ -102,7 +102,7 @@ def main() -> None:
         return config(app, uds=socket, **more)
 
     uvicorn.Config = on_socket  # type: ignore[misc,assignment]
-    utils.GenerateManager = Manager  # type: ignore[misc]
+    utils.GenerateManager = Manager
     from transformers.cli.transformers import main as transformers
 
     sys.argv = ["transformers", "serve", *arguments]

@@ -115,7 +115,7 @@ def _md5_number() -> Any:
     """DuckDB's md5 as a number of 128 bits, which ibis does not know."""
     import ibis
 
-    @ibis.udf.scalar.builtin(name="md5_number", signature=(("string",), "decimal(38, 0)"))
-    def number(text): ...
+    def number(text: str) -> Any: ...
 
-    return number
+    signature = (("string",), "decimal(38, 0)")
+    return ibis.udf.scalar.builtin(number, name="md5_number", signature=signature)

@@ -121,19 +121,21 @@ class SparkEngine(Engine):
         tracker = self.session.sparkContext.statusTracker()
         stages = set()
         for job in tracker.getJobIdsForGroup(self._group):
-            found = tracker.getJobInfo(job)
-            stages |= set(found.stageIds) if found else set()
-        looked = [found for each in stages if (found := tracker.getStageInfo(each))]
-        whole = sum(each.numTasks for each in looked)
-        return sum(each.numCompletedTasks for each in looked) / whole if whole else None
+            info = tracker.getJobInfo(job)
+            stages |= set(info.stageIds) if info else set()
+        known = [stage for each in stages if (stage := tracker.getStageInfo(each))]
+        total = sum(stage.numTasks for stage in known)
+        return sum(stage.numCompletedTasks for stage in known) / total if total else None
 
     def _run(self, jobs: Sequence[Task], done: Callable[[Task], None]) -> None:
         context = self.session.sparkContext
-        finished = context.accumulator(_NONE, _Places())
+        # pyspark's class for it is not at hand before pyspark is imported.
+        places: Any = _Places()
+        finished = context.accumulator(_NONE, places)
 
         def one(item: tuple[int, Task]) -> list[str]:
             faults = tasks.run(item[1])
-            finished.add({item[0]})
+            finished.add(frozenset({item[0]}))
             return faults
 
         seen: set[int] = set()

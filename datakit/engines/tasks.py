@@ -137,5 +137,10 @@ def _round(
 def _end_with_parent() -> None:
     """End this worker when the run ends, however: nobody else would stop its task."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
