@@ -49,6 +49,15 @@ def encode(messages: list[dict[str, str]]) -> str:
     return json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
 
 
+def turns_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the conversation of a row of the kit; a text without a prompt is only an answer."""
+    if row["messages"]:
+        turns: list[dict[str, str]] = json.loads(row["messages"])
+        return turns
+    user = [] if row["prompt"] is None else [{"role": "user", "content": row["prompt"]}]
+    return [*user, {"role": "assistant", "content": row["answer"]}]
+
+
 def of_messages(messages: list[dict[str, str]]) -> Content:
     """Return the content of a conversation that ends with the assistant's answer."""
     if not messages or messages[-1]["role"] != "assistant":

@@ -7,6 +7,7 @@ import hashlib
 import io
 import lzma
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -96,24 +97,17 @@ def lines(block: Mapping[str, Any]) -> Iterator[bytes]:
             yield line.rstrip(b"\r\n")
 
 
-class _named:
-    """Turns an error of a broken file into one line that names it."""
-
-    def __init__(self, file: object) -> None:
-        self._file = str(file)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, UnicodeError):
-            raise DataError(
-                f"{self._file}: is not {getattr(error, 'encoding', 'text')}: set encoding= of the "
-                "source"
-            ) from None
-        if isinstance(error, (OSError, EOFError, lzma.LZMAError)):
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"{self._file}: cannot be read: {reason}: fix or replace it") from None
+@contextmanager
+def _named(file: object) -> Iterator[None]:
+    """Turn an error of a broken file into one line that names it."""
+    try:
+        yield
+    except UnicodeError as error:
+        encoding = getattr(error, "encoding", "text")
+        raise DataError(f"{file}: is not {encoding}: set encoding= of the source") from None
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{file}: cannot be read: {reason}: fix or replace it") from None
 
 
 def survey(path: Path, cut: bool) -> tuple[str, list[dict[str, Any]]]:

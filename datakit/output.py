@@ -1,5 +1,6 @@
 """Writes a training set whole, or not at all: rows by split, card, lineage and report."""
 
+import hashlib
 import json
 import os
 import secrets
@@ -11,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from datakit.engines.base import Engine, finished, shard_rows, shards
-from datakit.engines.tasks import Task
+from datakit.engines.base import Engine, finished, shards
 from datakit.errors import DataError
 from datakit.expressions import length_of, text_of
+from datakit.formats import turns_of
 from datakit.pipeline import FORMAT, Prepared, versions
 from datakit.rows import Rows
 from datakit.sources import unchanged
@@ -42,8 +43,7 @@ def output_format(config: Mapping[str, Any]) -> str:
     if "preference" in formats and len(formats) > 1:
         raise DataError(
             "sources of the format preference cannot be mixed with others: set "
-            "output.format=messages "
-            "to train on their chosen answers",
+            "output.format=messages to train on their chosen answers",
             exit_code=2,
         )
     return "text" if formats == {"text"} else "messages"
@@ -196,8 +196,7 @@ def _write_rows(
     if simple["p"] and form == "messages":
         raise DataError(
             f"output.format: {simple['p']:,} rows have no prompt, so that they are no "
-            "conversation: "
-            "set output.format=text, or a template with a prompt"
+            "conversation: set output.format=text, or a template with a prompt"
         )
     if form == "messages" and not simple["n"]:
         engine.write_split(table.select(messages=_conversation(table), **fields), target, "split")
@@ -205,17 +204,8 @@ def _write_rows(
     stored = work / f"final-{secrets.token_hex(4)}"
     texts = table.select("prompt", "answer", "messages", "rejected", **fields)
     engine.write_split(texts, stored, "split")
-    jobs = [
-        Task(
-            "datakit.engines.tasks:map_shard",
-            str(target / path.relative_to(stored)),
-            {"source": str(path), "function": _ROWS, "options": {"form": form}},
-            count,
-        )
-        for path, count in shard_rows(stored).items()
-    ]
     try:
-        engine.run(jobs, "messages")
+        engine.map(stored, target, "messages", _ROWS, {"form": form})
     finally:
         shutil.rmtree(stored, ignore_errors=True)
 
@@ -261,25 +251,16 @@ def final_rows(table: Any, form: str) -> Any:
     import pyarrow as pa
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    whole = []
-    for row in table.select(["prompt", "answer", "messages"]).to_pylist():
-        if row["messages"]:
-            whole.append(json.loads(row["messages"]))
-            continue
-        user = [] if row["prompt"] is None else [{"role": "user", "content": row["prompt"]}]
-        whole.append([*user, {"role": "assistant", "content": row["answer"]}])
+    whole = [turns_of(row) for row in table.select(["prompt", "answer", "messages"]).to_pylist()]
     rest = table.drop_columns(["prompt", "answer", "messages", "rejected"])
-    names: dict[str, Any] = {}
+    columns: dict[str, Any] = {"messages": whole}
     if form == "preference":
-        bad = table["rejected"].to_pylist()
         worse = [
             [*turns[:-1], {"role": "assistant", "content": text or ""}]
-            for turns, text in zip(whole, bad, strict=True)
+            for turns, text in zip(whole, table["rejected"].to_pylist(), strict=True)
         ]
-        names = {"chosen": whole, "rejected": worse}
-    else:
-        names = {"messages": whole}
-    made = {name: pa.array(values, pa.list_(message)) for name, values in names.items()}
+        columns = {"chosen": whole, "rejected": worse}
+    made = {name: pa.array(values, pa.list_(message)) for name, values in columns.items()}
     return pa.table({**made, **{name: rest[name] for name in rest.column_names}})
 
 
@@ -297,19 +278,16 @@ def _splits(folder: Path, threads: int) -> dict[str, dict[str, Any]]:
             "rows": count,
         }
 
-    found: dict[str, dict[str, Any]] = {}
+    splits: dict[str, dict[str, Any]] = {}
     # Hashing frees Python's lock, so threads share it.
     with ThreadPoolExecutor(threads) as pool:
         for split in sorted(path for path in (folder / DATA).iterdir() if path.is_dir()):
-            seen = list(pool.map(look, shards(split)))
-            listed = [each for _, each in seen]
-            rows, total = sum(each["rows"] for each in listed), sum(part for part, _ in seen)
-            found[split.name] = {
-                "rows": rows,
-                "content": f"{total % 2**128:032x}",
-                "files": listed,
-            }
-    return found
+            looks = list(pool.map(look, shards(split)))
+            listed = [each for _, each in looks]
+            rows, total = sum(each["rows"] for each in listed), sum(part for part, _ in looks)
+            content = f"{total % 2**128:032x}"
+            splits[split.name] = {"rows": rows, "content": content, "files": listed}
+    return splits
 
 
 def content_hash(path: Path) -> tuple[int, int]:
@@ -340,12 +318,8 @@ def content_hash(path: Path) -> tuple[int, int]:
 
 def files_hash(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """Return one hash of all splits."""
-    import hashlib
-
-    text = json.dumps(
-        {name: [each["rows"], each["content"]] for name, each in splits.items()}, sort_keys=True
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    content = {name: [each["rows"], each["content"]] for name, each in splits.items()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _columns(folder: Path) -> dict[str, str]:

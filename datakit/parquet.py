@@ -11,7 +11,7 @@ from datakit.errors import DataError
 BATCH_ROWS = 20_000
 # A larger file is cut at its row groups into tasks of about half of this.
 LARGE = 256 * 2**20
-_FIELD_ID = b"PARQUET:field_id"
+FIELD_ID = b"PARQUET:field_id"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Layout:
 
 
 def _key(each: Any, by_id: bool) -> str:
-    return (each.metadata or {}).get(_FIELD_ID, b"").decode() if by_id else str(each.name)
+    return (each.metadata or {}).get(FIELD_ID, b"").decode() if by_id else str(each.name)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ FORMAT = 4
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01
+_PACKAGES = ["ibis-framework", "pyarrow", "numpy", "xxhash", "jinja2", "tokenizers", "py3langid"]
+_PACKAGES += ["phonenumberslite", "python-stdnum"]
 
 
 @dataclass
@@ -301,24 +304,7 @@ def _shown(samples: list[dict[str, Any]]) -> str:
 def versions(engine: Engine) -> dict[str, str]:
     """Return what made the rows: engine and packages."""
     found = engine.versions()
-    for name in (
-        "ibis-framework",
-        "pyarrow",
-        "numpy",
-        "xxhash",
-        "jinja2",
-        "tokenizers",
-        "py3langid",
-        "phonenumberslite",
-        "python-stdnum",
-    ):
-        try:
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
-
-
-def input_rows(folder: Path) -> list[Path]:
-    """Return the shards of the rows as they were read."""
-    return shards(folder)

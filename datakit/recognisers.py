@@ -11,28 +11,8 @@ from typing import Any
 
 # Countries whose numbers are known without a country code: those with most speakers of the
 # languages that instruction data is written in.
-REGIONS = tuple(
-    [
-        "US",
-        "GB",
-        "DE",
-        "AT",
-        "CH",
-        "FR",
-        "NL",
-        "BE",
-        "IT",
-        "ES",
-        "PT",
-        "PL",
-        "SE",
-        "IE",
-        "IN",
-        "BR",
-        "AU",
-        "JP",
-    ]
-)
+REGIONS: tuple[str, ...] = ("US", "GB", "DE", "AT", "CH", "FR", "NL", "BE", "IT", "ES", "PT")
+REGIONS += ("PL", "SE", "IE", "IN", "BR", "AU", "JP")
 
 _GAP = "[ \u00a0\u2009\u202f.\u2010-\u2013-]"
 # What a text has that may hold one of a kind: for Arrow, which searches all rows for it.

@@ -5,21 +5,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from datakit.engines.base import Engine, finished, mark, shard_rows, shards
-from datakit.engines.tasks import Task
+from datakit.engines.base import Engine, finished, mark, shards
 
 
 @dataclass(frozen=True)
 class Rows:
     """Rows as an ibis table, and as a folder if they lie in files exactly so.
 
-    count: how many there are. tags: columns that steps have added for later steps.
+    count: how many there are.
     """
 
     table: Any
     count: int
     folder: Path | None = None
-    tags: tuple[str, ...] = ()
 
     def kept(self, table: Any, count: int) -> "Rows":
         """Return what is left of the rows, or the same rows with more columns."""
@@ -51,6 +49,11 @@ class Work:
         """Return how many rows a remembered table has."""
         return finished(self.folder / name) or 0
 
+    def without(self, rows: Rows, removed: Any) -> Rows:
+        """Write the table of removed rows into the step's folder, and return the other rows."""
+        left = rows.table.anti_join(self.remember("removed", removed), "_id")
+        return rows.kept(left, rows.count - self.rows_of("removed"))
+
     def files(self, rows: Rows, name: str = "rows") -> Rows:
         """Return the rows as files: those that are there, or newly written ones."""
         if rows.folder is not None:
@@ -68,19 +71,10 @@ class Work:
         source, target = self.files(rows), self.folder / name
         assert source.folder is not None
         if finished(target) is None:
-            jobs = [
-                Task(
-                    "datakit.engines.tasks:map_shard",
-                    str(target / path.name),
-                    {"source": str(path), "function": function, "options": options},
-                    rows,
-                )
-                for path, rows in shard_rows(source.folder).items()
-            ]
-            self.engine.run(jobs, name)
+            self.engine.map(source.folder, target, name, function, options)
             mark(target)
         else:
             for _ in shards(target):
                 self.engine.progress.piece()
         count = finished(target) or 0
-        return Rows(self.engine.read(target), count, target, rows.tags)
+        return Rows(self.engine.read(target), count, target)

@@ -62,9 +62,10 @@ def delta(source: Mapping[str, Any], name: str, base: Path, work: Path, where: s
     schema = pa.schema(table.schema().to_arrow())
     mode = (table.metadata().configuration or {}).get("delta.columnMapping.mode") or "none"
     wanted = b"delta.columnMapping.id" if mode == "id" else b"delta.columnMapping.physicalName"
-    keys = {} if mode == "none" else dict(_delta_keys(schema, wanted))
+    keys = {} if mode == "none" else _keys(schema, wanted)
     root = path if "://" in path else str(Path(path).absolute())
-    deleted = _delta_flags(table, work) if _has_deletions(facts) else {}
+    has_deletions = "deletionVectors" in (facts.reader_features or [])
+    deleted = _delta_flags(table, work) if has_deletions else {}
     origin = f"{path}, version {table.version()}"
     made = []
     for each in pa.table(table.get_add_actions(flatten=True)).to_pylist():
@@ -87,10 +88,6 @@ def delta(source: Mapping[str, Any], name: str, base: Path, work: Path, where: s
             f"files, first {next(iter(deleted))}: run REORG TABLE ... APPLY (PURGE) on the table"
         )
     return made
-
-
-def _has_deletions(facts: Any) -> bool:
-    return "deletionVectors" in (facts.reader_features or [])
 
 
 def _delta_flags(table: Any, work: Path) -> dict[str, tuple[str, int]]:
@@ -123,10 +120,13 @@ def _bare(file: str) -> str:
     return re.sub(r"^file:/*", "/", file)
 
 
-def _delta_keys(schema: Any, wanted: bytes) -> Iterator[tuple[tuple[str, ...], str]]:
-    for path, each in _fields(schema, ()):
-        if each.metadata and wanted in each.metadata:
-            yield path, each.metadata[wanted].decode()
+def _keys(schema: Any, wanted: bytes) -> dict[tuple[str, ...], str]:
+    """Return an entry of the fields' metadata by the path of each field that has it."""
+    return {
+        path: each.metadata[wanted].decode()
+        for path, each in _fields(schema, ())
+        if each.metadata and wanted in each.metadata
+    }
 
 
 def _fields(fields: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -173,11 +173,7 @@ def iceberg(
             ) from None
         raise DataError(_no_table(source, "Iceberg", path, where, error)) from None
     schema = schema_to_pyarrow(shape)
-    keys = {
-        place: each.metadata[b"PARQUET:field_id"].decode()
-        for place, each in _fields(schema, ())
-        if each.metadata and b"PARQUET:field_id" in each.metadata
-    }
+    keys = _keys(schema, parquet.FIELD_ID)
     origin = f"{path}, snapshot {snapshot.snapshot_id}"
     defaults = {
         each.name: each.initial_default
@@ -245,15 +241,15 @@ def _snapshot(table: Any, source: Mapping[str, Any]) -> Any:
     if asked is None:
         return table.current_snapshot()
     if isinstance(asked, int):
-        found = table.snapshot_by_id(asked)
+        snapshot = table.snapshot_by_id(asked)
         known = ", ".join(str(each.snapshot_id) for each in table.snapshots()[-5:])
-        if found is None:
-            raise ValueError(f"there is no snapshot {asked}; the newest are {known}")
-        return found
-    found = table.snapshot_as_of_timestamp(int(asked.timestamp() * 1000))
-    if found is None:
-        raise ValueError(f"it had no snapshot at {asked}")
-    return found
+        fault = f"there is no snapshot {asked}; the newest are {known}"
+    else:
+        snapshot = table.snapshot_as_of_timestamp(int(asked.timestamp() * 1000))
+        fault = f"it had no snapshot at {asked}"
+    if snapshot is None:
+        raise ValueError(fault)
+    return snapshot
 
 
 def _newest_metadata(path: str) -> str:

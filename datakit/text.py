@@ -1,6 +1,5 @@
 """Words and shingles of texts, many rows at once with Arrow and numpy."""
 
-from collections.abc import Iterator
 from typing import Any
 
 # Scripts that write no space between words: each of their characters is a word.
@@ -62,11 +61,6 @@ def weight(values: Any) -> tuple[Any, Any]:
     return words.to_numpy(zero_copy_only=False), letters.to_numpy(zero_copy_only=False)
 
 
-def words_of(values: Any) -> Iterator[list[str]]:
-    """Yield the lower-case words of each text."""
-    yield from split(values).to_pylist()
-
-
 def shingles(values: Any, ngram: int) -> tuple[Any, Any]:
     """Return the hashes of each text's word n-grams, and where each text's begin.
 
@@ -105,6 +99,13 @@ def shingles(values: Any, ngram: int) -> tuple[Any, Any]:
         own = words[offsets[index] : offsets[index + 1]].tobytes()
         made[starts[index]] = xxhash.xxh3_64_intdigest(own)
     return _mixed(made), starts
+
+
+def with_column(table: Any, name: str, values: Any) -> Any:
+    """Return Arrow rows with a new column, or with other values in one that they have."""
+    if name in table.column_names:
+        return table.set_column(table.column_names.index(name), name, values)
+    return table.append_column(name, values)
 
 
 def _mixed(values: Any) -> Any:

@@ -1,6 +1,8 @@
 """The replicas behind an endpoint as a gateway knows them, and which of them gets a request."""
 
+import asyncio
 import random
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,14 @@ class Backend:
     in_flight: int = 0
     failed_at: float = 0.0
     session: aiohttp.ClientSession | None = field(default=None, repr=False)
+
+
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set, for the running loop."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    return ended
 
 
 class Pool:

@@ -19,6 +19,7 @@ import aiohttp
 
 from runspec import endpoint as endpoints
 from runspec import files
+from serving.answers import message_of
 from serving.request import OF_A_LINE
 
 # An engine that is started again may take so long.
@@ -67,7 +68,7 @@ class Client:
                 ) as answer:
                     if answer.status == 200:
                         return await (_streamed(answer) if stream else _whole(answer))
-                    reason = f"it answered {answer.status}: {_words(await answer.text())}"
+                    reason = f"it answered {answer.status}: {message_of(await answer.read())}"
                     if answer.status in _FINAL or _far_off(answer.headers.get("Retry-After")):
                         raise Refused(reason)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -114,14 +115,6 @@ async def _streamed(answer: aiohttp.ClientResponse) -> str:
         raise BrokenOff("the answer broke off: the replica went away; ask again") from error
     print(flush=True)
     return "".join(texts)
-
-
-def _words(text: str) -> str:
-    try:
-        found = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        found = text
-    return " ".join(str(found).split())[:300]
 
 
 def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
@@ -231,14 +224,12 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
 
 
 async def run(options: argparse.Namespace) -> int:
-    key_file = options.key_file or (options.folder / endpoints.KEY if options.folder else None)
-    key = (
-        key_file.read_text(encoding="utf-8").strip() if key_file else os.environ.get("API_KEY", "")
-    )
+    key = os.environ.get("API_KEY", "")
+    if key_file := options.key_file or (options.folder and options.folder / endpoints.KEY):
+        key = key_file.read_text(encoding="utf-8").strip()
     settings: dict[str, Any] = {"model": options.model or "default"}
-    for name in ("max_tokens", "temperature", "seed"):
-        if getattr(options, name) is not None:
-            settings[name] = getattr(options, name)
+    given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
+    settings |= {name: value for name, value in given.items() if value is not None}
     client = Client(options.folder, options.url, key)
     try:
         if options.input:

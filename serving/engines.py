@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _NEEDS = {
     "vllm": ("vllm", f"pip install vllm {_OWN}"),
     "sglang": ("sglang", f"pip install 'sglang[all]' {_OWN}"),
 }
-# vLLM takes no other --max-lora-rank, and 16 if it is told none (vllm.config.lora.MaxLoRARanks).
+# vLLM's values of --max-lora-rank; its default is 16 (vllm.config.lora.MaxLoRARanks).
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -40,12 +40,21 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class _Model:
-    """The folder of the weights; of an adapter that of its base, and the adapter beside it."""
+class Model:
+    """The folder of the weights, and that of an adapter with its rank."""
 
-    base: str
-    adapter: str | None
-    rank: int
+    base: Path
+    adapter: Path | None = None
+    rank: int = 0
+
+    @staticmethod
+    def of(folder: Path) -> "Model":
+        """Return the model of a folder of weights, or of an adapter."""
+        adapter = files.read_json_or_none(folder / "adapter_config.json")
+        if not isinstance(adapter, dict):
+            return Model(folder)
+        ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
+        return Model(Path(str(adapter["base_model_name_or_path"])), folder, int(max(ranks)))
 
 
 def missing(engine: str, python: str | None = None) -> str:
@@ -78,19 +87,11 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: 
         port: a free one, for an engine that takes no socket.
         key: an engine's own key, for the same.
     """
-    model = _model(Path(str(config["model"])))
+    model = Model.of(Path(str(config["model"])))
     build = {"vllm": _vllm, "sglang": _sglang, "transformers": _transformers}[config["engine"]]
-    found = build(config, model, folder, max(1, gpus), port, key)
+    engine = build(config, model, folder, max(1, gpus), port, key)
     more = [str(each) for each in config.get("engine_args") or []]
-    return Engine([*found.argv, *more], found.model, found.socket, found.port, found.key)
-
-
-def _model(folder: Path) -> _Model:
-    adapter = files.read_json_or_none(folder / "adapter_config.json")
-    if not isinstance(adapter, dict):
-        return _Model(str(folder), None, 0)
-    ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
-    return _Model(str(adapter["base_model_name_or_path"]), str(folder), int(max(ranks)))
+    return replace(engine, argv=[*engine.argv, *more])
 
 
 def _python(config: Mapping[str, Any]) -> str:
@@ -98,19 +99,19 @@ def _python(config: Mapping[str, Any]) -> str:
 
 
 def _transformers(
-    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
-    socket, name = folder / "engine.sock", model.adapter or model.base
+    socket, name = folder / "engine.sock", str(model.adapter or model.base)
     argv = [sys.executable, "-m", "serving.transformers_engine", str(socket), name]
     argv += ["--device", str(config["device"]), "--dtype", str(config["dtype"])]
     return Engine(argv, name, socket)
 
 
 def _vllm(
-    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
     name, socket = str(config["endpoint"]), folder / "engine.sock"
-    argv = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", model.base]
+    argv = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
     argv += ["--uds", str(socket), "--tensor-parallel-size", str(gpus)]
     argv += ["--dtype", str(config["dtype"])]
     # The base must have another name than the adapter: its own would be answered by the base.
@@ -123,13 +124,13 @@ def _vllm(
 
 
 def _sglang(
-    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
     name, settings = str(config["endpoint"]), folder / "sglang.yaml"
     # In a file: arguments of a process are open to everybody on the node. JSON is YAML.
     files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
     argv = [_python(config), "-m", "sglang.launch_server", "--config", str(settings)]
-    argv += ["--model-path", model.base, "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--model-path", str(model.base), "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--served-model-name", name, "--tp-size", str(gpus), "--dtype", str(config["dtype"])]
     if not model.adapter:
         return Engine(argv, name, None, port, key)

@@ -8,7 +8,6 @@ node; it listens on 127.0.0.1.
 import argparse
 import asyncio
 import os
-import signal
 import socket
 import sys
 import time
@@ -67,10 +66,7 @@ async def run(folder: Path, port: int, host: str) -> int:
     keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
     pool = backends.Pool(folder)
     pool.refresh()
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    ended = backends.stop_event()
     idle_s = 60 * float(settings["scale_idle_minutes"])
     scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
     proxy = Gateway(settings, keys, pool, scaler)
@@ -79,8 +75,8 @@ async def run(folder: Path, port: int, host: str) -> int:
     try:
         await web.TCPSite(runner, host, port, backlog=1024).start()
     except OSError as error:
-        words = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
-        print(f"error: {words}: leave --port out, or choose another", file=sys.stderr)
+        reason = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
+        print(f"error: {reason}: leave --port out, or choose another", file=sys.stderr)
         return 1
     url = f"http://{host}:{runner.addresses[0][1]}"
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
@@ -108,9 +104,7 @@ async def run(folder: Path, port: int, host: str) -> int:
             await asyncio.wait_for(ended.wait(), 0.5)
         except TimeoutError:
             continue
-    deadline = time.monotonic() + 20
-    while proxy.metrics.in_flight and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
+    await proxy.drained()
     await runner.cleanup()
     if _is_of(folder, facts):
         (folder / GATEWAY).unlink(missing_ok=True)

@@ -42,10 +42,11 @@ COLUMNS = (
     "answer_tokens",
     "parameters",
 )
-# What people write; an id is none, however many digits it has.
+# What people write; an id is not redacted, even if it has the digits of a phone number.
 _TEXTS = {"messages", "answer", "answers", "parameters"}
-_NUMBERS = {"time", "latency_s", "first_token_s"}
-_WHOLE = {"status", "prompt_tokens", "answer_tokens"}
+# The Arrow types of columns that are no text.
+_TYPES = dict.fromkeys(("time", "latency_s", "first_token_s"), "double")
+_TYPES |= dict.fromkeys(("status", "prompt_tokens", "answer_tokens"), "int64") | {"stream": "bool"}
 
 
 class Journal:
@@ -183,22 +184,23 @@ def _write(target: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = {}
-    for name in COLUMNS:
-        values = [row.get(name) for row in rows]
-        if name in _NUMBERS:
-            columns[name] = pa.array(values, pa.float64())
-        elif name in _WHOLE:
-            columns[name] = pa.array(values, pa.int64())
-        elif name == "stream":
-            columns[name] = pa.array(values, pa.bool_())
-        else:
-            texts = [v if isinstance(v, str) or v is None else json.dumps(v) for v in values]
-            columns[name] = pa.array(texts, pa.string())
+    schema = pa.schema([(name, _TYPES.get(name, "string")) for name in COLUMNS])
+    lines = [{name: _value(row, name) for name in COLUMNS} for row in rows]
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    pq.write_table(pa.table(columns), temporary)
+    pq.write_table(pa.Table.from_pylist(lines, schema), temporary)
     os.chmod(temporary, 0o600)
     os.replace(temporary, target)
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """Return a value as Parquet has it: a text column holds other values as JSON."""
+    value = row.get(name)
+    return value if name in _TYPES else as_text(value)
+
+
+def as_text(value: Any) -> str | None:
+    """Return a text as it is, and another value as JSON."""
+    return value if isinstance(value, str) or value is None else json.dumps(value)
 
 
 def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
@@ -244,9 +246,4 @@ def _living(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("journal-*.jsonl")):
         with suppress(FileNotFoundError):
             for row in rows_of(path):
-                row = {name: row.get(name) for name in COLUMNS} | row
-                for name in ("messages", "answers", "parameters"):
-                    value = row.get(name)
-                    texts = value is None or isinstance(value, str)
-                    row[name] = value if texts else json.dumps(value)
-                yield row
+                yield {name: _value(row, name) for name in COLUMNS}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from serving.engines import Model
 from serving.request import CHAT, BadRequest, prompts, stops
 
 # For the log only: who asks, and why.
@@ -244,19 +245,15 @@ def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
         name: what the engine calls its model.
         schema: the engine's own /openapi.json, None if it has none.
     """
-    model = Path(str(config["model"]))
-    adapter = files.read_json_or_none(model / "adapter_config.json")
-    base = Path(str(adapter["base_model_name_or_path"])) if isinstance(adapter, dict) else model
-    engine = str(config["engine"])
-    read = (files.read_json_or_none(base / f"{each}.json") for each in _FILES)
+    model, engine = Path(str(config["model"])), str(config["engine"])
+    base = Model.of(model).base
+    names = ("config.json", "generation_config.json")
+    read = (files.read_json_or_none(base / each) for each in names)
     facts, defaults = (each if isinstance(each, dict) else {} for each in read)
     arguments = [str(each) for each in config.get("engine_args") or []]
     batching = engine == "transformers" and "--continuous-batching" in arguments
-    names = None if engine == "transformers" else names_of(schema)
-    return Takes(engine, name, names, facts, defaults, _template(model, base), batching)
-
-
-_FILES = ("config", "generation_config")
+    known = None if engine == "transformers" else names_of(schema)
+    return Takes(engine, name, known, facts, defaults, _template(model, base), batching)
 
 
 def _template(*folders: Path) -> str | None:

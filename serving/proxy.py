@@ -224,6 +224,12 @@ class Proxy:
             self.metrics.ended(row)
             self.ended(asked, row)
 
+    async def drained(self) -> None:
+        """Wait until no request is in flight, at most 20 s."""
+        deadline = time.monotonic() + 20
+        while self.metrics.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
     def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
         """Do what is left to do for a request that has ended."""
 

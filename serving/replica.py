@@ -90,10 +90,7 @@ class Replica:
 
         from serving.front import Front
 
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ended.set)
+        ended = backends.stop_event()
         journal = Journal(
             self.endpoint / endpoints.REQUESTS,
             float(self.config["log_share"]),
@@ -160,9 +157,10 @@ class Replica:
             # With 0 the kernel chooses a free one.
             await site(runner, "0.0.0.0" if node else host, port).start()
         except OSError as error:
-            why = os.strerror(error.errno or 0)
-            words = f"port {port} of {socket.gethostname()} cannot be opened ({why})"
-            raise ServeError(f"{words}: leave port out, or choose another") from None
+            raise ServeError(
+                f"port {port} of {socket.gethostname()} cannot be opened "
+                f"({os.strerror(error.errno or 0)}): leave port out, or choose another"
+            ) from None
         self.url = f"http://{host}:{runner.addresses[0][1]}"
 
     def _tell(self, proxy: Any) -> bool:
@@ -220,7 +218,7 @@ class Replica:
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         deadline = time.monotonic() + float(self.config["start_timeout_s"])
-        told = 0.0
+        written = 0.0
         while not ended.is_set() and not (self.run_dir / files.STOP).exists():
             if self.process.returncode is not None:
                 code = self.process.returncode
@@ -235,8 +233,8 @@ class Replica:
                 raise ServeError(
                     f"the engine was not healthy within {limit} s: raise start_timeout_s"
                 )
-            if time.monotonic() - told > backends.BEAT_S:
-                told = time.monotonic()
+            if time.monotonic() - written > backends.BEAT_S:
+                written = time.monotonic()
                 self._tell(None)
             await asyncio.sleep(0.3)
 
@@ -258,9 +256,7 @@ class Replica:
         """Let the requests that are under way end; new ones find another replica."""
         self.state = "draining"
         self._tell(proxy)
-        deadline = time.monotonic() + 20
-        while proxy.metrics.in_flight and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        await proxy.drained()
 
     async def _end_engine(self) -> None:
         if self.pool.backend.session is not None:
@@ -275,12 +271,8 @@ class Replica:
             await self.process.wait()
 
 
-_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} | {
-    "MASTER_PORT",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "TORCHELASTIC_RUN_ID",
-}
+_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
+_OF_TORCHRUN |= {"MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID"}
 
 
 def _asked_at(run_dir: Path) -> float:
@@ -299,8 +291,7 @@ def _free_port() -> int:
 
 def _tokenizer(model: Path) -> tuple[Any, int | None]:
     """Return what counts a text's tokens, and how many the model takes; None if nobody knows."""
-    adapter = files.read_json_or_none(model / "adapter_config.json")
-    base = Path(str(adapter["base_model_name_or_path"])) if isinstance(adapter, dict) else model
+    base = engines.Model.of(model).base
     settings = files.read_json_or_none(base / "config.json")
     limit = (settings or {}).get("max_position_embeddings")
     if not (base / "tokenizer.json").is_file() or not isinstance(limit, int):
@@ -347,8 +338,8 @@ def main(arguments: list[str]) -> int:
         return 1
     if rank == 0:
         number = int(attempt) if attempt.isdigit() else 0
-        told = {"state": state, "attempt": number, "step": 0, "total_steps": 0}
-        files.write_json(run_dir / files.PROGRESS, {**told, "updated": time.time()})
+        progress = {"state": state, "attempt": number, "step": 0, "total_steps": 0}
+        files.write_json(run_dir / files.PROGRESS, {**progress, "updated": time.time()})
     return 0
 
 

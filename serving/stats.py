@@ -13,7 +13,7 @@ from typing import Any
 from runspec import endpoint as endpoints
 from runspec import since
 from serving import journal
-from serving.metrics import quantile
+from serving.metrics import per_token_s, quantile
 
 # Above these a population stability index means some, and much, change (Siddiqi, 2006).
 _SOME, _MUCH = 0.1, 0.25
@@ -39,9 +39,8 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
             tokens[kind] += row[kind] or 0
         if row["stream"] and row["first_token_s"] is not None:
             first_tokens.append(row["first_token_s"])
-            if (row["answer_tokens"] or 0) > 1:
-                rest = row["latency_s"] - row["first_token_s"]
-                per_token.append(rest / (row["answer_tokens"] - 1))
+            if (seconds := per_token_s(row)) is not None:
+                per_token.append(seconds)
         if training:
             asked.add(_last(row["messages"]))
             said.add(row["answer"] or "")
@@ -81,10 +80,7 @@ class Texts:
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float | None]:
-    return {name: quantile(values, share) for name, share in _SHARES}
-
-
-_SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+    return {f"p{percent}": quantile(values, percent / 100) for percent in (50, 95, 99)}
 
 
 def drift(before: Texts, now: Texts) -> dict[str, Any]:

@@ -23,7 +23,7 @@ FLOORS = [
     ["launcher.workflows"],
     ["launcher.cli", "launcher.__main__", "launcher"],
     ["datakit.errors", "datakit.openers", "datakit.recognisers", "datakit.text"],
-    ["datakit.inputs", "datakit.parquet", "datakit.progress"],
+    ["datakit.inputs", "datakit.job", "datakit.parquet", "datakit.progress"],
     ["datakit.databases", "datakit.hub", "datakit.tables"],
     ["datakit.formats", "datakit.expressions"],
     ["datakit.ingest"],

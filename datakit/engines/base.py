@@ -4,7 +4,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,24 @@ class Engine:
             with self.progress.part(name, lambda: seen / whole, rows, seen / whole):
                 self._run(left, done)
 
+    def map(
+        self, source: Path, target: Path, name: str, function: str, options: Mapping[str, Any]
+    ) -> None:
+        """Run an Arrow function, 'module:name', on each shard of a finished folder.
+
+        name: as of run.
+        """
+        tasks = [
+            Task(
+                "datakit.engines.tasks:map_shard",
+                str(target / path.relative_to(source)),
+                {"source": str(path), "function": function, "options": options},
+                rows,
+            )
+            for path, rows in _shard_rows(source).items()
+        ]
+        self.run(tasks, name)
+
     def key(self, text: Any) -> Any:
         """Return what is the same for the same text, for use within one query."""
         return text.hexdigest("md5")
@@ -102,7 +120,9 @@ class Engine:
             self._copy(table, temporary, None)
         _number(temporary, temporary)
         if not any(temporary.glob("*.parquet")):
-            _write_empty(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
+            import pyarrow.parquet as pq
+
+            pq.write_table(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
         count = mark(temporary)
         _publish(temporary, folder)
         self.progress.piece()
@@ -134,7 +154,7 @@ def finished(folder: Path) -> int | None:
     return int(found["rows"]) if isinstance(found, dict) else None
 
 
-def shard_rows(folder: Path) -> dict[Path, int]:
+def _shard_rows(folder: Path) -> dict[Path, int]:
     """Return the shards of a finished folder, in order, and how many rows each has."""
     counts = files.read_json(folder / DONE)["shards"]
     return {folder / name: int(counts[name]) for name in sorted(counts)}
@@ -172,12 +192,6 @@ def _number(source: Path, target: Path) -> None:
             path.unlink()
     for path in target.glob(".part-*.parquet"):
         os.rename(path, target / path.name[1:])
-
-
-def _write_empty(table: Any, path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    pq.write_table(table, path)
 
 
 def _publish(temporary: Path, folder: Path) -> None:

@@ -62,11 +62,10 @@ class DuckEngine(Engine):
         import duckdb
 
         target = str(folder).replace("'", "''")
-        how = f"PARTITION_BY ({partition})" if partition else "PER_THREAD_OUTPUT"
-        sql = f"COPY ({self.con.compile(table)}) TO '{target}' "
-        sql += f"(FORMAT parquet, {how}, FILE_SIZE_BYTES {_SHARD_BYTES})"
+        how = f"PER_THREAD_OUTPUT, FILE_SIZE_BYTES {_SHARD_BYTES}"
         if partition:
-            sql = sql.replace(f", FILE_SIZE_BYTES {_SHARD_BYTES}", "")
+            how = f"PARTITION_BY ({partition})"
+        sql = f"COPY ({self.con.compile(table)}) TO '{target}' (FORMAT parquet, {how})"
         folder.mkdir(exist_ok=True)
         folder.rmdir()
         try:
@@ -75,8 +74,7 @@ class DuckEngine(Engine):
             reason = str(error).splitlines()[0]
             raise DataError(
                 f"DuckDB: {reason}: set temp_dir= to a disk with more room (now "
-                f"{self._spill.parent})"
-                ", or memory= to more"
+                f"{self._spill.parent}), or memory= to more"
             ) from None
         folder.mkdir(exist_ok=True)
 

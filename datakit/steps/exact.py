@@ -15,24 +15,18 @@ def exact_duplicates(rows: Rows, work: Work) -> Rows:
     """
     names = work.options.get("columns") or ["text"]
     names = [names] if isinstance(names, str) else list(names)
-    rank = order(rows.table, work)
     if work.options.get("normalise"):
         options = {"columns": names, "ranks": _rank_column(work)}
-        made = work.map(rows, "keys", "datakit.steps.exact:normal_keys", options)
-        keys = made.table
-        rank = order(keys, work, "_rank")
+        keys = work.map(rows, "keys", "datakit.steps.exact:normal_keys", options).table
     else:
         key = _joined(rows.table, names, work.where)
         keys = rows.table.select("_id", _key=work.engine.key(key), **_ranked(rows.table, work))
-        rank = order(keys, work, "_rank")
+    rank = order(keys, work, "_rank")
     import ibis
 
     window = ibis.window(group_by=keys["_key"], order_by=[*rank, keys["_id"].asc()])
     winners = keys.select("_id", kept_id=keys["_id"].first().over(window))
-    work.remember("removed", winners.filter(winners["_id"] != winners["kept_id"]))
-    removed = work.engine.read(work.folder / "removed")
-    left = rows.table.anti_join(removed, "_id")
-    return rows.kept(left, rows.count - work.rows_of("removed"))
+    return work.without(rows, winners.filter(winners["_id"] != winners["kept_id"]))
 
 
 def order(table: Any, work: Work, name: str | None = None) -> list[Any]:
@@ -71,13 +65,13 @@ def normal_keys(table: Any, columns: list[str], ranks: str | None) -> Any:
 
     import pyarrow as pa
 
-    from datakit.text import texts, words_of
+    from datakit.text import split, texts
 
     keys = []
     parts = [texts(table, name) for name in columns]
-    for row in zip(*(words_of(part) for part in parts), strict=True):
-        told = "\x1f".join(" ".join(words) for words in row)
-        keys.append(hashlib.md5(told.encode(), usedforsecurity=False).hexdigest())
+    for row in zip(*(split(part).to_pylist() for part in parts), strict=True):
+        key = "\x1f".join(" ".join(words) for words in row)
+        keys.append(hashlib.md5(key.encode(), usedforsecurity=False).hexdigest())
     made = {"_id": table["_id"], "_key": pa.array(keys, pa.string())}
     if ranks:
         if ranks not in table.column_names:

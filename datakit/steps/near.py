@@ -45,12 +45,9 @@ def near_duplicates(rows: Rows, work: Work) -> Rows:
     work.notes["similar_pairs"] = work.rows_of("similar")
     groups = work.remember("groups", components(work, similar))
     if options.get("action") == "mark":
-        tagged = rows.table.left_join(groups.select(_id="node", near_group="label"), "_id").drop(
-            "_id_right"
-        )
         work.notes["rows_in_groups"] = work.rows_of("groups")
-        marked = rows.kept(tagged, rows.count)
-        return Rows(marked.table, marked.count, None, (*rows.tags, "near_group"))
+        tags = groups.select(_id="node", near_group="label")
+        return rows.kept(rows.table.left_join(tags, "_id").drop("_id_right"), rows.count)
     import ibis
 
     members = rows.table.inner_join(groups.select(_id="node", _group="label"), "_id")
@@ -58,9 +55,7 @@ def near_duplicates(rows: Rows, work: Work) -> Rows:
         group_by=members["_group"], order_by=[*order(members, work), members["_id"].asc()]
     )
     ranked = members.select("_id", kept_id=members["_id"].first().over(window))
-    removed = work.remember("removed", ranked.filter(ranked["_id"] != ranked["kept_id"]))
-    left = rows.table.anti_join(removed, "_id")
-    return rows.kept(left, rows.count - work.rows_of("removed"))
+    return work.without(rows, ranked.filter(ranked["_id"] != ranked["kept_id"]))
 
 
 def _candidates(work: Work, keys: Any) -> Any:

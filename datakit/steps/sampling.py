@@ -17,13 +17,12 @@ def mixture(rows: Rows, work: Work) -> Rows:
     """
     weights = {str(name): float(value) for name, value in work.options["weights"].items()}
     table = rows.table
-    found = work.engine.rows(table.group_by("source").agg(n=table.count()))
-    have = {row["source"]: row["n"] for row in found}
+    counts = work.engine.rows(table.group_by("source").agg(n=table.count()))
+    have = {row["source"]: row["n"] for row in counts}
     if unknown := [name for name in weights if name not in have]:
         raise DataError(
             f"{work.where}: no row is of the source {unknown[0]!r}{nearest(unknown[0], have)}; "
-            "there "
-            f"are {', '.join(sorted(have)) or 'none'}",
+            f"there are {', '.join(sorted(have)) or 'none'}",
             exit_code=2,
         )
     whole = sum(weights.values())
@@ -65,6 +64,4 @@ def _first(rows: Rows, work: Work, group: Any, best: list[Any], limit: Any) -> R
     table = rows.table
     window = ibis.window(group_by=group, order_by=[*best, table["_id"].asc()])
     placed = table.select("_id", _place=ibis.row_number().over(window), _limit=limit)
-    work.remember("removed", placed.filter(placed["_place"] >= placed["_limit"]).select("_id"))
-    left = table.anti_join(work.engine.read(work.folder / "removed"), "_id")
-    return rows.kept(left, rows.count - work.rows_of("removed"))
+    return work.without(rows, placed.filter(placed["_place"] >= placed["_limit"]).select("_id"))

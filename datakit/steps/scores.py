@@ -28,10 +28,9 @@ def language(rows: Rows, work: Work) -> Rows:
         )
     options = {"column": work.options.get("column", "text")}
     made = work.map(rows, "scored", "datakit.steps.scores:add_language", options)
-    counts = made.table.group_by("language").agg(n=made.table.count())
-    found = work.engine.rows(counts)
-    found.sort(key=lambda row: (-row["n"], row["language"]))
-    work.notes["languages"] = {row["language"]: row["n"] for row in found[:20]}
+    counts = work.engine.rows(made.table.group_by("language").agg(n=made.table.count()))
+    counts.sort(key=lambda row: (-row["n"], row["language"]))
+    work.notes["languages"] = {row["language"]: row["n"] for row in counts[:20]}
     return keep(made, work, made.table.language.isin(wanted))
 
 
@@ -44,9 +43,8 @@ def quality(rows: Rows, work: Work) -> Rows:
     """
     options = {"column": work.options.get("column", "text")}
     made = work.map(rows, "scored", "datakit.steps.scores:add_quality", options)
-    return keep(
-        made, work, between(made.table.quality_score, {"min": work.options.get("min", 0.6)})
-    )
+    least = {"min": work.options.get("min", 0.6)}
+    return keep(made, work, between(made.table.quality_score, least))
 
 
 # Arrow functions -----------------------------------------------------------------------------
@@ -60,12 +58,12 @@ def add_language(table: Any, column: str) -> Any:
     import py3langid.langid as langid
     import pyarrow as pa
 
-    from datakit.text import texts
+    from datakit.text import texts, with_column
 
     if _identifier is None:
         _identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
     found = [_identifier.classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
-    return _with(table, "language", pa.array(found, pa.string()))
+    return with_column(table, "language", pa.array(found, pa.string()))
 
 
 def add_quality(table: Any, column: str) -> Any:
@@ -74,7 +72,7 @@ def add_quality(table: Any, column: str) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from datakit.text import split, texts
+    from datakit.text import split, texts, with_column
 
     values = texts(table, column)
 
@@ -98,10 +96,4 @@ def add_quality(table: Any, column: str) -> Any:
         10 * count(r"(?m)^\s*[-*•]") < 3 * np.maximum(lines, 1),
     ]
     score = np.sum(met, axis=0) / len(met)
-    return _with(table, "quality_score", pa.array(score, pa.float64()))
-
-
-def _with(table: Any, name: str, values: Any) -> Any:
-    if name in table.column_names:
-        return table.set_column(table.column_names.index(name), name, values)
-    return table.append_column(name, values)
+    return with_column(table, "quality_score", pa.array(score, pa.float64()))

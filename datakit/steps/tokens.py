@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datakit.errors import DataError
+from datakit.formats import turns_of
 from datakit.rows import Rows, Work
 from datakit.steps.filters import between, keep
 
@@ -29,10 +30,8 @@ def tokens(rows: Rows, work: Work) -> Rows:
     options = {"folder": str(folder), "where": work.where}
     made = work.map(rows, "counted", "datakit.steps.tokens:count", options)
     figures = made.table.tokens
-    found = work.engine.one(
-        made.table.agg(sum=figures.sum(), least=figures.min(), most=figures.max())
-    )
-    work.notes["tokens_before"] = found
+    sums = made.table.agg(sum=figures.sum(), least=figures.min(), most=figures.max())
+    work.notes["tokens_before"] = work.engine.one(sums)
     return keep(made, work, between(figures, work.options))
 
 
@@ -46,28 +45,19 @@ def count(table: Any, folder: str, where: str) -> Any:
     import pyarrow as pa
     from jinja2 import TemplateError
 
-    from datakit.steps.scores import _with
+    from datakit.text import with_column
 
     if folder not in _loaded:
         _loaded[folder] = _load(Path(folder))
     tokenizer, template, special = _loaded[folder]
     texts = []
     for row in table.select(["_id", "prompt", "answer", "messages"]).to_pylist():
-        if row["messages"]:
-            turns = json.loads(row["messages"])
-        elif row["prompt"] is None:
-            texts.append(row["answer"])
-            continue
-        else:
-            turns = [
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": row["answer"]},
-            ]
-        if template is None:
+        turns = turns_of(row)
+        if template is None or (row["prompt"] is None and not row["messages"]):
             texts.append("\n".join(turn["content"] for turn in turns))
             continue
         try:
-            told = template.render(
+            text = template.render(
                 messages=turns,
                 add_generation_prompt=False,
                 tools=None,
@@ -79,9 +69,9 @@ def count(table: Any, folder: str, where: str) -> Any:
                 f"{where}: row {row['_id']}: the chat template refuses it: {error}: filter "
                 "such rows"
             ) from None
-        texts.append(told)
-    found = tokenizer.encode_batch_fast(texts, add_special_tokens=template is None)
-    return _with(table, "tokens", pa.array([len(each.ids) for each in found], pa.int64()))
+        texts.append(text)
+    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=template is None)
+    return with_column(table, "tokens", pa.array([len(each.ids) for each in encoded], pa.int64()))
 
 
 def _load(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
