@@ -1,8 +1,8 @@
-"""Formats of records: each becomes prompt and answer, and the whole conversation where it has more.
+"""Formats of records: each becomes prompt and answer, and a conversation if it has more messages.
 
-A row of the kit: prompt and answer are texts; messages is the conversation as JSON, null if it is
-just the prompt as the user's message and the answer as the assistant's; rejected is the worse
-answer of a preference pair. A plain text is an answer without a prompt.
+A row of the kit: prompt and answer are texts; messages is the conversation as JSON, null if it
+consists of the prompt as the user's message and the answer as the assistant's; rejected is the
+worse answer of a preference pair. A plain text is an answer without a prompt.
 """
 
 import json
@@ -27,7 +27,7 @@ _ROLES = {
 
 
 class Content(NamedTuple):
-    """What a record says."""
+    """The content of a record."""
 
     prompt: str | None
     answer: str
@@ -85,7 +85,7 @@ def _text(record: Mapping[str, Any], column: str, optional: bool = False) -> str
 
 
 def _sound(value: str, column: str) -> str:
-    """Refuse half of a surrogate pair, which JSON's escapes can hold and no file can."""
+    """Refuse half of a surrogate pair, which JSON's escapes allow and UTF-8 does not."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -116,7 +116,7 @@ def _turns(record: Mapping[str, Any], column: str, role: str, content: str) -> l
 
 
 def _content(value: Any, number: int, column: str) -> str:
-    """The text of a message; OpenAI's parts of type text are put together."""
+    """Return the text of a message; OpenAI's parts of type text are joined."""
     if isinstance(value, list):
         parts = [part.get("text") for part in value if isinstance(part, Mapping)]
         if len(parts) != len(value) or not all(isinstance(part, str) for part in parts):
@@ -140,7 +140,7 @@ def _sharegpt(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
 def _messages(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
     turns = _turns(record, names["messages"], "role", "content")
     if names["answer"]:
-        # A log of requests holds the question as messages and the answer beside them.
+        # A log of requests has the question as messages, and the answer in another column.
         answer = _text(record, names["answer"])
         turns.append({"role": "assistant", "content": answer})
     return of_messages(turns)

@@ -147,12 +147,12 @@ def _kept(record: Mapping[str, Any], name: str, kind: str, no_null: bool) -> Any
 
 
 def _whole(value: Any) -> int:
-    found = int(value)
-    if isinstance(value, float | Decimal) and found != value:
+    number = int(value)
+    if isinstance(value, float | Decimal) and number != value:
         raise ValueError(value)
-    if not -(2**63) <= found < 2**63:
+    if not -(2**63) <= number < 2**63:
         raise OverflowError(value)
-    return found
+    return number
 
 
 def _text(value: Any) -> str:

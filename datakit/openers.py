@@ -1,4 +1,4 @@
-"""Opens files of sources: plain or compressed, whole, by lines or by blocks."""
+"""Opens files of sources, plain or compressed: complete, by lines or by blocks."""
 
 import bz2
 import codecs
@@ -68,7 +68,7 @@ def encoding_of(path: Path, given: object, where: str) -> str:
 
 
 def ends_lines_as_ascii(encoding: str) -> bool:
-    """Return whether a line ends at the byte of a newline, so that a file can be cut there."""
+    """Whether a line ends with the byte of a newline, so that a file can be split there."""
     return "a\n".encode(encoding).endswith(b"a\n")
 
 
@@ -79,7 +79,7 @@ def whole(block: Mapping[str, Any]) -> bytes:
 
 
 def lines(block: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the lines of a block, without their ends; as UTF-8 if they end in more than a byte."""
+    """Yield the lines of a block without line ends, as UTF-8 if a newline has several bytes."""
     begin, encoding = int(block.get("begin") or 0), str(block["encoding"])
     left = None if block.get("end") is None else int(block["end"]) - begin
     with _named(block["file"]), stream(str(block["file"])) as file:
@@ -111,11 +111,11 @@ def _named(file: object) -> Iterator[None]:
 
 
 def survey(path: Path, cut: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Read a file once: its SHA-256, and its blocks if it can be cut at lines.
+    """Read a file once: its SHA-256, and its blocks if it can be split at lines.
 
     Returns:
-        The hash, and blocks with begin, end (bytes), line (of the first, from 1) and lines (how
-        many).
+        The hash, and blocks with begin, end (bytes), line (number of the first, from 1) and lines
+        (their number).
     """
     digest = hashlib.sha256()
     blocks: list[dict[str, Any]] = []

@@ -134,7 +134,7 @@ def _write_delta_log(folder: Path, splits: Mapping[str, Any], name: str) -> None
     from deltalake import Schema
     from deltalake.transaction import AddAction, create_table_with_add_actions
 
-    parts = [(split, each) for split, found in splits.items() for each in found["files"]]
+    parts = [(split, each) for split, facts in splits.items() for each in facts["files"]]
     adds = [
         AddAction(
             path=str(Path(each["file"]).relative_to(DATA)),

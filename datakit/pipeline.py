@@ -136,17 +136,17 @@ def run(
 
 def _all_keep(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the kept columns of all sources and their kinds, which must agree."""
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     faults = []
     for source in config["sources"]:
         for name, kind in (source.get("keep") or {}).items():
-            if found.setdefault(name, kind) != kind:
+            if kinds.setdefault(name, kind) != kind:
                 faults.append(
-                    f"keep: {name!r} is {found[name]} in one source and {kind} in another"
+                    f"keep: {name!r} is {kinds[name]} in one source and {kind} in another"
                 )
     if faults:
         raise DataError(*faults, exit_code=2)
-    return found
+    return kinds
 
 
 def _ingest(
@@ -222,15 +222,15 @@ def _absolute(options: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 def _used_files(options: Mapping[str, Any], base: Path) -> list[str]:
     """Return the hashes of the files that a step reads: an evaluation set, a tokenizer."""
-    found = []
+    hashes = []
     named = options.get("against") or []
     for name in [named] if isinstance(named, str) else named:
-        found += [files.sha256(path) for path in sources.matches({"path": name}, base, "against")]
+        hashes += [files.sha256(path) for path in sources.matches({"path": name}, base, "against")]
     if options.get("tokenizer"):
         folder = Path(str(options["tokenizer"]))
         names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        found += [files.sha256(folder / name) for name in names if (folder / name).is_file()]
-    return found
+        hashes += [files.sha256(folder / name) for name in names if (folder / name).is_file()]
+    return hashes
 
 
 def _fingerprint(*parts: Any) -> str:
@@ -252,7 +252,7 @@ def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]
     # The range lets an engine leave out whole files.
     near = table["_id"].between(min(wanted), max(wanted))
     both = engine.rows(table.filter(near & table["_id"].isin(wanted)))
-    found = [row for row in both if row["_id"] in by_id]
+    before_removal = [row for row in both if row["_id"] in by_id]
     if kept:
         texts = {row["_id"]: _short(row) for row in both}
         for row in chosen:
@@ -260,7 +260,7 @@ def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]
     extra = ("_id", "messages", "rejected", "prompt", "answer")
     return [
         {**_short_row(row, extra), **{k: v for k, v in by_id[row["_id"]].items() if k != "_id"}}
-        for row in sorted(found, key=lambda row: int(row["_id"]))
+        for row in sorted(before_removal, key=lambda row: int(row["_id"]))
     ]
 
 
@@ -271,14 +271,14 @@ def _changed(engine: Engine, before: Rows, after: Rows, name: str) -> list[dict[
     old = before.table.select("_id", _prompt="prompt", _answer="answer")
     both = after.table.inner_join(old, "_id")
     prompt = both.prompt.fill_null("") != both["_prompt"].fill_null("")
-    found = both.filter(prompt | (both.answer != both["_answer"])).order_by("_id").limit(3)
+    rows = both.filter(prompt | (both.answer != both["_answer"])).order_by("_id").limit(3)
     return [
         {
             "id": row["_id"],
             "before": _short({"prompt": row["_prompt"], "answer": row["_answer"]}),
             "after": _short(row),
         }
-        for row in engine.rows(found)
+        for row in engine.rows(rows)
     ]
 
 
@@ -303,8 +303,8 @@ def _shown(samples: list[dict[str, Any]]) -> str:
 
 def versions(engine: Engine) -> dict[str, str]:
     """Return what made the rows: engine and packages."""
-    found = engine.versions()
+    packages = engine.versions()
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            packages[name] = importlib.metadata.version(name)
+    return packages

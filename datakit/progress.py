@@ -64,16 +64,16 @@ class Progress:
         began, ended = time.monotonic(), threading.Event()
 
         def look() -> None:
-            said = began
+            reported = began
             while not ended.wait(min(_EVERY_S, _SAID_EVERY_S)):
-                found = share()
-                if found is None or ended.is_set():
+                done = share()
+                if done is None or ended.is_set():
                     continue
                 now = time.monotonic()
-                self._part = _figures(f"{self._name} {name}", of, found, first, now - began)
+                self._part = _figures(f"{self._name} {name}", of, done, first, now - began)
                 self.write("running")
-                if now - said >= _SAID_EVERY_S:
-                    said = now
+                if now - reported >= _SAID_EVERY_S:
+                    reported = now
                     self._say(_line(self._part))
 
         watching = threading.Thread(target=look, daemon=True)

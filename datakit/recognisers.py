@@ -44,8 +44,8 @@ _DOMAIN = re.compile(
 
 
 def _secrets(text: str, regions: Sequence[str]) -> Iterator[Span]:
-    for found in _SECRET.finditer(text):
-        yield found.span()
+    for match in _SECRET.finditer(text):
+        yield match.span()
 
 
 def _emails(text: str, regions: Sequence[str]) -> Iterator[Span]:
@@ -84,11 +84,11 @@ _ISSUER = re.compile(
 def _ibans(text: str, regions: Sequence[str]) -> Iterator[Span]:
     from stdnum import iban
 
-    for found in _IBAN.finditer(text):
-        begin = found.start()
+    for match in _IBAN.finditer(text):
+        begin = match.start()
         # Each end of a group is tried: words may follow an IBAN, and its country says its length.
-        for word in _WORD.finditer(found.group(1)):
-            plain = "".join(_WORD.findall(found.group(1)[: word.end()]))
+        for word in _WORD.finditer(match.group(1)):
+            plain = "".join(_WORD.findall(match.group(1)[: word.end()]))
             if 15 <= len(plain) <= 34 and iban.is_valid(plain, check_country=False):
                 yield begin, begin + word.end()
                 break
@@ -97,10 +97,10 @@ def _ibans(text: str, regions: Sequence[str]) -> Iterator[Span]:
 def _cards(text: str, regions: Sequence[str]) -> Iterator[Span]:
     from stdnum import ean, luhn
 
-    for found in _CARD.finditer(text):
-        if len(found.group()) < 13 or _ACCOUNT.search(text, max(found.start() - 5, 0), found.end()):
+    for match in _CARD.finditer(text):
+        if len(match.group()) < 13 or _ACCOUNT.search(text, max(match.start() - 5, 0), match.end()):
             continue
-        groups = list(re.finditer("[0-9]+", found.group()))
+        groups = list(re.finditer("[0-9]+", match.group()))
         for first, last in _windows([len(each.group()) for each in groups], 13, 19):
             part = groups[first : last + 1]
             # Printed in groups of four, or of 4, 6 and 5; other groups are numbers side by side.
@@ -113,7 +113,7 @@ def _cards(text: str, regions: Sequence[str]) -> Iterator[Span]:
             if len(digits) == 13 and ean.is_valid(digits):
                 continue
             if _ISSUER.fullmatch(digits) and luhn.is_valid(digits):
-                yield found.start() + part[0].start(), found.start() + part[-1].end()
+                yield match.start() + part[0].start(), match.start() + part[-1].end()
                 break
 
 
@@ -167,14 +167,14 @@ _NO_PHONE = re.compile(
 
 
 def _phones(text: str, regions: Sequence[str]) -> Iterator[Span]:
-    for found in _RUN.finditer(text):
-        begin = found.start()
+    for match in _RUN.finditer(text):
+        begin = match.start()
         before = text[max(begin - 28, 0) : begin]
         called = bool(_CALLED.search(before))
-        if not called and not _LIKELY.search(found.group()):
+        if not called and not _LIKELY.search(match.group()):
             continue
-        if called or not _NO_PHONE.search(before) or "+" in found.group()[:2]:
-            groups = list(_GROUP.finditer(text, begin, found.end()))
+        if called or not _NO_PHONE.search(before) or "+" in match.group()[:2]:
+            groups = list(_GROUP.finditer(text, begin, match.end()))
             for part in _undated(text, groups):
                 yield from _phones_of(text, part, called and part[0].start() <= begin + 2, regions)
 
@@ -184,7 +184,7 @@ def _undated(text: str, groups: Sequence[re.Match[str]]) -> Iterator[list[re.Mat
     begin, end = groups[0].start(), groups[-1].end()
     others = [pattern.finditer(text, begin, end) for pattern in (_DATE, _IP, _ZIP_CODE)]
     others.append(_ACCOUNT.finditer(text, max(begin - 5, 0), end))
-    taken = [found.span() for each in others for found in each]
+    taken = [match.span() for each in others for match in each]
     part: list[re.Match[str]] = []
     for group in groups:
         if not any(one <= group.start() < other for one, other in taken):
@@ -330,20 +330,20 @@ def find(
         regions: ISO 3166 codes of the countries whose phone numbers count without a country code.
         kinds: those that the text may hold.
     """
-    found: list[tuple[int, int, str]] = []
+    findings: list[tuple[int, int, str]] = []
     for kind, finder in _FINDERS.items():
         for begin, end in finder(text, regions) if kind in kinds else ():
-            if all(end <= one or other <= begin for one, other, _ in found):
-                found.append((begin, end, kind))
-    return sorted(found)
+            if all(end <= one or other <= begin for one, other, _ in findings):
+                findings.append((begin, end, kind))
+    return sorted(findings)
 
 
 def replaced(
-    text: str, found: Sequence[tuple[int, int, str]], make: Callable[[str, str], str]
+    text: str, findings: Sequence[tuple[int, int, str]], make: Callable[[str, str], str]
 ) -> str:
     """Return the text with each finding as make(kind, value) writes it."""
     parts, place = [], 0
-    for begin, end, kind in found:
+    for begin, end, kind in findings:
         parts += [text[place:begin], make(kind, text[begin:end])]
         place = end
     return "".join([*parts, text[place:]])
@@ -360,8 +360,8 @@ def hidden(text: str) -> str:
 def hidden_json(text: str) -> str:
     """As hidden, for JSON that may be broken: its escapes are read first, as a part of no word."""
 
-    def character(found: re.Match[str]) -> str:
-        code = int(found.group(1) or "20", 16)
+    def character(match: re.Match[str]) -> str:
+        code = int(match.group(1) or "20", 16)
         return "\ufffd" if 0xD800 <= code < 0xE000 else chr(code)
 
     return hidden(_ESCAPE.sub(character, text))

@@ -69,8 +69,8 @@ def _written_lengths(version: Path) -> dict[int, int]:
 
     values = _written(version, ["characters"])["characters"].to_numpy()
     # Exact for whole numbers: the exponent of a float is the place of the highest bit.
-    found, counts = np.unique(np.frexp((values + 1).astype(float))[1] - 1, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    exponents, counts = np.unique(np.frexp((values + 1).astype(float))[1] - 1, return_counts=True)
+    return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
 
 
 def _first_rows(version: Path) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def _counts(
 
     first = made.start.table
     kept = [name for name in first.columns[6:] if first[name].type().is_string()]
-    found = []
+    tables = []
     for name in [*(each for each in _COUNTED if each in columns), *kept]:
         counted = pc.value_counts(_written(version, [name])[name]).to_pylist()
         after = {str(each["values"]): int(each["counts"]) for each in counted}
@@ -125,8 +125,8 @@ def _counts(
         before = _values(engine, first, name) if name in first.columns else {}
         ordered = sorted(after, key=lambda value: (-after[value], value))[:_MOST_VALUES]
         rows = [(value, before.get(value), after[value]) for value in ordered]
-        found.append({"column": name, "rows": rows, "whole": sum(after.values()) or 1})
-    return found
+        tables.append({"column": name, "rows": rows, "whole": sum(after.values()) or 1})
+    return tables
 
 
 def _values(engine: Engine, table: Any, name: str) -> dict[str, int]:

@@ -39,7 +39,7 @@ def find(
         DataError: a source is missing, empty or of no known type; all faults at once.
     """
     faults: list[str] = []
-    found: list[Input] = []
+    inputs: list[Input] = []
     encodings: dict[str, str] = {}
     for number, source in enumerate(config["sources"]):
         name = source_name(source, number)
@@ -47,18 +47,18 @@ def find(
         try:
             kind = source_type(source)
             if kind in tables.READERS:
-                found += _of_table(kind, source, name, base, store / name, where)
+                inputs += _of_table(kind, source, name, base, store / name, where)
             elif kind == "sql":
                 first = limit is not None or source.get("max_rows") is not None
-                found += databases.ranges(source, name, where, first)
+                inputs += databases.ranges(source, name, where, first)
             elif kind == "hub":
-                found += hub.copied(source, name, store / name, where, limit, say)
+                inputs += hub.copied(source, name, store / name, where, limit, say)
             else:
                 for each in _files(source, name, base, where):
                     if each.type != "parquet":
                         given = source.get("encoding")
                         encodings[each.file] = openers.encoding_of(Path(each.file), given, where)
-                    found.append(each)
+                    inputs.append(each)
         except DataError as error:
             faults += error.faults
         except OSError as error:
@@ -73,7 +73,7 @@ def find(
         return _surveyed(replace(each, number=number), encodings.get(each.file), limit)
 
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(surveyed, enumerate(found)))
+        return list(pool.map(surveyed, enumerate(inputs)))
 
 
 def _of_table(
@@ -138,19 +138,19 @@ def matches(source: Mapping[str, Any], base: Path, where: str) -> list[Path]:
     if path.is_dir():
         packed = ("", ".gz", ".bz2", ".xz", ".zst")
         names = tuple(suffix + end for suffix in _SUFFIXES for end in packed)
-        found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(names))
-        found = [p for p in found if not p.name.startswith((".", "_"))]
-        if not found:
+        paths = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(names))
+        paths = [p for p in paths if not p.name.startswith((".", "_"))]
+        if not paths:
             raise DataError(f"{where}: the folder {path} holds no file of {', '.join(_SUFFIXES)}")
-        return found
+        return paths
     if path.is_file():
         return [path]
-    found = sorted(Path(each) for each in glob.glob(str(path), recursive=True))
-    found = [each for each in found if each.is_file()]
-    if not found:
+    paths = sorted(Path(each) for each in glob.glob(str(path), recursive=True))
+    paths = [each for each in paths if each.is_file()]
+    if not paths:
         what = "no file fits the pattern" if glob.has_magic(str(path)) else "there is no file"
         raise DataError(f"{where}: {what} {path}: fix path of the source")
-    return found
+    return paths
 
 
 def tasks(

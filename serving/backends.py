@@ -1,4 +1,4 @@
-"""The replicas behind an endpoint as a gateway knows them, and which of them gets a request."""
+"""The replicas behind an endpoint, and the choice of one for a request."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ import aiohttp
 
 from runspec import endpoint
 
-# A replica that has just failed is asked last for so long.
+# For how long a replica that has failed is asked last.
 BEAT_S = 3.0
 
 
@@ -20,7 +20,7 @@ BEAT_S = 3.0
 class Backend:
     """One replica, or an engine: its address, what it serves, and how busy this process keeps it.
 
-    key: what it asks for, None for the key of the endpoint.
+    key: its own API key, None for the key of the endpoint.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Pool:
         """Read the replicas' files: new ones are used, draining ones get no more requests.
 
         Returns:
-            Those that are known no more: their file is gone, or not renewed.
+            Replicas whose file was removed or is not renewed.
         """
         self.shares = endpoint.shares(self.folder)
         present = {}
@@ -71,10 +71,10 @@ class Pool:
         return gone
 
     async def dismiss(self, gone: list[Backend]) -> None:
-        """End the connections to replicas that are gone, so that their requests go elsewhere.
+        """Close the connections to replicas that are gone, so that their requests go elsewhere.
 
-        A node that is lost closes no connection: what waits for it would wait until its timeout.
-        One whose file is only not renewed, as on a filesystem that hangs, may still answer.
+        A lost node closes no connection: its requests would wait until their timeout. A replica
+        whose file is not renewed because a filesystem hangs may still answer.
         """
         for backend in gone:
             if endpoint.replica_file(self.folder, backend.name).exists() and await answers(backend):
@@ -99,7 +99,7 @@ class Pool:
 
 
 def connections(backend: Backend) -> aiohttp.ClientSession:
-    """Return the connections to a backend; they are kept open."""
+    """Return the session of a backend, which keeps connections open."""
     if backend.session is None:
         kind = aiohttp.UnixConnector if backend.socket else aiohttp.TCPConnector
         place: dict[str, Any] = {"path": backend.socket} if backend.socket else {}
@@ -110,7 +110,7 @@ def connections(backend: Backend) -> aiohttp.ClientSession:
 
 
 async def answers(backend: Backend) -> bool:
-    """Whether a replica, or an engine, says that it is healthy."""
+    """Whether a replica or an engine reports that it is healthy."""
     try:
         timeout = aiohttp.ClientTimeout(total=5)
         async with connections(backend).get(f"{backend.url}/health", timeout=timeout) as answer:

@@ -1,8 +1,7 @@
-"""Ask an endpoint, once or for a whole file: python -m serving.client FOLDER [options]
+"""Sends one request, or one for each line of a file: python -m serving.client FOLDER [options]
 
-A file is asked with many requests in flight. Answers are written in the order of the questions; a
-second start goes on after the last one that is written. A request that fails is tried again, at the
-endpoint's address of that moment.
+For a file many requests are in flight. Answers are written in the order of the lines; a second
+start continues after the last one. A failed request is retried, at the endpoint's current address.
 """
 
 import argparse
@@ -22,9 +21,9 @@ from runspec import files
 from serving.answers import message_of
 from serving.request import OF_A_LINE
 
-# An engine that is started again may take so long.
+# How long an engine may take to restart.
 _PATIENCE_S = 120.0
-# What another try cannot change.
+# Status codes that a retry cannot change.
 _FINAL = {400, 401, 403, 404, 405, 413, 415, 422}
 
 
@@ -33,11 +32,11 @@ class Refused(Exception):
 
 
 class BrokenOff(Refused):
-    """A stream ended before its answer did; what came of it is printed already."""
+    """A stream ended before its answer was complete; the part that arrived is printed."""
 
 
 class Client:
-    """Asks an endpoint; its address is read again before every try."""
+    """Sends requests to an endpoint, whose address is read again before every try."""
 
     def __init__(self, folder: Path | None, url: str | None, key: str) -> None:
         self.folder, self.given, self.key = folder, url, key
@@ -48,10 +47,10 @@ class Client:
         if self.given is not None:
             return self.given.removesuffix("/v1")
         assert self.folder is not None
-        found = endpoints.address(self.folder)
-        if found is None:
+        address = endpoints.address(self.folder)
+        if address is None:
             raise Refused("nothing serves it now: see cookbook serve --list")
-        return found
+        return address
 
     async def ask(self, body: dict[str, Any], stream: bool = False) -> str:
         """Return an answer's text; print it as it comes if stream is set."""
@@ -86,7 +85,7 @@ class Client:
 
 
 def _far_off(retry_after: str | None) -> bool:
-    """Whether a server asks to wait longer than this client does, as at the end of a quota."""
+    """Whether Retry-After is longer than this client waits, as at the end of a quota."""
     return retry_after is not None and retry_after.isdigit() and int(retry_after) > _PATIENCE_S
 
 
@@ -96,7 +95,7 @@ async def _whole(answer: aiohttp.ClientResponse) -> str:
 
 
 async def _streamed(answer: aiohttp.ClientResponse) -> str:
-    """Print an answer as it comes, and return it; BrokenOff if a part of it is missing."""
+    """Print an answer as it arrives, and return it; BrokenOff if it is incomplete."""
     texts: list[str] = []
     try:
         async for line in answer.content:
@@ -118,7 +117,7 @@ async def _streamed(answer: aiohttp.ClientResponse) -> str:
 
 
 def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return the request of a line: messages, or a prompt or question; Refused if it has none."""
+    """Return the request for a line with messages, a prompt or a question, else raise Refused."""
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, dict):
@@ -136,7 +135,7 @@ def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
 async def batch(
     client: Client, source: Path, target: Path, settings: dict[str, Any], in_flight: int
 ) -> tuple[int, int]:
-    """Answer a file's lines in order; return how many are answered, and how many failed.
+    """Answer a file's lines in order; return the number of lines, and of failed ones.
 
     Raises:
         Refused: the file cannot be read, or the output belongs to other questions.
@@ -168,7 +167,7 @@ async def batch(
             answer = await tasks.pop(number)
             failed += answer["answer"] is None
             line = {"line": number + 1, "hash": rows[number][0], **answer}
-            # In order, and whole: what is written is not asked again.
+            # In order, and complete lines: written answers are not requested again.
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
     seconds = time.monotonic() - began
@@ -202,7 +201,7 @@ def _rows(source: Path, settings: dict[str, Any]) -> list[tuple[str, dict[str, A
 
 
 def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
-    """Return how many lines are answered; a line that was cut short, or failed, is removed."""
+    """Return the number of answered lines; an incomplete or failed line is removed."""
     if not target.exists():
         return 0
     kept: list[str] = []

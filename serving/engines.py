@@ -1,7 +1,7 @@
-"""The command of each engine, and where it listens; python -m serving.engines NAME: what it lacks.
+"""The command and address of each engine; python -m serving.engines NAME: its missing packages.
 
-An engine listens on a Unix socket in a private folder if it can: on a port of the node it would
-answer everybody on that node, without the key. SGLang takes no socket, and gets a key of its own.
+An engine listens on a Unix socket in a private folder if it can: on a port, every user of the node
+could use it without a key. SGLang has no option for a socket, and gets its own key.
 """
 
 import importlib.util
@@ -27,9 +27,9 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is started, what it calls its model, and its address: a socket or a port.
+    """The command of an engine, its name of the model, and its address: a socket or a port.
 
-    key: what it asks for, None for nothing.
+    key: its API key, None for none.
     """
 
     argv: list[str]
@@ -58,21 +58,21 @@ class Model:
 
 
 def missing(engine: str, python: str | None = None) -> str:
-    """Say what an engine lacks, "" if it can be started.
+    """Return a message about an engine's missing package, "" if it can be started.
 
     Args:
         python: the interpreter of the engine's environment; None for this one.
     """
     module, install = _NEEDS[engine]
     if python is None:
-        found = importlib.util.find_spec(module) is not None
+        installed = importlib.util.find_spec(module) is not None
     else:
         code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
         try:
-            found = subprocess.run([python, "-c", code], timeout=120).returncode == 0
+            installed = subprocess.run([python, "-c", code], timeout=120).returncode == 0
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"engine_python {python} cannot be started: {error}"
-    if found:
+    if installed:
         return ""
     where = f" in {python}" if python else ""
     return f"the engine {engine} needs the package {module}, which is not there{where}: {install}"
@@ -82,10 +82,10 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: 
     """Return an engine's command.
 
     Args:
-        folder: private to this user; the socket lies in it.
-        gpus: how many the engine may use.
-        port: a free one, for an engine that takes no socket.
-        key: an engine's own key, for the same.
+        folder: for the socket; private to this user.
+        gpus: number of GPUs for the engine.
+        port: a free port, for an engine without a socket.
+        key: the engine's own key, for an engine without a socket.
     """
     model = Model.of(Path(str(config["model"])))
     build = {"vllm": _vllm, "sglang": _sglang, "transformers": _transformers}[config["engine"]]
@@ -114,7 +114,7 @@ def _vllm(
     argv = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
     argv += ["--uds", str(socket), "--tensor-parallel-size", str(gpus)]
     argv += ["--dtype", str(config["dtype"])]
-    # The base must have another name than the adapter: its own would be answered by the base.
+    # The base and the adapter need different names, or the base would answer for the adapter.
     argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
     if model.adapter:
         rank = next((each for each in _VLLM_RANKS if each >= model.rank), _VLLM_RANKS[-1])
@@ -127,7 +127,7 @@ def _sglang(
     config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
     name, settings = str(config["endpoint"]), folder / "sglang.yaml"
-    # In a file: arguments of a process are open to everybody on the node. JSON is YAML.
+    # In a file, because every user of the node can read a process's arguments. JSON is YAML.
     files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
     argv = [_python(config), "-m", "sglang.launch_server", "--config", str(settings)]
     argv += ["--model-path", str(model.base), "--host", "127.0.0.1", "--port", str(port)]

@@ -1,4 +1,4 @@
-"""The front of an engine: it reads what is asked, logs it, and makes the answer of the engine's."""
+"""The front of an engine: it validates requests, logs them, and composes the engine's answers."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from serving.request import BadRequest, check, parsed, prompts
 
 
 class EngineError(Exception):
-    """An engine's answer that is no answer: its status and its message."""
+    """An error that an engine returned: its status and its message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -42,10 +42,11 @@ class Front(Proxy):
     """Answers requests by the one engine of its pool.
 
     Args:
-        takes: what the engine takes; a function, because the engine itself says it once it runs.
-        journal: where requests are logged.
-        count: how many tokens a text has, None if nobody knows; limit: what the model takes.
-        quotas: what users have asked today.
+        takes: the parameters of the engine; a function, because a running engine lists its own.
+        journal: the log of requests.
+        count: counts the tokens of a text, None if it is unknown.
+        limit: the model's context length in tokens.
+        quotas: the use of each user today.
     """
 
     behind_gateway = True
@@ -67,7 +68,7 @@ class Front(Proxy):
         self.count, self.limit = count, limit
 
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        """Read what is asked, log it, and answer it."""
+        """Validate a request, log it, and answer it."""
         if over := self._over_quota(asked.user):
             again = {"Retry-After": str(seconds_left())}
             return self.refuse(429, f"{asked.user}: {over}", headers=again)
@@ -80,7 +81,7 @@ class Front(Proxy):
         except BadRequest as error:
             return self.refuse(error.status, str(error), error.param)
         if asked.user != OWNER and self.quotas is not None:
-            # Now, so that many at the same time do not pass together.
+            # Before the answer, so that concurrent requests count against the quota.
             self.quotas.add(asked.user, 1, 0)
         if self.journal.wants(asked.id):
             self.journal.accepted(_row(asked, body, self.settings))
@@ -88,7 +89,7 @@ class Front(Proxy):
         return await self.counted(asked, self._composed(request, asked, plan, outcome), outcome)
 
     def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Log what came of a request, and count it for its user."""
+        """Log the outcome of a request, and count it for its user."""
         if self.journal.wants(asked.id):
             self.journal.answered(asked.id, row)
         if asked.user != OWNER and self.quotas is not None:
@@ -104,19 +105,19 @@ class Front(Proxy):
         if self.count is None or self.limit is None:
             return ""
         for text in _plain(asked):
-            # Short of the limit even if each byte were a token.
+            # Below the limit even if each byte were a token.
             if len(text.encode()) <= self.limit:
                 continue
             tokens = await asyncio.to_thread(self.count, text)
             if tokens > self.limit:
-                words = f"the request has {tokens:,} tokens, and the model takes {self.limit:,}"
-                return f"{words}: shorten it"
+                message = f"the request has {tokens:,} tokens, and the model takes {self.limit:,}"
+                return f"{message}: shorten it"
         return ""
 
     async def _composed(
         self, request: web.Request, asked: Asked, plan: Plan, outcome: Outcome
     ) -> web.StreamResponse:
-        """Ask the engine for each body of the plan, and make one answer of theirs."""
+        """Ask the engine for each body of the plan, and compose one answer."""
         backend = self.pool.choose(set())
         if backend is None:
             return self._named(asked, self.error(503, "no replica is ready: try again in a moment"))
@@ -150,8 +151,8 @@ class Front(Proxy):
             if sent is not None and sent.prepared:
                 break_off(request)
                 raise BrokenOff("the engine went away") from error
-            words = f"the engine does not answer ({type(error).__name__})"
-            return self._named(asked, self.error(503, words))
+            message = f"the engine does not answer ({type(error).__name__})"
+            return self._named(asked, self.error(503, message))
         finally:
             outcome.texts, outcome.usage = answers.texts, answers.usage
             outcome.pieces = answers.pieces
@@ -193,7 +194,7 @@ class Front(Proxy):
 
 
 class _Engine:
-    """Asks an engine for one request, with nothing of the client's but what was read."""
+    """Sends one request to an engine; nothing of the client's is passed on unread."""
 
     def __init__(
         self, backend: Backend, asked: Asked, timeout: aiohttp.ClientTimeout, key: str
@@ -256,12 +257,10 @@ def _check(status: int, text: bytes) -> None:
     if status == 200:
         return
     message = message_of(text)
-    if 400 <= status < 500 and status not in (401, 403, 404, 405):
+    if status == 503 or (400 <= status < 500 and status not in (401, 403, 404, 405)):
         raise EngineError(400 if status == 422 else status, message)
-    if status in (429, 503):
-        raise EngineError(status, message)
-    words = "answered with a redirect" if 300 <= status < 400 else f"answered {status}: {message}"
-    raise EngineError(500 if status >= 500 else 502, f"the engine {words}")
+    answer = "answered with a redirect" if 300 <= status < 400 else f"answered {status}: {message}"
+    raise EngineError(500 if status >= 500 else 502, f"the engine {answer}")
 
 
 async def _all(asked: Any) -> list[Any]:
@@ -313,18 +312,18 @@ def _ids(asked: Asked) -> dict[str, str]:
 
 
 def _plain(asked: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a request that have to fit into the model, each by itself."""
+    """Return the texts of a request that have to fit into the model's context, one by one."""
     messages = asked.get("messages")
     if messages is None:
         return [each if isinstance(each, str) else " ".join(map(str, each))
                 for each in prompts(asked)]  # fmt: skip
-    found = [json.dumps(asked["tools"], ensure_ascii=False)] if asked.get("tools") else []
+    texts = [json.dumps(asked["tools"], ensure_ascii=False)] if asked.get("tools") else []
     for message in messages:
         content = message.get("content") or ""
         parts = [content] if isinstance(content, str) else content
-        found += [each if isinstance(each, str) else each.get("text", "") for each in parts]
-        found += [json.dumps(message["tool_calls"])] if message.get("tool_calls") else []
-    return ["\n".join(found)]
+        texts += [each if isinstance(each, str) else each.get("text", "") for each in parts]
+        texts += [json.dumps(message["tool_calls"])] if message.get("tool_calls") else []
+    return ["\n".join(texts)]
 
 
 def _row(asked: Asked, body: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,18 +29,18 @@ _METHODS = {
     CHAT: ("POST",),
     COMPLETIONS: ("POST",),
 }
-# What a client learns of an answer's headers.
+# Headers of an answer that are passed on to the client.
 _OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
 ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
-# What a gateway tells a front; a front believes it of nobody else.
+# Headers from a gateway to a front, which ignores them from other clients.
 _OWN_ID, _OWN_USER = "X-Cookbook-Request-Id", "X-Cookbook-User"
-# A node that is lost refuses no connection, it is only silent.
+# A lost node does not refuse a connection, it only does not answer.
 CONNECT_S = 3
 _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
 
 
 class BrokenOff(ConnectionResetError):
-    """A replica went away when a part of its answer was passed on already."""
+    """A replica went away after a part of its answer was passed on."""
 
 
 class Pool(Protocol):
@@ -51,7 +51,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that may be passed on; its id is the log's own, client_id is the client's."""
+    """A request that may be passed on; id: the log's own, client_id: the client's."""
 
     path: str
     body: bytes
@@ -65,10 +65,10 @@ class Proxy:
 
     Args:
         settings: the values of the keys of `entry: serve`.
-        keys: what a request must bring one of.
+        keys: a request needs one of them.
     """
 
-    # Whether the endpoint's own key may be a gateway's, which tells the id and the user.
+    # Whether requests with the endpoint's own key may come from a gateway, with an id and a user.
     behind_gateway = False
 
     def __init__(
@@ -106,14 +106,14 @@ class Proxy:
     def error(
         self, status: int, message: str, param: str | None = None, headers: Any = None
     ) -> web.Response:
-        """Return an error in the form of OpenAI's protocol; a request that ends with it counts."""
+        """Return an error in the form of OpenAI's protocol, without counting it."""
         known = {"Retry-After": str(self.retry_s())} if status in (429, 503) else {}
         error = {"message": message, "type": _TYPES.get(status, "server_error"), "param": param}
         body = {"error": {**error, "code": status}}
         return web.json_response(body, status=status, headers={**known, **(headers or {})})
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one request, or say why not."""
+        """Answer one request, or refuse it with the reason."""
         path = normal(unquote(request.rel_url.raw_path))
         if path == "/health" and request.method in _METHODS[path]:
             return self._health()
@@ -126,8 +126,8 @@ class Proxy:
             known = ", ".join([CHAT, COMPLETIONS, _MODELS])
             return self.refuse(404, f"there is no {path} here: there are {known}")
         if request.method not in methods:
-            words = f"{path} takes {methods[0]}, not {request.method}"
-            return self.refuse(405, words, headers={"Allow": ", ".join(methods)})
+            message = f"{path} takes {methods[0]}, not {request.method}"
+            return self.refuse(405, message, headers={"Allow": ", ".join(methods)})
         if is_models:
             return self._models(path.removeprefix(_MODELS).strip("/"))
         if path == "/metrics":
@@ -135,7 +135,7 @@ class Proxy:
                 return self.refuse(403, "/metrics is for the endpoint's own key")
             text = self.metrics.text(str(self.settings["endpoint"]))
             return web.Response(text=text, content_type="text/plain")
-        return await self._taken(request, path, user)
+        return await self._accepted(request, path, user)
 
     def _health(self) -> web.Response:
         ok = self.ready() and self.available()
@@ -159,7 +159,7 @@ class Proxy:
         if not rate:
             return False
         now = time.monotonic()
-        # A second's worth may come at once.
+        # Bursts of one second's requests are allowed.
         self._allowed = min(max(1.0, rate), self._allowed + (now - self._refilled) * rate)
         self._refilled = now
         if self._allowed < 1:
@@ -167,13 +167,13 @@ class Proxy:
         self._allowed -= 1
         return False
 
-    async def _taken(self, request: web.Request, path: str, user: str) -> web.StreamResponse:
+    async def _accepted(self, request: web.Request, path: str, user: str) -> web.StreamResponse:
         """Read a request whose path is listed, and pass it on."""
         if self.metrics.in_flight >= int(self.settings["max_in_flight"]):
             return self.refuse(503, "too many requests at a time: try again in a moment")
         if self._over_rate():
-            words = f"more than {self.settings['rate_per_s']:g} requests per second"
-            return self.refuse(429, f"{words}: try again in a moment")
+            rate = f"{self.settings['rate_per_s']:g} requests per second"
+            return self.refuse(429, f"more than {rate}: try again in a moment")
         given = request.headers
         if "websocket" in given.get("Upgrade", "").lower():
             return self.refuse(400, "the connection cannot be upgraded: send a POST with JSON")
@@ -205,7 +205,7 @@ class Proxy:
     async def counted(
         self, asked: Asked, answering: Awaitable[web.StreamResponse], outcome: Outcome
     ) -> web.StreamResponse:
-        """Count a request while it is answered, and what came of it."""
+        """Count a request while it is answered, and its outcome."""
         self.metrics.began()
         try:
             response = await answering
@@ -231,7 +231,7 @@ class Proxy:
             await asyncio.sleep(0.1)
 
     def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Do what is left to do for a request that has ended."""
+        """Called when a request has ended, with the columns of the log."""
 
     def retry_s(self) -> int:
         """Return after how many seconds a request that was refused may be sent again."""
@@ -267,7 +267,7 @@ class Proxy:
                     if 300 <= answer.status < 400:
                         return self.error(502, "a replica answered with a redirect")
                     if answer.content_type != "text/event-stream":
-                        # Whole, in one packet; and one that breaks off is asked of another.
+                        # Not streamed: if it breaks off, another replica is asked.
                         body = await answer.read()
                         outcome.raw(body)
                         sent = web.Response(body=body)

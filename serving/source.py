@@ -1,10 +1,10 @@
-"""From the log of requests to a data source: python -m serving.source FOLDER TARGET [options]
+"""Converts the log of requests to a data source: python -m serving.source FOLDER TARGET [options]
 
 Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, with the
 answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
 the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
-earlier one, and a label takes the answer's place in messages. client_id in a line's place of
-request_id means all requests for which the client gave this id.
+earlier one, and a label replaces the answer in messages. A line with client_id instead of
+request_id applies to all requests with this id of the client.
 """
 
 import argparse

@@ -144,10 +144,10 @@ def _out_of_memory(log: str, logs: Path) -> dict[str, Any] | None:
     reports = {"": job_log.out_of_memory(log)}
     for path in sorted(logs.glob("node_*.log")):
         reports[path.stem.removeprefix("node_")] = job_log.out_of_memory(_tail(path))
-    found = [(number, *report) for number, report in reports.items() if report]
-    if not found:
+    known = [(number, *report) for number, report in reports.items() if report]
+    if not known:
         return None
-    number, line, node = next((report for report in found if report[2]), found[-1])
+    number, line, node = next((report for report in known if report[2]), known[-1])
     return {
         "host": node,
         "node_rank": int(number) if number.isdigit() and not node else None,

@@ -1,7 +1,7 @@
-"""A Spark of a job's own: python -m datakit.engines.cluster SETTINGS.yaml, once on each node.
+"""A Spark cluster in a job: python -m datakit.engines.cluster SETTINGS.yaml, once on each node.
 
-The first node runs the master, the driver and a worker; every other node runs a worker. All of them
-end with the driver, and each ends what it started. It needs HEAD_ADDR, NODE_RANK and LOGS.
+The first node runs the master, the driver and a worker; every other node runs a worker. They end
+with the driver, and each ends its processes. It needs HEAD_ADDR, NODE_RANK and LOGS.
 """
 
 import os
@@ -26,7 +26,7 @@ _START_S = 120
 
 def main() -> None:
     rank, logs = int(os.environ.get("NODE_RANK", "0")), Path(os.environ["LOGS"])
-    # srun's TERM must reach what this process has started.
+    # srun's TERM must also end the processes that this one has started.
     signal.signal(signal.SIGTERM, job.stop)
     settings, local = Path(sys.argv[1]), None
     try:
@@ -72,23 +72,23 @@ def _first(settings: Path, logs: Path, home: Path, local: Path) -> int:
 
 
 def _other(logs: Path, home: Path, local: Path, rank: int) -> int:
-    """Run a worker until the first node says that the driver has ended."""
+    """Run a worker until the first node reports that the driver has ended."""
     deadline = time.monotonic() + _START_S
-    while not (found := files.read_json_or_none(logs / _MASTER)):
+    while not (master := files.read_json_or_none(logs / _MASTER)):
         if time.monotonic() > deadline or (logs / _ENDED).exists():
             raise DataError(
                 f"the first node started no Spark master within {_START_S} s: see {logs}"
             )
         time.sleep(0.5)
-    worker = _worker(found["master"], logs, home, local, rank)
+    worker = _worker(master["master"], logs, home, local, rank)
     try:
         while not (logs / _ENDED).exists():
             if worker.poll() is not None:
-                # It is started again: its tasks run on the others meanwhile.
+                # It is restarted; meanwhile its tasks run on the others.
                 print(
                     f"Spark's worker ended with {worker.returncode}: starting another", flush=True
                 )
-                worker = _worker(found["master"], logs, home, local, rank)
+                worker = _worker(master["master"], logs, home, local, rank)
             time.sleep(1)
     finally:
         _end([worker])
@@ -142,7 +142,7 @@ def _wait_for_port(host: str, port: int, process: Any, log: Path) -> None:
 
 
 def _end(started: list[Any]) -> None:
-    """End processes and what they have started, the newest first."""
+    """End processes and their children, the newest first."""
     for process in reversed(started):
         _signal(process, signal.SIGTERM)
     deadline = time.monotonic() + 10

@@ -37,8 +37,8 @@ def decontaminate(rows: Rows, work: Work) -> Rows:
     names = work.options["against"]
     names = [names] if isinstance(names, str) else list(names)
     ngram = int(work.options.get("ngram", NGRAM))
-    found = [path for name in names for path in matches({"path": name}, work.base, work.where)]
-    texts = pa.array([text for path in found for text in _texts(path, work.where)], pa.string())
+    paths = [path for name in names for path in matches({"path": name}, work.base, work.where)]
+    texts = pa.array([text for path in paths for text in _texts(path, work.where)], pa.string())
     words = np.diff(split(texts).offsets.to_numpy())
     long, short = texts.filter(words >= ngram), texts.filter(words < ngram)
     hashes, _ = shingles(long, ngram)
@@ -111,15 +111,15 @@ def _texts(path: Path, where: str) -> list[str]:
             raise DataError(f"{where}.against: {path}: {error}: fix the file") from None
         return _strings(table[1:])
     if kind == "jsonl":
-        found = []
+        texts = []
         for number, line in enumerate(raw.splitlines(), 1):
             try:
-                found += _strings(json.loads(line)) if line.strip() else []
+                texts += _strings(json.loads(line)) if line.strip() else []
             except ValueError as error:
                 raise DataError(
                     f"{where}.against: {path}, line {number}: not JSON: {error}"
                 ) from None
-        return found
+        return texts
     return [line for line in raw.splitlines() if line.strip()]
 
 
@@ -156,8 +156,8 @@ def mark(table: Any, known: str, ngram: int, min_hits: int, longest: int) -> Any
         seen |= total[starts[1:]] - total[starts[:-1]] >= min_hits
     for name, rows, values in _parts(table):
         short = pc.less_equal(pc.utf8_length(values), longest)
-        found = np.isin(_hashes(plain(values.filter(short))), hashes[name])
-        seen[rows[short.to_numpy(zero_copy_only=False)][found]] = True
+        hits = np.isin(_hashes(plain(values.filter(short))), hashes[name])
+        seen[rows[short.to_numpy(zero_copy_only=False)][hits]] = True
     return table.append_column("_seen", pa.array(seen, pa.bool_()))
 
 

@@ -57,7 +57,7 @@ def mask(table: Any, actions: Mapping[str, str], regions: Sequence[str]) -> Any:
 
     whole = "|".join(SUSPECT.values())
     made = table
-    found: list[set[str]] = [set() for _ in range(len(table))]
+    seen: list[set[str]] = [set() for _ in range(len(table))]
     for name in ("prompt", "answer", "messages", "rejected"):
         column = table[name].cast(pa.string()).combine_chunks()
         suspect = pc.fill_null(pc.match_substring_regex(column, whole), False)
@@ -69,15 +69,15 @@ def mask(table: Any, actions: Mapping[str, str], regions: Sequence[str]) -> Any:
         }
         change = _masked_messages if name == "messages" else _masked
         values = [
-            change(text, actions, regions, {kind for kind in may if may[kind][place]}, found[row])
+            change(text, actions, regions, {kind for kind in may if may[kind][place]}, seen[row])
             for place, (row, text) in enumerate(
                 zip(np.flatnonzero(suspect).tolist(), few.to_pylist(), strict=True)
             )
         ]
         column = pc.replace_with_mask(column, suspect, pa.array(values, pa.string()))
         made = made.set_column(made.column_names.index(name), name, column)
-    kinds = [",".join(sorted(each)) for each in found]
-    dropped = [any(actions[kind] == "drop" for kind in each) for each in found]
+    kinds = [",".join(sorted(each)) for each in seen]
+    dropped = [any(actions[kind] == "drop" for kind in each) for each in seen]
     made = made.append_column("_personal", pa.array(kinds, pa.string()))
     return made.append_column("_dropped", pa.array(dropped, pa.bool_()))
 
@@ -90,9 +90,9 @@ def _masked(
     seen: set[str],
 ) -> str:
     # What is left is found too: a part of it is no finding of its own.
-    found = [each for each in find(text, regions, kinds) if actions[each[2]] != "leave"]
-    seen.update(kind for _, _, kind in found)
-    return replaced(text, found, lambda kind, value: f"[{kind.upper()}]")
+    findings = [each for each in find(text, regions, kinds) if actions[each[2]] != "leave"]
+    seen.update(kind for _, _, kind in findings)
+    return replaced(text, findings, lambda kind, value: f"[{kind.upper()}]")
 
 
 def _masked_messages(text: str, *how: Any) -> str:

@@ -62,8 +62,8 @@ def add_language(table: Any, column: str) -> Any:
 
     if _identifier is None:
         _identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
-    found = [_identifier.classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
-    return with_column(table, "language", pa.array(found, pa.string()))
+    codes = [_identifier.classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
+    return with_column(table, "language", pa.array(codes, pa.string()))
 
 
 def add_quality(table: Any, column: str) -> Any:
