@@ -15,7 +15,7 @@ from typing import Any
 
 from datakit import databases, openers, parquet
 from datakit.errors import BadRow, DataError
-from datakit.formats import Content, reader
+from datakit.formats import reader
 from datakit.parquet import BATCH_ROWS
 from datakit.recognisers import hidden, hidden_json
 from runspec.datarecipe import FORMATS
@@ -92,17 +92,17 @@ def _records(
     import pyarrow as pa
 
     start = block["number"] << ROW_BITS
-    form, keep = reader(source["format"], source["columns"]), source["keep"]
+    name, keep = source["name"], source["keep"]
+    form = reader(source["format"], source["columns"])
     # CSV has no null, and an empty field stands for it.
     no_null = block["type"] == "csv"
-    rows: dict[str, list[Any]] = {name: [] for name in writer.schema.names}
+    rows: list[dict[str, Any]] = []
     count = 0
 
     def flush() -> None:
-        if rows["_id"]:
-            writer.write_table(pa.table(rows, schema=writer.schema))
-            for values in rows.values():
-                values.clear()
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=writer.schema))
+            rows.clear()
 
     for line, record, fault in read:
         count += 1
@@ -110,28 +110,17 @@ def _records(
             if fault:
                 raise BadRow(fault)
             content = form(record)
-            kept = {name: _kept(record, name, kind, no_null) for name, kind in keep.items()}
+            kept = {key: _kept(record, key, kind, no_null) for key, kind in keep.items()}
         except BadRow as why:
             shown = record if isinstance(record, str) else json.dumps(record, default=str)
             bad.append({"file": block["file"], "line": line, "reason": hidden(str(why))})
-            bad[-1] |= {"source": source["name"], "record": hidden_json(shown)[:_SHOWN]}
+            bad[-1] |= {"source": name, "record": hidden_json(shown)[:_SHOWN]}
             continue
-        _add(rows, start + line, source["name"], content, kept)
-        if len(rows["_id"]) >= BATCH_ROWS:
+        rows.append({"_id": start + line, "source": name, **content._asdict(), **kept})
+        if len(rows) >= BATCH_ROWS:
             flush()
     flush()
     return count
-
-
-def _add(
-    rows: dict[str, list[Any]], key: int, source: str, content: Content, kept: Mapping[str, Any]
-) -> None:
-    rows["_id"].append(key)
-    rows["source"].append(source)
-    for name, value in content._asdict().items():
-        rows[name].append(value)
-    for name in list(rows)[6:]:
-        rows[name].append(kept.get(name))
 
 
 def _kept(record: Mapping[str, Any], name: str, kind: str, no_null: bool) -> Any:

@@ -299,10 +299,7 @@ def _is_american(groups: Sequence[re.Match[str]]) -> bool:
 def _is_mobile(number: Any) -> bool:
     import phonenumbers
 
-    kinds = (
-        phonenumbers.PhoneNumberType.MOBILE,
-        phonenumbers.PhoneNumberType.FIXED_LINE_OR_MOBILE,
-    )
+    kinds = (phonenumbers.PhoneNumberType.MOBILE, phonenumbers.PhoneNumberType.FIXED_LINE_OR_MOBILE)
     long = number.national_number >= 10**8
     return (
         long and phonenumbers.is_valid_number(number) and phonenumbers.number_type(number) in kinds

@@ -16,17 +16,7 @@ from serving.journal import Journal
 from serving.keys import OWNER, Keys, Quotas, seconds_left
 from serving.outcome import Outcome
 from serving.parameters import Plan, Takes
-from serving.proxy import (
-    CLIENT_ID,
-    ID,
-    Asked,
-    BrokenOff,
-    Pool,
-    Proxy,
-    begin,
-    break_off,
-    gone,
-)
+from serving.proxy import CLIENT_ID, ID, Asked, BrokenOff, Pool, Proxy, begin, break_off, gone
 from serving.request import BadRequest, check, parsed, prompts
 
 
@@ -86,7 +76,11 @@ class Front(Proxy):
         if self.journal.wants(asked.id):
             self.journal.accepted(_row(asked, body, self.settings))
         outcome = Outcome()
-        return await self.counted(asked, self._composed(request, asked, plan, outcome), outcome)
+        composed = self._composed(request, asked, plan, outcome)
+        response = await self.counted(asked, composed, outcome)
+        if not response.prepared:
+            response.headers.update(_ids(asked))
+        return response
 
     def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
         """Log the outcome of a request, and count it for its user."""
@@ -120,7 +114,7 @@ class Front(Proxy):
         """Ask the engine for each body of the plan, and compose one answer."""
         backend = self.pool.choose(set())
         if backend is None:
-            return self._named(asked, self.error(503, "no replica is ready: try again in a moment"))
+            return self.error(503, "no replica is ready: try again in a moment")
         answers = Answers(asked.path, plan, asked.id, str(self.settings["endpoint"]))
         asking = _Engine(backend, asked, self.timeout(), backend.key or self.keys.key)
         sent = web.StreamResponse() if plan.stream else None
@@ -130,11 +124,11 @@ class Front(Proxy):
             values = await _all(asking.whole(k, body) for k, body in enumerate(plan.bodies))
             body = json.dumps(answers.whole(values), ensure_ascii=False).encode()
             outcome.text_came()
-            return self._named(asked, web.Response(body=body, content_type="application/json"))
+            return web.Response(body=body, content_type="application/json")
         except EngineError as error:
             outcome.status = error.status
             if sent is None or not sent.prepared:
-                return self._named(asked, self.error(error.status, str(error)))
+                return self.error(error.status, str(error))
             error_event = {"message": str(error), "type": "server_error", "code": error.status}
             await sent.write(sse({"error": error_event}))
             await sent.write_eof()
@@ -142,7 +136,7 @@ class Front(Proxy):
         except TimeoutError:
             outcome.status = 504
             if sent is None or not sent.prepared:
-                return self._named(asked, self.too_late())
+                return self.too_late()
             break_off(request)
             raise BrokenOff("the time of a request is over") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -152,7 +146,7 @@ class Front(Proxy):
                 break_off(request)
                 raise BrokenOff("the engine went away") from error
             message = f"the engine does not answer ({type(error).__name__})"
-            return self._named(asked, self.error(503, message))
+            return self.error(503, message)
         finally:
             outcome.texts, outcome.usage = answers.texts, answers.usage
             outcome.pieces = answers.pieces
@@ -187,10 +181,6 @@ class Front(Proxy):
         await sent.write(END)
         await sent.write_eof()
         return sent
-
-    def _named(self, asked: Asked, response: web.Response) -> web.Response:
-        response.headers.update(_ids(asked))
-        return response
 
 
 class _Engine:

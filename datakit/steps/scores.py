@@ -1,5 +1,6 @@
 """Scores that Arrow functions give a row: its language, and how much it reads like prose."""
 
+from functools import cache
 from typing import Any
 
 from datakit.errors import DataError
@@ -15,13 +16,12 @@ def language(rows: Rows, work: Work) -> Rows:
     wanted = work.options["keep"]
     wanted = [wanted] if isinstance(wanted, str) else [str(name) for name in wanted]
     try:
-        import py3langid.langid
+        known = _classifier().labels
     except ImportError:
         raise DataError(
             f"{work.where}: py3langid is missing: install it with: bash setup.sh --with data"
         ) from None
-    known = py3langid.langid.LanguageIdentifier.from_model_file(py3langid.langid.MODEL_FILE)
-    if unknown := [name for name in wanted if name not in list(known.labels)]:
+    if unknown := [name for name in wanted if name not in list(known)]:
         raise DataError(
             f"{work.where}: the language {unknown[0]!r} is not known: write codes such as en, de",
             exit_code=2,
@@ -49,20 +49,22 @@ def quality(rows: Rows, work: Work) -> Rows:
 
 # Arrow functions -----------------------------------------------------------------------------
 
-_identifier: Any = None
+
+@cache
+def _classifier() -> Any:
+    from py3langid import langid
+
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
 
 
 def add_language(table: Any, column: str) -> Any:
     """Return the rows with the column language."""
-    global _identifier
-    import py3langid.langid as langid
     import pyarrow as pa
 
     from datakit.text import texts, with_column
 
-    if _identifier is None:
-        _identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
-    codes = [_identifier.classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
+    classify = _classifier().classify
+    codes = [classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
     return with_column(table, "language", pa.array(codes, pa.string()))
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,6 @@ def tokens(rows: Rows, work: Work) -> Rows:
 
 # Arrow function ------------------------------------------------------------------------------
 
-_loaded: dict[str, Any] = {}
-
 
 def count(table: Any, folder: str, where: str) -> Any:
     """Return the rows with the column tokens."""
@@ -47,9 +46,7 @@ def count(table: Any, folder: str, where: str) -> Any:
 
     from datakit.text import with_column
 
-    if folder not in _loaded:
-        _loaded[folder] = _load(Path(folder))
-    tokenizer, template, special = _loaded[folder]
+    tokenizer, template, special = _load(folder)
     texts = []
     for row in table.select(["_id", "prompt", "answer", "messages"]).to_pylist():
         turns = turns_of(row)
@@ -74,10 +71,12 @@ def count(table: Any, folder: str, where: str) -> Any:
     return with_column(table, "tokens", pa.array([len(each.ids) for each in encoded], pa.int64()))
 
 
-def _load(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
+@cache
+def _load(name: str) -> tuple[Any, Any, Mapping[str, Any]]:
     from tokenizers import Tokenizer
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
+    folder = Path(name)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
