@@ -1,7 +1,7 @@
-"""Reads sources into shards of rows of the kit: one task per block of a file.
+"""Reads sources into shards of the kit's rows: one task per block of a file.
 
-A block's task writes its rows, and beside them the records that it could not read, with line and
-reason. A row's id is its file's number and its line, so that each row leads back to its record.
+A block's task writes its rows, and in another file the records that it could not read, with line
+and reason. A row's id is its file's number and its line, which identify its record.
 """
 
 import csv
@@ -21,9 +21,9 @@ from datakit.recognisers import hidden, hidden_json
 from runspec.datarecipe import FORMATS
 from runspec.prepared import ROW_BITS
 
-# An open quote swallows what follows, and must not fill the memory.
+# The text after an unclosed quote is one field, which must not fill the memory.
 _LONGEST_FIELD = 2**26
-# What is kept of a record that cannot be read.
+# Characters that are kept of a record that cannot be read.
 _SHOWN = 300
 BAD_SUFFIX = ".bad.jsonl"
 
@@ -51,7 +51,7 @@ def read_blocks(
         source: name, format, columns, keep (of this source), all_keep (of all).
         blocks: file, number (of the input), type, and what openers need of that type.
         bad: the file for bad rows.
-        limit: read so many records at most.
+        limit: maximum number of records.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -94,7 +94,7 @@ def _records(
     start = block["number"] << ROW_BITS
     name, keep = source["name"], source["keep"]
     form = reader(source["format"], source["columns"])
-    # CSV has no null, and an empty field stands for it.
+    # CSV has no null: an empty field is read as null.
     no_null = block["type"] == "csv"
     rows: list[dict[str, Any]] = []
     count = 0

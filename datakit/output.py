@@ -1,4 +1,4 @@
-"""Writes a training set whole, or not at all: rows by split, card, lineage and report."""
+"""Writes a training set atomically: rows by split, card, lineage and report."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ _ROWS = "datakit.output:final_rows"
 
 
 def output_format(config: Mapping[str, Any]) -> str:
-    """Return messages, text or preference: as asked, else as the sources are."""
+    """Return messages, text or preference: as requested, else by the sources' formats."""
     output = config.get("output") or {}
     asked = output.get("rows") if output.get("format") == "delta" else output.get("format")
     formats = {source["format"] for source in config["sources"]}
@@ -50,7 +50,7 @@ def output_format(config: Mapping[str, Any]) -> str:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Raise DataError if the set cannot be written as it is asked for."""
+    """Raise DataError if the set cannot be written in the requested format."""
     output_format(config)
     if (config.get("output") or {}).get("format") == "delta" and not find_spec("deltalake"):
         raise DataError(
@@ -76,11 +76,11 @@ def write(
     temporary.mkdir()
     try:
         _write_rows(engine, rows, form, _are_pairs(config), temporary / DATA, work)
-        # Imported late: it needs the engine's figures, and templates.
+        # Imported late: it needs jinja2.
         from datakit import report
 
         columns = _columns(temporary)
-        # Hashing leaves a core idle at its end, and the figures wait for disks.
+        # In parallel: hashing leaves a core idle at its end, and the figures wait for disks.
         with ThreadPoolExecutor(1) as aside:
             counting = aside.submit(report.figures, made, engine, temporary, columns)
             splits = _splits(temporary, engine.threads)
@@ -113,7 +113,7 @@ def write(
         files.write_json(temporary / CARD, card)
         files.write_json(temporary / LINEAGE, lineage)
         text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in made.bad)
-        # Nobody else reads records that no step has looked at, or texts as they were before it.
+        # Private: these records and texts have not been masked.
         files.write_text(temporary / BAD_ROWS, text, mode=0o600)
         _keep_ledgers(made, temporary)
         page = report.page(folder.name, card, lineage, shown)
@@ -128,7 +128,7 @@ def write(
 
 
 def _write_delta_log(folder: Path, splits: Mapping[str, Any], name: str) -> None:
-    """Make a Delta table of the files as they lie: version 0, with the split as its partition."""
+    """Make the files a Delta table in place: version 0, partitioned by split."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from deltalake import Schema
@@ -154,10 +154,10 @@ def _write_delta_log(folder: Path, splits: Mapping[str, Any], name: str) -> None
 
 
 def _publish(temporary: Path, folder: Path, version: str) -> Path:
-    """Give the version its name, and make it the current one in one step."""
+    """Rename the folder to its version, and make it the current one atomically."""
     target = folder / version
     if target.exists():
-        # The same rows: its record may be of another engine or recipe, so the new one counts.
+        # The same rows, perhaps of another engine or recipe: the new record replaces the old one.
         old = folder / f".old-{secrets.token_hex(4)}"
         os.rename(target, old)
         os.rename(temporary, target)
@@ -172,7 +172,7 @@ def _publish(temporary: Path, folder: Path, version: str) -> Path:
 
 
 def _keep_ledgers(made: Prepared, target: Path) -> None:
-    """Keep which rows each step removed, and the sides of groups, for a later set."""
+    """Keep the ids of rows that each step removed, and the splits of groups, for a later set."""
     for key, folder in made.folders.items():
         if finished(folder / "removed"):
             shutil.copytree(folder / "removed", target / REMOVED / key)
@@ -211,7 +211,7 @@ def _write_rows(
 
 
 def _are_pairs(config: Mapping[str, Any]) -> bool:
-    """Whether all rows are a prompt and an answer: then nobody has to look at them again."""
+    """Whether all rows are known to be a prompt and an answer, so that no query is needed."""
     formats = {source["format"] for source in config["sources"]}
     return formats <= {"qa", "alpaca"} and "template" not in map(
         step_name, config.get("steps") or []
@@ -219,18 +219,18 @@ def _are_pairs(config: Mapping[str, Any]) -> bool:
 
 
 def _unlike_pairs(engine: Engine, table: Any) -> dict[str, Any]:
-    """Return how many rows have messages of their own (n), and how many have no prompt (p)."""
+    """Return the number of rows with messages (n), and of rows without a prompt (p)."""
     return engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
 
 
 def _md5(table: Any, extra: list[str]) -> Any:
-    """A hash of what a row says. Not of fractions, which engines write differently as text."""
+    """Return a hash of a row's content, without floats, which engines format differently."""
     import ibis
 
     names = ["messages", "rejected"]
     names += [name for name in sorted(extra) if not table[name].type().is_floating()]
-    # The text's own hash is what a split without groups goes by: it is computed once. Where the
-    # prompt ends in the text is said by its length.
+    # The text's own hash is also that of a split without groups, and so computed once. The length
+    # of the prompt gives its end in the text.
     ends = table.prompt.length().fill_null(-1)
     parts = [text_of(table).hexdigest("md5"), ends.cast("string")]
     parts += [table[name].cast("string").fill_null("\x00") for name in names]
@@ -238,7 +238,7 @@ def _md5(table: Any, extra: list[str]) -> Any:
 
 
 def _conversation(table: Any) -> Any:
-    """The two messages of a row as an expression; the engines write them without Python."""
+    """Return the two messages of a row as an expression, which needs no Python per row."""
     import ibis
 
     user = ibis.struct({"role": ibis.literal("user"), "content": table.prompt})
@@ -247,7 +247,7 @@ def _conversation(table: Any) -> Any:
 
 
 def final_rows(table: Any, form: str) -> Any:
-    """Arrow function: the rows as a trainer reads them."""
+    """Arrow function: return the rows in the format of the trainer."""
     import pyarrow as pa
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -265,7 +265,7 @@ def final_rows(table: Any, form: str) -> Any:
 
 
 def _splits(folder: Path, threads: int) -> dict[str, dict[str, Any]]:
-    """Return rows and files of each split; and the hash of its rows in any order."""
+    """Return rows and files of each split, and a hash of its rows that ignores their order."""
 
     def look(path: Path) -> tuple[int, dict[str, Any]]:
         count, part = content_hash(path)
@@ -279,7 +279,7 @@ def _splits(folder: Path, threads: int) -> dict[str, dict[str, Any]]:
         }
 
     splits: dict[str, dict[str, Any]] = {}
-    # Hashing frees Python's lock, so threads share it.
+    # Hashing releases the GIL, so threads run in parallel.
     with ThreadPoolExecutor(threads) as pool:
         for split in sorted(path for path in (folder / DATA).iterdir() if path.is_dir()):
             looks = list(pool.map(look, shards(split)))
@@ -291,10 +291,10 @@ def _splits(folder: Path, threads: int) -> dict[str, dict[str, Any]]:
 
 
 def content_hash(path: Path) -> tuple[int, int]:
-    """Return the rows of a Parquet file, and a hash of them that does not depend on their order.
+    """Return the number of rows of a Parquet file, and a hash of them that ignores their order.
 
-    It is the sum of the rows' md5 as numbers of 128 bits, so that both engines give the same for
-    the same rows, however they lay them into files.
+    It is the sum of the rows' md5 as numbers of 128 bits, so that both engines give the same hash
+    for the same rows, independent of the files.
     """
     import numpy as np
     import pyarrow.parquet as pq

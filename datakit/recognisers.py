@@ -15,7 +15,7 @@ REGIONS: tuple[str, ...] = ("US", "GB", "DE", "AT", "CH", "FR", "NL", "BE", "IT"
 REGIONS += ("PL", "SE", "IE", "IN", "BR", "AU", "JP")
 
 _GAP = "[ \u00a0\u2009\u202f.\u2010-\u2013-]"
-# What a text has that may hold one of a kind: for Arrow, which searches all rows for it.
+# Patterns of texts that may contain a kind; Arrow searches all rows for them.
 SUSPECT = {
     "secret": r"KEY-----|\b(?:sk|hf|gh[pousr]|xox|AKIA|ASIA|AIza|eyJ|glpat)",
     "email": "@",
@@ -54,7 +54,7 @@ def _emails(text: str, regions: Sequence[str]) -> Iterator[Span]:
     while at >= 0:
         begin = max(at - 64, 0)
         local, domain = _LOCAL.search(text[begin:at]), _DOMAIN.match(text, at + 1)
-        # git@host is how a repository is named, and nobody's address.
+        # git@host names a repository, not a person's address.
         if local and domain and local.group() != "git":
             yield begin + local.start(), domain.end()
         at = text.find("@", at + 1)
@@ -139,7 +139,7 @@ _RUN = re.compile(
     rf"(?:{_BETWEEN}{{0,3}}[0-9]){{6,24}}(?![-/=_]?\w)"
 )
 _GROUP = re.compile("[0-9]+")
-# What a run needs to be a phone number of itself, without a word before it.
+# The form of a phone number without such a word before it.
 _LIKELY = re.compile(
     rf"[+(]|(?<!\d)0\d|(?<!\d)[2-9]\d\d{_BETWEEN}{{1,3}}\d{{3}}{_BETWEEN}{{1,3}}\d{{4}}(?!\d)"
 )
@@ -149,7 +149,7 @@ _DATE = re.compile(
 )
 _ZIP_CODE = re.compile(r"(?<=\b[A-Z]{2}\s)\d{5}-\d{4}(?!\d)")
 _IP = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
-# What stands before a number says more than its digits: in English, German, French and Spanish.
+# The text before a number is better evidence than its digits: English, German, French, Spanish.
 _CALLED = re.compile(
     r"(?:\b(?:tele?(?:phone|fono?|fon|fax)?|phone|ph|fax|call|dial|ring|sms|whats ?app|cell"
     r"(?:ular)?|mobile?|m[oó]vil|handy|hotline|ruf(?:nummer)?|anruf\w*|erreich\w+|portable"
@@ -321,11 +321,11 @@ _FINDERS: dict[str, Callable[[str, Sequence[str]], Iterator[Span]]] = {
 def find(
     text: str, regions: Sequence[str] = REGIONS, kinds: Collection[str] = tuple(_FINDERS)
 ) -> list[tuple[int, int, str]]:
-    """Return begin, end and kind of what is found in a text, in order and without overlaps.
+    """Return begin, end and kind of the findings in a text, in order and without overlaps.
 
     Args:
         regions: ISO 3166 codes of the countries whose phone numbers count without a country code.
-        kinds: those that the text may hold.
+        kinds: those to search for.
     """
     findings: list[tuple[int, int, str]] = []
     for kind, finder in _FINDERS.items():
@@ -338,7 +338,7 @@ def find(
 def replaced(
     text: str, findings: Sequence[tuple[int, int, str]], make: Callable[[str, str], str]
 ) -> str:
-    """Return the text with each finding as make(kind, value) writes it."""
+    """Return the text with each finding replaced by make(kind, value)."""
     parts, place = [], 0
     for begin, end, kind in findings:
         parts += [text[place:begin], make(kind, text[begin:end])]
@@ -347,15 +347,15 @@ def replaced(
 
 
 def hidden(text: str) -> str:
-    """Return a text in which only the form of personal data is left: x for letters, 9 for digits.
+    """Return a text that shows only the form of personal data: x for letters, 9 for digits.
 
-    For reports: a reader sees what a pattern took for a number, and not the number.
+    For reports: a reader sees what a pattern matched, but not the data.
     """
     return replaced(text, find(text), lambda kind, value: _form(value))
 
 
 def hidden_json(text: str) -> str:
-    """As hidden, for JSON that may be broken: its escapes are read first, as a part of no word."""
+    """As hidden, for JSON that may be broken: its escapes are decoded first."""
 
     def character(match: re.Match[str]) -> str:
         code = int(match.group(1) or "20", 16)

@@ -1,4 +1,4 @@
-"""The rows between two steps, and what a step may do with them."""
+"""The rows between two steps, and the operations of a step on them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,9 +10,9 @@ from datakit.engines.base import Engine, finished, mark, shards
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as an ibis table, and as a folder if they lie in files exactly so.
+    """Rows as an ibis table, and their folder if they are in files.
 
-    count: how many there are.
+    count: their number.
     """
 
     table: Any
@@ -20,15 +20,15 @@ class Rows:
     folder: Path | None = None
 
     def kept(self, table: Any, count: int) -> "Rows":
-        """Return what is left of the rows, or the same rows with more columns."""
+        """Return the remaining rows, or the same rows with more columns."""
         return replace(self, table=table, count=count, folder=None)
 
 
 @dataclass
 class Work:
-    """One step at work: its folder, in which what is finished is not done again.
+    """The execution of one step, in a folder whose finished tables are not computed again.
 
-    where: the step's name in messages. notes: figures that its record gets.
+    where: the step's name in messages. notes: figures for its record.
     """
 
     engine: Engine
@@ -41,12 +41,12 @@ class Work:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def remember(self, name: str, table: Any) -> Any:
-        """Write a table into the step's folder unless it is there, and return it as it is there."""
+        """Write a table into the step's folder unless it exists, and return the written table."""
         self.engine.write(table, self.folder / name)
         return self.engine.read(self.folder / name)
 
     def rows_of(self, name: str) -> int:
-        """Return how many rows a remembered table has."""
+        """Return the number of rows of a written table."""
         return finished(self.folder / name) or 0
 
     def without(self, rows: Rows, removed: Any) -> Rows:
@@ -55,7 +55,7 @@ class Work:
         return rows.kept(left, rows.count - self.rows_of("removed"))
 
     def files(self, rows: Rows, name: str = "rows") -> Rows:
-        """Return the rows as files: those that are there, or newly written ones."""
+        """Return the rows as files, which are written if they do not exist."""
         if rows.folder is not None:
             return rows
         folder = self.folder / name
@@ -63,7 +63,7 @@ class Work:
         return replace(rows, table=self.engine.read(folder), folder=folder)
 
     def map(self, rows: Rows, name: str, function: str, options: Mapping[str, Any]) -> Rows:
-        """Return what an Arrow function makes of the rows, a task per shard.
+        """Return the result of an Arrow function for the rows, with one task per shard.
 
         Args:
             function: 'module:name', called with a pyarrow Table and the options.

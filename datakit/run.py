@@ -1,6 +1,6 @@
 """Prepares a training set: python -m datakit.run SETTINGS.yaml
 
-The settings hold the recipe and where things lie; cookbook prepare writes them.
+The settings have the recipe and the paths; cookbook prepare writes them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from datakit.errors import DataError
 from runspec import prepared
 from runspec.datarecipe import memory_bytes
 
-# Below this much room an engine that spills fails within seconds.
+# With less free space than this, an engine that spills fails within seconds.
 _LEAST_FREE = 256 * 2**20
 PREVIEW_ROWS = 1000
 
@@ -55,13 +55,13 @@ def main() -> None:
 def prepare(
     settings: Mapping[str, Any], preview: int | None = None, master: str | None = None
 ) -> dict[str, Any]:
-    """Prepare a set, or show what a preview of its first rows gives.
+    """Prepare a set, or a preview of its first rows.
 
     Args:
-        settings: name, recipe, engine, base (where relative paths count from) and root (datasets).
+        settings: name, recipe, engine, base (of relative paths) and root (the datasets folder).
 
     Returns:
-        What was made: folder, card, and a record of each step.
+        The result: folder, card, and a record of each step.
     """
     try:
         import duckdb  # noqa: F401
@@ -102,10 +102,10 @@ def prepare(
     with _alone(folder):
         work_folder = folder / ".work"
         work_folder.mkdir(parents=True, exist_ok=True)
-        # The rows as they were before personal data was masked lie there.
+        # Private: it has the rows before personal data is masked.
         work_folder.chmod(0o700)
         for path in folder.glob(".tmp-*"):
-            # Left by a run that was killed while it wrote; the lock says that none is running.
+            # Left by a run that was killed while it wrote: with the lock, no other is running.
             shutil.rmtree(path, ignore_errors=True)
         progress = Progress(len(config.get("steps") or []) + 2, say)
         engine = _engine(settings, threads, master)
@@ -118,7 +118,7 @@ def prepare(
         finally:
             engine.close()
         progress.write("finished")
-        # The set is complete: what lies between its steps has done its work.
+        # The set is complete: intermediate rows are not needed.
         if not settings.get("keep_work"):
             shutil.rmtree(work_folder, ignore_errors=True)
     splits = {split: each["rows"] for split, each in card["splits"].items()}
@@ -141,7 +141,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one run at a time work on a name; the kernel frees it when the run ends, however."""
+    """Lock a name for one run at a time; the kernel releases the lock when the run ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115

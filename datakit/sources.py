@@ -1,4 +1,4 @@
-"""Finds what sources hold: files, files of tables, ranges of a query; and the tasks to read it."""
+"""Finds the inputs of sources: files, files of tables, ranges of a query; and makes their tasks."""
 
 import glob
 import hashlib
@@ -28,12 +28,12 @@ def find(
     say: Callable[[str], None],
     limit: int | None = None,
 ) -> list[Input]:
-    """Return what all sources hold.
+    """Return the inputs of all sources.
 
     Args:
-        base: where relative paths count from.
-        store: a folder for copies of what is no file, and for the flags of deleted rows.
-        limit: only the first rows of each source are read, so that no file is read for its hash.
+        base: the base folder of relative paths.
+        store: a folder for copies of hub datasets, and for the flags of deleted rows.
+        limit: if it is given, only the first rows are read, and no file is hashed.
 
     Raises:
         DataError: a source is missing, empty or of no known type; all faults at once.
@@ -112,7 +112,7 @@ def _files(source: Mapping[str, Any], name: str, base: Path, where: str) -> Iter
 
 
 def _surveyed(each: Input, encoding: str | None, limit: int | None) -> Input:
-    """Read a file for its hash and its blocks; of a preview only its facts."""
+    """Read a file for its hash and its blocks; for a preview only size and time are hashed."""
     path = Path(each.file)
     by_lines = each.type == "jsonl" and path.suffix in _SUFFIXES
     blocks: list[dict[str, Any]]
@@ -125,7 +125,7 @@ def _surveyed(each: Input, encoding: str | None, limit: int | None) -> Input:
         blocks = [{"line": 1}]
     if encoding is not None:
         if encoding == "utf-8-sig" and each.type == "jsonl":
-            # A byte order mark is no part of the first line.
+            # The byte order mark does not belong to the first line.
             blocks[0]["begin"] = len(openers.UTF8_MARK)
         blocks = [{**block, "encoding": encoding} for block in blocks]
     return replace(each, sha256=digest, blocks=each.blocks or tuple(blocks))
@@ -162,7 +162,7 @@ def tasks(
 ) -> list[Task]:
     """Return the tasks that read the inputs, in the order of their rows.
 
-    limit: read so many rows of each source at most.
+    limit: maximum number of rows of each source.
     """
     made: list[Task] = []
     for number, source in enumerate(config["sources"]):
@@ -194,13 +194,13 @@ def tasks(
 def _capped(
     blocks: Sequence[Mapping[str, Any]], cap: int | None
 ) -> Iterator[tuple[list[Mapping[str, Any]], int | None]]:
-    """Yield (blocks, rows to read at most) of each task of a source."""
+    """Yield (blocks, maximum number of rows) of each task of a source."""
     if cap is None:
         for block in blocks:
             yield [block], None
         return
     if any(block.get("rows") is None for block in blocks):
-        # Nobody knows which file the last row is in: one task reads them in turn.
+        # The file of the last row is unknown: one task reads all of them in turn.
         yield list(blocks), cap
         return
     for block in blocks:
@@ -211,7 +211,7 @@ def _capped(
 
 
 def check_counts(inputs: Sequence[Input], finished: Sequence[Task]) -> None:
-    """Raise DataError for a query whose ranges gave other rows than it had when it was counted."""
+    """Raise DataError for a query whose ranges gave another number of rows than its count."""
     counted = {x.source: x.blocks[0]["of"] for x in inputs if x.type == "sql" and x.blocks[0]["of"]}
     read = dict.fromkeys(counted, 0)
     import pyarrow.parquet as pq

@@ -1,12 +1,12 @@
-"""Words and shingles of texts, many rows at once with Arrow and numpy."""
+"""Words and shingles of texts, vectorized with Arrow and numpy."""
 
 from typing import Any
 
-# Scripts that write no space between words: each of their characters is a word.
+# Scripts without spaces between words: each of their characters is a word.
 _UNSPACED = r"([\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}])"
 _GAPS = r"[^\pL\pN\pM]+"
 _NO_SIGNS = r"[^\pL\pN\pM+*/^=<>%×÷\x{2212}]+"
-# Odd multipliers; with them a sum of products tells the order of words.
+# Odd multipliers, so that a sum of products depends on the order of words.
 _PRIME = 0x9E3779B97F4A7C15
 
 
@@ -35,9 +35,9 @@ def split(values: Any) -> Any:
 
 
 def plain(values: Any) -> Any:
-    """Return each text as its lower-case words and signs of arithmetic with a space between.
+    """Return each text as lower-case words and arithmetic signs, separated by spaces.
 
-    2 + 2 and 2 - 2 stay different, other punctuation and space do not count.
+    2 + 2 and 2 - 2 stay different; other punctuation and white space are ignored.
     """
     import pyarrow.compute as pc
 

@@ -24,6 +24,7 @@ from slurm.history import (
     gained_by,
     latest_checkpoint,
     next_attempt,
+    read_lines,
     read_object,
     saved_work,
     series_of,
@@ -290,11 +291,8 @@ def _failed(cause: str, message: str) -> dict[str, Any]:
 
 def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
     """Whether the status's attempt has its line, which is written last."""
-    keys = ("attempt", "job_id", "restart_count")
-    return any(
-        isinstance(line, dict) and all(line.get(key) == status.get(key) for key in keys)
-        for line in files.read_json_lines(run_dir / files.ATTEMPTS)[-1:]
-    )
+    keys, last = ("attempt", "job_id", "restart_count"), read_lines(run_dir / files.ATTEMPTS)[-1:]
+    return any(all(line.get(key) == status.get(key) for key in keys) for line in last)
 
 
 def _busy(run_dir: Path, job_id: str) -> str:

@@ -15,21 +15,21 @@ from typing import Any
 from runspec import files
 from runspec.earlystop import KEYS, verdict
 from runspec.states import process_start
+from slurm.history import read_lines
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """Return the logged steps of a run, [] if there are none."""
     try:
-        values = files.read_json_lines(run_dir / files.METRICS)
+        return read_lines(run_dir / files.METRICS)
     except OSError:
         return []
-    return [value for value in values if isinstance(value, dict)]
 
 
 def stopped_before(run_dir: Path) -> bool:
     """Whether an earlier attempt was stopped early: a run that was resumed since then continues."""
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    return any(isinstance(line, dict) and line.get("cause") == "stopped_early" for line in lines)
+    lines = read_lines(run_dir / files.ATTEMPTS)
+    return any(line.get("cause") == "stopped_early" for line in lines)
 
 
 def look(run_dir: Path, sweep_dir: Path, rule: dict[str, Any]) -> str:

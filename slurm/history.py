@@ -32,10 +32,14 @@ def read_object(path: Path) -> dict[str, Any]:
     return well_typed(value) if isinstance(value, dict) else {}
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return a file's JSON objects, one per line; [] if there is no such file."""
+    return [line for line in files.read_json_lines(path) if isinstance(line, dict)]
+
+
 def next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
     """Return a number that no attempt has had, even if records are missing."""
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    used = [line.get("attempt") for line in lines if isinstance(line, dict)]
+    used = [line.get("attempt") for line in read_lines(run_dir / files.ATTEMPTS)]
     # The log folder of a start that could not be recorded is empty: its number is used again.
     folders = [path for path in (run_dir / files.LOGS).glob("[0-9]*") if path.name.isdigit()]
     used += [int(path.name) for path in folders if any(path.iterdir())]
@@ -55,12 +59,8 @@ def series_of(run_dir: Path) -> str:
 
 def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the attempts of this job's series: the count starts again in a resumed run."""
-    series, lines = series_of(run_dir), files.read_json_lines(run_dir / files.ATTEMPTS)
-    return [
-        line
-        for line in lines
-        if isinstance(line, dict) and str(line.get("series") or line.get("job_id")) == series
-    ]
+    series, lines = series_of(run_dir), read_lines(run_dir / files.ATTEMPTS)
+    return [line for line in lines if str(line.get("series") or line.get("job_id")) == series]
 
 
 def count_fruitless(run_dir: Path) -> int:
@@ -76,8 +76,7 @@ def used_up(run_dir: Path, running: dict[str, Any] | None = None) -> str:
         running: the attempt that is not in attempts.jsonl yet.
     """
     budget = float(os.environ.get("MAX_GPU_HOURS") or 0)
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    used = gpu_hours(line for line in [*lines, running or {}] if isinstance(line, dict))
+    used = gpu_hours([*read_lines(run_dir / files.ATTEMPTS), running or {}])
     if not budget or used < budget:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""The steps of a data recipe. Each takes rows and returns rows, and remembers which it removed."""
+"""The steps of a data recipe. Each takes rows and returns rows, and records which it removed."""
 
 from collections.abc import Callable
 from importlib import import_module

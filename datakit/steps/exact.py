@@ -1,4 +1,4 @@
-"""Exact duplicates: rows of the same text, of which the first, or the best, is kept."""
+"""Exact duplicates: of the rows with the same text the first, or the best, is kept."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from datakit.rows import Rows, Work
 def exact_duplicates(rows: Rows, work: Work) -> Rows:
     """Keep one row of each text.
 
-    columns: what must be the same, default the text. keep: first, or a column, of which the highest
-    value is kept ("-column": the lowest). normalise: compare lower-case words only.
+    columns: those to compare, by default the text. keep: first, or a column whose highest value is
+    kept ("-column": the lowest). normalise: compare lower-case words only.
     """
     names = work.options.get("columns") or ["text"]
     names = [names] if isinstance(names, str) else list(names)
@@ -30,7 +30,7 @@ def exact_duplicates(rows: Rows, work: Work) -> Rows:
 
 
 def order(table: Any, work: Work, name: str | None = None) -> list[Any]:
-    """Return the order in which the best row of a group comes first, ids aside."""
+    """Return an order with the best row of a group first, without the ids."""
     chosen = _rank_column(work)
     if chosen is None:
         return []
@@ -55,7 +55,7 @@ def _joined(table: Any, names: list[str], where: str) -> Any:
     import ibis
 
     parts = [column(table, name, where).cast("string").fill_null("\x00") for name in names]
-    # A separator that no text holds: ("ab", "c") is not ("a", "bc").
+    # With a separator ("ab", "c") differs from ("a", "bc").
     return ibis.literal("\x1f").join(parts)
 
 

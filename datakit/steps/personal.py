@@ -1,4 +1,4 @@
-"""The step that masks personal data, or drops the rows that hold it."""
+"""The step that masks personal data, or removes the rows with it."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -13,11 +13,11 @@ _DEFAULTS = {"email": "mask", "phone": "mask", "iban": "mask", "card": "mask", "
 
 
 def personal_data(rows: Rows, work: Work) -> Rows:
-    """Mask personal data as [EMAIL] and so on, or drop its rows.
+    """Mask personal data as [EMAIL] and so on, or remove its rows.
 
-    email, phone, iban, card, secret: mask, drop or leave. Default: mask; a row with a secret drops.
-    regions: countries whose phone numbers count without a country code. The record counts the rows
-    in which each kind was found.
+    email, phone, iban, card, secret: mask, drop or leave. Default: mask, and drop for secrets.
+    regions: countries whose phone numbers count without a country code. The record has the number
+    of rows with each kind.
     """
     given = {kind: str(how) for kind, how in work.options.items() if kind in PERSONAL}
     options = {
@@ -36,7 +36,7 @@ def personal_data(rows: Rows, work: Work) -> Rows:
 
 
 def region_faults(options: Mapping[str, Any], where: str) -> list[str]:
-    """Say which countries are not known."""
+    """Return the faults of unknown countries."""
     from phonenumbers import SUPPORTED_REGIONS
 
     return [
@@ -61,7 +61,7 @@ def mask(table: Any, actions: Mapping[str, str], regions: Sequence[str]) -> Any:
     for name in ("prompt", "answer", "messages", "rejected"):
         column = table[name].cast(pa.string()).combine_chunks()
         suspect = pc.fill_null(pc.match_substring_regex(column, whole), False)
-        # Only texts in which something may be become Python objects.
+        # Only suspect texts become Python objects.
         few = column.filter(suspect)
         may = {
             kind: pc.match_substring_regex(few, pattern).to_pylist()
@@ -89,14 +89,14 @@ def _masked(
     kinds: Collection[str],
     seen: set[str],
 ) -> str:
-    # What is left is found too: a part of it is no finding of its own.
+    # Kinds with the action leave are found too, so that no part of them is masked as another kind.
     findings = [each for each in find(text, regions, kinds) if actions[each[2]] != "leave"]
     seen.update(kind for _, _, kind in findings)
     return replaced(text, findings, lambda kind, value: f"[{kind.upper()}]")
 
 
 def _masked_messages(text: str, *how: Any) -> str:
-    # Message by message: in JSON text an escape could be taken for a part of a word.
+    # Message by message: in JSON an escape could be read as a part of a word.
     from datakit.formats import encode
 
     turns = json.loads(text)

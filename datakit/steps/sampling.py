@@ -1,4 +1,4 @@
-"""Mixtures of sources by weight, and caps on the rows of a group; the same rows each time."""
+"""Mixtures of sources by weight, and caps on the rows of a group; deterministic."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from runspec.hints import nearest
 
 
 def mixture(rows: Rows, work: Work) -> Rows:
-    """Keep of each source as many rows as its weight says.
+    """Keep a share of the rows of each source by weight.
 
-    weights: by source; one without a weight is left out. rows: of all; default: as many as the
-    sources have without a row being used twice.
+    weights: by source; sources without a weight are left out. rows: the total; by default as many
+    as possible without using a row twice.
     """
     weights = {str(name): float(value) for name, value in work.options["weights"].items()}
     table = rows.table
@@ -52,7 +52,7 @@ def cap(rows: Rows, work: Work) -> Rows:
 
 
 def _lot(table: Any, seed: int) -> Any:
-    """A hash by which rows are chosen: it depends on what a row says, not on where it lies."""
+    """Return a hash by which rows are chosen: it depends on their content, not on their place."""
     import ibis
 
     return (ibis.literal(f"{seed}:") + text_of(table)).hexdigest("md5").asc()

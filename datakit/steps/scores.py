@@ -1,4 +1,4 @@
-"""Scores that Arrow functions give a row: its language, and how much it reads like prose."""
+"""Scores of a row by Arrow functions: its language, and whether it reads like prose."""
 
 from functools import cache
 from typing import Any
@@ -35,7 +35,7 @@ def language(rows: Rows, work: Work) -> Rows:
 
 
 def quality(rows: Rows, work: Work) -> Rows:
-    """Add the column quality_score, the share of five rules that a text meets; keep it within min.
+    """Add the column quality_score, the share of five rules that a text meets; filter by min.
 
     The rules follow Gopher's (Rae et al. 2021, table A1): mean length of words 3 to 10; at least
     0.7 of the characters that are no white space are letters; at most 0.1 symbols (# and ...) per

@@ -1,9 +1,9 @@
-"""Splits train, val, test: by groups, so that nothing leaks; the same for a row each time.
+"""Splits train, val, test by groups, so that nothing leaks; deterministic.
 
-A group's side is a hash of the seed and the group's key: it stays when rows are added. With
-stratify the groups of each stratum are laid in the order of that hash, and cut at the shares, so
-that each stratum has them; then rows that are added may move the cuts, unless `like` names an
-earlier set whose groups stay where they were.
+A group's split depends on a hash of the seed and the group's key, and does not change when rows are
+added. With stratify the groups of each stratum are sorted by that hash and cut at the shares, so
+that each stratum has these shares; then new rows may move the cuts, unless `like` names an earlier
+set whose groups keep their splits.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def split(rows: Rows, work: Work) -> Rows:
         keyed = _keyed(rows, work, names)
         placed = keyed.select("_id", "_key", split=_by_hash(keyed["_key"], shares, work.seed))
     else:
-        # It is read several times, and joined to what comes of it.
+        # It is read several times.
         keyed = work.remember("keys", _keyed(rows, work, names))
         placed = _laid_out(rows, work, keyed, shares)
     sides = work.remember(SIDES, placed)
@@ -43,10 +43,10 @@ def split(rows: Rows, work: Work) -> Rows:
 
 
 def _own_key(table: Any, work: Work, names: list[str]) -> Any:
-    """The key of a row if it is in the row itself: its text, or the only column to group by."""
+    """Return a row's key if it is in the row itself: its text, or the only column to group by."""
     own = text_of(table).hexdigest("md5")
     if not names:
-        # The same text is never on two sides.
+        # The same text is never in two splits.
         return own
     if len(names) == 1 and names != ["near_group"]:
         return column(table, names[0], work.where).cast("string").fill_null(own)
@@ -61,7 +61,7 @@ def _keyed(rows: Rows, work: Work, names: list[str]) -> Any:
     own = text_of(table).hexdigest("md5")
     columns = {name: column(table, name, work.where).cast("string") for name in names}
     parts = work.remember("parts", table.select("_id", _own=own, **columns))
-    # Each row is in a group, if only with itself.
+    # Each row is in a group, even if it is the only one.
     pairs = parts.select(a="_id", b="_id")
     for name in names:
         given = parts.filter(parts[name].notnull())
@@ -69,7 +69,7 @@ def _keyed(rows: Rows, work: Work, names: list[str]) -> Any:
         pairs = pairs.union(given.inner_join(firsts, name).select(a="_id", b="b"))
     groups = components(work, work.remember("pairs", pairs))
     members = parts.inner_join(groups.select(_id="node", _group="label"), "_id")
-    # The lowest hash of its texts, not an id, so that the key outlives a change of other rows.
+    # The lowest hash of its texts, not an id, so that the key does not change with other rows.
     keys = members.group_by("_group").agg(_key=members["_own"].min())
     return work.remember("keyed", members.inner_join(keys, "_group").select("_id", "_key"))
 
@@ -81,13 +81,13 @@ def _hash(key: Any, seed: int) -> Any:
 
 
 def _by_hash(key: Any, shares: dict[str, float], seed: int) -> Any:
-    """The side of a key: 32 bits of its hash, compared as text with the ends of the shares."""
+    """Return a key's split: 32 bits of its hash, compared as text with the ends of the shares."""
     value = _hash(key, seed)
     return _side(shares, lambda end: value < f"{min(int(end * 2**32), 2**32 - 1):08x}")
 
 
 def _side(shares: dict[str, float], is_below: Callable[[float], Any]) -> Any:
-    """The name of the first share whose end, from 0 to 1, a value is below."""
+    """Return the name of the first share whose end, from 0 to 1, is above a value."""
     import ibis
 
     *ends, (last, _) = zip(shares, accumulate(shares.values()), strict=True)

@@ -12,15 +12,15 @@ from datakit.formats import turns_of
 from datakit.rows import Rows, Work
 from datakit.steps.filters import between, keep
 
-# Templates that print the date give the same count on each day.
+# Templates that print the date give the same count every day.
 _DATE = datetime(2024, 7, 26, tzinfo=UTC)
 
 
 def tokens(rows: Rows, work: Work) -> Rows:
-    """Add the column `tokens`, and keep the rows that have `min` to `max` of them.
+    """Add the column `tokens`, and keep the rows with `min` to `max` tokens.
 
-    tokenizer: the model's folder, with its tokenizer.json. Its chat template, if it has one, is
-    applied to the conversation first; a plain text is taken as it is.
+    tokenizer: the model's folder, with its tokenizer.json. Its chat template, if there is one, is
+    applied to the conversation first, but not to a plain text.
     """
     folder = Path(str(work.options["tokenizer"])).expanduser()
     if not (folder / "tokenizer.json").is_file():
