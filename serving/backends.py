@@ -1,9 +1,11 @@
 """The replicas behind an endpoint, and the choice of one for a request."""
 
 import asyncio
+import json
 import random
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,21 +113,21 @@ def connections(backend: Backend) -> aiohttp.ClientSession:
 
 async def answers(backend: Backend) -> bool:
     """Whether a replica or an engine reports that it is healthy."""
-    try:
-        timeout = aiohttp.ClientTimeout(total=5)
-        async with connections(backend).get(f"{backend.url}/health", timeout=timeout) as answer:
-            return bool(answer.status == 200)
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return False
+    return await _get(backend, "/health", 5) is not None
 
 
 async def schema(backend: Backend) -> Any:
     """Return the OpenAPI document of an engine, None if it has none."""
-    try:
-        timeout = aiohttp.ClientTimeout(total=20)
-        headers = {"Authorization": f"Bearer {backend.key}"} if backend.key else {}
-        url = f"{backend.url}/openapi.json"
+    with suppress(ValueError):
+        return json.loads(await _get(backend, "/openapi.json", 20) or "null")
+    return None
+
+
+async def _get(backend: Backend, path: str, timeout_s: float) -> bytes | None:
+    """Return what a path answers with status 200, else None."""
+    headers = {"Authorization": f"Bearer {backend.key}"} if backend.key else {}
+    url, timeout = backend.url + path, aiohttp.ClientTimeout(total=timeout_s)
+    with suppress(aiohttp.ClientError, OSError, TimeoutError):
         async with connections(backend).get(url, timeout=timeout, headers=headers) as answer:
-            return await answer.json(content_type=None) if answer.status == 200 else None
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-        return None
+            return await answer.read() if answer.status == 200 else None
+    return None

@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import time
+from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -146,25 +148,19 @@ async def batch(
         print(f"{done:,} of {len(rows):,} are answered already", file=sys.stderr)
     gate, failed, began = asyncio.Semaphore(in_flight), 0, time.monotonic()
 
-    async def one(number: int) -> dict[str, Any]:
-        try:
-            return {"answer": await client.ask(rows[number][1])}
-        except Refused as error:
-            return {"answer": None, "error": str(error)}
-        finally:
-            gate.release()
+    async def one(body: dict[str, Any]) -> dict[str, Any]:
+        async with gate:
+            try:
+                return {"answer": await client.ask(body)}
+            except Refused as error:
+                return {"answer": None, "error": str(error)}
 
-    tasks: dict[int, asyncio.Task[dict[str, Any]]] = {}
-    started = done
+    left = iter(rows[done:])
+    tasks = deque(asyncio.create_task(one(body)) for _, body in islice(left, 4 * in_flight))
     with open(target, "a", encoding="utf-8") as out:
         for number in range(done, len(rows)):
-            while started < len(rows) and started - number < 4 * in_flight:
-                if gate.locked() and started > number:
-                    break
-                await gate.acquire()
-                tasks[started] = asyncio.create_task(one(started))
-                started += 1
-            answer = await tasks.pop(number)
+            answer = await tasks.popleft()
+            tasks.extend(asyncio.create_task(one(body)) for _, body in islice(left, 1))
             failed += answer["answer"] is None
             line = {"line": number + 1, "hash": rows[number][0], **answer}
             # In order, and complete lines: written answers are not requested again.

@@ -88,12 +88,6 @@ class Journal:
         self._write({"answered": line})
         self.rows += 1
 
-    def rotate(self) -> None:
-        """Begin a new journal, and convert the one before to Parquet."""
-        before = self.switch()
-        if before is not None:
-            turn_over(*before)
-
     def switch(self) -> tuple[int, Path, set[str]] | None:
         """Begin a new journal; return the one before for turn_over, None if it has no answer yet.
 
