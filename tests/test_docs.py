@@ -51,6 +51,7 @@ def test_the_pages_show_every_command():
     assert shown == {
         "models",
         "recipes",
+        "start",
         "check",
         "estimate",
         "submit",

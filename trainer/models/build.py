@@ -307,8 +307,8 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         )
     if config.dataset.get("packed") and not module.packs:
         faults.append(
-            "dataset.packed: in this model's layers of linear attention a packed document would see "
-            "those before it; set dataset.packed=False"
+            "dataset.packed: in this model's linear attention a packed document would see those "
+            "before it; set dataset.packed=False"
         )
     if config.expert_parallel_dim > 1:
         # Imported late, as it is seldom needed and a rank is to start fast.
