@@ -84,8 +84,8 @@ class Plan:
 class Takes:
     """The parameters of an engine.
 
-    names: by path, None if the engine does not list them. facts, defaults: the model's config.json
-    and generation_config.json. template: its chat template, None if it is unknown. batching:
+    names: of each path, None if the engine does not say. facts, defaults: the model's config.json
+    and generation_config.json. template: its chat template, None if nobody knows. batching:
     transformers' continuous batching, which has the same sampling for all requests.
     """
 
@@ -250,13 +250,15 @@ def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
     """
     model, engine = Path(str(config["model"])), str(config["engine"])
     base = Model.of(model).base
-    names = ("config.json", "generation_config.json")
-    read = (files.read_json_or_none(base / each) for each in names)
+    read = (files.read_json_or_none(base / f"{each}.json") for each in _FILES)
     facts, defaults = (each if isinstance(each, dict) else {} for each in read)
     arguments = [str(each) for each in config.get("engine_args") or []]
     batching = engine == "transformers" and "--continuous-batching" in arguments
-    known = None if engine == "transformers" else names_of(schema)
-    return Takes(engine, name, known, facts, defaults, _template(model, base), batching)
+    names = None if engine == "transformers" else names_of(schema)
+    return Takes(engine, name, names, facts, defaults, _template(model, base), batching)
+
+
+_FILES = ("config", "generation_config")
 
 
 def _template(*folders: Path) -> str | None:

@@ -1,8 +1,8 @@
 """transformers serve on a Unix socket: python -m serving.transformers_engine SOCKET MODEL [options]
 
-transformers serve itself listens on a port, without a key. It seeds the generator that all requests
-share when a request arrives, while another one may use it, and ends a text at a stop string that
-began in the prompt; here each request has its own seed and its own stop strings.
+transformers serve itself listens on a port, without a key. It seeds the one generator of all
+requests when a request comes in, while another one may draw from it, and ends a text at a stop
+string that began in the prompt; here each request has its own seed, and its own stop strings.
 """
 
 import sys
