@@ -38,7 +38,7 @@ def ranges(source: Mapping[str, Any], name: str, where: str, whole: bool) -> lis
             )
             counted, given, low, high = cursor.fetchone()
         if counted == 0:
-            raise DataError(f"{where}: the query gives no row: {origin}")
+            raise DataError(f"{where}: the query returns no rows: {origin}")
         conditions = list(_conditions(str(key), counted, given, low, high, source, where))
     facts = [origin, counted, conditions]
     made = []
@@ -62,7 +62,7 @@ def _conditions(
             begin, end = math.floor(low), math.floor(high) + 1
         except (TypeError, ValueError, OverflowError):
             raise DataError(
-                f"{where}: partition_by: {key} is no number but {type(low).__name__}: give a "
+                f"{where}: partition_by: {key} is not a number but {type(low).__name__}: give a "
                 "column of numbers, or leave it out"
             ) from None
         parts = int(source.get("partitions") or min(math.ceil(count / _RANGE_ROWS), _MOST_RANGES))

@@ -147,6 +147,6 @@ def condition(text: str, table: Any, where: str) -> Any:
         ) from None
     if not hasattr(expression, "type") or not expression.type().is_boolean():
         raise DataError(
-            f"{where}: {text!r} is no condition: compare it with something", exit_code=2
+            f"{where}: {text!r} is not a condition: compare it with something", exit_code=2
         )
     return expression

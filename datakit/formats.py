@@ -78,7 +78,7 @@ def _text(record: Mapping[str, Any], column: str, optional: bool = False) -> str
             return ""
         raise BadRow(f"{column!r} is null")
     if not isinstance(value, str):
-        raise BadRow(f"{column!r} is no text but {type(value).__name__}")
+        raise BadRow(f"{column!r} is not a text but {type(value).__name__}")
     if not value.strip() and not optional:
         raise BadRow(f"{column!r} is empty")
     return _sound(value, column)
@@ -89,7 +89,7 @@ def _sound(value: str, column: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BadRow(f"{column!r} holds half of a surrogate pair") from None
+        raise BadRow(f"{column!r} has half of a surrogate pair") from None
     return value
 
 
@@ -103,7 +103,7 @@ def _turns(record: Mapping[str, Any], column: str, role: str, content: str) -> l
         except ValueError as error:
             raise BadRow(f"{column!r} is a text and not JSON: {error}") from None
     if not isinstance(value, list) or not value:
-        raise BadRow(f"{column!r} is no list of messages")
+        raise BadRow(f"{column!r} is not a list of messages")
     turns = []
     for number, turn in enumerate(value, 1):
         if not isinstance(turn, Mapping) or role not in turn or content not in turn:
@@ -120,10 +120,10 @@ def _content(value: Any, number: int, column: str) -> str:
     if isinstance(value, list):
         parts = [part.get("text") for part in value if isinstance(part, Mapping)]
         if len(parts) != len(value) or not all(isinstance(part, str) for part in parts):
-            raise BadRow(f"message {number} of {column!r} holds parts that are no text")
+            raise BadRow(f"message {number} of {column!r} has parts that are not text")
         value = "".join(str(part) for part in parts)
     if not isinstance(value, str):
-        raise BadRow(f"message {number} of {column!r} holds no text")
+        raise BadRow(f"message {number} of {column!r} has no text")
     return _sound(value, column)
 
 

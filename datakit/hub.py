@@ -100,5 +100,5 @@ def _write(tables: Iterator[Any], folder: Path, where: str, limit: int | None) -
         if limit is not None and rows >= limit:
             break
     if writer is None:
-        raise DataError(f"{where}: holds no row")
+        raise DataError(f"{where}: has no rows")
     writer.close()

@@ -132,7 +132,7 @@ def _kept(record: Mapping[str, Any], name: str, kind: str, no_null: bool) -> Any
     try:
         return _CONVERTED[kind](value)
     except (TypeError, ValueError, KeyError, OverflowError):
-        raise BadRow(f"{name!r} is no {kind}: {hidden(str(value))[:40]!r}") from None
+        raise BadRow(f"{name!r} is not of type {kind}: {hidden(str(value))[:40]!r}") from None
 
 
 def _whole(value: Any) -> int:
@@ -194,7 +194,7 @@ def _json_lines(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
         except RecursionError:
             yield number, text[:_SHOWN], "is JSON that is nested too deep"
             continue
-        fault = "" if isinstance(record, dict) else "is JSON, but no object"
+        fault = "" if isinstance(record, dict) else "is JSON, but not an object"
         yield number, record, fault
 
 
@@ -213,9 +213,9 @@ def _json_array(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
             "a record"
         ) from None
     if not isinstance(content, list):
-        raise DataError(f"{block['file']}: is JSON, but no array of records: set type=jsonl")
+        raise DataError(f"{block['file']}: is JSON, but not an array of records: set type=jsonl")
     for number, record in enumerate(content, 1):
-        yield number, record, "" if isinstance(record, dict) else "is no object"
+        yield number, record, "" if isinstance(record, dict) else "is not an object"
 
 
 def _csv(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:

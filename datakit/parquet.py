@@ -154,7 +154,8 @@ def checked(path: Path, where: str) -> tuple[int, list[dict[str, Any]]]:
     except pa.ArrowInvalid as error:
         reason = str(error).partition(". ")[0].rstrip(".")
         raise DataError(
-            f"{where}: {path} is no whole Parquet file ({reason}): copy it again, or set type="
+            f"{where}: {path} is not a complete Parquet file ({reason}): copy it again, or set "
+            "type="
         ) from None
     return footer.num_rows, cut(footer, path.stat().st_size)
 

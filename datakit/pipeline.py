@@ -128,7 +128,7 @@ def run(
         )
         if rows.count == 0:
             raise DataError(
-                f"{here.where}: no row is left; the step removed {removed:,}, for example "
+                f"{here.where}: no rows are left; the step removed {removed:,}, for example "
                 f"{_shown(known['samples'])}: change its options"
             )
     return Prepared(rows, start, inputs, records, bad, bad_count, folders, lengths)
@@ -204,7 +204,7 @@ def _ingest(
             *(_place(each) for each in shown),
         )
     if count == 0:
-        raise DataError("the sources hold no row: check path and format of each source")
+        raise DataError("the sources have no rows: check path and format of each source")
     say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files  ({len(bad):,} bad)")
     return Rows(engine.read(folder), count, folder), bad, len(bad), None
 

@@ -87,7 +87,7 @@ def _of_table(
             f"{where}: the package {package} is missing: bash setup.sh --with tables"
         ) from None
     if not made:
-        raise DataError(f"{where}: the table holds no row")
+        raise DataError(f"{where}: the table has no rows")
     return made
 
 
@@ -141,7 +141,7 @@ def matches(source: Mapping[str, Any], base: Path, where: str) -> list[Path]:
         paths = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(names))
         paths = [p for p in paths if not p.name.startswith((".", "_"))]
         if not paths:
-            raise DataError(f"{where}: the folder {path} holds no file of {', '.join(_SUFFIXES)}")
+            raise DataError(f"{where}: the folder {path} has no files of {', '.join(_SUFFIXES)}")
         return paths
     if path.is_file():
         return [path]

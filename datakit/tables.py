@@ -159,7 +159,7 @@ def iceberg(
         table = StaticTable.from_metadata(_newest_metadata(path))
         snapshot = _snapshot(table, source)
         if snapshot is None:
-            raise DataError(f"{where}: {path} holds no row: it has no snapshot yet")
+            raise DataError(f"{where}: {path} has no rows: it has no snapshot yet")
         scan = table.scan(snapshot_id=snapshot.snapshot_id)
         tasks = list(scan.plan_files())
         shape = scan.projection()
@@ -288,7 +288,7 @@ def _no_table(source: Mapping[str, Any], kind: str, path: str, where: str, error
     if _version(source) is not None:
         key = "timestamp" if source.get("version") is None else "version"
         return f"{where}: {path} cannot be read as a {kind} table at {key}={source[key]}: {reason}"
-    return f"{where}: {path} is no {kind} table: {reason}"
+    return f"{where}: {path} is not a table of {kind}: {reason}"
 
 
 def _input(

@@ -123,7 +123,7 @@ def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, dict):
-        raise Refused(f"{place}: it is no JSON object")
+        raise Refused(f"{place}: it is not a JSON object")
     messages = row.get("messages")
     if messages is None:
         text = row.get("prompt", row.get("question"))
@@ -192,7 +192,7 @@ def _rows(source: Path, settings: dict[str, Any]) -> list[tuple[str, dict[str, A
     if faults:
         raise Refused("\n".join(faults[:10]))
     if not rows:
-        raise Refused(f"--input {source} holds no question")
+        raise Refused(f"--input {source} has no questions")
     return rows
 
 
@@ -209,7 +209,7 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
             same, line = None, {}
         if same is False or (same is None and not kept and text.strip()):
             raise Refused(
-                f"--output {target} holds the answers of other questions: choose another file"
+                f"--output {target} has the answers to other questions: choose another file"
             )
         if not same or line.get("answer") is None:
             break

@@ -59,7 +59,7 @@ def gpu_faults(table: str, visible: str, wanted: int) -> Iterator[str]:
         if errors.isdigit() and int(errors):
             yield f"GPU {index} has {errors} uncorrected ECC errors since its last reset"
         if used.isdigit() and total.isdigit() and int(used) > _IN_USE * int(total):
-            yield f"GPU {index} {_IS_IN_USE}{used} of {total} MiB of its memory are taken"
+            yield f"GPU {index} {_IS_IN_USE}{used} of {total} MiB of its memory are used"
 
 
 def _gpus() -> Iterator[str]:

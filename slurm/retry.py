@@ -42,7 +42,7 @@ _ENDED = {
     "TIMEOUT": ("time_limit", "Slurm ended the job at its time limit"),
     "PREEMPTED": ("preempted", "Slurm ended the job for another one of higher priority"),
     "NODE_FAIL": ("node_failure", "Slurm ended the job because it lost a node"),
-    "REQUEUED": ("requeued", "somebody requeued the job"),
+    "REQUEUED": ("requeued", "a user requeued the job"),
     "UNKNOWN": ("terminated", "the job script was terminated, and Slurm does not say why"),
 }
 # Causes outside the run: such attempts do not count as attempts without progress.
@@ -175,7 +175,7 @@ class AttemptEnd:
         if self.stop_asked:
             return Reason("time_limit", "stopped before the time limit")
         if self.stopped:
-            return Reason("stopped", "the ranks were told to stop, and not by the job script")
+            return Reason("stopped", "the ranks were asked to stop, but not by the job script")
         return Reason("killed", f"exit status {self.exit_code}, and no rank recorded an error")
 
 

@@ -45,7 +45,7 @@ def decontaminate(rows: Rows, work: Work) -> Rows:
     asked, answered = _short_items(short)
     if not len(long) and not len(asked):
         raise DataError(
-            f"{work.where}.against: {', '.join(names)}: holds no text of {ASKED[0]} words and "
+            f"{work.where}.against: {', '.join(names)}: has no text of {ASKED[0]} words and "
             f"{ASKED[1]} characters or more: give evaluation sets"
         )
     work.folder.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def region_faults(options: Mapping[str, Any], where: str) -> list[str]:
     from phonenumbers import SUPPORTED_REGIONS
 
     return [
-        f"{where}.regions: {name!r} is no country: write ISO 3166 codes such as DE, US"
+        f"{where}.regions: {name!r} is not a country: write ISO 3166 codes such as DE, US"
         for name in options.get("regions") or []
         if name not in SUPPORTED_REGIONS
     ]

@@ -21,7 +21,7 @@ def mixture(rows: Rows, work: Work) -> Rows:
     have = {row["source"]: row["n"] for row in counts}
     if unknown := [name for name in weights if name not in have]:
         raise DataError(
-            f"{work.where}: no row is of the source {unknown[0]!r}{nearest(unknown[0], have)}; "
+            f"{work.where}: no rows are of the source {unknown[0]!r}{nearest(unknown[0], have)}; "
             f"there are {', '.join(sorted(have)) or 'none'}",
             exit_code=2,
         )

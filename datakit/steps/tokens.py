@@ -25,7 +25,7 @@ def tokens(rows: Rows, work: Work) -> Rows:
     folder = Path(str(work.options["tokenizer"])).expanduser()
     if not (folder / "tokenizer.json").is_file():
         raise DataError(
-            f"{work.where}.tokenizer: {folder} holds no tokenizer.json: give the model's folder; "
+            f"{work.where}.tokenizer: {folder} has no tokenizer.json: give the model's folder; "
             "cookbook download gets one"
         )
     options = {"folder": str(folder), "where": work.where}
