@@ -208,7 +208,8 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this run")
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
-    assert [row["subject"] for row in rows] == [name for name, _, _ in preflight.CHECKS]
+    made = [*(name for name, _, _ in preflight.CHECKS), "samples"]
+    assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 
 
