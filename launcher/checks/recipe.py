@@ -188,7 +188,8 @@ def _keep(kept: Path, answer: dict[str, Any]) -> None:
 def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -> str:
     """Return a hash of what the answer depends on: config, packages, trainer, files that it names.
 
-    These are the files of the model, of the tokenizer, of an adapter to start from, and `data`.
+    These are the files of the model, of the tokenizer, of an adapter to start from, and `data`; and
+    the user's own components.
     """
     checkpointer = config.get("checkpointer") or {}
     folder = Path(str(checkpointer.get("checkpoint_dir", "")))
@@ -198,6 +199,8 @@ def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -
         named += [path if path.is_dir() else path.parent for path in given if path.exists()]
     sources = sorted((paths.REPO_ROOT / "trainer").rglob("*.py"))
     sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
+    for path in venv.own_packages().values():
+        sources += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     for path in named:
         sources += sorted(path.iterdir()) if path.is_dir() else [path] * path.is_file()
     seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
