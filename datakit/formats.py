@@ -25,6 +25,10 @@ _ROLES = {
     "observation": "tool",
 }
 
+# What a message or a record may say beyond role and content, and the kit's rows have no place for.
+_LOST = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "train")
+_EMPTY = (None, "", "[]", "null")
+
 
 class Content(NamedTuple):
     """The content of a record."""
@@ -111,8 +115,29 @@ def _turns(record: Mapping[str, Any], column: str, role: str, content: str) -> l
         name = _ROLES.get(str(turn[role]))
         if name is None:
             raise BadRow(f"message {number} of {column!r} has the role {turn[role]!r}")
+        _check_kept(turn, f"message {number} of {column!r}")
         turns.append({"role": name, "content": _content(turn[content], number, column)})
     return turns
+
+
+def _check_kept(turn: Mapping[str, Any], where: str) -> None:
+    """Refuse a message of which a part would be lost: it would train something else."""
+    lost = [key for key in _LOST if turn.get(key) not in _EMPTY and turn[key] != []]
+    if turn.get("weight") not in (None, 1):
+        lost.append(f"weight {turn['weight']}")
+    if lost:
+        raise BadRow(
+            f"{where} has {', '.join(lost)}, which prepared sets do not keep; train on the file "
+            "itself (source: json)"
+        )
+
+
+def _check_tools(record: Mapping[str, Any]) -> None:
+    if record.get("tools") not in _EMPTY and record["tools"] != []:
+        raise BadRow(
+            "the conversation has tools, which prepared sets do not keep; train on the file itself "
+            "(source: json)"
+        )
 
 
 def _content(value: Any, number: int, column: str) -> str:
@@ -134,10 +159,12 @@ def _alpaca(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
 
 
 def _sharegpt(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    _check_tools(record)
     return of_messages(_turns(record, names["conversations"], "from", "value"))
 
 
 def _messages(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    _check_tools(record)
     turns = _turns(record, names["messages"], "role", "content")
     if names["answer"]:
         # A log of requests has the question as messages, and the answer in another column.

@@ -17,7 +17,7 @@ REGIONS += ("PL", "SE", "IE", "IN", "BR", "AU", "JP")
 _GAP = "[ \u00a0\u2009\u202f.\u2010-\u2013-]"
 # Patterns of texts that may contain a kind; Arrow searches all rows for them.
 SUSPECT = {
-    "secret": r"KEY-----|\b(?:sk|hf|gh[pousr]|xox|AKIA|ASIA|AIza|eyJ|glpat)",
+    "secret": r"KEY-----|\b(?:sk|rk|hf|gh[pousr]|github_pat|xox|AKIA|ASIA|AIza|eyJ|glpat)",
     "email": "@",
     "iban": rf"[A-Za-z]{{2}}[0-9]{{2}}(?:{_GAP}?[A-Za-z0-9]){{11}}",
     "card": "[0-9](?:[ \u00a0\u202f-]?[0-9]){12}",
@@ -32,6 +32,7 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[nrt])")
 _SECRET = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|\b(?:hf_[A-Za-z0-9]{20,}|sk-(?:proj-|ant-)?[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}"
+    r"|github_pat_\w{22,}|[sr]k_live_[A-Za-z0-9]{16,}"
     r"|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
 )

@@ -131,6 +131,10 @@ def _surveyed(each: Input, encoding: str | None, limit: int | None) -> Input:
     return replace(each, sha256=digest, blocks=each.blocks or tuple(blocks))
 
 
+# What the log of a table matches.
+_TABLES = {"delta": "_delta_log/*.json", "iceberg": "metadata/*.metadata.json"}
+
+
 def matches(source: Mapping[str, Any], base: Path, where: str) -> list[Path]:
     """Return the files of a path: a file, a folder of known files, or a pattern."""
     text = os.path.expanduser(str(source["path"]))
@@ -142,6 +146,11 @@ def matches(source: Mapping[str, Any], base: Path, where: str) -> list[Path]:
         paths = [p for p in paths if not p.name.startswith((".", "_"))]
         if not paths:
             raise DataError(f"{where}: the folder {path} has no files of {', '.join(_SUFFIXES)}")
+        for kind, mark in _TABLES.items():
+            # Its files include rows that were deleted, and its log.
+            if table := next((p for p in paths if p.match(mark)), None):
+                folder = table.parent.parent
+                raise DataError(f"{where}: {folder} is a table: set path={folder} and type={kind}")
         return paths
     if path.is_file():
         return [path]

@@ -49,6 +49,7 @@ def delta(source: Mapping[str, Any], name: str, base: Path, work: Path, where: s
         newest = table.version()
         if (asked := _version(source)) is not None:
             table.load_as_version(asked)
+            _check_begun(table, asked)
     except Exception as error:
         end = "" if newest is None else f" (its newest version is {newest})"
         raise DataError(_no_table(source, "Delta", path, where, error) + end) from None
@@ -234,6 +235,14 @@ def _iceberg_flags(task: Any, io: Any, work: Path, where: str) -> tuple[str | No
             flags[places.to_numpy()] = False
     work.mkdir(parents=True, exist_ok=True)
     return _flags(work, task.file.file_path, flags)
+
+
+def _check_begun(table: Any, asked: int | datetime) -> None:
+    """Raise ValueError for a time before the first version: deltalake would read that one."""
+    if isinstance(asked, datetime) and table.version() == 0:
+        begun = datetime.fromtimestamp(table.history()[-1]["timestamp"] / 1000, UTC)
+        if asked < begun:
+            raise ValueError(f"its first version is of {begun.isoformat(timespec='seconds')}")
 
 
 def _snapshot(table: Any, source: Mapping[str, Any]) -> Any:

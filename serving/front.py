@@ -98,6 +98,10 @@ class Front(Proxy):
     async def _too_long(self, asked: Mapping[str, Any]) -> str:
         if self.count is None or self.limit is None:
             return ""
+        for name in ("max_completion_tokens", "max_tokens"):
+            if asked.get(name, 0) > self.limit:
+                words = f"{name} is {asked[name]:,}, and the model takes {self.limit:,} tokens"
+                raise BadRequest(f"{words} in all: lower it", name)
         for text in _plain(asked):
             # Below the limit even if each byte were a token.
             if len(text.encode()) <= self.limit:

@@ -86,7 +86,8 @@ class Takes:
 
     names: of each path, None if the engine does not say. facts, defaults: the model's config.json
     and generation_config.json. template: its chat template, None if nobody knows. batching:
-    transformers' continuous batching, which has the same sampling for all requests.
+    transformers' continuous batching, which has the same sampling for all requests. seconds: of one
+    answer at most, None for no limit.
     """
 
     engine: str
@@ -96,6 +97,7 @@ class Takes:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     template: str | None = None
     batching: bool = False
+    seconds: float | None = None
 
     def plan(self, path: str, asked: Mapping[str, Any]) -> Plan:
         """Return the plan of a valid request; BadRequest names an unsupported parameter."""
@@ -182,6 +184,9 @@ class Takes:
             return {} if most is None else {"max_tokens": most}
         default = max(_NEW_TOKENS, int(self.defaults.get("max_new_tokens") or 0))
         config: dict[str, Any] = {"max_new_tokens": default if most is None else most}
+        if self.seconds is not None:
+            # Nobody waits any more, and the next request waits for this one.
+            config["max_time"] = self.seconds
         if "repetition_penalty" in kept:
             config["repetition_penalty"] = float(kept["repetition_penalty"])
         if stops(kept):
@@ -255,7 +260,8 @@ def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
     arguments = [str(each) for each in config.get("engine_args") or []]
     batching = engine == "transformers" and "--continuous-batching" in arguments
     names = None if engine == "transformers" else names_of(schema)
-    return Takes(engine, name, names, facts, defaults, _template(model, base), batching)
+    seconds = float(config["request_timeout_s"])
+    return Takes(engine, name, names, facts, defaults, _template(model, base), batching, seconds)
 
 
 _FILES = ("config", "generation_config")

@@ -1,8 +1,9 @@
 """transformers serve on a Unix socket: python -m serving.transformers_engine SOCKET MODEL [options]
 
 transformers serve itself listens on a port, without a key. It seeds the one generator of all
-requests when a request comes in, while another one may draw from it, and ends a text at a stop
-string that began in the prompt; here each request has its own seed, and its own stop strings.
+requests when a request comes in, while another one may draw from it, ends a text at a stop string
+that began in the prompt, and generates beyond what the model takes. Here each request has its own
+seed and its own stop strings, and ends there.
 """
 
 import sys
@@ -47,6 +48,7 @@ class Manager(utils.GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
     ) -> Any:
         self._seed = getattr(gen_config, "seed", None)
+        _limit(model, inputs, gen_config)
         inputs = _with_stops(processor, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *more, **named)
 
@@ -54,6 +56,7 @@ class Manager(utils.GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
     ) -> Any:
         self._seed = getattr(gen_config, "seed", None)
+        _limit(model, inputs, gen_config)
         inputs = _with_stops(processor, inputs, gen_config)
         # It submits before it waits, so that no other request sets the seed in between.
         return await super().generate_non_streaming(
@@ -76,6 +79,14 @@ def _seeded(fn: Callable[..., Any], seed: int | None) -> Callable[..., Any]:
         return fn(*args, **kwargs)
 
     return call
+
+
+def _limit(model: Any, inputs: Any, gen_config: Any) -> None:
+    """End an answer where the model's positions end."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and gen_config.max_new_tokens is not None:
+        room = max(1, positions - inputs["input_ids"].shape[-1])
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
 
 
 def _with_stops(processor: Any, inputs: Any, gen_config: Any) -> Any:

@@ -3,7 +3,7 @@
 Prints a JSON object for each file: {"faults": [one line each], "found": the components}. Weights
 are not read except those of an adapter to start from, nothing is computed and no rank is started.
 With --stock only the components themselves are checked, because torchtune's own recipes give them
-further arguments. Data are read only with --samples=N, the first samples: {"samples": see
+further arguments. Data are read only with --samples=N, which shows N samples: {"samples": see
 trainer.data.preview, "sample_faults"}.
 """
 
@@ -178,7 +178,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.check")
     parser.add_argument("paths", nargs="+", metavar="<run>/train.yaml", type=Path)
     parser.add_argument("--stock", action="store_true")
-    parser.add_argument("--samples", type=int, default=0, metavar="N")
+    parser.add_argument("--samples", type=int, metavar="N")
     parser.add_argument("--objective", default="", help="dotted path of the training method")
     given = parser.parse_args(arguments)
     if not (given.stock or given.objective):
@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _verdict(path: Path, method: str, stock: bool, samples: int) -> dict[str, Any]:
+def _verdict(path: Path, method: str, stock: bool, samples: int | None) -> dict[str, Any]:
     found: list[str] = []
     objective = _tried(found, lambda: named(method)) if method else None
     content = _tried(found, lambda: configs.read_yaml(path))
@@ -198,7 +198,7 @@ def _verdict(path: Path, method: str, stock: bool, samples: int) -> dict[str, An
         found += faults(content, objective)
     names = [block["_component_"].rpartition(".")[2] for _, block in _blocks("", content or {})]
     verdict = {"faults": found, "found": ", ".join(dict.fromkeys(names))}
-    if samples and content and objective is not None:
+    if samples is not None and content and objective is not None:
         verdict |= _samples(content, objective, samples)
     return verdict
 

@@ -8,6 +8,7 @@ and answer.
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ NGRAM = 13
 ASKED, ANSWERED = (3, 10), (8, 32)
 # A short text that occurs more often in an evaluation set is a choice or a phrase, not an item.
 MOST_TIMES = 10
+# What separates a question from what stands around it in a paragraph.
+_WITHIN = r"\n|:\s"
 
 
 def decontaminate(rows: Rows, work: Work) -> Rows:
@@ -161,10 +164,15 @@ def mark(table: Any, known: str, ngram: int, min_hits: int, longest: int) -> Any
     return table.append_column("_seen", pa.array(seen, pa.bool_()))
 
 
+def _pieces(text: str) -> set[str]:
+    return {text, *text.split("\n\n"), *re.split(_WITHIN, text)}
+
+
 def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield asked or answered, numbers of rows, and texts of these rows to compare.
 
-    A prompt is compared as a unit and by paragraph, because an instruction may precede a question.
+    A prompt is compared as a unit, by paragraph, by line and by what follows a colon, because an
+    instruction or "Question: " may precede a question.
     """
     import numpy as np
     import pyarrow as pa
@@ -184,8 +192,11 @@ def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
     parts = pc.split_pattern(prompt.take(pa.array(rows)), "\n\n")
     numbers = pc.list_parent_indices(parts).to_numpy(zero_copy_only=False)
     yield "asked", rows[numbers], parts.flatten()
-    rows = rows[pc.list_value_length(parts).to_numpy(zero_copy_only=False) > 1]
-    yield "asked", rows, prompt.take(pa.array(rows))
+    several = rows[pc.list_value_length(parts).to_numpy(zero_copy_only=False) > 1]
+    yield "asked", several, prompt.take(pa.array(several))
+    rows = rows[pc.match_substring_regex(prompt.take(pa.array(rows)), _WITHIN).to_numpy(False)]
+    parts = pc.split_pattern_regex(prompt.take(pa.array(rows)), _WITHIN)
+    yield "asked", rows[pc.list_parent_indices(parts).to_numpy(False)], parts.flatten()
     rows = where(pc.is_valid(prompt))
     yield "answered", rows, pc.fill_null(answer.take(pa.array(rows)), "")
     # A text without a prompt may be a question or an answer.
@@ -204,7 +215,7 @@ def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
             (row, part)
             for row, role, content in turns
             if (role == "assistant") == (name == "answered")
-            for part in ({content, *content.split("\n\n")} if name == "asked" else (content,))
+            for part in (_pieces(content) if name == "asked" else (content,))
         ]
         rows = np.array([row for row, _ in of_role], np.int64)
         yield name, rows, pa.array([part for _, part in of_role], pa.string())

@@ -64,11 +64,11 @@ def check(
         note(f"note: {line}")
     checked = context(plan(recipe, site), executor, on_nodes)
     # First, as the same start of the trainer answers for the components.
-    found, shown = read_samples(checked, samples) if samples else ([], [])
+    found, shown = read_samples(checked, samples or 0)
     more = {"samples": shown} if samples else {}
     failed = _show(chain(preflight.check(checked), found), as_json, **more)
     if not as_json:
-        for line in ["", *sample_lines(shown, common.colours()), ""] if shown else []:
+        for line in ["", *sample_lines(shown, common.colours()), ""] if samples and shown else []:
             click.echo(line)
         faults = f"{failed} fault{'s' * (failed != 1)}"
         if failed > len(faults_of(found)):

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datakit import openers
-from datakit.errors import DataError
+from datakit import formats, openers
+from datakit.errors import BadRow, DataError
 from tests.datakit.kit import lines, qa, rows, run
 
 CHAT = [
@@ -97,6 +97,25 @@ BAD = [
     ('{"question": "\\ud800", "answer": "a"}', "half of a surrogate pair"),
     ('{"question": "q", "answer": "a", "n": "x"}', "'n' is not of type whole: 'x'"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"tool_calls": [{"function": {"name": "f"}}]}, "has tool_calls, which prepared sets do"),
+        ({"reasoning_content": "hm", "weight": 0}, "has reasoning_content, weight 0, which"),
+        ({"weight": 1, "tool_calls": None, "thinking": ""}, None),
+    ],
+)
+def test_what_a_message_would_lose_makes_a_bad_row(more, told):
+    read = formats.reader("messages", {})
+    record = {"messages": [*CHAT[:2], CHAT[2] | more], "tools": []}
+    if told is None:
+        assert read(record).answer == "hi"
+        record |= {"tools": [{"type": "function"}]}
+        told = "the conversation has tools"
+    with pytest.raises(BadRow, match=told):
+        read(record)
 
 
 def test_bad_rows_are_kept_aside_and_stop_the_run_past_a_share(tmp_path, duck):

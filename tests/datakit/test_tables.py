@@ -113,6 +113,10 @@ def test_versions_of_a_delta_table(tmp_path, duck):
         assert made.inputs[0].origin.endswith("table, version 1")
     with pytest.raises(DataError, match=r"cannot be read as a Delta table at version=9: "):
         run(tmp_path, [], duck, work="none", source={**source, "version": 9})
+    with pytest.raises(DataError, match=r"at timestamp=2020-01-01: its first version is of 2"):
+        run(tmp_path, [], duck, work="none", source={**source, "timestamp": "2020-01-01"})
+    with pytest.raises(DataError, match=rf"{path} is a table: set path={path} and type=delta"):
+        run(tmp_path, [], duck, work="none", source={"path": "table"})
     # A file that vacuum has removed.
     source = {**source, "keep": {"answer": "text"}, "format": "text", "columns": {"text": "answer"}}
     next(path.glob("*.parquet")).unlink()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from launcher import checks, paths
 from launcher import site as cluster
 from launcher.checks import Finding, files, preflight
+from launcher.checks import recipe as recipe_checks
 from launcher.checks.scheduler import partition
 from launcher.executors import choose, slurm
 from launcher.recipes import recipe
@@ -194,6 +196,19 @@ def test_a_checked_recipe_with_one_more_number_is_checked_again(demo_model: Path
     assert one.state == "failed" and "run_val_every_n_steps: needs dataset_val" in one.words
 
 
+def test_a_changed_component_of_ones_own_is_checked_again(tmp_path: Path, monkeypatch):
+    file = tmp_path / "own_losses" / "loss.py"
+    file.parent.mkdir()
+    monkeypatch.setenv("COOKBOOK_COMPONENTS", "own_losses")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    kept = []
+    for text in ("", "", "class Loss: ...\n"):
+        file.write_text(text)
+        os.utime(file, (1, 1))
+        kept.append(recipe_checks._kept({}, ()))
+    assert kept[0] == kept[1] != kept[2]
+
+
 @pytest.mark.long
 def test_a_replaced_tokenizer_is_checked_again(demo_model: Path, tmp_path: Path):
     file = tmp_path / "tokenizer.json"
@@ -226,7 +241,8 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this run")
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
-    assert [row["subject"] for row in rows] == [name for name, _, _ in preflight.CHECKS]
+    made = [*(name for name, _, _ in preflight.CHECKS), "samples"]
+    assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 
 

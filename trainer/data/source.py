@@ -19,6 +19,8 @@ from trainer.layers.batch import IGNORE_INDEX
 PREPARED = "trainer.data.prepared.prepared_dataset"
 CHAT = "torchtune.datasets.chat_dataset"
 CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
+# torchtune's for messages of {from, value}.
+SHAREGPT_ROLES = ("system", "human", "gpt")
 
 
 # Tokens int32 [n], and bool [n], which of them are trained.
@@ -226,7 +228,14 @@ def sample(
     try:
         _check_contents(samples, index)
         made = samples[index]
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+    except (
+        AssertionError,  # of torchtune's messages
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ConfigError,
+    ) as error:
         raise ConfigError(_reason(samples, index, error)) from error
     wanted = {key for keys in form.documents for key in keys} | ({form.number} - {""})
     if missing := sorted(wanted - made.keys()):
@@ -250,25 +259,46 @@ def _document(tokens: Any, labels: Any, limit: int | None) -> Document:
 
 
 def _check_contents(samples: Any, index: int) -> None:
-    """Refuse what torchtune's class would not see of a message.
+    """Refuse what torchtune's classes do not see of a message, or stop at without saying where.
 
-    It repeats the message before one without content, and trains an answer whose weight is 0.
+    OpenAI's repeats the message before one without content, and trains an answer whose weight is 0.
     """
     transform = getattr(samples, "_message_transform", None)
-    if type(transform).__name__ != "OpenAIToMessages":
+    check = {"OpenAIToMessages": _openai_fault, "ShareGPTToMessages": _sharegpt_fault}.get(
+        type(transform).__name__
+    )
+    if check is None:
         return
-    messages = (_row(samples, index) or {}).get(transform._column_map["messages"]) or []
-    for number, message in enumerate(messages, 1):
-        fault = ""
-        if not isinstance(message["content"], str | list):
-            fault = "no content, and torchtune's tokenizers know no tool calls"
-        elif message.get("weight") not in (None, 1):
-            fault = f"the weight {message['weight']!r}, which torchtune's tokenizers do not know"
-        if fault:
-            raise ConfigError(
-                f"message {number} ({message['role']}) has {fault}; leave the tokenizer block and "
-                "train_on_input out, so that the model folder's chat template is used"
-            )
+    row, column = _row(samples, index) or {}, next(iter(transform._column_map.values()))
+    if column in row and not isinstance(row[column], list):
+        raise ConfigError(f"the column {column!r} holds no list of messages")
+    for number, message in enumerate(row.get(column) or [], 1):
+        if fault := check(message):
+            raise ConfigError(f"message {number} {fault}")
+
+
+def _openai_fault(message: Mapping[str, Any]) -> str | None:
+    remedy = (
+        "leave the tokenizer block and train_on_input out, so that the model folder's chat "
+        "template is used"
+    )
+    if not isinstance(message.get("content"), str | list):
+        what = "no content, and torchtune's tokenizers know no tool calls"
+    elif message.get("weight") not in (None, 1):
+        what = f"the weight {message['weight']!r}, which torchtune's tokenizers do not know"
+    else:
+        return None
+    return f"({message.get('role')}) has {what}; {remedy}"
+
+
+def _sharegpt_fault(message: Mapping[str, Any]) -> str | None:
+    role = message.get("from")
+    if role not in SHAREGPT_ROLES:
+        return (
+            f"is from {role!r}; known: {', '.join(SHAREGPT_ROLES)}; others, such as tool calls, "
+            "need conversation_style=openai"
+        )
+    return None if isinstance(message.get("value"), str) else f"({role}) has no text in 'value'"
 
 
 def _row(samples: Any, index: int) -> dict[str, Any] | None:
