@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from pyarrow import Table, parquet
 from safetensors.torch import load_file
 
 from launcher.cli import cookbook
@@ -33,6 +34,8 @@ from tests.trainer.toy_objective import PreferFirst, ToyConfig
 from tests.trainer.toy_teacher import ImitationConfig
 from trainer.config import parse, read_yaml
 from trainer.data import batches
+from trainer.data.preview import previews
+from trainer.data.source import PREPARED
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel import world as distributed
 from trainer.trace import trace
@@ -157,6 +160,25 @@ def test_a_packed_row_holds_whole_pairs(model_folder: Path, pairs: Path, tmp_pat
         begin, end = own[document]
         assert begin <= position < end - 1
     assert set(batch.numbers.tolist()) <= {1.0, 2.0} and len(batch.numbers) == batch.sample_count
+
+
+def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    folder = tmp_path / "prepared/mine/1/data/train"
+    folder.mkdir(parents=True)
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    parquet.write_table(Table.from_pylist(rows), folder / "part-0.parquet")
+    (folder.parents[1] / "card.json").write_text(json.dumps({"format": "preference"}))
+    content = read_yaml(config(tmp_path / "run", model_folder, pairs)) | {"dataset_val": None}
+    del content["run_val_every_n_steps"]
+    content["dataset"] = {"_component_": PREPARED, "data_dir": str(folder)}
+    (found,), faults = previews(parse(content, ToyConfig), 1, PreferFirst.form)
+    assert faults == [] and [each["document"] for each in found["shown"]] == [[1, 2], [2, 2]]
+    trained = [span["text"] for each in found["shown"] for span in each["spans"][1:]]
+    assert trained == [" Yes, it is fast.<|end|>", " No.<|end|>"]
+    _, (fault,) = previews(parse(content), 1)
+    assert "holds preference pairs, which this method does not train on" in fault
 
 
 def test_an_adapter_that_training_goes_on_from_is_in_the_reference(

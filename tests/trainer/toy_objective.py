@@ -37,7 +37,7 @@ class ToyConfig(TrainConfig):
 class Pairs(Dataset):
     """Records of JSON lines with a question, a first and a second answer, and perhaps a weight."""
 
-    def __init__(self, tokenizer: Any, *, source: str, data_files: str, split: str) -> None:
+    def __init__(self, tokenizer: Any, *, source: str, data_files: Any, split: str) -> None:
         from datasets import load_dataset
 
         self._tokenizer = tokenizer
@@ -64,6 +64,7 @@ class PreferFirst(Objective):
     form: ClassVar[SampleForm] = SampleForm(
         documents=(("first_tokens", "first_labels"), ("second_tokens", "second_labels")),
         number="weight",
+        preferences="tests.trainer.toy_objective.Pairs",
     )
     normaliser = "samples"
 

@@ -14,11 +14,13 @@ class SampleForm:
     same batch.
 
     documents: for each document, the keys of its tokens and of its labels. number: the key of a
-        sample's number, such as a label or a margin; "" if there is none.
+        sample's number, such as a label or a margin; "" if there is none. preferences: the
+        component that reads the pairs of a set that cookbook prepare made; "" refuses such a set.
     """
 
     documents: tuple[tuple[str, str], ...] = (("tokens", "labels"),)
     number: str = ""
+    preferences: str = ""
 
     @property
     def count(self) -> int:

@@ -67,7 +67,7 @@ def previews(
         if block is not None:
             try:
                 limit = form.limit(block, config.tokenizer.get("max_seq_len"))
-                source = open_source(key, read_block(block), tokenizer, form, limit)
+                source = open_source(key, read_block(block, form), tokenizer, form, limit)
                 found.append(_preview(source, config, block, tokenizer, count, faults))
             except ConfigError as error:
                 faults += error.faults

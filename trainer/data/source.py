@@ -147,8 +147,11 @@ def _split(tokens: np.ndarray, trained: np.ndarray, limit: int) -> list[Piece]:
     return pieces
 
 
-def read_block(block: dict[str, Any]) -> dict[str, Any]:
+def read_block(block: dict[str, Any], form: SampleForm = SINGLE) -> dict[str, Any]:
     """A dataset's block without the trainer's own keys, and with the files of a prepared set.
+
+    Args:
+        form: what the method reads of a sample.
 
     Raises:
         ConfigError: the prepared set is not there, or of another method.
@@ -157,7 +160,7 @@ def read_block(block: dict[str, Any]) -> dict[str, Any]:
     if block["_component_"] == PREPARED:
         from trainer.data import prepared  # other runs do not pay for it
 
-        block = prepared.by_files(block)
+        block = prepared.by_files(block, form.preferences)
     return block
 
 

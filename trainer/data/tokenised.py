@@ -136,7 +136,7 @@ def open_dataset(
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
     """
     limit = form.limit(block, config.tokenizer.get("max_seq_len"))
-    block = source.read_block(block)
+    block = source.read_block(block, form)
 
     def open_it() -> Source:
         return open_source(key, block, tokenizer, form, limit)
