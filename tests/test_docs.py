@@ -52,6 +52,7 @@ def test_the_pages_show_every_command():
         "models",
         "recipes",
         "start",
+        "clean",
         "check",
         "estimate",
         "submit",
