@@ -155,6 +155,14 @@ class AttemptEnd:
         """Whether the ranks saved and stopped by themselves."""
         return self.exit_code == 0 and self.progress.get("state") == "stopped"
 
+    @property
+    def out_of_memory(self) -> bool:
+        return self.reason.cause == "out_of_memory"
+
+    @property
+    def unexplained_stop(self) -> bool:
+        return self.reason.cause == "stopped"
+
     @cached_property
     def error(self) -> dict[str, Any]:
         """The error that caused the others, {} if none is recorded."""
@@ -167,6 +175,10 @@ class AttemptEnd:
         Errors come before a stop that was asked for: ranks also stop in order when Slurm's TERM
         reaches them after another's death.
         """
+        if self.cancelled:
+            return Reason("cancelled", "by cookbook cancel")
+        if self.job_state == "CANCELLED":
+            return Reason("cancelled", "its job was cancelled")
         if self.job_state is not None:
             lost = [str(each["host"]) for each in self.errors if each.get("type") == NODE_FAILURE]
             return _slurm_reason(self.job_state, lost)
@@ -182,85 +194,52 @@ class AttemptEnd:
 class Rule(NamedTuple):
     """A row of the table: the state and the next step of an attempt for which `when` holds.
 
-    message: a format string; 0 is the AttemptEnd. cause: without one, cause and node are those of
-    AttemptEnd.reason.
+    message: a format string, in which end is the AttemptEnd. cause: without one, cause and node are
+    those of AttemptEnd.reason.
     """
 
     state: str
     next: str
     when: Callable[[AttemptEnd], object]
-    message: str = "{0.reason.message}"
+    message: str = "{end.reason.message}"
     cause: str | None = None
 
 
 # The first rule whose condition holds counts.
 RULES = (
-    Rule("COMPLETED", "finished", lambda end: end.finished, "", "finished"),
+    Rule("COMPLETED", "finished", lambda e: e.finished, "", "finished"),
     # Somebody ended the job: no retry.
-    Rule("CANCELLED", "failed", lambda end: end.cancelled, "by cookbook cancel", "cancelled"),
-    Rule(
-        "CANCELLED",
-        "failed",
-        lambda end: end.job_state == "CANCELLED",
-        "its job was cancelled",
-        "cancelled",
-    ),
+    Rule("CANCELLED", "failed", lambda e: e.cancelled or e.job_state == "CANCELLED"),
     # Slurm itself requeues a job that it ends for lack of nodes; if it may not, the successor
     # continues.
-    Rule("INTERRUPTED", "requeue", lambda end: end.job_state is not None and end.succeeds),
-    Rule("INTERRUPTED", "failed", lambda end: end.job_state is not None),
-    Rule(
-        "RETRYING",
-        "run",
-        lambda end: end.not_started and end.cause_before != "controller",
-        "srun started nothing: {0.not_started}",
-        "controller",
-    ),
-    Rule(
-        "FAILED",
-        "failed",
-        lambda end: end.timed_out_s is not None,
-        "ended by the recipe's timeout of {0.timed_out_s:.0f} s",
-        "timeout",
-    ),
-    Rule("FAILED", "failed", lambda end: end.used_up and end.stopped, "{0.used_up}", "budget"),
-    Rule(
-        "CANCELLED", "failed", lambda end: end.worse and end.stopped, "{0.worse}", "stopped_early"
-    ),
+    Rule("INTERRUPTED", "requeue", lambda e: e.job_state is not None and e.succeeds),
+    Rule("INTERRUPTED", "failed", lambda e: e.job_state is not None),
+    Rule("RETRYING", "run", lambda e: e.not_started and e.cause_before != "controller",
+         "srun started nothing: {end.not_started}", "controller"),
+    Rule("FAILED", "failed", lambda e: e.timed_out_s is not None,
+         "ended by the recipe's timeout of {end.timed_out_s:.0f} s", "timeout"),
+    Rule("FAILED", "failed", lambda e: e.used_up and e.stopped, "{end.used_up}", "budget"),
+    Rule("CANCELLED", "failed", lambda e: e.worse and e.stopped, "{end.worse}", "stopped_early"),
     # What a retry cannot fix, or has not fixed often enough.
-    Rule("FAILED", "failed", lambda end: end.error.get("permanent")),
-    Rule(
-        "FAILED", "failed", lambda end: end.reason.cause == "out_of_memory" and end.memory_is_result
-    ),
-    Rule(
-        "FAILED",
-        "failed",
-        lambda end: end.reason.cause == end.cause_before == "out_of_memory",
-        "{0.reason.message}; twice in a row",
-    ),
-    Rule("FAILED", "failed", lambda end: end.fruitless > end.max_retries == 0),
-    Rule(
-        "FAILED",
-        "failed",
-        lambda end: end.fruitless > end.max_retries,
-        "{0.reason.message}; {0.fruitless} attempts saved nothing new",
-    ),
-    Rule("FAILED", "failed", lambda end: end.used_up, "{0.reason.message}; {0.used_up}"),
+    Rule("FAILED", "failed", lambda e: e.error.get("permanent")),
+    Rule("FAILED", "failed", lambda e: e.out_of_memory and e.memory_is_result),
+    Rule("FAILED", "failed", lambda e: e.out_of_memory and e.cause_before == "out_of_memory",
+         "{end.reason.message}; twice in a row"),
+    Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries == 0),
+    Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries,
+         "{end.reason.message}; {end.fruitless} attempts saved nothing new"),
+    Rule("FAILED", "failed", lambda e: e.used_up, "{end.reason.message}; {end.used_up}"),
     # A stop that neither the script asked for nor a death explains is Slurm's, which takes the
     # allocation away a moment later.
-    Rule(
-        "REQUEUED",
-        "requeue",
-        lambda end: (end.stop_asked or end.reason.cause == "stopped") and end.can_requeue,
-    ),
-    Rule("RETRYING", "run", lambda end: True),
-)
+    Rule("REQUEUED", "requeue", lambda e: e.can_requeue and (e.stop_asked or e.unexplained_stop)),
+    Rule("RETRYING", "run", lambda e: True),
+)  # fmt: skip
 
 
 def decide(end: AttemptEnd) -> Verdict:
     """Judge one attempt, or a job that ended between two."""
     rule = next(rule for rule in RULES if rule.when(end))
-    message = rule.message.format(end)
+    message = rule.message.format(end=end)
     if rule.cause is not None:
         return Verdict(rule.state, rule.next, rule.cause, message)
     return Verdict(rule.state, rule.next, end.reason.cause, message, end.reason.node)
