@@ -242,7 +242,7 @@ def _iceberg_flags(task: Any, io: Any, work: Path, where: str) -> tuple[str | No
 
 
 def _check_begun(table: Any, asked: int | datetime) -> None:
-    """Raise ValueError for a moment before the table's first version, which deltalake reads then."""
+    """Raise ValueError for a time before the first version: deltalake would read that one."""
     if isinstance(asked, datetime) and table.version() == 0:
         begun = datetime.fromtimestamp(table.history()[-1]["timestamp"] / 1000, UTC)
         if asked < begun:

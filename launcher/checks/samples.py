@@ -4,7 +4,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.checks import Context, Finding, Skipped, failed, files, ok, preflight, skipped, warning
+from launcher.checks import (
+    Context,
+    Finding,
+    Skipped,
+    failed,
+    files,
+    ok,
+    preflight,
+    skipped,
+    warning,
+)
 from launcher.checks.recipe import ask_for_samples
 from launcher.errors import UsageFault
 
