@@ -28,7 +28,7 @@ class Stops(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, texts: list[str], prompt: int) -> None:
         self.tokenizer, self.texts, self.prompt = tokenizer, texts, prompt
-        # A character may take 4 tokens of a byte each; special tokens have no text.
+        # A character may have 4 tokens of one byte each; special tokens have no text.
         self.tail = 4 * max(map(len, texts)) + 32
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Stops(StoppingCriteria):
 
 
 class Manager(utils.GenerateManager):
-    """Generates one answer after another on one thread, each by its own seed and stop strings."""
+    """Generates answers one at a time on one thread, each with its own seed and stop strings."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
@@ -71,10 +71,10 @@ class Manager(utils.GenerateManager):
 
 
 def _seeded(fn: Callable[..., Any], seed: int | None) -> Callable[..., Any]:
-    """Return what seeds the thread that generates, and generates."""
+    """Return a function that seeds the generating thread, and generates."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Without one of its own, no request shall follow from the seed of the one before.
+        # A request without a seed must not depend on the seed of the one before.
         torch.seed() if seed is None else torch.manual_seed(seed)
         return fn(*args, **kwargs)
 
@@ -99,12 +99,12 @@ def _with_stops(processor: Any, inputs: Any, gen_config: Any) -> Any:
 
 
 async def _not_by_the_template(request: Request, error: Exception) -> JSONResponse:
-    """Tell the client what the chat template does not allow, such as two answers in a row."""
+    """Return the chat template's error to the client, such as two answers in a row."""
     return JSONResponse({"detail": f"messages: the chat template refuses them: {error}"}, 400)
 
 
 def main() -> None:
-    """Start it with uvicorn's own option for sockets."""
+    """Start it with uvicorn's option for Unix sockets."""
     socket, *arguments = sys.argv[1:]
     config = uvicorn.Config
 
@@ -113,7 +113,7 @@ def main() -> None:
         return config(app, uds=socket, **more)
 
     uvicorn.Config = on_socket  # type: ignore[misc,assignment]
-    utils.GenerateManager = Manager  # type: ignore[misc]
+    utils.GenerateManager = Manager
     from transformers.cli.transformers import main as transformers
 
     sys.argv = ["transformers", "serve", *arguments]

@@ -93,5 +93,5 @@ def test_phrases_of_many_items_are_no_items(tmp_path, duck):
     lines(tmp_path / "eval.jsonl", items)
     assert numbers(run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck), duck) == {1}
     lines(tmp_path / "eval.jsonl", [{"answer": "yes"}, {"answer": "42"}])
-    with pytest.raises(DataError, match="holds no text of 3 words and 10 characters or more"):
+    with pytest.raises(DataError, match="has no text of 3 words and 10 characters or more"):
         run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck)

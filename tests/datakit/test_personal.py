@@ -99,7 +99,7 @@ def test_countries_of_phone_numbers_can_be_chosen(tmp_path, duck):
     lines(tmp_path / "data.jsonl", [qa("q", text) for text in texts])
     made = run(tmp_path, [{"personal_data": {"regions": ["DE"]}}], duck)
     assert answers(made, duck) == ["at 212 555 0187", "ruf [PHONE] an", "[PHONE]"]
-    with pytest.raises(DataError, match=r"steps.0.personal_data.regions: 'UK' is no country"):
+    with pytest.raises(DataError, match=r"steps.0.personal_data.regions: 'UK' is not a country"):
         run(tmp_path, [{"personal_data": {"regions": ["UK"]}}], duck)
     source = {"path": "data.jsonl", "format": "qa"}
     config = {"sources": [source], "steps": [{"personal_data": {"regions": "DE"}}]}

@@ -33,6 +33,24 @@ def found(check: str, name: str, overrides: list[str], site=None, **options) -> 
     return findings
 
 
+def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
+    """As after git pull, or pip install by hand; a build's own mark is no other version."""
+    packages = tmp_path / "lib/python3.11/site-packages"
+    for name in ("torch-2.13.0+cpu", "python_stdnum-2.1", "of_their_own-1.0"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.touch(0o755)
+    monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path))
+    (finding,) = found("virtual environment", "demo", [])
+    assert finding.state == "warning" and finding.remedy == "bash setup.sh"
+    assert "python_stdnum 2.1 (pinned: 2.2)" in finding.words and "torch" not in finding.words
+    # setup.sh --torch keeps its own pins there.
+    (tmp_path / "constraints.txt").write_text("torch==2.11.0\npython-stdnum==2.1\n")
+    (finding,) = found("virtual environment", "demo", [])
+    assert "torch 2.13.0+cpu (pinned: 2.11.0)" in finding.words
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A folder that looks like a downloaded model in two files."""
@@ -234,17 +252,18 @@ def test_a_waiting_job_says_why_in_plain_words(kit: Kit):
     _, first = kit.submit(*size, "--nodes", "2", "--no-check")
     _, second = kit.submit(*size, "--nodes", "1", "--no-check")
     try:
-        told = until(lambda: _pending(kit, second), 30)
-        assert told.startswith("waiting: ")
-        assert "the nodes that it needs are busy" in told or "other jobs come first" in told
+        why = until(lambda: _pending(kit, second), 30)
+        assert "the nodes that it needs are busy" in why or "other jobs come first" in why
     finally:
         for run in (second, first):
             kit.cookbook("cancel", run.name)
 
 
 def _pending(kit: Kit, run: Path) -> str:
-    told = kit.status(run)
-    return told["detail"] if told["state"] == "PENDING" else ""
+    """Why the run waits; "" until Slurm says it, which may be after it has planned the start."""
+    status = kit.status(run)
+    waits = status["state"] == "PENDING" and status["detail"].startswith("waiting: ")
+    return status["detail"] if waits else ""
 
 
 # What Slurm says, replayed -------------------------------------------------------------------

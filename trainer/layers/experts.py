@@ -55,6 +55,7 @@ def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transpose
     layer.activation, layer.transposed = activation, transposed
     layer.adapters: nn.ModuleDict = nn.ModuleDict()
     layer.rank, layer.scaling, layer.use_rslora = 0, 1.0, False
+    layer.adapter_enabled = True
     # Set by trainer.parallel: these experts are a part of all; gradients are one rank's part.
     layer.exchange, layer.partial_gradient = None, False
     patch_forward(layer, forward)
@@ -130,7 +131,7 @@ def _product(
         out = _Packed.apply(x, weight, layer.nf4_table, ends, layer.transposed)
     else:
         out = grouped(x, weight if layer.transposed else weight.transpose(1, 2), ends)
-    if name in layer.adapters:
+    if name in layer.adapters and layer.adapter_enabled:
         adapter = layer.adapters[name]
         a, b = part(adapter.lora_a.weight), part(adapter.lora_b.weight)
         inner = grouped(x, a.transpose(1, 2), ends) * layer.scaling

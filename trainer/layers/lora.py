@@ -5,7 +5,8 @@ with the norms of the rows held constant in the backward pass, as in section 4.3
 (Liu et al. 2024, arXiv 2402.09353). With both W may be NF4 (QLoRA, QDoRA).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ class AdaptedLinear(nn.Module):
         self.register_parameter("bias", base.bias)
         magnitude = nn.Parameter(torch.empty(weight.shape[0], **like)) if use_dora else None
         self.register_parameter("magnitude", magnitude)
+        self.adapter_enabled = True
         # A loaded adapter may have another factor: see trainer.storage.adapter.
         self.rank, self.scaling, self.use_rslora = rank, alpha / rank, False
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
@@ -103,6 +105,19 @@ def adapted_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, AdaptedLinear) or len(_adapters(m))]
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within it the model computes as its base, without its adapters."""
+    layers = adapted_layers(model)
+    for layer in layers:
+        layer.adapter_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapter_enabled = True
+
+
 def _adapters(module: nn.Module) -> nn.ModuleDict | tuple[()]:
     return getattr(module, "adapters", ())
 
@@ -133,6 +148,8 @@ def adapted(
         magnitude: [out], DoRA's.
         total: sums over the ranks that hold the other columns of the same rows.
     """
+    if not layer.adapter_enabled:
+        return base(layer, x, weight)
     # The factor meets r numbers per token, not all outputs, in the backward pass too.
     inner = F.linear(layer.dropout(x), a) * layer.scaling
     out = base(layer, x, weight) + F.linear(inner, b)
