@@ -26,7 +26,7 @@ NGRAM = 13
 ASKED, ANSWERED = (3, 10), (8, 32)
 # A short text that occurs more often in an evaluation set is a choice or a phrase, not an item.
 MOST_TIMES = 10
-# What separates a question from what stands around it in a paragraph.
+# Separates a question from the text around it in a paragraph.
 _WITHIN = r"\n|:\s"
 
 
