@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config import TrainConfig, arguments_of, instantiate, load
 from trainer.errors import ConfigError
-from trainer.layers import attention, lora
+from trainer.layers import attention
+from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import Documents, MicroBatch
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
@@ -206,7 +207,7 @@ def _trace(
     block = config.optimizer | {"fused": False, "foreach": False}
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
     optimizer = instantiate("optimizer", block, trainable)
-    policy = Models(models.Model(module, lora.method(module), models.DTYPES[config.dtype]))
+    policy = Models(models.Model(module, method_of(module), models.DTYPES[config.dtype]))
     batch = _batch(config, module)
     _spread_evenly(batch, module, world)
     tracker = MemoryTracker()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
 from launcher.recipes.recipe import method_of
+from runspec import adapters
 from runspec import model_config as shapes
+from runspec.adapters import KINDS, Adapter
 from runspec.files import read_json
 from runspec.flops import of_shape
 from runspec.keys.sft import TRANSFORMERS, recomputed, uncompiled_experts
@@ -29,7 +32,7 @@ class StepConfig:
     """One training step: a model, what is trained of it, a layout, rows and ways to save memory."""
 
     shape: Shape
-    method: str  # full, lora, dora, qlora or qdora
+    method: str  # full, lora, dora, qlora, qdora, or the class of an adapter of one's own
     layout: Layout = field(default_factory=Layout)
     gpus_per_node: int = 8
     builder: str = ""  # of the model, as the recipe names it
@@ -46,9 +49,11 @@ class StepConfig:
     loss: str = "chunked"  # plain, chunked or linear
     chunks: int = 8  # 0: the linear loss chooses itself
     sync_each: bool = False  # gradients are reduced after every micro-step
+    own: Adapter | None = None  # of a kind of one's own
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()  # names of Shape.matrices
     lora_output: bool = False
+    own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
     cpu_offload: bool = False
     activation_offload: bool = False
@@ -69,7 +74,7 @@ class StepConfig:
             experts=() if shape.experts is None else (shape.experts.count,),
             linear=shape.linear_sizes,
             sharded=self.fsdp or layout.tensor_parallel > 1,
-            vectors=self.is_full or self.is_dora,
+            vectors=self.adapter is None or self.adapter.vectors,
             dropout=adapted and self.dropout,
             quantised=self.is_quantised,
             fp8=self.fp8,
@@ -108,6 +113,11 @@ class StepConfig:
     def is_quantised(self) -> bool:
         """Whether the layers' base weights are NF4."""
         return self.method.startswith("q")
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained instead of all weights."""
+        return self.own or KINDS.get(self.method.removeprefix("q"))
 
     @property
     def is_dora(self) -> bool:
@@ -155,10 +165,22 @@ class StepConfig:
         """Whether any of these matrices needs its input in backward."""
         return self.is_full or any(name in self.lora_targets for name in names)
 
+    def adapter_size(self, sizes: Iterable[str], **known: float) -> float:
+        """Numbers of a parameter of the adapter, of these sizes.
+
+        Args:
+            known: the sizes of what it belongs to.
+        """
+        known |= {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": self.shape.kv_width}
+        return prod((known | dict(self.own_sizes))[size] for size in sizes)
+
+    def _numbers(self, *owners: str, **known: float) -> int:
+        parts = {} if self.adapter is None else self.adapter.parts_of(*owners)
+        return int(sum(self.adapter_size(sizes, **known) for sizes in parts.values()))
+
     def _adapter(self, matrix: Matrix) -> int:
-        magnitudes = matrix.outputs if self.is_dora else 0
-        numbers = matrix.adapter_inputs + matrix.outputs
-        return matrix.count * (self.lora_rank * numbers + magnitudes)
+        sizes = {"in": matrix.adapter_inputs, "out": matrix.outputs}
+        return matrix.count * self._numbers("linear", matrix.role, **sizes)
 
     @property
     def trainable(self) -> int:
@@ -170,7 +192,9 @@ class StepConfig:
             for step, count in self.blocks
             for name in step.lora_targets
         )
-        return layers + (self._adapter(self.shape.output) if self.lora_output else 0)
+        layers += sum(count * step._numbers("block") for step, count in self.blocks)
+        output = self._adapter(self.shape.output) if self.lora_output else 0
+        return layers + output + self._numbers("model")
 
     @property
     def total(self) -> int:
@@ -309,7 +333,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         fp8=bool(config.get("enable_fp8_training")),
         updated_by=str(_block(config, "optimizer").get("_component_") or ""),
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
-        **_lora(model, shape),
+        **_adapter(model, shape, faults),
         **_optimizer(_block(config, "optimizer")),
         **_loss(_block(config, "loss")),
     )
@@ -323,9 +347,18 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _lora(model: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    if method_of(model) == "full":
+def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[str, Any]:
+    name = adapters.name_of(model)
+    if name is None:
         return {}
+    if name not in KINDS:
+        try:
+            own = adapters.declared(name)
+        except ValueError as error:
+            faults.append(str(error))
+            return {}
+        numbers = [(key, model[key]) for key in own.keys if isinstance(model.get(key), int)]
+        return {"own": own, "own_sizes": tuple(numbers)}
     attention = [name for name in model.get("lora_attn_modules") or [] if name in ATTENTION]
     targets = (*attention, *(MLP if model.get("apply_lora_to_mlp") else ()))
     if not str(model.get("_component_") or "").startswith("torchtune."):

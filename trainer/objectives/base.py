@@ -12,7 +12,6 @@ from runspec.keys.key import Key
 from trainer.config import KEYS, TrainConfig
 from trainer.data.batches import Data, MicroBatch
 from trainer.errors import ConfigError
-from trainer.layers.lora import adapted_layers
 from trainer.models.build import Model
 from trainer.models.decoder import Decoder
 from trainer.parallel.world import World
@@ -102,8 +101,8 @@ class Objective(ABC):
     def identity(self, models: Models, data: Data) -> dict[str, Any]:
         """What must stay the same between a checkpoint and the start that resumes it, by key."""
         config, batches = self.config, data.training
-        base = None
-        if models.policy.method != "full":
+        base, adapter = None, models.policy.module.adapter
+        if adapter is not None:
             # Which base model an adapter belongs to: its checkpoints do not hold that.
             source = config.checkpointer
             found = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
@@ -112,7 +111,7 @@ class Objective(ABC):
             "method": models.policy.method,
             "model": config.model,
             "base_weights": base,
-            "lora_scaling": sorted({m.scaling for m in adapted_layers(models.policy.module)}),
+            **({} if adapter is None else adapter.identity(models.policy.module)),
             "dtype": config.dtype,
             "master_weights": config.master_weights,
             "fp8_recipe_name": config.fp8_recipe,

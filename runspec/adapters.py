@@ -1,0 +1,146 @@
+"""Kinds of adapters: the parameters that each adds, as sizing counts and the trainer splits them.
+
+`model.adapter` names a kind: one of `KINDS`, or the dotted path of a class of your own, a
+trainer.layers.adapters.base.AdapterKind. Its attributes that are fields of `Adapter` are literals,
+which are read here without an import: the launcher never imports torch.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+# What a parameter belongs to, then its sizes.
+Sizes = tuple[str, ...]
+# Prefixes of torchtune's builders that add LoRA or DoRA themselves.
+BUILT_IN = ("lora_", "qlora_")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One kind of adapter.
+
+    Attributes:
+        title: the method's name; over an NF4 base with a Q before it.
+        parts: by the end of a parameter's name, what it belongs to (each chosen "linear" layer, or
+            each "row" or "column" layer among them; each "block"; the "model") and its sizes: "in"
+            and "out" of the linear layer, "kv" (the width of all keys), "dim" (that of the
+            stream), or a key of the model block, such as lora_rank.
+        saved: what else each of these keeps of a token for the backward pass, in the same terms.
+        keys: the keys of the model block that it reads.
+    """
+
+    title: str
+    parts: Mapping[str, Sizes]
+    saved: tuple[Sizes, ...] = ()
+    keys: tuple[str, ...] = field(default=())
+
+    def parts_of(self, *owners: str) -> dict[str, Sizes]:
+        """The sizes of the parameters that belong to one of `owners`, by name."""
+        return {name: of[1:] for name, of in self.parts.items() if of[0] in owners}
+
+    def saved_of(self, *owners: str) -> list[Sizes]:
+        """What one of `owners` keeps of a token."""
+        return [of[1:] for of in self.saved if of[0] in owners]
+
+    @property
+    def vectors(self) -> bool:
+        """Whether not all parameters are matrices."""
+        return any(len(sizes) < 3 for sizes in self.parts.values())
+
+
+LORA = Adapter(
+    "LoRA",
+    {
+        "lora_a.weight": ("linear", "lora_rank", "in"),
+        "lora_b.weight": ("linear", "out", "lora_rank"),
+    },
+    (("linear", "lora_rank"),),
+    ("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora"),
+)
+# The sum that the magnitude scales is kept.
+DORA = Adapter(
+    "DoRA",
+    {**LORA.parts, "magnitude": ("linear", "out")},
+    (*LORA.saved, ("linear", "out")),
+    LORA.keys,
+)
+KINDS = {"lora": LORA, "dora": DORA}
+
+
+def name_of(model: Mapping[str, Any]) -> str | None:
+    """Return the kind that a `model` block names; None if all weights are trained."""
+    name = model.get("adapter")
+    if name is None and (is_built_in(model) or (own_adapters(model) and model.get("lora_rank"))):
+        name = "lora"
+    return "dora" if name == "lora" and model.get("use_dora") else name
+
+
+def is_built_in(model: Mapping[str, Any]) -> bool:
+    """Whether the model's builder, torchtune's, adds LoRA or DoRA itself."""
+    module, _, builder = str(model.get("_component_") or "").rpartition(".")
+    return module.startswith("torchtune.") and builder.startswith(BUILT_IN)
+
+
+def is_quantised(model: Mapping[str, Any]) -> bool:
+    """Whether the base weights are kept in NF4."""
+    builder = str(model.get("_component_") or "").rpartition(".")[2]
+    return bool(model.get("quantize_base", builder.startswith("qlora_")))
+
+
+def own_adapters(model: Mapping[str, Any]) -> bool:
+    """Whether the keys of adapters are the trainer's own, and no arguments of a builder."""
+    torchtunes = str(model.get("_component_") or "").startswith("torchtune.")
+    return not torchtunes or (model.get("adapter") is not None and not is_built_in(model))
+
+
+def adapter_of(model: Mapping[str, Any]) -> Adapter | None:
+    """Return the kind that a `model` block names; None if all weights are trained.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    name = name_of(model)
+    return None if name is None else KINDS.get(name) or declared(name)
+
+
+def declared(dotted: str) -> Adapter:
+    """Read the literals of a class at a dotted path; the file is not imported.
+
+    Raises:
+        ValueError: there is no such class, or its attributes are no literals.
+    """
+    module, _, name = dotted.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(module) if module else None
+    except ImportError:
+        spec = None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        raise ValueError(
+            f"model.adapter: there is no {dotted}; give one of {', '.join(KINDS)}, or the dotted "
+            "path of a class that Python finds here"
+        )
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+    known, values = {each.name for each in fields(Adapter)}, dict[str, Any]()
+    for statement in classes[0].body if classes else ():
+        if isinstance(statement, ast.Assign):
+            targets, value = statement.targets, statement.value
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            targets, value = [statement.target], statement.value
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in known:
+                try:
+                    values[target.id] = ast.literal_eval(value)
+                except ValueError:
+                    raise ValueError(
+                        f"model.adapter: {target.id} of {dotted} is no literal, which sizing reads "
+                        "without an import"
+                    ) from None
+    if lacks := {"title", "parts"} - values.keys():
+        raise ValueError(f"model.adapter: {dotted} has no {' and no '.join(sorted(lacks))}")
+    return Adapter(**values)

@@ -1,0 +1,185 @@
+"""A kind of adapter in one file goes through everything that the kit has, and no file knows it."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from launcher.cli import cookbook
+from runspec import adapters
+from tests.trainer.runs import (
+    ROOT,
+    assert_same_curve,
+    curve,
+    finish,
+    kill_rank,
+    lora_model,
+    metrics,
+    randomise_adapter,
+    start,
+    tensors,
+    train,
+    wait_for_step,
+    write_config,
+)
+from trainer import check
+from trainer.config import load
+from trainer.errors import ConfigError
+from trainer.layers.adapters.base import disabled
+from trainer.loop import Trainer
+from trainer.models import build as models
+from trainer.objectives.sft import SupervisedFineTuning
+from trainer.parallel import world as distributed
+from trainer.parallel.sharded import full_tensor
+from trainer.storage import weights
+
+MODULE = "tests.trainer.toy_adapter"
+KIND = f"{MODULE}.OutputScale"
+# One that a folder's config.json names, so that the adapter is the trainer's to add.
+TOY = {
+    "model": {"_component_": "transformers", "adapter": KIND, "scale_init": 0.9},
+    "save_adapter_weights_only": True,
+    "save_every_n_steps": 3,
+}
+TOKENS = torch.arange(48).reshape(2, 24) * 13 % 1024
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COOKBOOK_COMPONENTS", MODULE)
+
+
+def config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> Path:
+    return write_config(folder, model_folder, dataset, **TOY | changes)
+
+
+def test_it_trains_the_same_on_every_layout_and_resumes(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    train(config(tmp_path / "one", model_folder, dataset))
+    layouts = {
+        "fsdp": {"batch_size": 4},
+        "tensor": {"tensor_parallel_dim": 2, "activation_checkpointing": "full"},
+    }
+    for name, changes in layouts.items():
+        train(config(tmp_path / name, model_folder, dataset, **changes), ranks=2)
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+    lines = metrics(tmp_path / "one")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+    slow = {"max_steps": 30, "epochs": 40}
+    whole, killed = (config(tmp_path / n, model_folder, dataset, **slow) for n in ("whole", "cut"))
+    train(whole)
+    process = start(killed)
+    wait_for_step(killed, 7, process)
+    kill_rank(process, 0)
+    finish(process, status=None)
+    assert "resuming from checkpoints/step_" in train(killed, attempt=1)
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+    file = "export/adapter/adapter_model.safetensors"
+    one, other = (load_file(tmp_path / name / file) for name in ("cut", "whole"))
+    assert one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+
+
+def test_its_file_is_loaded_again(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    train(config(tmp_path / "first", model_folder, dataset))
+    export = tmp_path / "first/export"
+    assert not tensors(export), "there is nothing to merge"
+    settings = json.loads((export / "adapter/adapter_config.json").read_text())
+    assert settings["peft_type"] == "OUTPUTSCALE" and settings["scale_init"] == 0.9
+    found = tensors(export / "adapter")
+    assert set(found) == {f"base_model.model.layers.{n}.output_scale" for n in range(3)}
+    assert all((scale != 0.9).any() for scale in found.values())
+
+    folder = {"checkpoint_dir": str(model_folder), "adapter_checkpoint": str(export / "adapter")}
+    path = config(tmp_path / "second", model_folder, dataset, checkpointer=folder, batch_size=4)
+    assert "adapter from " in train(path, ranks=2)
+    assert metrics(tmp_path / "second")[0]["loss"] < metrics(tmp_path / "first")[0]["loss"] - 0.1
+    other = TOY["model"] | {"scale_init": 0.5}
+    wrong = config(tmp_path / "wrong", model_folder, dataset, checkpointer=folder, model=other)
+    assert any("has scale_init=0.9, the model model.scale_init=0.5" in f for f in faults(wrong))
+
+
+def faults(path: Path) -> list[str]:
+    return check.faults(yaml.safe_load(path.read_text()), complete=True)
+
+
+def test_trainer_check_takes_it_and_says_what_is_wrong(
+    tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert faults(config(tmp_path / "right", model_folder, dataset)) == []
+    path = config(tmp_path / "merged", model_folder, dataset, save_adapter_weights_only=False)
+    assert any("OutputScale cannot be merged into the base weights" in f for f in faults(path))
+    for name, reason in (("tests.trainer.toy_adapter.Other", "there is no"), ("lorra", "allowed")):
+        model = {"_component_": "transformers", "adapter": name}
+        path = config(tmp_path / "unknown", model_folder, dataset, model=model)
+        assert any(f.startswith("model.adapter:") and reason in f for f in faults(path)), name
+    built_in = lora_model(adapter=KIND)
+    path = config(tmp_path / "both", model_folder, dataset, model=built_in)
+    assert any("adds LoRA itself; leave model.adapter out" in f for f in faults(path))
+    monkeypatch.delenv("COOKBOOK_COMPONENTS")
+    assert any("COOKBOOK_COMPONENTS" in f for f in faults(config(tmp_path, model_folder, dataset)))
+
+
+def test_estimate_counts_its_parameters(
+    tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = yaml.safe_load(config(tmp_path / "own", model_folder, dataset).read_text())
+    del content["output_dir"]
+    content["tokenizer"]["max_seq_len"] = 64
+    content |= {"entry": "sft", "dtype": "bf16", "resources": {"nodes": 1, "gpus_per_node": 2}}
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text(yaml.safe_dump(content))
+    found = CliRunner().invoke(cookbook, ["estimate", str(recipe), "--gpu", "h100-80", "--json"])
+    assert found.exit_code == 0, found.output + repr(found.exception)
+    assert json.loads(found.output)["trainable_parameters"] == 3 * 64
+    with pytest.raises(ValueError, match="there is no nowhere"):
+        adapters.declared("nowhere.at_all.Kind")
+
+
+@pytest.fixture
+def world() -> Iterator[distributed.World]:
+    yield distributed.start("cpu")
+    distributed.stop()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "model",
+    [
+        TOY["model"],
+        lora_model(),
+        lora_model(use_dora=True, apply_lora_to_output=True),
+        {"_component_": "torchtune.models.llama3.llama3", "adapter": KIND} | {},
+    ],
+    ids=["toy", "lora", "dora", "toy-torchtune"],
+)
+def test_switched_off_it_is_the_base_model_bit_for_bit(
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: distributed.World,
+    model: dict[str, Any],
+    compiled: bool,
+) -> None:
+    path = config(tmp_path, model_folder, dataset, model=model, compile=compiled)
+    adapted = models.build(load(path), world).module
+    randomise_adapter(adapted)
+    plain = {k: v for k, v in model.items() if k in ("_component_", *weights_keys(model))}
+    path = config(tmp_path, model_folder, dataset, model=plain, compile=compiled)
+    base = models.build(load(path), world).module.eval()
+    adapted.eval()
+    with torch.no_grad():
+        wanted, before = base(TOKENS), adapted(TOKENS)
+        with disabled(adapted):
+            assert torch.equal(adapted(TOKENS), wanted)
+        assert torch.equal(adapted(TOKENS), before) and not torch.equal(before, wanted)
+
+
