@@ -1,14 +1,14 @@
-"""Kinds of adapters: the parameters that each adds, as sizing counts and the trainer splits them.
+"""Kinds of adapters: what each adds to a model, which sizing counts and the trainer makes.
 
 `model.adapter` names a kind: one of `KINDS`, or the dotted path of a class of your own, a
-trainer.layers.adapters.base.AdapterKind. Its attributes that are fields of `Adapter` are literals,
-which are read here without an import: the launcher never imports torch.
+trainer.layers.adapters.base.AdapterKind, whose `declared = Adapter(...)` has literals only: it is
+read here without an import, as the launcher never imports torch.
 """
 
 import ast
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,16 @@ class Adapter:
             stream), or a key of the model block, such as lora_rank.
         saved: what else each of these keeps of a token for the backward pass, in the same terms.
         keys: the keys of the model block that it reads.
+        merges: the base weights can hold it; if not, it is exported by itself only.
+        peft_type: PEFT's name of it, in adapter_config.json.
     """
 
     title: str
     parts: Mapping[str, Sizes]
     saved: tuple[Sizes, ...] = ()
-    keys: tuple[str, ...] = field(default=())
+    keys: tuple[str, ...] = ()
+    merges: bool = False
+    peft_type: str = ""
 
     def parts_of(self, *owners: str) -> dict[str, Sizes]:
         """The sizes of the parameters that belong to one of `owners`, by name."""
@@ -57,15 +61,17 @@ LORA = Adapter(
         "lora_a.weight": ("linear", "lora_rank", "in"),
         "lora_b.weight": ("linear", "out", "lora_rank"),
     },
-    (("linear", "lora_rank"),),
-    ("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora"),
+    saved=(("linear", "lora_rank"),),
+    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora"),
+    merges=True,
+    peft_type="LORA",
 )
-# The sum that the magnitude scales is kept.
-DORA = Adapter(
-    "DoRA",
-    {**LORA.parts, "magnitude": ("linear", "out")},
-    (*LORA.saved, ("linear", "out")),
-    LORA.keys,
+DORA = replace(
+    LORA,
+    title="DoRA",
+    parts={**LORA.parts, "magnitude": ("linear", "out")},
+    # The sum that the magnitude scales.
+    saved=(*LORA.saved, ("linear", "out")),
 )
 KINDS = {"lora": LORA, "dora": DORA}
 
@@ -107,10 +113,10 @@ def adapter_of(model: Mapping[str, Any]) -> Adapter | None:
 
 
 def declared(dotted: str) -> Adapter:
-    """Read the literals of a class at a dotted path; the file is not imported.
+    """Read what a class at a dotted path declares; its file is not imported.
 
     Raises:
-        ValueError: there is no such class, or its attributes are no literals.
+        ValueError: there is no such class, or it declares nothing.
     """
     module, _, name = dotted.rpartition(".")
     try:
@@ -124,23 +130,16 @@ def declared(dotted: str) -> Adapter:
         )
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
-    known, values = {each.name for each in fields(Adapter)}, dict[str, Any]()
     for statement in classes[0].body if classes else ():
-        if isinstance(statement, ast.Assign):
-            targets, value = statement.targets, statement.value
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            targets, value = [statement.target], statement.value
-        else:
-            continue
-        for target in targets:
-            if isinstance(target, ast.Name) and target.id in known:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            value = statement.value
+            if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("Adapter"):
                 try:
-                    values[target.id] = ast.literal_eval(value)
-                except ValueError:
+                    given = [ast.literal_eval(each) for each in value.args]
+                    named = {str(k.arg): ast.literal_eval(k.value) for k in value.keywords}
+                    return Adapter(*given, **named)
+                except (ValueError, TypeError) as error:
                     raise ValueError(
-                        f"model.adapter: {target.id} of {dotted} is no literal, which sizing reads "
-                        "without an import"
+                        f"model.adapter: {dotted} declares no literals: {error}"
                     ) from None
-    if lacks := {"title", "parts"} - values.keys():
-        raise ValueError(f"model.adapter: {dotted} has no {' and no '.join(sorted(lacks))}")
-    return Adapter(**values)
+    raise ValueError(f"model.adapter: {dotted} has no `declared = Adapter(...)`")

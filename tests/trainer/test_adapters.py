@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from safetensors.torch import load_file
 
 from launcher.cli import cookbook
 from runspec import adapters
+from tests.model_sizes import DEMO as MODEL_SIZES
+from tests.trainer.forks import Ranks
 from tests.trainer.runs import (
     ROOT,
     assert_same_curve,
@@ -31,20 +32,16 @@ from tests.trainer.runs import (
 )
 from trainer import check
 from trainer.config import load
-from trainer.errors import ConfigError
 from trainer.layers.adapters.base import disabled
-from trainer.loop import Trainer
 from trainer.models import build as models
-from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 from trainer.parallel.sharded import full_tensor
-from trainer.storage import weights
 
 MODULE = "tests.trainer.toy_adapter"
-KIND = f"{MODULE}.OutputScale"
+KIND = f"{MODULE}.BlockGain"
 # One that a folder's config.json names, so that the adapter is the trainer's to add.
 TOY = {
-    "model": {"_component_": "transformers", "adapter": KIND, "scale_init": 0.9},
+    "model": {"_component_": "transformers", "adapter": KIND, "gain_init": 0.9},
     "save_adapter_weights_only": True,
     "save_every_n_steps": 3,
 }
@@ -93,22 +90,22 @@ def test_its_file_is_loaded_again(tmp_path: Path, model_folder: Path, dataset: P
     export = tmp_path / "first/export"
     assert not tensors(export), "there is nothing to merge"
     settings = json.loads((export / "adapter/adapter_config.json").read_text())
-    assert settings["peft_type"] == "OUTPUTSCALE" and settings["scale_init"] == 0.9
+    assert settings["peft_type"] == "BLOCKGAIN" and settings["gain_init"] == 0.9
     found = tensors(export / "adapter")
-    assert set(found) == {f"base_model.model.layers.{n}.output_scale" for n in range(3)}
+    assert set(found) == {f"base_model.model.model.layers.{n}.block_gain" for n in range(3)}
     assert all((scale != 0.9).any() for scale in found.values())
 
     folder = {"checkpoint_dir": str(model_folder), "adapter_checkpoint": str(export / "adapter")}
     path = config(tmp_path / "second", model_folder, dataset, checkpointer=folder, batch_size=4)
     assert "adapter from " in train(path, ranks=2)
     assert metrics(tmp_path / "second")[0]["loss"] < metrics(tmp_path / "first")[0]["loss"] - 0.1
-    other = TOY["model"] | {"scale_init": 0.5}
+    other = TOY["model"] | {"gain_init": 0.5}
     wrong = config(tmp_path / "wrong", model_folder, dataset, checkpointer=folder, model=other)
-    assert any("has scale_init=0.9, the model model.scale_init=0.5" in f for f in faults(wrong))
+    assert any("has gain_init=0.9, the model model.gain_init=0.5" in f for f in faults(wrong))
 
 
 def faults(path: Path) -> list[str]:
-    return check.faults(yaml.safe_load(path.read_text()), complete=True)
+    return check.faults(yaml.safe_load(path.read_text()))
 
 
 def test_trainer_check_takes_it_and_says_what_is_wrong(
@@ -116,7 +113,7 @@ def test_trainer_check_takes_it_and_says_what_is_wrong(
 ) -> None:
     assert faults(config(tmp_path / "right", model_folder, dataset)) == []
     path = config(tmp_path / "merged", model_folder, dataset, save_adapter_weights_only=False)
-    assert any("OutputScale cannot be merged into the base weights" in f for f in faults(path))
+    assert any("BlockGain cannot be merged into the base weights" in f for f in faults(path))
     for name, reason in (("tests.trainer.toy_adapter.Other", "there is no"), ("lorra", "allowed")):
         model = {"_component_": "transformers", "adapter": name}
         path = config(tmp_path / "unknown", model_folder, dataset, model=model)
@@ -139,47 +136,65 @@ def test_estimate_counts_its_parameters(
     recipe.write_text(yaml.safe_dump(content))
     found = CliRunner().invoke(cookbook, ["estimate", str(recipe), "--gpu", "h100-80", "--json"])
     assert found.exit_code == 0, found.output + repr(found.exception)
-    assert json.loads(found.output)["trainable_parameters"] == 3 * 64
+    assert json.loads(found.output)["trainable"] == 3 * MODEL_SIZES["embed_dim"]
     with pytest.raises(ValueError, match="there is no nowhere"):
         adapters.declared("nowhere.at_all.Kind")
 
 
-@pytest.fixture
-def world() -> Iterator[distributed.World]:
-    yield distributed.start("cpu")
-    distributed.stop()
+PLAIN = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES}
+OFF = {
+    "toy": (TOY["model"], {"_component_": "transformers"}, {"compile": True}),
+    "toy-fsdp": (TOY["model"], {"_component_": "transformers"}, {}),
+    "toy-tp": (PLAIN | {"adapter": KIND, "gain_init": 0.9}, PLAIN, {"tensor_parallel_dim": 2}),
+    "lora": (lora_model(), PLAIN, {"compile": True}),
+    "dora-fsdp": (lora_model(use_dora=True, apply_lora_to_output=True), PLAIN, {}),
+    "lora-tp": (lora_model(lora_dropout=0.0), PLAIN, {"tensor_parallel_dim": 2}),
+}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "model",
-    [
-        TOY["model"],
-        lora_model(),
-        lora_model(use_dora=True, apply_lora_to_output=True),
-        {"_component_": "torchtune.models.llama3.llama3", "adapter": KIND} | {},
-    ],
-    ids=["toy", "lora", "dora", "toy-torchtune"],
-)
+@pytest.mark.parametrize("case", OFF)
 def test_switched_off_it_is_the_base_model_bit_for_bit(
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-    model: dict[str, Any],
-    compiled: bool,
+    case: str, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    path = config(tmp_path, model_folder, dataset, model=model, compile=compiled)
-    adapted = models.build(load(path), world).module
-    randomise_adapter(adapted)
-    plain = {k: v for k, v in model.items() if k in ("_component_", *weights_keys(model))}
-    path = config(tmp_path, model_folder, dataset, model=plain, compile=compiled)
-    base = models.build(load(path), world).module.eval()
-    adapted.eval()
-    with torch.no_grad():
-        wanted, before = base(TOKENS), adapted(TOKENS)
-        with disabled(adapted):
-            assert torch.equal(adapted(TOKENS), wanted)
-        assert torch.equal(adapted(TOKENS), before) and not torch.equal(before, wanted)
+    model, plain, changes = OFF[case]
+    paths = [
+        config(tmp_path / str(n), model_folder, dataset, model=each, **changes)
+        for n, each in enumerate((model, plain))
+    ]
+    variables = {"COOKBOOK_COMPONENTS": MODULE, "TORCH_COMPILE_BACKEND": "aot_eager"}
+    ranks = Ranks(__name__, [str(p) for p in paths], 1 + ("-" in case), **variables)
+    assert "the same" in finish(ranks)
 
 
+def main(arguments: list[str]) -> int:
+    """Compare a model with its adapter switched off with its base, on one rank of several."""
+    configs = [load(Path(path)) for path in arguments]
+    world = distributed.start("cpu", vars(configs[0]))
+    try:
+        adapted, base = (models.build(each, world).module.eval() for each in configs)
+        randomise_adapter(adapted)
+        with torch.no_grad():
+            wanted, before = logits(base), logits(adapted)
+            with disabled(adapted):
+                off = logits(adapted)
+            assert torch.equal(off, wanted) and torch.equal(logits(adapted), before)
+            assert not torch.equal(before, wanted)
+        world.say("the same")
+    finally:
+        distributed.stop()
+    return 0
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return full_tensor(model(TOKENS)).clone()
+
+
+def test_no_file_of_the_kit_knows_it() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-l", "-i", "-e", "block_gain", "-e", "blockgain", "-e", "toy_adapter"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    own = {"tests/trainer/toy_adapter.py", "tests/trainer/test_adapters.py"}
+    assert set(found.stdout.split()) <= own

@@ -150,7 +150,7 @@ def own_keys(block: dict[str, Any]) -> set[str]:
         ConfigError: there is no such kind of adapter.
     """
     kind = adapters.kind_of(block) if own_adapters(block) else None
-    keys = LORA.keys if kind is None else kind.keys
+    keys = LORA.keys if kind is None else kind.declared.keys
     return {"quantize_base", "adapter", *(keys if own_adapters(block) else ())}
 
 
@@ -217,10 +217,10 @@ def _add_adapter(model: Decoder, block: dict[str, Any], kind: adapters.AdapterKi
     elif is_built_in(block):
         from trainer.layers.adapters import lora
 
-        model.adapter = lora.built_in(model, kind.settings)
-        if model.adapter is not None and type(model.adapter) is not type(kind):
+        model.adapter = found = lora.built_in(model, kind.settings)
+        if found is not None and type(found) is not type(kind):
             raise ConfigError(
-                f"model.adapter: {block['_component_']} adds {model.adapter.title} itself; leave "
+                f"model.adapter: {block['_component_']} adds {found.declared.title} itself; leave "
                 "model.adapter out, or name a builder without lora_"
             )
     else:
@@ -292,7 +292,7 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
             "dataset.packed: in this model's layers of linear attention a packed document would see "
             "those before it; set dataset.packed=False"
         )
-    kind = module.adapter
+    kind = None if module.adapter is None else module.adapter.declared
     if kind is not None and not kind.merges and not config.save_adapter_weights_only:
         faults.append(
             f"save_adapter_weights_only: {kind.title} cannot be merged into the base weights; set "

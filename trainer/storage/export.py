@@ -155,7 +155,7 @@ def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World
     kind, hub = model.module.adapter, weights.hub_tensors(model.module)
     tensors, fields = kind.to_peft(model.module, hub, model.dtype)
     settings = {
-        "peft_type": kind.peft_type or kind.title.upper(),
+        "peft_type": kind.declared.peft_type or kind.declared.title.upper(),
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(config.model_folder),
         **fields,

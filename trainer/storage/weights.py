@@ -18,7 +18,7 @@ from runspec.files import read_json
 from runspec.storage import ABSENT, patiently
 from trainer.errors import ConfigError
 from trainer.layers import nf4
-from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
+from trainer.layers.adapters.base import AdapterKind
 from trainer.layers.adapters.base import plain_name as plain_name
 from trainer.models.decoder import Decoder
 from trainer.parallel.sharded import local_part
@@ -257,17 +257,11 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
     """Fill the base weights of `module`; each rank copies its own part of each tensor.
 
     At most one whole tensor is in memory at a time, or one parameter that the hub has in pieces, if
-    these lie together. What is NF4 in the model is quantised here, and what of an adapter begins as
-    a function of the base weights is filled, too.
+    these lie together. What is NF4 in the model is quantised here.
     """
     parts_of, pieces = hub_tensors(module), hub_pieces(module)
     missing = Counter(piece.name for piece in pieces.values())
     wholes: dict[str, torch.Tensor] = {}
-    adapted = {
-        f"{plain_name(name)}.weight": layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, AdaptedLinear)
-    }
     for key, tensor in source.read():
         if piece := pieces.get(key):
             shape = nf4.dense_shape(piece.parameter)
@@ -282,10 +276,7 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
         sizes = [parameter.shape[0] for _, parameter in parts]
         split = tensor.split(sizes) if parts else ()
         for (name, parameter), rows in zip(parts, split, strict=True):
-            full = module.from_hub(name, rows)
-            fill(parameter, full)
-            if layer := adapted.get(name):
-                _fill_from_base(module.adapter, layer, full, nf4.is_packed(parameter))
+            fill(parameter, module.from_hub(name, rows))
 
 
 @torch.no_grad()
@@ -299,13 +290,11 @@ def initialise_adapter(module: Decoder, seed: int, kind: AdapterKind | None = No
         kind: the module's own if None.
     """
     kind = kind or module.adapter
-    for name, parameter in named_parameters(module):
+    for name, parameter in module.named_parameters():
         if kind is not None and kind.owns(name):
-            digest = hashlib.sha256(json.dumps([seed, name]).encode()).digest()
+            digest = hashlib.sha256(json.dumps([seed, plain_name(name)]).encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            full = kind.first_value(module, name, parameter.shape, generator)
-            if full is not None:
-                fill(parameter, full)
+            fill(parameter, kind.first_value(module, name, parameter.shape, generator))
 
 
 def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:
@@ -317,13 +306,3 @@ def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:
         target.copy_(nf4.quantise(part.flatten(-2).to(target.device)))
     else:
         target.copy_(local_part(parameter, full))
-
-
-def _fill_from_base(
-    kind: AdapterKind, layer: AdaptedLinear, full: torch.Tensor, quantised: bool
-) -> None:
-    for name, function in kind.from_base(layer, quantised).items():
-        parameter = layer.get_parameter(name)
-        target = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        # Whole rows, also if the weight's columns are split.
-        target.copy_(function(local_part(parameter, full).to(target.device)))

@@ -104,31 +104,17 @@ class Loaded(NamedTuple):
 class AdapterKind(ABC):
     """One kind of adapter in one model.
 
-    A class of your own has `title`, `parts`, and `saved` and `keys` if it needs them, as literals.
-
     Attributes:
-        title, parts, saved, keys: see runspec.adapters.Adapter.
-        merges: the export holds the base weights with the adapter in them.
-        peft_type: PEFT's name of the kind, in adapter_config.json.
+        declared: what it is as data; a class of your own writes it with literals only.
 
     Args:
-        settings: the model block's values of `keys`, those that are given.
+        settings: the model block's values of `declared.keys`, those that are given.
     """
 
-    title: ClassVar[str]
-    parts: ClassVar[Mapping[str, Sizes]]
-    saved: ClassVar[tuple[Sizes, ...]] = ()
-    keys: ClassVar[tuple[str, ...]] = ()
-    merges: ClassVar[bool] = False
-    peft_type: ClassVar[str] = ""
+    declared: ClassVar[Adapter]
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
-
-    @property
-    def declared(self) -> Adapter:
-        """The same as data."""
-        return Adapter(self.title, self.parts, self.saved, self.keys)
 
     @abstractmethod
     def add(self, model: "Decoder") -> None:
@@ -137,25 +123,15 @@ class AdapterKind(ABC):
     @abstractmethod
     def first_value(
         self, model: "Decoder", name: str, shape: torch.Size, generator: torch.Generator
-    ) -> torch.Tensor | None:
-        """The whole fp32 tensor that a parameter begins with; None if the base weights fill it.
+    ) -> torch.Tensor:
+        """The whole tensor that a parameter begins with.
 
         All ranks call this together, after the base weights are loaded.
         """
 
-    def from_base(
-        self, layer: AdaptedLinear, quantised: bool
-    ) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
-        """By part that begins as a function of the base weight: rows [rows, in] -> its rows.
-
-        Args:
-            quantised: the base is kept in NF4, and the rows are not yet.
-        """
-        return {}
-
     def owns(self, name: str) -> bool:
         """True for the name of a parameter of this kind; all others are frozen."""
-        return name.endswith(tuple(f".{part}" for part in self.parts))
+        return name.endswith(tuple(f".{part}" for part in self.declared.parts))
 
     @property
     def dropout(self) -> bool:
@@ -230,7 +206,7 @@ def kind_of(model: Mapping[str, Any]) -> AdapterKind | None:
         raise ConfigError(f"model.adapter: there is no {dotted}: {error}") from None
     if not (isinstance(kind, type) and issubclass(kind, AdapterKind)):
         raise ConfigError(f"model.adapter: {dotted} is no trainer.layers.adapters.base.AdapterKind")
-    return kind({key: model[key] for key in kind.keys if model.get(key) is not None})
+    return kind({key: model[key] for key in kind.declared.keys if model.get(key) is not None})
 
 
 def method(model: "Decoder") -> str:
@@ -238,7 +214,7 @@ def method(model: "Decoder") -> str:
     if model.adapter is None:
         return "full"
     quantised = any("nf4_table" in module._buffers for module in model.modules())
-    return f"{'Q' if quantised else ''}{model.adapter.title}"
+    return f"{'Q' if quantised else ''}{model.adapter.declared.title}"
 
 
 @contextmanager

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainer.layers import experts, linear
+from trainer.layers import experts
 from trainer.layers.adapters import lora_experts, peft_config
 from trainer.layers.adapters.base import PEFT_PREFIX, Hub, Loaded, kind_of_layer, plain_name
-from trainer.layers.adapters.lora import LoRA, LoRALinear, adapted_layers, row_norms
+from trainer.layers.adapters.lora_linear import LoRALinear, adapted_layers, row_norms
 from trainer.layers.adapters.peft_config import PeftConfig
 from trainer.parallel.sharded import full_tensor
 
 if TYPE_CHECKING:
+    from trainer.layers.adapters.lora import LoRA
     from trainer.models.decoder import Decoder
 
 # By module of transformers' class: its adapter's rank, and the factor of B A.
@@ -23,7 +24,7 @@ Scales = dict[str, tuple[int, float]]
 
 @torch.no_grad()
 def write(
-    kind: LoRA, model: "Decoder", hub: Hub, dtype: torch.dtype
+    kind: "LoRA", model: "Decoder", hub: Hub, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """PEFT's tensors by name, and LoraConfig's fields; all ranks call this together.
 
@@ -82,10 +83,12 @@ def _magnitude(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """DoRA's magnitude of a layer's rows, [out]; for a layer without DoRA the norms of its rows."""
     if isinstance(layer, LoRALinear):
         return full_tensor(layer.magnitude).cpu()
-    return row_norms(linear.merged(layer, "weight", dtype)).to(dtype).cpu()
+    return row_norms(layer, dtype).to(dtype).cpu()
 
 
-def _fields(kind: LoRA, model: "Decoder", scales: Scales, expert_scales: Scales) -> dict[str, Any]:
+def _fields(
+    kind: "LoRA", model: "Decoder", scales: Scales, expert_scales: Scales
+) -> dict[str, Any]:
     layer = adapted_layers(model)[0]
     # Other parts of a model of several may have layers with the same last names.
     whole = bool(model.carried_tensors)
@@ -105,7 +108,7 @@ def _fields(kind: LoRA, model: "Decoder", scales: Scales, expert_scales: Scales)
 
 
 def read(
-    kind: LoRA,
+    kind: "LoRA",
     model: "Decoder",
     hub: Hub,
     tensors: dict[str, torch.Tensor],
@@ -129,7 +132,7 @@ def read(
 
 
 def _scalings(
-    kind: LoRA, model: "Decoder", hub: Hub, settings: PeftConfig, faults: list[str]
+    kind: "LoRA", model: "Decoder", hub: Hub, settings: PeftConfig, faults: list[str]
 ) -> dict[str, float]:
     """Each layer's factor of B A; adds to `faults` what the model does otherwise or cannot do."""
     own = set(adapted_layers(model))

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers.adapters.lora import LoRALinear
+from trainer.layers.adapters.lora_linear import LoRALinear
 from trainer.layers.attention import DocumentAttention, Mask
 from trainer.layers.patch import patch_forward
 from trainer.models.decoder import Decoder, Role
