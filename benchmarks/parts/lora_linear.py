@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.parts.measure import Case, Runnable, Setting, Tensors, Variant, leaf
 from benchmarks.parts.measure import compiled as compile_for
-from trainer.layers.adapters.lora_linear import LoRALinear as OurLinear
+from trainer.layers.adapters.lora_linear import LowRankLinear as OurLinear
 from trainer.models.torchtune.compat import LoRALinear
 
 ALPHA_PER_RANK = 2.0

@@ -177,7 +177,7 @@ def test_dora_layer_is_torchtunes(quantised: bool) -> None:
     gradient = torch.randn(2, 5, 96)
     wanted = layer(x)
     wanted_gradients = torch.autograd.grad(wanted, moved, gradient)
-    own = lora_linear.LoRALinear(layer, rank=4, alpha=8, use_dora=True)
+    own = lora_linear.LowRankLinear(layer, rank=4, alpha=8, use_dora=True)
     for name in ("lora_a", "lora_b", "magnitude"):
         setattr(own, name, getattr(layer, name))
     if quantised:

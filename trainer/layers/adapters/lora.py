@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 from trainer.layers import experts
 from trainer.layers.adapters import lora_experts, lora_peft
 from trainer.layers.adapters.base import AdapterKind
-from trainer.layers.adapters.lora_linear import LoRALinear, adapted_layers, row_norms
+from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -49,7 +49,7 @@ class LoRA(AdapterKind):
                 lora_experts.add(layer, rank, alpha)
         for name in [name for name, last in layers.items() if last in wanted]:
             base = model.get_submodule(name)
-            model.set_submodule(name, LoRALinear(base, rank, alpha, dropout, self.use_dora))
+            model.set_submodule(name, LowRankLinear(base, rank, alpha, dropout, self.use_dora))
 
     def _check_experts(self, dropout: float, others: set[str]) -> None:
         """PEFT has neither for weights of several experts."""
@@ -101,6 +101,6 @@ def built_in(model: "Decoder", settings: Mapping[str, Any]) -> LoRA | None:
     Args:
         settings: the model block.
     """
-    layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    layers = [m for m in model.modules() if isinstance(m, LowRankLinear)]
     kind = DoRA if any(layer.magnitude is not None for layer in layers) else LoRA
     return kind(settings) if layers else None

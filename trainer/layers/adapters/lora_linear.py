@@ -17,7 +17,7 @@ from trainer.layers.adapters.base import AdaptedLinear, Own
 from trainer.parallel.sharded import full_tensor
 
 
-class LoRALinear(AdaptedLinear):
+class LowRankLinear(AdaptedLinear):
     """A linear layer with `lora_a`, `lora_b`, and for DoRA `magnitude`.
 
     Args:
@@ -115,7 +115,6 @@ def row_norms(layer: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def adapted_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers with an adapter, experts among them; each has `rank`, `scaling`, `use_rslora`."""
-    return [
-        m for m in model.modules() if isinstance(m, LoRALinear) or len(getattr(m, "adapters", ()))
-    ]
+    """The layers with an adapter, experts too; each has `rank`, `scaling`, `use_rslora`."""
+    modules = list(model.modules())
+    return [m for m in modules if isinstance(m, LowRankLinear) or len(getattr(m, "adapters", ()))]

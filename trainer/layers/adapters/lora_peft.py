@@ -10,7 +10,7 @@ from torch import nn
 from trainer.layers import experts
 from trainer.layers.adapters import lora_experts, peft_config
 from trainer.layers.adapters.base import PEFT_PREFIX, Hub, Loaded, kind_of_layer, plain_name
-from trainer.layers.adapters.lora_linear import LoRALinear, adapted_layers, row_norms
+from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 from trainer.layers.adapters.peft_config import PeftConfig
 from trainer.parallel.sharded import full_tensor
 
@@ -36,7 +36,7 @@ def write(
     tensors, scales = {}, Scales()
     for key, parts in hub.items():
         own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
-        adapted = [layer for layer in own.values() if isinstance(layer, LoRALinear)]
+        adapted = [layer for layer in own.values() if isinstance(layer, LowRankLinear)]
         if not adapted:
             continue
         module = model.peft_name(key).removesuffix(".weight")
@@ -81,7 +81,7 @@ def _expert_tensors(model: "Decoder", dtype: torch.dtype) -> tuple[dict[str, tor
 
 def _magnitude(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """DoRA's magnitude of a layer's rows, [out]; for a layer without DoRA the norms of its rows."""
-    if isinstance(layer, LoRALinear):
+    if isinstance(layer, LowRankLinear):
         return full_tensor(layer.magnitude).cpu()
     return row_norms(layer, dtype).to(dtype).cpu()
 
