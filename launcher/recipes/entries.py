@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import paths
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipes import stock
+from launcher.recipes import absent, stock
 from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, task_faults
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
@@ -143,6 +143,8 @@ def find(name: str) -> Entry:
     prefix, colon, target = name.partition(":")
     row = ENTRIES.get(prefix + colon)
     if row is None or (colon and not target):
+        if why := absent.ENTRIES.get(name.lower()):
+            raise RecipeFault(f"entry {name!r}: this version has no {why}")
         known = ", ".join(f"{each}..." if each.endswith(":") else each for each in ENTRIES)
         raise RecipeFault(
             f"entry {name!r} is not known{nearest(name, ENTRIES)}: it is one of {known} "

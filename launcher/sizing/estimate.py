@@ -270,7 +270,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     yield (
         f"\nTime at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured\n"
         f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"
-        f"  {'time':<14} {_duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours\n"
+        f"  {'time':<14} {duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours\n"
         f"  {'of':<20} {estimate.tokens_are}\n"
         "Disk\n"
         f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
@@ -308,8 +308,9 @@ def _size(size: float) -> str:
     return f"{size / GIB:8.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:8.2f} MiB"
 
 
-def _duration(hours: float) -> str:
+def duration(hours: float) -> str:
+    """Return a time as a person writes it: 12 s, 5 min, 3 h 05 min."""
     minutes = round(hours * 60)
     if minutes < 1:
-        return f"{hours * 3600:.0f} s"
+        return f"{max(hours * 3600, 1):.0f} s"
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"

@@ -218,17 +218,18 @@ def test_a_waiting_job_says_why_in_plain_words(kit: Kit):
     _, first = kit.submit(*size, "--nodes", "2", "--no-check")
     _, second = kit.submit(*size, "--nodes", "1", "--no-check")
     try:
-        told = until(lambda: _pending(kit, second), 30)
-        assert told.startswith("waiting: ")
-        assert "the nodes that it needs are busy" in told or "other jobs come first" in told
+        why = until(lambda: _pending(kit, second), 30)
+        assert "the nodes that it needs are busy" in why or "other jobs come first" in why
     finally:
         for run in (second, first):
             kit.cookbook("cancel", run.name)
 
 
 def _pending(kit: Kit, run: Path) -> str:
-    told = kit.status(run)
-    return told["detail"] if told["state"] == "PENDING" else ""
+    """Why the run waits; "" until Slurm says it, which may be after it has planned the start."""
+    status = kit.status(run)
+    waits = status["state"] == "PENDING" and status["detail"].startswith("waiting: ")
+    return status["detail"] if waits else ""
 
 
 # What Slurm says, replayed -------------------------------------------------------------------

@@ -113,6 +113,7 @@ def _preview(
         "faulty": wrong,
         "max_seq_len": config.tokenizer.get("max_seq_len"),
         "tokens": int(samples.lengths.sum()),
+        "longest": int(samples.lengths.max(initial=0)),
         "trained_tokens": sum(targets),
         "truncated": sum(piece.left_out > 0 for piece in pieces),
         "left_out_tokens": sum(piece.left_out for piece in pieces),

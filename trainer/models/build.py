@@ -289,8 +289,8 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         )
     if config.dataset.get("packed") and not module.packs:
         faults.append(
-            "dataset.packed: in this model's layers of linear attention a packed document would see "
-            "those before it; set dataset.packed=False"
+            "dataset.packed: in this model's linear attention a packed document would see those "
+            "before it; set dataset.packed=False"
         )
     kind = None if module.adapter is None else module.adapter.declared
     if kind is not None and not kind.merges and not config.save_adapter_weights_only:

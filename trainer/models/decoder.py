@@ -64,8 +64,8 @@ class Role(Enum):
 class Decoder(nn.Module, ABC):
     """A causal language model.
 
-    Its attention layers use trainer.layers.attention.DocumentAttention, which keeps the documents of
-    packed rows apart. It is built on the meta device.
+    Its attention layers use trainer.layers.attention.DocumentAttention, which keeps the documents
+    of packed rows apart. It is built on the meta device.
 
     Attributes:
         blocks: the transformer blocks, in order. Each is compiled, checkpointed and sharded by

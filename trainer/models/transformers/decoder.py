@@ -130,15 +130,16 @@ class TransformersDecoder(Decoder):
             if (inner := getattr(layer, "k_proj", None)) is not None:
                 # Of what all layers have in common: Gemma 4's have different numbers.
                 keys = math.gcd(keys, inner.out_features // layer.document_attention.head_dim)
-        linear = {"linear_num_key_heads": layer.num_k_heads for _, layer in delta.layers(self)}
         heads, config = self.config.num_attention_heads, self.config
-        return {
+        sizes = {
             "num_heads": heads,
             "num_kv_heads": keys or getattr(config, "num_key_value_heads", None) or heads,
-            **linear,
             # Where all layers have experts, no MLP is split.
             "intermediate_dim": getattr(config, "intermediate_size", None) or heads,
         }
+        for _, layer in delta.layers(self):
+            sizes["linear_num_key_heads"] = layer.num_k_heads
+        return sizes
 
     def prepare_split(self, ranks: int) -> None:
         """See `Decoder.prepare_split`."""
