@@ -131,7 +131,7 @@ class AdapterKind(ABC):
 
     def owns(self, name: str) -> bool:
         """True for the name of a parameter of this kind; all others are frozen."""
-        return name.endswith(tuple(f".{part}" for part in self.declared.parts))
+        return f".{name}".endswith(tuple(f".{part}" for part in self.declared.parts))
 
     @property
     def dropout(self) -> bool:
