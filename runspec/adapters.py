@@ -6,7 +6,7 @@ read here without an import, as the launcher never imports torch.
 """
 
 import ast
-import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,44 +102,31 @@ def own_adapters(model: Mapping[str, Any]) -> bool:
     return not torchtunes or (model.get("adapter") is not None and not is_built_in(model))
 
 
-def adapter_of(model: Mapping[str, Any]) -> Adapter | None:
-    """Return the kind that a `model` block names; None if all weights are trained.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
-    name = name_of(model)
-    return None if name is None else KINDS.get(name) or declared(name)
-
-
 def declared(dotted: str) -> Adapter:
     """Read what a class at a dotted path declares; its file is not imported.
 
     Raises:
         ValueError: there is no such class, or it declares nothing.
     """
-    module, _, name = dotted.rpartition(".")
-    try:
-        spec = importlib.util.find_spec(module) if module else None
-    except ImportError:
-        spec = None
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+    *parents, module, name = ["", *dotted.split(".")]
+    places = [Path(folder, *parents) / module for folder in (str(Path.cwd()), *sys.path)]
+    found = (file for place in places for file in (place / "__init__.py", Path(f"{place}.py")))
+    file = next((file for file in found if file.is_file()), None)
+    if file is None:
         raise ValueError(
             f"model.adapter: there is no {dotted}; give one of {', '.join(KINDS)}, or the dotted "
-            "path of a class that Python finds here"
+            "path of a class in this folder, in PYTHONPATH, or installed"
         )
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
-    for statement in classes[0].body if classes else ():
-        if isinstance(statement, ast.Assign | ast.AnnAssign):
-            value = statement.value
-            if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("Adapter"):
-                try:
-                    given = [ast.literal_eval(each) for each in value.args]
-                    named = {str(k.arg): ast.literal_eval(k.value) for k in value.keywords}
-                    return Adapter(*given, **named)
-                except (ValueError, TypeError) as error:
-                    raise ValueError(
-                        f"model.adapter: {dotted} declares no literals: {error}"
-                    ) from None
-    raise ValueError(f"model.adapter: {dotted} has no `declared = Adapter(...)`")
+    body = classes[0].body if classes else []
+    values = (n.value for n in body if isinstance(n, ast.Assign | ast.AnnAssign))
+    calls = (value for value in values if isinstance(value, ast.Call))
+    call = next((c for c in calls if ast.unparse(c.func).endswith("Adapter")), None)
+    if call is None:
+        raise ValueError(f"model.adapter: {dotted} has no `declared = Adapter(...)`")
+    try:
+        named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return Adapter(*map(ast.literal_eval, call.args), **named)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"model.adapter: {dotted} declares no literals: {error}") from None

@@ -361,7 +361,7 @@ def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[
         return {"own": own, "own_sizes": tuple(numbers)}
     attention = [name for name in model.get("lora_attn_modules") or [] if name in ATTENTION]
     targets = (*attention, *(MLP if model.get("apply_lora_to_mlp") else ()))
-    if not str(model.get("_component_") or "").startswith("torchtune."):
+    if adapters.own_adapters(model):
         every = dict.fromkeys(n for block, _ in shape.blocks for n in block.matrices)
         # A router is no linear layer of transformers' classes.
         every.pop("router", None)
