@@ -49,6 +49,11 @@ class Adapter:
         """What one of `owners` keeps of a token."""
         return [of[1:] for of in self.saved if of[0] in owners]
 
+    def numbers(self, model: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+        """The whole numbers among the values that a model block gives its keys."""
+        given = ((key, model.get(key)) for key in self.keys)
+        return tuple((key, value) for key, value in given if type(value) is int)
+
     @property
     def vectors(self) -> bool:
         """Whether not all parameters are matrices."""

@@ -348,7 +348,7 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[str, Any]:
-    name = adapters.name_of(model)
+    name, own = adapters.name_of(model), None
     if name is None:
         return {}
     if name not in KINDS:
@@ -357,18 +357,23 @@ def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[
         except ValueError as error:
             faults.append(str(error))
             return {}
-        numbers = [(key, model[key]) for key in own.keys if isinstance(model.get(key), int)]
-        return {"own": own, "own_sizes": tuple(numbers)}
     attention = [name for name in model.get("lora_attn_modules") or [] if name in ATTENTION]
     targets = (*attention, *(MLP if model.get("apply_lora_to_mlp") else ()))
     if adapters.own_adapters(model):
-        every = dict.fromkeys(n for block, _ in shape.blocks for n in block.matrices)
-        # A router is no linear layer of transformers' classes.
-        every.pop("router", None)
+        kind = own or KINDS[name]
+        every = {
+            name: matrix
+            for block, _ in shape.blocks
+            for name, matrix in block.matrices.items()
+            # A router is no linear layer of transformers' classes.
+            if name != "router" and kind.parts_of("linear", matrix.role)
+        }
         named = model.get("lora_modules") or every
         meant = {each for name in named for each in _FUSED.get(name, (name,))} | set(named)
         targets = tuple(name for name in every if name in meant)
     return {
+        "own": own,
+        "own_sizes": () if own is None else own.numbers(model),
         "lora_rank": int(model.get("lora_rank") or 8),
         "lora_targets": targets,
         "lora_output": bool(model.get("apply_lora_to_output")),

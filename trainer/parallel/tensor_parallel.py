@@ -78,7 +78,11 @@ def _partial(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _with_bias(layer: nn.Module, out: torch.Tensor) -> torch.Tensor:
-    return out if layer.bias is None else out + linear.own_part(layer)("bias", layer.bias)
+    if layer.bias is None:
+        return out
+    own = linear.own_part(layer)
+    adapted = isinstance(layer, AdaptedLinear)
+    return out + (layer.added_bias(own) if adapted else own("bias", layer.bias))
 
 
 def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:

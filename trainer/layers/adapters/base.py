@@ -53,7 +53,7 @@ class AdaptedLinear(nn.Module, ABC):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out]; the parameters are whole on this rank."""
         out = self.adapted(x, _whole)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.added_bias(_whole)
 
     @abstractmethod
     def adapted(
@@ -68,6 +68,10 @@ class AdaptedLinear(nn.Module, ABC):
             own: how this rank's part of a parameter is taken.
             total: sums over the ranks that hold the other columns of the same rows.
         """
+
+    def added_bias(self, own: Own) -> torch.Tensor:
+        """What it adds to its product, if it has a bias."""
+        return own("bias", self.bias)
 
     def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Pairs whose sum of input @ weight.T is what the adapter adds; None if it is no such sum.
