@@ -51,6 +51,11 @@ _GROUPS = {
 _TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
 
 
+def _tag(name: str) -> str:
+    """Where TensorBoard shows a figure of no group here: a method may name one before a slash."""
+    return name if "/" in name else f"more/{name}"
+
+
 def memory(device: torch.device) -> dict[str, float]:
     """This process's peak GPU memory since the last call, and its resident memory, in GiB.
 
@@ -99,7 +104,7 @@ class Metrics:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
-            Summary.Value(tag=_TAGS.get(name, f"more/{name}"), simple_value=value)
+            Summary.Value(tag=_TAGS.get(name, _tag(name)), simple_value=value)
             for name, value in record.items()
             if name not in ("step", "time") and value is not None
         ]
@@ -121,18 +126,33 @@ class Metrics:
             self._board.close()
 
 
-def model_flops(model: Decoder) -> flops.ModelFlops:
-    """What `model` needs, sharded or not, with the parameters trained that require a gradient."""
+def model_flops(model: Decoder, frozen: bool = False) -> flops.ModelFlops:
+    """What `model` needs, sharded or not, with the parameters trained that require a gradient.
+
+    Args:
+        frozen: a forward pass alone, without adapters.
+    """
     output = model.embedding if model.output_head is None else model.output_head
     kind = model.adapter
     # What an adapter adds to blocks is in no linear layer.
     added = kind is not None and bool(kind.declared.parts_of("block", "model"))
+    # The last norm may be the first that is trained.
+    stages, last = [*_stages(model), [_linear(model.final_norm)]], _linear(output)
+    if frozen:
+        stages = [_without_adapters(stage) for stage in stages]
+        (last,) = _without_adapters([last])
     return flops.count(
-        # The last norm may be the first that is trained.
-        [*_stages(model), [_linear(model.final_norm)]],
-        _linear(output),
+        stages,
+        last,
         trained_before=added or _linear(model.embedding).any_trained,
+        backward=not frozen,
     )
+
+
+def _without_adapters(stage: flops.Stage) -> flops.Stage:
+    if isinstance(stage, flops.Attention | flops.Recurrence):
+        return stage
+    return [flops.Linear(linear.weights, trained=False) for linear in stage]
 
 
 def _stages(model: Decoder) -> Iterator[flops.Stage]:

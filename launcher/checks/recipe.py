@@ -158,13 +158,13 @@ def _question(context: Context) -> tuple[dict[str, Any], Options]:
     """Return the config that the trainer is asked about, and the options that say for what."""
     recipe = context.recipe
     config = recipe.train_config(context.cluster.root, "run")
-    if recipe.entry.checked != "complete":
+    if recipe.entry.method is None:
         return config, ("--stock",)
     # The check of the layout tells its faults.
     with contextlib.suppress(LayoutError):
         found = Layout.of(config, context.resources.world_size)
         config = {**config, "data_parallel_shard_dim": found.shard}
-    return config, ("--objective", recipe.entry.objective)
+    return config, ("--objective", recipe.entry.method.objective)
 
 
 def _kept(config: dict[str, Any], options: Options) -> Path:

@@ -42,6 +42,7 @@ _COMMANDS = {
     "promote": ("registry", "Assign an alias to a version that passes its gates."),
     "registry": ("registry", "List registered models, versions and their history."),
     "track": ("track", "Write runs to MLflow or W&B."),
+    "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
 }
 
@@ -54,7 +55,7 @@ _GROUPS = {
     ),
     "Run": (
         "cookbook submit llama70b_lora --nodes 2 --watch",
-        "submit sweep cancel resume replay",
+        "submit sweep cancel resume replay clean",
     ),
     "Look": (
         "cookbook logs last -f",

@@ -12,8 +12,8 @@ from launcher import yamlfile
 from launcher.errors import UsageFault
 from launcher.recipes import own_data
 from runspec import prepared
+from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import Fault
-from runspec.keys.sft import TRANSFORMERS
 
 FOLDERS_TOKENIZER = {
     "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",

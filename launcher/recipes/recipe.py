@@ -12,10 +12,11 @@ from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import absent, entries, extend, override, own, stock, validate
 from runspec import adapters, prepared
 from runspec.keys.common import COMMON
+from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
 from runspec.keys.key import Fault, unused
-from runspec.keys.sft import TRANSFORMERS, with_train_on_input
+from runspec.keys.train import with_train_on_input
 
 # The folder of secrets that a recipe names without a path.
 SECRETS = Path("~/.config/slurm-cookbook/secrets")
@@ -323,7 +324,7 @@ def load(
         for key in ("dataset", "dataset_val"):
             if key in config:
                 config[key] = with_train_on_input(config[key], True)
-    if config["entry"] == COMMON["entry"].default and builder in ("", TRANSFORMERS):
+    if _is_trained(config) and builder in ("", TRANSFORMERS):
         # A model folder has its tokenizer.
         config.setdefault("tokenizer", dict(own.FOLDERS_TOKENIZER))
     recipe = Recipe(path.stem, path, config, Resources(), overrides, inputs)
@@ -359,6 +360,14 @@ def _own_inputs(
 def _builder(config: Mapping[str, Any]) -> str:
     model = config.get("model")
     return str(model.get("_component_") or "") if isinstance(model, dict) else ""
+
+
+def _is_trained(config: Mapping[str, Any]) -> bool:
+    """Whether a method of the kit's trainer reads it; a wrong entry is told by `validate`."""
+    try:
+        return entries.of(config).method is not None
+    except RecipeFault:
+        return False
 
 
 def _place(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, StepConfig
-from runspec.keys.sft import TRANSFORMERS
+from runspec.keys.fields import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 from runspec.shape import ATTENTION, MLP
 

@@ -12,13 +12,15 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
+from launcher.recipes import entries
 from launcher.recipes.recipe import method_of
 from runspec import adapters
 from runspec import model_config as shapes
 from runspec.adapters import KINDS, Adapter
 from runspec.files import read_json
 from runspec.flops import of_shape
-from runspec.keys.sft import TRANSFORMERS, recomputed, uncompiled_experts
+from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError, StepFacts
 from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Matrix, Shape
 
@@ -61,6 +63,9 @@ class StepConfig:
     apart: tuple[str, ...] = ()  # tok_embeddings, output: FSDP units of their own
     fp8: bool = False  # the products of the blocks' linear layers
     updated_by: str = ""  # the optimizer's component
+    has_reference: bool = False  # the policy's own model runs forward a second time, frozen
+    keeps_reference: bool = False  # as a second model even if there is an adapter to turn off
+    teacher: Shape | None = None  # a frozen model that runs forward
 
     def faults(self) -> list[str]:
         """Return why the trainer would refuse the step, by the rules that it asks itself."""
@@ -83,6 +88,25 @@ class StepConfig:
             longest=shape.max_seq_len,
             optimizer=self.updated_by,
         ).faults()
+
+    @property
+    def frozen_passes(self) -> tuple[Shape, ...]:
+        """The models that run forward, without gradients, in each micro-step."""
+        reference = (self.shape,) if self.has_reference else ()
+        return reference if self.teacher is None else (*reference, self.teacher)
+
+    @property
+    def frozen_models(self) -> tuple[StepConfig, ...]:
+        """The models that are held beside the policy, each as a step of its own."""
+        own = replace(
+            self, fp32_master=False, has_reference=False, keeps_reference=False, teacher=None
+        )
+        held = self.has_reference and (self.is_full or self.keeps_reference)
+        reference = (own,) if held else ()
+        if self.teacher is None:
+            return reference
+        teacher = replace(own, shape=self.teacher, method="full", lora_targets=())
+        return (*reference, replace(teacher, lora_output=False))
 
     @property
     def nodes(self) -> int:
@@ -236,8 +260,15 @@ class TokenFlops:
         self.backward = (both.token + attention) / layers - self.forward
         self.recomputed = step.recomputed_share * self.forward
         self.output = both.target
-        self.model = both.of(1, 1) + attention
+        self.frozen = sum(_forward(shape, length) for shape in step.frozen_passes)
+        self.model = both.of(1, 1) + attention + self.frozen
         self.hardware = self.model + layers * self.recomputed
+
+
+def _forward(shape: Shape, length: int) -> float:
+    """FLOPs per token of a forward pass alone, without adapters."""
+    found = of_shape(shape, True, {}, backward=False)
+    return found.of(1, 1) + found.attention((length,)) / length
 
 
 # By transformers' names of linear layers, and ours of an embedding and an output layer, those here.
@@ -309,7 +340,10 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
             "tokenizer.max_seq_len is not set, and the longest sample decides the memory: set "
             "tokenizer.max_seq_len=4096, or what your data need"
         )
-    layers = recomputed(config)
+    layers, method = recomputed(config), entries.of(config).method or TrainConfig
+    # In a packed row the documents of a sample share it; else each is a row.
+    rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
+    folder = config.get(method.teacher_key) if method.teacher_key else None
     offload = bool(config.get("fsdp_cpu_offload") or _block(config, "fsdp").get("cpu_offload"))
     step = StepConfig(
         shape=shape,
@@ -317,7 +351,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         layout=layout,
         gpus_per_node=gpus_per_node,
         builder=str(model.get("_component_") or TRANSFORMERS),
-        batch=int(config.get("batch_size") or 1),
+        batch=rows * int(config.get("batch_size") or 1),
         length=int(length),
         accumulation=int(config.get("gradient_accumulation_steps") or 1),
         element_bytes=4 if config.get("dtype") == "fp32" else 2,
@@ -335,7 +369,10 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_adapter(model, shape, faults),
         **_optimizer(_block(config, "optimizer")),
-        **_loss(_block(config, "loss")),
+        **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
+        has_reference=method.has_reference,
+        keeps_reference=bool(_block(config, "checkpointer").get("adapter_checkpoint")),
+        teacher=shape_of({}, Path(str(folder))) if folder else None,
     )
     if faults := faults + step.faults():
         raise RecipeFault(faults)

@@ -31,6 +31,24 @@ def found(check: str, name: str, overrides: list[str], site=None, **options) -> 
     return findings
 
 
+def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
+    """As after git pull, or pip install by hand; a build's own mark is no other version."""
+    packages = tmp_path / "lib/python3.11/site-packages"
+    for name in ("torch-2.13.0+cpu", "python_stdnum-2.1", "of_their_own-1.0"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.touch(0o755)
+    monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path))
+    (finding,) = found("virtual environment", "demo", [])
+    assert finding.state == "warning" and finding.remedy == "bash setup.sh"
+    assert "python_stdnum 2.1 (pinned: 2.2)" in finding.words and "torch" not in finding.words
+    # setup.sh --torch keeps its own pins there.
+    (tmp_path / "constraints.txt").write_text("torch==2.11.0\npython-stdnum==2.1\n")
+    (finding,) = found("virtual environment", "demo", [])
+    assert "torch 2.13.0+cpu (pinned: 2.11.0)" in finding.words
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A folder that looks like a downloaded model in two files."""

@@ -242,7 +242,7 @@ def test_experts_of_an_unknown_family_are_refused(user: Kit, mixtral, tmp_path):
         ),
         (
             ["entry=torchtune:full_finetune_distributed"],
-            "only the kit's own trainer (entry: sft) can be computed",
+            "only the kit's own training methods can be computed",
         ),
     ],
 )

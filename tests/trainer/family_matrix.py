@@ -15,6 +15,7 @@ from tests.trainer.transformers_cases import FAMILIES, write
 from tests.trainer.transformers_runs import EP, LORA, TP, config_of
 from trainer import check, demo
 from trainer.config import read_yaml
+from trainer.objectives.sft import SupervisedFineTuning
 
 QLORA = LORA | {"quantize_base": True}
 # By the column's name: what a config asks for.
@@ -50,7 +51,9 @@ def row(family: str, folder: Path, dataset: Path, tokenizer: Path) -> dict[str, 
     source = write(family, folder / family, tokenizer, **even)
     found: dict[str, Any] = {"model_type": kind}
     for name, changes in ASKED.items():
-        faults = check.faults(read_yaml(config_of(folder / name, source, dataset, **changes)))
+        faults = check.faults(
+            read_yaml(config_of(folder / name, source, dataset, **changes)), SupervisedFineTuning
+        )
         found[name] = faults[0] if faults else True
     return found
 

@@ -34,6 +34,7 @@ from trainer import check
 from trainer.config import load
 from trainer.layers.adapters.base import disabled
 from trainer.models import build as models
+from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 from trainer.parallel.sharded import full_tensor
 
@@ -108,7 +109,7 @@ def test_its_file_is_loaded_again(tmp_path: Path, model_folder: Path, dataset: P
 
 
 def faults(path: Path) -> list[str]:
-    return check.faults(yaml.safe_load(path.read_text()))
+    return check.faults(yaml.safe_load(path.read_text()), SupervisedFineTuning)
 
 
 def test_trainer_check_takes_it_and_says_what_is_wrong(

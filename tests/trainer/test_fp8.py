@@ -22,7 +22,7 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
-from trainer.config import KEYS, load
+from trainer.config import TrainConfig, load
 from trainer.errors import ConfigError
 from trainer.layers import fp8, linear
 from trainer.loop import Trainer
@@ -36,7 +36,7 @@ ROWWISE = FP8 | {"fp8_recipe_name": "rowwise"}
 BF16 = FP8 | {"enable_fp8_training": False}
 LORA = {"model": lora_model()}
 CPU = torch.device("cpu")
-FP8_RECIPES = KEYS["fp8_recipe_name"].choices
+FP8_RECIPES = TrainConfig.keys()["fp8_recipe_name"].choices
 # Of losses that fall from 7 to 4.7 in six steps. Seen: 0.027 for full training, 0.006 for LoRA.
 LOSS_TOLERANCE = 0.04
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from runspec.adapters import LORA, is_built_in, own_adapters
-from runspec.keys.sft import TRANSFORMERS
+from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4
@@ -67,6 +67,7 @@ def build(
     world: World,
     output_chunks: int = 0,
     data_faults: Callable[[int, int], list[str]] | None = None,
+    frozen: bool = False,
 ) -> Model:
     """Build, shard and fill the model that `config` names.
 
@@ -75,29 +76,39 @@ def build(
     Args:
         output_chunks: in how many chunks the model gives its logits (0: whole).
         data_faults: see `fitting`.
+        frozen: nothing of it is trained.
 
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
     world.on_all(lambda: _check_dtypes(config, world.device))
     source, module = world.on_all(lambda: fitting(config, data_faults))
-    lay_out(module, config, world, output_chunks)
+    lay_out(module, config, world, output_chunks, frozen)
     allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     world.on_all(lambda: weights.load(module, source))
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
-    module.train()
+    module.train(not frozen)
     return Model(module, adapters.method(module), DTYPES[config.dtype])
 
 
-def lay_out(module: Decoder, config: TrainConfig, world: World, output_chunks: int = 0) -> None:
+def lay_out(
+    module: Decoder,
+    config: TrainConfig,
+    world: World,
+    output_chunks: int = 0,
+    frozen: bool = False,
+) -> None:
     """Freeze, split, checkpoint and shard `module` in place as `config` says.
 
     Args:
         module: on the meta device, from `empty`.
         output_chunks: in how many chunks the model gives its logits (0: whole).
+        frozen: nothing of it is trained.
     """
     freeze_base(module)
+    if frozen:
+        module.requires_grad_(False)
     if not config.train_router:
         for router in module.routers():
             router.requires_grad_(False)
