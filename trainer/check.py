@@ -68,7 +68,9 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         factory = _tried(found, lambda k=key, b=block: configs.component(k, b["_component_"]))
         if factory is None:
             continue
-        ours = models.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
+        ours = OWN_KEYS.get(key, ())
+        if key == "model":
+            ours = _tried(found, lambda b=block: models.own_keys(b)) or ()
         arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}
         handed_over = key in HANDED_OVER
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runspec import yamlrules
+from runspec.adapters import is_quantised
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
 from runspec.keys.fields import TRANSFORMERS
@@ -161,11 +162,10 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
             "enable_activation_offloading: moves the inputs of recomputed layers; set "
             "activation_checkpointing to full or a number"
         )
-    is_qlora = str(model.get("_component_")).rpartition(".")[2].startswith("qlora_")
     yield from StepFacts(
         fp8=values["enable_fp8_training"],
         fp32=values["dtype"] == "fp32",
-        quantised=model.get("quantize_base", is_qlora),
+        quantised=is_quantised(model),
     ).faults()
     if values["generate"] and values["save_adapter_weights_only"]:
         yield "generate: needs the merged model; set save_adapter_weights_only=False"
@@ -178,19 +178,24 @@ def _notes(content: dict[str, Any], keys: Mapping[str, Key]) -> Iterator[str]:
     yield from notes(content)
 
 
-def _prefix_faults(key: str, block: dict[str, Any]) -> list[str]:
-    """A fault if the dotted path of a block's `_component_` may not be imported."""
-    dotted = block["_component_"]
+def refused_path(place: str, dotted: str) -> str | None:
+    """Why the dotted path that a config names at `place` may not be imported; None if it may."""
     own = os.environ.get(OWN_PACKAGES, "").replace(",", " ").split()
-    if key == "model" and dotted == TRANSFORMERS:
-        return []
     if dotted.startswith(tuple(f"{name}." for name in (*COMPONENT_PACKAGES, *own))):
-        return []
-    return [
-        f"{key}._component_: {dotted!r} is not allowed; it must begin with one of "
+        return None
+    return (
+        f"{place}: {dotted!r} is not allowed; it must begin with one of "
         f"{'., '.join(COMPONENT_PACKAGES)}., or with a package of yours that the variable "
         f"{OWN_PACKAGES} names"
-    ]
+    )
+
+
+def _prefix_faults(key: str, block: dict[str, Any]) -> list[str]:
+    """A fault if the dotted path of a block's `_component_` may not be imported."""
+    if key == "model" and block["_component_"] == TRANSFORMERS:
+        return []
+    refused = refused_path(f"{key}._component_", block["_component_"])
+    return [] if refused is None else [refused]
 
 
 def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> Any:

@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config import TrainConfig, arguments_of, instantiate, load
 from trainer.errors import ConfigError
-from trainer.layers import attention, lora
+from trainer.layers import attention
+from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import Documents, MicroBatch
 from trainer.models import build as models
 from trainer.models.builder import Builder
@@ -210,7 +211,7 @@ class FakeBuilder(Builder):
             module.to_empty(device=self.world.device)
         _fill_buffers(module, self.fake)
         module.train(not frozen)
-        return models.Model(module, lora.method(module), models.DTYPES[config.dtype])
+        return models.Model(module, method_of(module), models.DTYPES[config.dtype])
 
     def _load_adapter(self, model: models.Model) -> None:
         """Nothing: fake tensors have no values."""

@@ -10,7 +10,7 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import absent, entries, extend, override, own, stock, validate
-from runspec import prepared
+from runspec import adapters, prepared
 from runspec.keys.common import COMMON
 from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import NAME as NAME
@@ -196,7 +196,7 @@ class Recipe:
 
     @property
     def method(self) -> str:
-        """full, lora, dora, qlora or qdora, as the model block says; script for the user's own."""
+        """As `method_of` the model block; script for the user's own."""
         return "script" if self.script else method_of(self.config.get("model") or {})
 
     @property
@@ -240,15 +240,11 @@ class Recipe:
 
 
 def method_of(model: Mapping[str, Any]) -> str:
-    """Return full, lora, dora, qlora or qdora, as a `model` block says."""
-    module, _, builder = str(model.get("_component_") or "").rpartition(".")
-    adapted = builder.startswith(("lora_", "qlora_"))
-    if not module.startswith("torchtune."):
-        adapted = model.get("lora_rank") is not None
-    if not adapted:
+    """Return full, or the kind of adapter that a `model` block names, with a q over an NF4 base."""
+    name = adapters.name_of(model)
+    if name is None:
         return "full"
-    quantised = model.get("quantize_base", builder.startswith("qlora_"))
-    return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
+    return f"{'q' if adapters.is_quantised(model) else ''}{name.rpartition('.')[2]}"
 
 
 def time_limit_s(text: str) -> int:

@@ -155,19 +155,23 @@ def _saved_by_experts(step: StepConfig, experts: Experts) -> float:
 
 
 def _saved_by_adapters(step: StepConfig) -> float:
-    t, e = step.tokens, step.element_bytes
-    saved = 0.0
+    t, e, kind = step.tokens, step.element_bytes, step.adapter
+    if kind is None:
+        return 0.0
+    # Between the blocks a rank has its own part of the sequence.
+    own = e * t / step.layout.tensor_parallel
+    saved = sum(own * step.adapter_size(sizes) for sizes in kind.saved_of("block"))
     for name in step.lora_targets:
         matrix, tp = step.shape.matrices[name], step.split_of(name)
-        if matrix.role == "expert":
-            saved += e * expert_rows(step) * step.lora_rank
-            continue
-        saved += e * t * step.lora_rank * (not matrix.behind)
-        if step.dropout:
+        if step.dropout and matrix.role != "expert":
             saved += (1 + e) * t * matrix.inputs / (tp if matrix.role == "row" else 1)
-        if step.is_dora and not (step.compiled and name in MLP):
-            # The sum that the magnitude scales; a matrix split by rows has a share of all of it.
-            saved += e * t * matrix.outputs / (1 if matrix.role == "row" else tp)
+        for sizes in kind.saved_of("linear", matrix.role):
+            if sizes != ("out",):
+                rows = expert_rows(step) if matrix.role == "expert" else t * (not matrix.behind)
+                saved += e * rows * step.adapter_size(sizes)
+            elif not (step.compiled and name in MLP):
+                # The sum that is scaled; a matrix split by rows has a share of all of it.
+                saved += e * t * matrix.outputs / (1 if matrix.role == "row" else tp)
     return saved
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
 from launcher.recipes import entries
 from launcher.recipes.recipe import method_of
+from runspec import adapters
 from runspec import model_config as shapes
+from runspec.adapters import KINDS, Adapter
 from runspec.files import read_json
 from runspec.flops import of_shape
 from runspec.keys.fields import TRANSFORMERS
@@ -31,7 +34,7 @@ class StepConfig:
     """One training step: a model, what is trained of it, a layout, rows and ways to save memory."""
 
     shape: Shape
-    method: str  # full, lora, dora, qlora or qdora
+    method: str  # full, lora, dora, qlora, qdora, or the class of an adapter of one's own
     layout: Layout = field(default_factory=Layout)
     gpus_per_node: int = 8
     builder: str = ""  # of the model, as the recipe names it
@@ -48,9 +51,11 @@ class StepConfig:
     loss: str = "chunked"  # plain, chunked or linear
     chunks: int = 8  # 0: the linear loss chooses itself
     sync_each: bool = False  # gradients are reduced after every micro-step
+    own: Adapter | None = None  # of a kind of one's own
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()  # names of Shape.matrices
     lora_output: bool = False
+    own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
     cpu_offload: bool = False
     activation_offload: bool = False
@@ -74,7 +79,7 @@ class StepConfig:
             experts=() if shape.experts is None else (shape.experts.count,),
             linear=shape.linear_sizes,
             sharded=self.fsdp or layout.tensor_parallel > 1,
-            vectors=self.is_full or self.is_dora,
+            vectors=self.adapter is None or self.adapter.vectors,
             dropout=adapted and self.dropout,
             quantised=self.is_quantised,
             fp8=self.fp8,
@@ -134,6 +139,11 @@ class StepConfig:
         return self.method.startswith("q")
 
     @property
+    def adapter(self) -> Adapter | None:
+        """What is trained instead of all weights."""
+        return self.own or KINDS.get(self.method.removeprefix("q"))
+
+    @property
     def is_dora(self) -> bool:
         """Whether the adapters have magnitudes."""
         return self.method.endswith("dora")
@@ -179,10 +189,22 @@ class StepConfig:
         """Whether any of these matrices needs its input in backward."""
         return self.is_full or any(name in self.lora_targets for name in names)
 
+    def adapter_size(self, sizes: Iterable[str], **known: float) -> float:
+        """Numbers of a parameter of the adapter, of these sizes.
+
+        Args:
+            known: the sizes of what it belongs to.
+        """
+        known |= {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": self.shape.kv_width}
+        return prod((known | dict(self.own_sizes))[size] for size in sizes)
+
+    def _numbers(self, *owners: str, **known: float) -> int:
+        parts = {} if self.adapter is None else self.adapter.parts_of(*owners)
+        return int(sum(self.adapter_size(sizes, **known) for sizes in parts.values()))
+
     def _adapter(self, matrix: Matrix) -> int:
-        magnitudes = matrix.outputs if self.is_dora else 0
-        numbers = matrix.adapter_inputs + matrix.outputs
-        return matrix.count * (self.lora_rank * numbers + magnitudes)
+        sizes = {"in": matrix.adapter_inputs, "out": matrix.outputs}
+        return matrix.count * self._numbers("linear", matrix.role, **sizes)
 
     @property
     def trainable(self) -> int:
@@ -194,7 +216,9 @@ class StepConfig:
             for step, count in self.blocks
             for name in step.lora_targets
         )
-        return layers + (self._adapter(self.shape.output) if self.lora_output else 0)
+        layers += sum(count * step._numbers("block") for step, count in self.blocks)
+        output = self._adapter(self.shape.output) if self.lora_output else 0
+        return layers + output + self._numbers("model")
 
     @property
     def total(self) -> int:
@@ -343,7 +367,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         fp8=bool(config.get("enable_fp8_training")),
         updated_by=str(_block(config, "optimizer").get("_component_") or ""),
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
-        **_lora(model, shape),
+        **_adapter(model, shape, faults),
         **_optimizer(_block(config, "optimizer")),
         **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
         has_reference=method.has_reference,
@@ -360,19 +384,33 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _lora(model: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    if method_of(model) == "full":
+def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[str, Any]:
+    name, own = adapters.name_of(model), None
+    if name is None:
         return {}
+    if name not in KINDS:
+        try:
+            own = adapters.declared(name)
+        except ValueError as error:
+            faults.append(str(error))
+            return {}
     attention = [name for name in model.get("lora_attn_modules") or [] if name in ATTENTION]
     targets = (*attention, *(MLP if model.get("apply_lora_to_mlp") else ()))
-    if not str(model.get("_component_") or "").startswith("torchtune."):
-        every = dict.fromkeys(n for block, _ in shape.blocks for n in block.matrices)
-        # A router is no linear layer of transformers' classes.
-        every.pop("router", None)
+    if adapters.own_adapters(model):
+        kind = own or KINDS[name]
+        every = {
+            name: matrix
+            for block, _ in shape.blocks
+            for name, matrix in block.matrices.items()
+            # A router is no linear layer of transformers' classes.
+            if name != "router" and kind.parts_of("linear", matrix.role)
+        }
         named = model.get("lora_modules") or every
         meant = {each for name in named for each in _FUSED.get(name, (name,))} | set(named)
         targets = tuple(name for name in every if name in meant)
     return {
+        "own": own,
+        "own_sizes": () if own is None else own.numbers(model),
         "lora_rank": int(model.get("lora_rank") or 8),
         "lora_targets": targets,
         "lora_output": bool(model.get("apply_lora_to_output")),

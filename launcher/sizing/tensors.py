@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
@@ -147,7 +148,7 @@ def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
     embedding, output = Unit((_table(step),), shards), Unit(tuple(_output(step)), shards)
-    root = Unit((_norm(step),), shards)
+    root = Unit((_norm(step), *_added(step, "model")), shards)
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
     apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
@@ -160,7 +161,7 @@ def units_of(step: StepConfig) -> Units:
 
 
 def _block(step: StepConfig, count: int) -> Block:
-    own, spread = list(_small(step)), list[Parameter]()
+    own, spread = [*_small(step), *_added(step, "block")], list[Parameter]()
     for name, matrix in step.shape.matrices.items():
         apart = matrix.role == "expert" and step.layout.expert_parallel > 1
         (spread if apart else own).extend(_matrix(step, name, matrix))
@@ -223,24 +224,31 @@ def _norm(step: StepConfig) -> Parameter:
 
 
 def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
-    """LoRA's A [rank, inputs] and B [outputs, rank], and DoRA's magnitude [outputs].
-
-    What one product computes has one A.
-    """
-    e, rank, by_row = step.element_bytes, step.lora_rank, matrix.role == "row"
+    """What the kind of adapter adds to a matrix. What one product computes has one LoRA's A."""
+    e, along = step.element_bytes, "in" if matrix.role == "row" else "out"
     rows, width = _split(step, name, matrix)
     if matrix.role == "expert":
         shared = step.partial_gradient(name)
         for size in (matrix.inputs, matrix.outputs):
-            numbers = rank * size
-            yield Parameter(rows, numbers, numbers * e, True, shared, (size, rank))
+            numbers = step.lora_rank * size
+            yield Parameter(rows, numbers, numbers * e, True, shared, (size, step.lora_rank))
         return
     whole = step.partial_gradient(name)
-    if not matrix.behind:
-        yield Parameter(rank, width, width * e, True, shared=whole or not by_row)
-    yield Parameter(rows, rank, rank * e, True, shared=whole or by_row)
-    if step.is_dora:
-        yield Parameter(rows, 1, e, True, shared=whole or by_row)
+    for sizes in step.adapter.parts_of("linear", matrix.role).values() if step.adapter else ():
+        if not (matrix.behind and "in" in sizes):
+            known = {"in": width, "out": rows}
+            first, inner = (step.adapter_size(part, **known) for part in (sizes[:1], sizes[1:]))
+            yield Parameter(first, inner, inner * e, True, whole or along not in sizes)
+
+
+def _added(step: StepConfig, owner: str) -> Iterator[Parameter]:
+    """What the kind of adapter adds to a block, or to the model."""
+    tp = step.layout.tensor_parallel
+    for sizes in step.adapter.parts_of(owner).values() if step.adapter else ():
+        # Keys and values are split by heads.
+        width = prod(step.adapter_size((n,)) / (tp if n == "kv" else 1) for n in sizes[1:])
+        rows = step.adapter_size(sizes[:1])
+        yield Parameter(rows, width, width * step.element_bytes, True, shared="kv" not in sizes)
 
 
 def _table(step: StepConfig) -> Parameter:

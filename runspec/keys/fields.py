@@ -27,6 +27,13 @@ class ModelKeys:
         inner=(
             Key("_component_", "text", "transformers, or a builder's dotted path.", TRANSFORMERS),
             Key(
+                "adapter",
+                "text",
+                "What is trained instead of all weights: lora, dora, or the dotted path of an "
+                "adapter of your own. Default: lora if lora_rank is set, or if the builder is "
+                "torchtune's lora_*.",
+            ),
+            Key(
                 "lora_modules",
                 "texts",
                 "Linear layers that get LoRA, by the last part of their names, such as q_proj; "

@@ -14,7 +14,6 @@ from tests.trainer.runs import MODEL_SIZES, lora_model, metrics, train, write_co
 from trainer import check
 from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
-from trainer.layers import lora
 from trainer.loop import Trainer
 from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
@@ -77,8 +76,9 @@ def test_torchtunes_names_and_fused_matrices(
     """torchtune's file has the parameters' own names; ours of a fused matrix has blocks."""
     try:
         trainer = build(config(tmp_path / "one", model_folder, dataset, exported / "adapter"))
-        named = weights.named_parameters(trainer.model.module)
-        tensors = {n: p.detach().clone() for n, p in named if lora.is_adapter(n)}
+        module = trainer.model.module
+        named = weights.named_parameters(module)
+        tensors = {n: p.detach().clone() for n, p in named if module.is_adapter(n)}
         save_file(tensors, tmp_path / "tune.safetensors")
         for parameter in trainer.model.trainable:
             parameter.detach().zero_()

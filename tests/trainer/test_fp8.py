@@ -24,7 +24,7 @@ from tests.trainer.runs import (
 )
 from trainer.config import TrainConfig, load
 from trainer.errors import ConfigError
-from trainer.layers import fp8, lora
+from trainer.layers import fp8, linear
 from trainer.loop import Trainer
 from trainer.models.build import empty_module
 from trainer.objectives.sft import SupervisedFineTuning
@@ -88,7 +88,7 @@ def test_a_layer_that_is_too_narrow_multiplies_as_without_fp8() -> None:
     model = torch.nn.ModuleDict({"gate": torch.nn.Linear(64, 1), "up": torch.nn.Linear(64, 32)})
     x = torch.randn(16, 64)
     plain = {name: layer(x) for name, layer in model.items()}
-    lora.use_fp8(model, ["gate", "up"], "tensorwise")
+    linear.use_fp8(model, ["gate", "up"], "tensorwise", frozen=False)
     assert torch.equal(model["gate"](x), plain["gate"])
     assert not torch.equal(model["up"](x), plain["up"])
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import ConfigError
+from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.batch import MicroBatch
-from trainer.layers.lora import AdaptedLinear
+from trainer.layers.linear import own_part
 from trainer.parallel.activations import compiled
 from trainer.parallel.sharded import local
 
@@ -58,13 +58,11 @@ def factors(model: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> 
     head = model.output_head
     weight = model.embedding.weight if head is None else head.weight
     pairs = [(rows, local(weight))]
-    if isinstance(head, AdaptedLinear) and not head.adapter_enabled:
-        pass
-    elif isinstance(head, AdaptedLinear) and head.magnitude is None:
-        # A sees the whole input, but only this rank's rows of B send a gradient back to it.
-        a, b = local(head.lora_a.weight, partial_gradient=True), local(head.lora_b.weight)
-        pairs.append((head.scaling * F.linear(head.dropout(rows), a), b))
-    elif not isinstance(head, nn.Linear | None) or getattr(head, "bias", None) is not None:
+    added = head.factors(rows, own_part(head)) if isinstance(head, AdaptedLinear) else []
+    if added is not None:
+        pairs += added
+    known = isinstance(head, nn.Linear | AdaptedLinear | None) and added is not None
+    if not known or getattr(head, "bias", None) is not None:
         raise ConfigError(
             f"loss: a loss without logits knows no output head of kind {type(head).__name__}; "
             "set loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"

@@ -14,7 +14,8 @@ from trainer.data import batches
 from trainer.data.batches import Data, MicroBatch
 from trainer.data.form import SINGLE, SampleForm
 from trainer.errors import ConfigError
-from trainer.layers import log_probs, lora
+from trainer.layers import log_probs
+from trainer.layers.adapters.base import disabled
 from trainer.models.build import Model
 from trainer.models.builder import Builder
 from trainer.models.decoder import Decoder
@@ -50,7 +51,7 @@ class Models:
         what the last forward pass used.
         """
         if self.reference is None:
-            with torch.no_grad(), lora.adapters_off(self.policy.module):
+            with torch.no_grad(), disabled(self.policy.module):
                 yield self.policy.module
         else:
             with self._frozen(self.reference) as module:
@@ -156,18 +157,17 @@ class Objective(ABC):
     def identity(self, models: Models, data: Data) -> dict[str, Any]:
         """What must stay the same between a checkpoint and the start that resumes it, by key."""
         config, training = self.config, data.training
-        base = None
-        if models.policy.method != "full":
+        base, adapter = None, models.policy.module.adapter
+        if adapter is not None:
             # Which base model an adapter belongs to: its checkpoints do not hold that.
             source = config.checkpointer
             found = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
             base = self.world.gather(found)[0]
-        layers = lora.adapted_layers(models.policy.module)
         return {
             "method": models.policy.method,
             "model": config.model,
             "base_weights": base,
-            "lora_scaling": sorted({layer.scaling for layer in layers}),
+            **({} if adapter is None else adapter.identity(models.policy.module)),
             "dtype": config.dtype,
             "master_weights": config.master_weights,
             "fp8_recipe_name": config.fp8_recipe,

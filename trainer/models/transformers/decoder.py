@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from runspec.layout import longest_row
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers import delta, lora, nf4
+from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, head, rope
@@ -242,7 +242,7 @@ class TransformersDecoder(Decoder):
             for name, parameter in named_parameters(self)
             if "layers" in name and parameter.ndim > 1 and name not in linear
             if not isinstance(self.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
-            if not lora.is_adapter(name) and not name.endswith(routed.BIAS)
+            if not self.is_adapter(name) and not name.endswith(routed.BIAS)
         }
 
     def peft_name(self, tensor: str) -> str:
