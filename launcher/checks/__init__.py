@@ -95,6 +95,16 @@ class Context:
 Check = Callable[[Context], Iterable[Finding]]
 
 
+def findings(subject: str, look: Check, context: Context) -> list[Finding]:
+    """Return what one check finds."""
+    try:
+        return list(look(context))
+    except Skipped as why:
+        return [skipped(subject, str(why))]
+    except CookbookError as error:
+        return of_error(subject, error)
+
+
 def unreadable(path: Path) -> str | None:
     """Say why a file or folder cannot be read, None if it can."""
     try:

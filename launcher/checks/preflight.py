@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from launcher import checks
-from launcher.checks import environment, files, recipe, scheduler, size
-from launcher.errors import CookbookError
+from launcher.checks import environment, files, recipe, samples, scheduler, size
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
 CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
@@ -17,6 +16,8 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("dataset", False, files.dataset),
     ("GPU memory", False, size.memory),
     ("disk space", False, size.disk),
+    # Before the components, which the same start of the trainer answers for.
+    (samples.SUBJECT, False, samples.counted),
     ("components", False, recipe.components),
     ("Slurm limits", False, scheduler.limits),
     ("sbatch test", False, scheduler.test_only),
@@ -29,17 +30,7 @@ def check(context: checks.Context, skip: bool = False) -> Iterator[checks.Findin
         if skip and not needed:
             yield checks.skipped(subject, "--no-check")
         else:
-            yield from findings(subject, look, context)
-
-
-def findings(subject: str, look: checks.Check, context: checks.Context) -> list[checks.Finding]:
-    """Return what one check finds."""
-    try:
-        return list(look(context))
-    except checks.Skipped as why:
-        return [checks.skipped(subject, str(why))]
-    except CookbookError as error:
-        return checks.of_error(subject, error)
+            yield from checks.findings(subject, look, context)
 
 
 def faults(context: checks.Context, skip: bool = False) -> list[str]:

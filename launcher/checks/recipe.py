@@ -19,6 +19,8 @@ from runspec.layout import Layout, LayoutError
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 
+# What the samples depend on; the files that these name count, too.
+_OF_SAMPLES = ("dataset", "dataset_val", "tokenizer", "checkpointer")
 # Of python -m trainer.check.
 Options = tuple[str, ...]
 
@@ -149,16 +151,17 @@ def ask_for_samples(
     data: the files or folders that the samples are in.
     """
     config, options = _question(context)
-    asked = (*options, f"--samples={count}")
-    kept = _kept(config, asked, data)
+    # Recipes that differ in other settings have the same samples.
+    of_data = {key: config.get(key) for key in _OF_SAMPLES}
+    kept = _kept(of_data, (*options, "--samples=0"), data)
     answer = None if count else read_json_or_none(kept)
     if not isinstance(answer, dict):
-        (answer,) = _ask([config], *asked, variables=variables)
-        if not count:
-            _keep(kept, answer)
-    samples, faults = answer.pop("samples", []), answer.pop("sample_faults", [])
-    _keep(_kept(config, options), answer)
-    return samples, faults
+        (answer,) = _ask([config], *options, f"--samples={count}", variables=variables)
+        of_components = {k: v for k, v in answer.items() if not k.startswith("sample")}
+        _keep(_kept(config, options), of_components)
+        samples = [{**each, "shown": []} for each in answer.get("samples", [])]
+        _keep(kept, {"samples": samples, "sample_faults": answer.get("sample_faults", [])})
+    return answer.get("samples", []), answer.get("sample_faults", [])
 
 
 def _question(context: Context) -> tuple[dict[str, Any], Options]:

@@ -10,8 +10,8 @@ from launcher.checks import (
     Skipped,
     failed,
     files,
+    findings,
     ok,
-    preflight,
     skipped,
     warning,
 )
@@ -23,17 +23,27 @@ SUBJECT = "samples"
 SMALL_BYTES = 100e6
 
 
-def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Return the findings on a recipe's samples, and of each dataset what the trainer shows.
+def counted(context: Context) -> Iterable[Finding]:
+    """Tokenise the first samples of files that are small enough to take no time."""
+    if context.recipe.entry.checked != "complete":
+        raise Skipped("the kit's trainer does not read the data")
+    _check_readable(context)
+    data = _paths(context)
+    _check_small(context, data)
+    datasets, faults = ask_for_samples(context, 0, _variables(context), data)
+    for dataset in datasets:
+        yield from _counted(dataset)
+    yield from (_finding(context, fault) for fault in faults)
 
-    count: how many samples of each dataset are shown. With 0 the findings also say what was
-    counted, and only files are read that this takes no time for.
-    UsageFault if samples are to be shown, and the recipe's entry is not the kit's trainer.
+
+def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Return the faults of a recipe's samples, and of each dataset what the trainer shows.
+
+    count: how many samples of each dataset are shown.
+    UsageFault if the recipe's entry is not the kit's trainer.
     """
     recipe = context.recipe
     if recipe.entry.checked != "complete":
-        if not count:
-            return [], []
         raise UsageFault(
             f"--samples: {recipe.name} starts {recipe.entry_name}, and only data of the kit's own "
             "trainer can be shown: leave --samples out"
@@ -42,15 +52,11 @@ def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, An
 
     def look(context: Context) -> Iterable[Finding]:
         _check_readable(context)
-        data = _paths(context)
-        if not count:
-            _check_small(context, data)
-        datasets, faults = ask_for_samples(context, count, _variables(context), data)
+        datasets, faults = ask_for_samples(context, count, _variables(context), _paths(context))
         shown.extend(datasets)
-        counted = [] if count else [found for each in datasets for found in _counted(each)]
-        return [*counted, *(_finding(context, fault) for fault in faults)]
+        return [_finding(context, fault) for fault in faults]
 
-    return preflight.findings(SUBJECT, look, context), shown
+    return findings(SUBJECT, look, context), shown
 
 
 def _counted(dataset: dict[str, Any]) -> Iterator[Finding]:
@@ -80,7 +86,7 @@ def _check_readable(context: Context) -> None:
     if not context.prepared:
         raise Skipped("the model is made at submission, and its tokenizer with it")
     for name, check in (("tokenizer", files.tokenizer), ("dataset", files.dataset)):
-        found = preflight.findings(name, check, context)
+        found = findings(name, check, context)
         if any(each.state == "failed" for each in found):
             raise Skipped(f"the {name} cannot be read: see above")
     paths = [*files.tokenizer_files(context.config).values(), *_paths(context)]

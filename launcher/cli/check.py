@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -64,14 +64,15 @@ def check(
         note(f"note: {line}")
     checked = context(plan(recipe, site), executor, on_nodes)
     # First, as the same start of the trainer answers for the components.
-    found, shown = read_samples(checked, samples or 0)
+    found, shown = read_samples(checked, samples) if samples else ([], [])
     more = {"samples": shown} if samples else {}
-    failed = _show(chain(preflight.check(checked), found), as_json, **more)
+    refusals: list[Finding] = []
+    failed = _show(chain(_noted(preflight.check(checked), refusals), found), as_json, **more)
     if not as_json:
-        for line in ["", *sample_lines(shown, common.colours()), ""] if samples and shown else []:
+        for line in ["", *sample_lines(shown, common.colours()), ""] if shown else []:
             click.echo(line)
         faults = f"{failed} fault{'s' * (failed != 1)}"
-        if failed > len(faults_of(found)):
+        if faults_of(refusals):
             click.echo(f"{faults}: submit would refuse this run")
         elif failed:
             click.echo(f"{faults} in the data: the run would end at its set-up")
@@ -154,13 +155,23 @@ def download(
     sys.exit(1 if failed else 0)
 
 
+def _noted(findings: Iterable[Finding], into: list[Finding]) -> Iterator[Finding]:
+    """Yield findings as they come, and keep them."""
+    for finding in findings:
+        into.append(finding)
+        yield finding
+
+
 def _show(findings: Iterable[Finding], as_json: bool, **more: Any) -> int:
     """Print findings, as they come, as one aligned list; return how many of them failed.
 
     as_json: print one object with the findings and what else is given.
     """
-    shown = []
+    shown: list[Finding] = []
+    # The data's faults are found both with and without --samples.
     for finding in findings:
+        if finding in shown:
+            continue
         shown.append(finding)
         if not as_json:
             click.echo(f"{finding.state:<8} {finding.subject:<19} {finding.line}")

@@ -14,7 +14,7 @@ import pytest
 
 from launcher import checks, paths
 from launcher import site as cluster
-from launcher.checks import Finding, doctor, preflight, scheduler
+from launcher.checks import Finding, doctor, scheduler
 from launcher.executors import slurm
 from launcher.recipes import recipe
 from launcher.render import job_script
@@ -111,7 +111,7 @@ def context(**resources) -> checks.Context:
 
 
 def limits(asked: checks.Context) -> list[Finding]:
-    return preflight.findings("Slurm limits", scheduler.limits, asked)
+    return checks.findings("Slurm limits", scheduler.limits, asked)
 
 
 def submit(asked: checks.Context, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -407,7 +407,7 @@ def test_a_limit_that_another_job_uses_up_is_told_in_plain_words(
         words = what_slurm_does(asked, tmp_path)
         assert word in words
         if qos == "one-queued":  # refused at once, so asking beforehand says so too
-            (fault,) = preflight.findings("sbatch test", scheduler.test_only, asked)
+            (fault,) = checks.findings("sbatch test", scheduler.test_only, asked)
             assert fault.state == "failed" and meaning in fault.words
         else:
             assert meaning in slurm.why_pending(words)

@@ -28,7 +28,7 @@ def found(check: str, name: str, overrides: list[str], site=None, **options) -> 
     """What one check finds in a recipe."""
     loaded = recipe.load(name, overrides, options.pop("resources", {}))
     context = checks.Context(loaded, site or cluster.Site(), executor=choose(True), **options)
-    findings = preflight.findings(check, LOOKS[check], context)
+    findings = checks.findings(check, LOOKS[check], context)
     assert {each.subject for each in findings} == {check}
     return findings
 
@@ -241,7 +241,7 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this run")
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
-    made = [*(name for name, _, _ in preflight.CHECKS), "samples"]
+    made = [name for name, _, _ in preflight.CHECKS]
     assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 

@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from launcher import checks, paths, venv
-from launcher.checks import preflight
 from launcher.checks import samples as samples_check
 from launcher.checks.recipe import components
 from launcher.cli import cookbook
@@ -109,7 +108,7 @@ def test_what_the_run_would_end_with_is_a_fault(check, tmp_path: Path):
             f"failed   samples             dataset: {file}, line {line}: there is no" in done.output
         )
     assert "dataset: all 3 samples, 2 with faults: " in done.output
-    assert done.output.endswith("2 faults in the data: the run would end at its set-up\n")
+    assert done.output.endswith("2 faults: submit would refuse this run\n")
     assert check(f"dataset.data_files={file}").exit_code == 0, "without --samples it is not read"
 
 
@@ -121,7 +120,7 @@ def test_one_start_of_the_trainer_answers_for_components_too(model, tmp_path, mo
     found, (dataset,) = samples_check.read(context, 1)
     assert found == [] and dataset["read"] == 416
     monkeypatch.setattr(venv, "ask_trainer", lambda *_, **__: pytest.fail("asked again"))
-    (one,) = preflight.findings("components", components, context)
+    (one,) = checks.findings("components", components, context)
     assert one.state == "ok"
 
 

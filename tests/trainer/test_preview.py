@@ -1,6 +1,7 @@
 """What check --samples shows is what training sees: the same tokens, labels and rows, decoded."""
 
 import base64
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,3 +236,24 @@ def test_counts_are_of_the_first_thousand(config_of: Any) -> None:
     assert faults == [] and (found["read"], found["samples"]) == (1000, 1102)
     assert (found["dropped"], found["truncated"]) == (1, 1) and found["left_out_tokens"] > 100
     assert [sample["trained_tokens"] > 0 for sample in found["shown"]] == [False, True]
+
+
+def test_validation_samples_that_are_trained_are_counted(tmp_path: Path, config_of: Any) -> None:
+    block, _ = KINDS["instruct"]
+    rows = [{"q": f"Warum {number}?", "a": "Darum."} for number in range(40)]
+    config = config_of(block, rows)
+    whole = config.dataset
+    for split, overlap in (("train[50%:]", 20), ("train[:50%]", 0)):
+        training = whole if overlap else {**whole, "split": "train[50%:]"}
+        both = dataclasses.replace(config, dataset=training, dataset_val={**whole, "split": split})
+        (_, validation), faults = previews(both, 0)
+        assert faults == []
+        noted = [note for note in validation["notes"] if "are in dataset, too" in note]
+        assert noted == (
+            [
+                f"{overlap} of its first 20 samples are in dataset, too, so that the validation loss "
+                "looks better than it is"
+            ]
+            if overlap
+            else []
+        )

@@ -4,6 +4,7 @@ It reads, cuts, packs and labels them by the code that training uses, and keeps 
 """
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from trainer.layers.batch import IGNORE_INDEX
 # So many samples are counted, and of so many faults the line is named.
 FIRST = 1000
 FAULTS = 20
+# So many samples of the training data are looked through for those of the validation data.
+COMPARED = 20_000
 # A character of UTF-8 has at most so many bytes, so it lies in at most so many tokens.
 LONGEST_CHARACTER = 4
 # What decoding puts in the place of bytes that are no character, or not yet.
@@ -58,6 +61,7 @@ def previews(
     """
     found: list[dict[str, Any]] = []
     faults: list[str] = []
+    sources: list[Source] = []
     try:
         tokenizer = instantiate("tokenizer", config.tokenizer)
     except ConfigError as error:
@@ -69,9 +73,27 @@ def previews(
                 limit = form.limit(block, config.tokenizer.get("max_seq_len"))
                 source = open_source(key, read_block(block, form), tokenizer, form, limit)
                 found.append(_preview(source, config, block, tokenizer, count, faults))
+                sources.append(source)
             except ConfigError as error:
                 faults += error.faults
+    if len(sources) == 2 and (same := _in_both(*sources)):
+        read = found[1]["read"]
+        found[1]["notes"].append(
+            f"{same:,} of its first {read:,} samples are in dataset, too, so that the validation "
+            "loss looks better than it is"
+        )
     return found, faults
+
+
+def _in_both(training: Source, validation: Source) -> int:
+    """How many of the first samples of `validation` are among the first ones of `training`."""
+
+    def keys(source: Source, most: int) -> Iterator[str]:
+        rows = map(source.row, range(min(most, len(source))))
+        return (json.dumps(row, sort_keys=True, default=str) for row in rows if row is not None)
+
+    known = set(keys(training, COMPARED))
+    return sum(key in known for key in keys(validation, FIRST))
 
 
 def _preview(

@@ -107,7 +107,11 @@ class Source:
 
     def origin(self, index: int) -> str:
         """Where a sample comes from: file and line, or source, split and index."""
-        return origin.of_sample(self.block, index, _row(self._samples, index))
+        return origin.of_sample(self.block, index, self.row(index))
+
+    def row(self, index: int) -> dict[str, Any] | None:
+        """The columns of a sample before they become messages; None if the dataset keeps none."""
+        return _row(self._samples, index)
 
     def _whole(self, index: int) -> tuple[list[Document], float]:
         if self._limit is None:
