@@ -249,11 +249,5 @@ def test_validation_samples_that_are_trained_are_counted(tmp_path: Path, config_
         (_, validation), faults = previews(both, 0)
         assert faults == []
         noted = [note for note in validation["notes"] if "are in dataset, too" in note]
-        assert noted == (
-            [
-                f"{overlap} of its first 20 samples are in dataset, too, so that the validation loss "
-                "looks better than it is"
-            ]
-            if overlap
-            else []
-        )
+        words = f"{overlap} of its first 20 samples are in dataset, too, so that the validation "
+        assert noted == ([f"{words}loss looks better than it is"] if overlap else [])
