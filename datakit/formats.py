@@ -20,6 +20,7 @@ _ROLES = {
     "model": "assistant",
     "chatgpt": "assistant",
     "system": "system",
+    "developer": "system",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",

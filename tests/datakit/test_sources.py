@@ -112,6 +112,8 @@ def test_what_a_message_would_lose_makes_a_bad_row(more, told):
     record = {"messages": [*CHAT[:2], CHAT[2] | more], "tools": []}
     if told is None:
         assert read(record).answer == "hi"
+        record["messages"][0] = {"role": "developer", "content": "be brief"}
+        assert json.loads(read(record).messages or "") == CHAT
         record |= {"tools": [{"type": "function"}]}
         told = "the conversation has tools"
     with pytest.raises(BadRow, match=told):
