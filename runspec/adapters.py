@@ -18,7 +18,8 @@ Sizes = tuple[str, ...]
 BUILT_IN = ("lora_", "qlora_")
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class Adapter:
     """One kind of adapter.
 

@@ -217,7 +217,7 @@ def method(model: "Decoder") -> str:
     """What a model trains: full, or an adapter's title, with a Q before it over an NF4 base."""
     if model.adapter is None:
         return "full"
-    quantised = any("nf4_table" in module._buffers for module in model.modules())
+    quantised = any(hasattr(module, "nf4_table") for module in model.modules())
     return f"{'Q' if quantised else ''}{model.adapter.declared.title}"
 
 
