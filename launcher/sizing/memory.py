@@ -70,10 +70,8 @@ class _Phases:
         self.on_gpu = 0 if step.cpu_offload else 1
         stored = sum(block.count * block.stored(step.weight_bytes) for block in units.blocks)
         stored += ends.stored(step.weight_bytes)
-        tables = FP32 * shape.max_seq_len * shape.head_dim * (2 if shape.whole_rotary else 1)
-        if not shape.rotary_tables:
-            # Cosines and sines of a row's positions, in the dtype of the computation.
-            tables = 2 * e * t * shape.head_dim
+        # Else cosines and sines of a row's positions, in the dtype of the computation.
+        tables = FP32 * shape.table or 2 * e * t * shape.head_dim
         self.state: Terms = {
             "weights": self.on_gpu * stored,
             "optimizer": self.on_gpu * self.trained_here * state_bytes(step),
@@ -87,7 +85,7 @@ class _Phases:
         # What each layer keeps, and what it computes again.
         layers = [(which, step.recomputes(index)) for index, which in enumerate(self.order)]
         sizes = {
-            (which, again): activations.kept_by_layer(units.blocks[which].step, again)
+            (which, again): activations.kept_by_layer(step, units.blocks[which].block, again)
             for which, again in set(layers)
         }
         self.kept = [sizes[layer][0] for layer in layers]
@@ -143,7 +141,8 @@ class _Phases:
         collective's buffer and as parameters; before the last one that one does, and the buffer of
         the layer before is still there. Last layer: all activations.
         """
-        depth, units = self.step.shape.layers, self.units
+        step, units = self.step, self.units
+        depth = step.shape.layers
         first_unit = max(self.kinds[0].gathered, units.embedding.gathered)
         first = self.gather * 2 * (units.root.gathered + first_unit)
         last = self.root + self.layer * 2
@@ -153,7 +152,7 @@ class _Phases:
             last = between = self.root + all_layers + self.layer
         kept = self.all_kept
         before = kept - self.kept[-1] + self.entry
-        working = max(activations.forward_working(block.step) for block in units.blocks)
+        working = max(activations.forward_working(step, each.block) for each in units.blocks)
         yield "forward, first layer", self._terms(self.accumulated, self.entry, first)
         yield "forward, before the last layer", self._terms(self.accumulated, before, between)
         yield "forward, last layer", self._terms(self.accumulated, kept, last, working=working)
@@ -190,7 +189,7 @@ class _Phases:
         """A layer's backward. What is reduced lies in a buffer until the next reduction."""
         units, kinds = self.units, self.kinds
         block, above = kinds[index], kinds[index + 1 :]
-        step, e = block.step, self.step.element_bytes
+        step, e = self.step, self.step.element_bytes
         reduced = sum(self._reduced(each.trained_here) for each in above)
         done = reduced + self._reduced(units.output.trained_here)
         if step.accumulation > 1:
@@ -203,8 +202,8 @@ class _Phases:
         fetched = kinds[: index + 1] if self.stays else kinds[max(index - 1, 0) : index + 1]
         gathered = self.root + self.gather * sum(each.gathered for each in fetched)
         reduction = step.reduce_bytes * (above[0].reduced if above else units.output.reduced)
-        part = e * block.trained * activations.first_gradients(step)
-        working = activations.backward_working(step)
+        part = e * block.trained * activations.first_gradients(step, block.block)
+        working = activations.backward_working(step, block.block)
         before = sum(self.kept[:index])
         kept = before + self.kept[index] + self.again[index]
         mlp = self._terms(done + part, kept, gathered, reduction=reduction, working=working)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
-from runspec.shape import Matrix
+from runspec.shape import Block, Matrix, Vector
 
 
 class Parameter(NamedTuple):
@@ -80,14 +80,14 @@ class Unit:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Block:
+class BlockUnits:
     """The FSDP units of one kind of block, and how many blocks are of it.
 
-    step: the step of a model of such blocks alone. experts: spread over ranks, they are a unit of
+    experts: spread over ranks, they are a unit of
     their own, which holds this rank's; else they are in `own`.
     """
 
-    step: StepConfig
+    block: Block
     count: int
     own: Unit
     experts: Unit
@@ -125,7 +125,7 @@ class Units(NamedTuple):
     """
 
     embedding: Unit
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockUnits, ...]
     output: Unit
     root: Unit
 
@@ -147,7 +147,7 @@ def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
     embedding, output = Unit((_table(step),), shards), Unit(tuple(_output(step)), shards)
-    root = Unit((_norm(step),), shards)
+    root = Unit((_vector(step, Vector(step.shape.dim)),), shards)
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
     apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
@@ -155,89 +155,61 @@ def units_of(step: StepConfig) -> Units:
         embedding, root = Unit(shards=shards), embedding + root
     if "output" not in apart or step.loss != "plain":
         output, root = Unit(shards=shards), root + output
-    blocks = tuple(_block(kind, count) for kind, count in step.blocks)
+    blocks = tuple(_block(step, *each) for each in step.shape.blocks)
     return Units(embedding, blocks, output, root)
 
 
-def _block(step: StepConfig, count: int) -> Block:
-    own, spread = list(_small(step)), list[Parameter]()
-    for name, matrix in step.shape.matrices.items():
+def _block(step: StepConfig, block: Block, count: int) -> BlockUnits:
+    own, spread = [_vector(step, vector) for vector in block.vectors], list[Parameter]()
+    for name, matrix in block.matrices.items():
         apart = matrix.role == "expert" and step.layout.expert_parallel > 1
         (spread if apart else own).extend(_matrix(step, name, matrix))
-    shards = step.layout.shard
-    return Block(step, count, Unit(tuple(own), shards), Unit(tuple(spread), step.expert_shards))
+    experts = Unit(tuple(spread), step.expert_shards)
+    return BlockUnits(block, count, Unit(tuple(own), step.layout.shard), experts)
 
 
 def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
     """A matrix with its bias and its adapter."""
-    e, full, shared = step.element_bytes, step.is_full, step.partial_gradient(name)
-    rows, width = _split(step, name, matrix)
-    number_bytes = NF4_BYTES if step.is_quantised and name != "router" else e
+    e, full, shared = step.element_bytes, step.is_full, step.partial_gradient(matrix)
+    rows, width = _split(step, matrix)
+    number_bytes = NF4_BYTES if step.is_quantised and matrix.part != "router" else e
     sizes = (matrix.outputs, matrix.inputs) if matrix.role == "expert" else ()
     yield Parameter(rows, width, width * number_bytes, full, shared, sizes)
-    if name in step.shape.bias:
+    if matrix.bias:
         # Of experts each row holds one expert's.
         each = matrix.outputs if matrix.role == "expert" else 1
         # It is added to the sum of the ranks, on each rank's own tokens.
         yield Parameter(rows, each, each * e, full, shared or matrix.role == "row")
     if name in step.lora_targets:
-        yield from _adapter(step, name, matrix)
+        yield from _adapter(step, matrix)
 
 
-def _small(step: StepConfig) -> Iterator[Parameter]:
-    """Norms, and what else is no matrix."""
-    for _ in range(step.shape.norms):
-        yield _norm(step)
-    # Queries and keys have a norm each.
-    shape, tp = step.shape, step.layout.tensor_parallel
-    norms = (0, 0)
-    if shape.split_norms:
-        norms = (shape.query_width, shape.kv_width)
-    elif shape.latent:
-        norms = (shape.latent.queries, shape.latent.keys)
-    elif not shape.linear:
-        norms = (shape.head_norms // 2, shape.head_norms - shape.head_norms // 2)
-    parts = [(numbers, 1, shape.split_norms) for numbers in norms]
-    # Each rank has those of its heads: of sinks, of decays and their biases.
-    parts += [(shape.heads, 1, True)] * shape.sinks
-    if linear := shape.linear:
-        parts += [(linear.value_heads, 1, True)] * 2
-        parts += [(linear.mixed, linear.kernel, False), (linear.value, 1, False)]
-    for numbers, width, split in parts:
-        if numbers:
-            rows = numbers / (tp if split else 1)
-            each = width * step.element_bytes
-            yield Parameter(rows, width, each, step.is_full, shared=not split)
+def _vector(step: StepConfig, vector: Vector) -> Parameter:
+    """What is no matrix; each tensor-parallel rank has all of it, or its heads' part."""
+    rows = vector.rows / (step.layout.tensor_parallel if vector.split else 1)
+    row_bytes = vector.width * step.element_bytes
+    return Parameter(rows, vector.width, row_bytes, step.is_full, shared=not vector.split)
 
 
-def _split(step: StepConfig, name: str, matrix: Matrix) -> tuple[float, float]:
+def _split(step: StepConfig, matrix: Matrix) -> tuple[float, float]:
     """Rows of a matrix on one rank, and the numbers in each; an expert is a row of its own."""
     if matrix.role == "expert":
         return matrix.count / step.layout.expert_parallel, matrix.inputs * matrix.outputs
-    tp, by_row = step.split_of(name), matrix.role == "row"
+    tp, by_row = step.split_of(matrix), matrix.role == "row"
     return matrix.outputs / (1 if by_row else tp), matrix.inputs / (tp if by_row else 1)
 
 
-def _norm(step: StepConfig) -> Parameter:
-    return Parameter(step.shape.dim, 1, step.element_bytes, step.is_full, shared=True)
-
-
-def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
-    """LoRA's A [rank, inputs] and B [outputs, rank], and DoRA's magnitude [outputs].
-
-    What one product computes has one A.
-    """
+def _adapter(step: StepConfig, matrix: Matrix) -> Iterator[Parameter]:
+    """LoRA's A [rank, inputs] and B [outputs, rank], and DoRA's magnitude [outputs]."""
     e, rank, by_row = step.element_bytes, step.lora_rank, matrix.role == "row"
-    rows, width = _split(step, name, matrix)
+    rows, width = _split(step, matrix)
+    whole = step.partial_gradient(matrix)
     if matrix.role == "expert":
-        shared = step.partial_gradient(name)
         for size in (matrix.inputs, matrix.outputs):
             numbers = rank * size
-            yield Parameter(rows, numbers, numbers * e, True, shared, (size, rank))
+            yield Parameter(rows, numbers, numbers * e, True, whole, (size, rank))
         return
-    whole = step.partial_gradient(name)
-    if not matrix.behind:
-        yield Parameter(rank, width, width * e, True, shared=whole or not by_row)
+    yield Parameter(rank, width, width * e, True, shared=whole or not by_row)
     yield Parameter(rows, rank, rank * e, True, shared=whole or by_row)
     if step.is_dora:
         yield Parameter(rows, 1, e, True, shared=whole or by_row)
@@ -253,7 +225,7 @@ def _output(step: StepConfig) -> Iterator[Parameter]:
     if not step.shape.tied:
         yield _table(step)
         if step.lora_output:
-            yield from _adapter(step, "output", step.shape.output)
+            yield from _adapter(step, step.shape.output)
 
 
 # Logits and loss --------------------------------------------------------------------------------
