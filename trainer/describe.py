@@ -65,12 +65,10 @@ def of(model: Decoder) -> shape.Shape:
     Raises:
         ConfigError: it has parameters of an unknown kind.
     """
-    # torchtune makes scaled rotary tables of real numbers only.
-    real = any(hasattr(module, "rope_init") for module in model.modules())
-    model.fill_buffers(torch.device("cpu" if real else "meta"))
+    model.fill_buffers(torch.device("meta"))
     # A buffer that layers share counts once; of others only tables grow with the context.
     table = sum(b.numel() for b in model.buffers() if b.shape[:1] == (model.max_seq_len,))
-    seen = _Pass(model.to("meta"))
+    seen = _Pass(model)
     prefix = seen.names[model.blocks]
     blocks = [_Block(model, seen, f"{prefix}.{i}").described() for i in range(len(model.blocks))]
     kinds = [block for i, block in enumerate(blocks) if block not in blocks[:i]]

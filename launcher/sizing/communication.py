@@ -81,8 +81,8 @@ def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
 
     def gather_blocks(when: str) -> Iterator[Message]:
         for block in units.blocks:
-            yield gather("layers' weights", block.own, block.count, when)
-            yield gather("experts' weights", block.experts, block.count, when, "expert shard")
+            yield gather("layers' weights", block.own, block.number, when)
+            yield gather("experts' weights", block.experts, block.number, when, "expert shard")
 
     yield gather("root's weights", units.root, 1, "start")
     yield gather("embedding", units.embedding, 1, "start")
@@ -102,8 +102,8 @@ def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     reduced = [("output layer's gradients", units.output, 1, "reduce", "shard")]
     for block in units.blocks:
         reduced += [
-            ("layers' gradients", block.own, block.count, "reduce", "shard"),
-            ("experts' gradients", block.experts, block.count, "reduce", "expert shard"),
+            ("layers' gradients", block.own, block.number, "reduce", "shard"),
+            ("experts' gradients", block.experts, block.number, "reduce", "expert shard"),
         ]
     reduced += [
         ("embedding's gradients", units.embedding, 1, "end", "shard"),
@@ -216,7 +216,7 @@ def _shared_gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     added_up = step.fsdp and step.accumulation > 1 and not step.sync_each
     number_bytes = FP32 if added_up else step.element_bytes
     times = step.accumulation if step.fsdp and step.sync_each else 1
-    blocks = [(block.own, block.count, "reduce") for block in units.blocks]
+    blocks = [(block.own, block.number, "reduce") for block in units.blocks]
     for unit, each, when in (*blocks, (units.root + units.output, 1, "end")):
         when = when if step.fsdp else "step"
         for p in unit.parameters:

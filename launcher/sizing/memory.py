@@ -53,23 +53,18 @@ class _Phases:
     def __init__(self, step: StepConfig) -> None:
         shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
         self.step, self.units = step, units_of(step)
-        units, ends = self.units, self.units.ends
+        units = self.units
         # Which kind each block is, in their order.
         self.order = shape.order
-        self.kinds = [units.blocks[which] for which in self.order]
+        self.kinds = [units.blocks[which].whole for which in self.order]
         # Numbers of one rank that are trained: all of them, and those of its shards.
-        self.trained = units.all_blocks("trained") + ends.trained
-        self.trained_here = units.all_blocks("trained_here") + ends.trained_here
-        each = [
-            p
-            for unit in (ends, *(u for b in units.blocks for u in (b.own, b.experts)))
-            for p in unit.parameters
-        ]
-        self.largest = max((p.rows * p.width for p in each if p.trained), default=0.0)
+        self.trained = units.sum(lambda unit: unit.trained)
+        self.trained_here = units.sum(lambda unit: unit.trained_here)
+        stored = units.sum(lambda unit: unit.stored(step.weight_bytes))
+        trained = (p for unit, _ in units.each for p in unit.parameters if p.trained)
+        self.largest = max((p.rows * p.width for p in trained), default=0.0)
         # Offloaded state lies on the CPU.
         self.on_gpu = 0 if step.cpu_offload else 1
-        stored = sum(block.count * block.stored(step.weight_bytes) for block in units.blocks)
-        stored += ends.stored(step.weight_bytes)
         # Else cosines and sines of a row's positions, in the dtype of the computation.
         tables = FP32 * shape.table or 2 * e * t * shape.head_dim
         self.state: Terms = {
@@ -95,7 +90,7 @@ class _Phases:
         # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
         self.gather = 1 if step.fsdp else 0
         self.root = self.gather * self.units.root.gathered
-        self.layer = self.gather * units.most("gathered")
+        self.layer = self.gather * units.largest
         # What is not resharded stays gathered from forward to backward.
         self.stays = step.fsdp and not step.reshard
         # In full fine-tuning the output layer has a gradient, tied or not.
@@ -148,7 +143,7 @@ class _Phases:
         last = self.root + self.layer * 2
         between = last + self.gather * self.kinds[max(depth - 2, 0)].gathered
         if self.stays:
-            all_layers = self.gather * units.all_blocks("gathered")
+            all_layers = self.gather * sum(each.gathered for each in self.kinds)
             last = between = self.root + all_layers + self.layer
         kept = self.all_kept
         before = kept - self.kept[-1] + self.entry
@@ -188,7 +183,8 @@ class _Phases:
     def _layer_backward(self, index: int) -> Iterator[tuple[str, Terms]]:
         """A layer's backward. What is reduced lies in a buffer until the next reduction."""
         units, kinds = self.units, self.kinds
-        block, above = kinds[index], kinds[index + 1 :]
+        unit, above = kinds[index], kinds[index + 1 :]
+        block = units.blocks[self.order[index]].block
         step, e = self.step, self.step.element_bytes
         reduced = sum(self._reduced(each.trained_here) for each in above)
         done = reduced + self._reduced(units.output.trained_here)
@@ -202,13 +198,13 @@ class _Phases:
         fetched = kinds[: index + 1] if self.stays else kinds[max(index - 1, 0) : index + 1]
         gathered = self.root + self.gather * sum(each.gathered for each in fetched)
         reduction = step.reduce_bytes * (above[0].reduced if above else units.output.reduced)
-        part = e * block.trained * activations.first_gradients(step, block.block)
-        working = activations.backward_working(step, block.block)
+        part = e * unit.trained * activations.first_gradients(step, block)
+        working = activations.backward_working(step, block)
         before = sum(self.kept[:index])
         kept = before + self.kept[index] + self.again[index]
         mlp = self._terms(done + part, kept, gathered, reduction=reduction, working=working)
         yield f"backward, layer {index + 1}, MLP", mlp
-        done, kept = done + e * block.trained, before + self.entry
+        done, kept = done + e * unit.trained, before + self.entry
         end = self._terms(done, kept, gathered, reduction=reduction, working=4 * self.entry)
         yield f"backward, layer {index + 1}, end", end
 

@@ -6,7 +6,7 @@ Parameters are after tensor and expert parallelism, by FSDP unit. Symbols as in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class Parameter(NamedTuple):
 
     width: numbers in a row. row_bytes: of a row as it is gathered. trained: it has a gradient.
     shared: each tensor-parallel rank has a share of its gradient. inner: if a row is a matrix, its
-    sizes, by which FSDP can shard, too.
+    sizes, by which FSDP can shard, too. shards: the ranks that FSDP shards it over.
     """
 
     rows: float
@@ -28,20 +28,40 @@ class Parameter(NamedTuple):
     trained: bool
     shared: bool = False
     inner: tuple[int, ...] = ()
+    shards: int = 1
+
+    @property
+    def padded(self) -> float:
+        """Rows as FSDP shards them: filled up to a multiple of its ranks.
+
+        Not if it shards the matrices that the rows are.
+        """
+        if any(size % self.shards == 0 for size in self.inner):
+            return self.rows
+        return -(-self.rows // self.shards) * self.shards
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.
 @dataclass(frozen=True, eq=False, repr=False)
 class Unit:
-    """Parameters that FSDP gathers and reduces together; shards: the ranks that it shards over."""
+    """Parameters that FSDP gathers and reduces together."""
 
     parameters: tuple[Parameter, ...] = ()
-    shards: int = 1
+
+    @classmethod
+    def over(cls, shards: int, parameters: Iterable[Parameter]) -> Unit:
+        """Return a unit that FSDP shards over so many ranks."""
+        return cls(tuple(parameter._replace(shards=shards) for parameter in parameters))
+
+    @property
+    def shards(self) -> int:
+        """The ranks that it is sharded over."""
+        return self.parameters[0].shards if self.parameters else 1
 
     @property
     def gathered(self) -> float:
         """Bytes of the whole unit, in the dtype of the computation, rows filled up included."""
-        return sum(self.padded(p) * p.row_bytes for p in self.parameters)
+        return sum(p.padded * p.row_bytes for p in self.parameters)
 
     @property
     def trained(self) -> float:
@@ -51,70 +71,37 @@ class Unit:
     @property
     def reduced(self) -> float:
         """Numbers of what the collective reduces, filled up."""
-        return sum(self.padded(p) * p.width for p in self.parameters if p.trained)
+        return sum(p.padded * p.width for p in self.parameters if p.trained)
 
-    def padded(self, parameter: Parameter) -> float:
-        """Rows of a parameter that FSDP shards: filled up to a multiple of its ranks.
-
-        Not if it shards the matrices that the rows are.
-        """
-        if any(size % self.shards == 0 for size in parameter.inner):
-            return parameter.rows
-        return -(-parameter.rows // self.shards) * self.shards
+    @property
+    def trained_here(self) -> float:
+        """Numbers that are trained, of one rank's shards."""
+        return sum(p.padded * p.width / p.shards for p in self.parameters if p.trained)
 
     def stored(self, weight_bytes: int) -> float:
         """Bytes as stored by one rank, if a trained number takes weight_bytes."""
         found = 0.0
         for p in self.parameters:
             row = weight_bytes * p.width if p.trained else p.row_bytes
-            found += self.padded(p) * row / self.shards
+            found += p.padded * row / p.shards
         return found
 
-    @property
-    def trained_here(self) -> float:
-        """Numbers that are trained, of one rank's shards."""
-        return self.reduced / self.shards
-
     def __add__(self, other: Unit) -> Unit:
-        return Unit(self.parameters + other.parameters, self.shards)
+        return Unit(self.parameters + other.parameters)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class BlockUnits:
-    """The FSDP units of one kind of block, and how many blocks are of it.
+class BlockUnits(NamedTuple):
+    """The FSDP units of one kind of block, and the number of such blocks.
 
-    experts: spread over ranks, they are a unit of
-    their own, which holds this rank's; else they are in `own`.
+    experts: spread over ranks, they are a unit of their own, which holds this rank's; else they are
+    in `own`. whole: both together.
     """
 
     block: Block
-    count: int
+    number: int
     own: Unit
     experts: Unit
-
-    @property
-    def gathered(self) -> float:
-        """Bytes of a whole block."""
-        return self.own.gathered + self.experts.gathered
-
-    @property
-    def trained(self) -> float:
-        """Numbers of a whole block that are trained."""
-        return self.own.trained + self.experts.trained
-
-    @property
-    def reduced(self) -> float:
-        """Numbers of the buffers that a whole block's gradients are reduced in."""
-        return self.own.reduced + self.experts.reduced
-
-    @property
-    def trained_here(self) -> float:
-        """Numbers that are trained, of one rank's shards."""
-        return self.own.trained_here + self.experts.trained_here
-
-    def stored(self, weight_bytes: int) -> float:
-        """Bytes as stored by one rank."""
-        return self.own.stored(weight_bytes) + self.experts.stored(weight_bytes)
+    whole: Unit
 
 
 class Units(NamedTuple):
@@ -130,42 +117,44 @@ class Units(NamedTuple):
     root: Unit
 
     @property
-    def ends(self) -> Unit:
-        """What is in no block."""
-        return self.root + self.embedding + self.output
+    def each(self) -> Iterator[tuple[Unit, int]]:
+        """The units of the whole model and how many there are of each."""
+        yield from ((self.root, 1), (self.embedding, 1), (self.output, 1))
+        yield from ((each.whole, each.number) for each in self.blocks)
 
-    def all_blocks(self, what: str) -> float:
-        """The sum over all blocks of one of a block's sizes."""
-        return float(sum(block.count * getattr(block, what) for block in self.blocks))
+    def sum(self, size: Callable[[Unit], float]) -> float:
+        """A size of a unit, over the whole model."""
+        return sum(number * size(unit) for unit, number in self.each)
 
-    def most(self, what: str) -> float:
-        """One of a block's sizes, of the kind that has most."""
-        return float(max(getattr(block, what) for block in self.blocks))
+    @property
+    def largest(self) -> float:
+        """Bytes of the block that has most, gathered."""
+        return max(each.whole.gathered for each in self.blocks)
 
 
 def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
-    embedding, output = Unit((_table(step),), shards), Unit(tuple(_output(step)), shards)
-    root = Unit((_vector(step, Vector(step.shape.dim)),), shards)
+    embedding, output = Unit.over(shards, [_table(step)]), Unit.over(shards, _output(step))
+    root = Unit.over(shards, [_vector(step, Vector(step.shape.dim))])
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
     apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
     if "tok_embeddings" not in apart:
-        embedding, root = Unit(shards=shards), embedding + root
+        embedding, root = Unit(), embedding + root
     if "output" not in apart or step.loss != "plain":
-        output, root = Unit(shards=shards), root + output
+        output, root = Unit(), root + output
     blocks = tuple(_block(step, *each) for each in step.shape.blocks)
     return Units(embedding, blocks, output, root)
 
 
-def _block(step: StepConfig, block: Block, count: int) -> BlockUnits:
+def _block(step: StepConfig, block: Block, number: int) -> BlockUnits:
     own, spread = [_vector(step, vector) for vector in block.vectors], list[Parameter]()
     for name, matrix in block.matrices.items():
         apart = matrix.role == "expert" and step.layout.expert_parallel > 1
         (spread if apart else own).extend(_matrix(step, name, matrix))
-    experts = Unit(tuple(spread), step.expert_shards)
-    return BlockUnits(block, count, Unit(tuple(own), step.layout.shard), experts)
+    both = Unit.over(step.layout.shard, own), Unit.over(step.expert_shards, spread)
+    return BlockUnits(block, number, *both, both[0] + both[1])
 
 
 def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
