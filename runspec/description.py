@@ -23,7 +23,7 @@ SHIPPED = _CONFIGS / "descriptions"
 # By the beginning of a component's name: the package that its models depend on.
 _PACKAGES = {TRANSFORMERS: "transformers", "torchtune.": "torchtune"}
 # Arguments that change no base model: those of adapters and of 4 bits.
-_ADAPTER = re.compile("lora_|apply_lora_|use_dora$|quantize_base$")
+_ADAPTER = re.compile("adapter$|lora_|apply_lora_|use_dora$|quantize_base$")
 
 
 def config_file(folder: Path) -> Path | None:

@@ -88,11 +88,6 @@ class Attention:
         return self.heads * self.head_dim
 
     @property
-    def kv_width(self) -> int:
-        """Width of all key heads together."""
-        return self.kv_heads * self.head_dim
-
-    @property
     def value_width(self) -> int:
         """Width of the output."""
         return self.heads * self.value_dim

@@ -59,14 +59,13 @@ def _saved_by_attention(step: StepConfig, block: Block, attention: Attention) ->
     """
     e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
     inputs = _inputs(step, block)
-    keys, values, gate = attention.kv_width, attention.held, attention.gate
     # Flash attention shares the heads of keys and values; in fp32 there is none: they are copied.
-    if e == FP32 and attention.kv_heads < attention.heads:
-        keys, values = attention.query_width, attention.value_width
-    if attention.latent and step.compiled:
-        values = attention.value_width
-    gates = gate * (1 + (not step.compiled) + step.trains(block, "attention", "row"))
-    kept = attention.query_width + keys + values + attention.value_width + gates
+    heads = attention.kv_heads if e < FP32 else attention.heads
+    kept = attention.query_width + attention.value_width
+    kept += heads * (attention.head_dim + attention.value_dim)
+    if not (attention.latent and step.compiled):
+        kept += attention.held - attention.kv_heads * attention.value_dim
+    kept += attention.gate * (1 + (not step.compiled) + step.trains(block, "attention", "row"))
     return e * t * (inputs + kept / tp) + FP32 * t * attention.heads / tp
 
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from launcher.sizing.activations import expert_rows
 from launcher.sizing.step_config import FP32, StepConfig
 from launcher.sizing.tensors import Unit, Units, linear_loss_rows, units_of
+from runspec.step import StepSums
 
-# Doubles that every step sums over all ranks, and those of a step that is logged: trainer/loop.py.
-CONTROL, LOGGED = 8, (2, 4)
+# Doubles that the ranks sum in a step that is logged: trainer/loop.py.
+LOGGED = (2, 4)
 # What the objective logs beside the loss if its routers are watched: trainer/layers/balance.py.
 BALANCE = 3
 # The loss over a split vocabulary sums so many numbers per token: the highest logit, the sum, the
@@ -234,5 +235,5 @@ def _sums(step: StepConfig) -> Iterator[Message]:
         size, times = FP32 * watched, step.accumulation
         yield Message("experts' load", "all-reduce", "all", ranks, size, times, "step")
         logged = (LOGGED[0] + BALANCE, *LOGGED[1:])
-    for numbers in (CONTROL, *logged):
+    for numbers in (len(StepSums._fields), *logged):
         yield Message("agreement", "all-reduce", "all", ranks, 8 * numbers, 1, "step", on_cpu=True)

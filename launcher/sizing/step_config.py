@@ -15,6 +15,7 @@ from runspec.flops import of_shape
 from runspec.keys.sft import TRANSFORMERS, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError, StepFacts
 from runspec.shape import Block, Matrix, Part, Role, Shape
+from runspec.step import offloads, reduces_each
 
 GIB = 2**30
 FP32 = 4
@@ -228,7 +229,6 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
             "tokenizer.max_seq_len=4096, or what your data need"
         )
     layers = recomputed(config)
-    offload = bool(config.get("fsdp_cpu_offload") or _block(config, "fsdp").get("cpu_offload"))
     step = StepConfig(
         shape=shape,
         method=method_of(model),
@@ -242,9 +242,8 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         reduce_bytes=2 if config.get("fsdp_reduce_dtype") == "bf16" else 4,
         fp32_master=config.get("master_weights") == "fp32" and config.get("dtype") != "fp32",
         checkpointing="full" if layers == 1 else str(layers or "none"),
-        # Offloading reduces after every micro-step, as no GPU could hold all gradients.
-        sync_each=offload or bool(config.get("sync_each_micro_batch")),
-        cpu_offload=offload,
+        sync_each=reduces_each(config),
+        cpu_offload=offloads(config),
         activation_offload=bool(config.get("enable_activation_offloading")),
         compiled=config.get("compile") is True and not uncompiled_experts(config),
         reshard=config.get("fsdp_reshard_after_forward") is not False,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
 from runspec.shape import Block, Matrix, Vector
+from runspec.step import loss_tokens
 
 
 class Parameter(NamedTuple):
@@ -232,14 +233,9 @@ class LossMemory(NamedTuple):
 
 
 def linear_loss_rows(step: StepConfig) -> int:
-    """Tokens at a time of the linear loss: as trainer.layers.loss chooses if no number is given.
-
-    That is about as many logits as there are hidden numbers, and not less than 512 tokens'.
-    """
-    if step.chunks:
-        return -(-step.tokens // step.chunks)
-    columns = -(-step.shape.vocab // step.layout.tensor_parallel // step.shape.dim)
-    return max(512, -(-step.tokens // columns))
+    """Tokens at a time of the linear loss."""
+    columns = -(-step.shape.vocab // step.layout.tensor_parallel)
+    return loss_tokens(step.tokens, columns, step.shape.dim, step.chunks)
 
 
 def loss_memory(step: StepConfig) -> LossMemory:
