@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
@@ -42,7 +43,8 @@ class Parameter(NamedTuple):
         return -(-self.rows // self.shards) * self.shards
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
+# Neither compared nor shown: what is not generated takes no time at each start. Each block of a
+# model asks for its kind's sizes.
 @dataclass(frozen=True, eq=False, repr=False)
 class Unit:
     """Parameters that FSDP gathers and reduces together."""
@@ -59,22 +61,22 @@ class Unit:
         """The ranks that it is sharded over."""
         return self.parameters[0].shards if self.parameters else 1
 
-    @property
+    @cached_property
     def gathered(self) -> float:
         """Bytes of the whole unit, in the dtype of the computation, rows filled up included."""
         return sum(p.padded * p.row_bytes for p in self.parameters)
 
-    @property
+    @cached_property
     def trained(self) -> float:
         """Numbers that are trained."""
         return sum(p.rows * p.width for p in self.parameters if p.trained)
 
-    @property
+    @cached_property
     def reduced(self) -> float:
         """Numbers of what the collective reduces, filled up."""
         return sum(p.padded * p.width for p in self.parameters if p.trained)
 
-    @property
+    @cached_property
     def trained_here(self) -> float:
         """Numbers that are trained, of one rank's shards."""
         return sum(p.padded * p.width / p.shards for p in self.parameters if p.trained)
