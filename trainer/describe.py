@@ -91,7 +91,7 @@ def of(model: Decoder) -> shape.Shape:
     if (count := sum(p.numel() for p in model.parameters())) != found.parameters:
         raise ConfigError(
             f"model: {count - found.parameters} of its {count} parameters are in no layer that the "
-            "estimate knows, such as embeddings of each layer; choose another model"
+            "estimate knows, such as embeddings of each layer; train the model without an estimate"
         )
     return found
 
@@ -140,10 +140,18 @@ class _Block:
         self.mixture = self.experts.rpartition(".")[0] if self.experts else None
 
     def described(self) -> shape.Block:
-        """Return all of it."""
+        """Return all of it.
+
+        Raises:
+            ConfigError: what is in place of attention is unknown.
+        """
+        if self.attention is None:
+            raise ConfigError(
+                f"model: {self.start[:-1]} has neither softmax attention nor the gated delta rule: "
+                "the estimate knows no others; train the model without an estimate"
+            )
         self.matrices: dict[str, shape.Matrix] = {}
         vectors = list(self._parameters())
-        experts = self.model.get_submodule(self.experts) if self.experts else None
         weights = self.seen.into[self.experts][2].dtype if self.experts else None
         routers = {self.seen.names.get(router, "") for router in self.model.routers()}
         return shape.Block(
@@ -152,7 +160,7 @@ class _Block:
             attention=self._attention() if self.softmax else None,
             delta=self._delta() if self.delta else None,
             norms_behind=self._has_norms_behind(),
-            wide_router=experts is not None and weights is torch.float32,
+            wide_router=weights is torch.float32,
             watched=any(name.startswith(self.start) for name in routers),
         )
 
@@ -309,6 +317,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--into", type=Path, metavar="FOLDER")
     chosen = parser.parse_args(arguments)
     place, failed = chosen.into or (None if chosen.model else description.SHIPPED), False
+    kept: set[str] = set()
     for subject in subjects(chosen.model):
         try:
             found = of_block(subject.model, subject.folder).as_json()
@@ -322,6 +331,12 @@ def main(arguments: list[str]) -> int:
         else:
             versions = {"transformers", "torchtune"}
             subject.keep(place, found, {n: importlib.metadata.version(n) for n in versions})
+            kept.add(subject.file_name)
+    if not (chosen.model or chosen.into or failed):
+        # What a config.json was before.
+        for file in sorted(description.SHIPPED.glob("*.json")):
+            if file.name not in kept:
+                file.unlink()
     return int(failed)
 
 
