@@ -1,4 +1,4 @@
-"""Rows of a query: the ranges that are read at the same time, and the reader of one of them."""
+"""Rows of a query: the ranges that are read concurrently, and the reader of one range."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ from contextlib import closing, contextmanager
 from itertools import pairwise
 from typing import Any
 
-from datakit.errors import DataError
+from datakit.errors import DataError, first_line
 from datakit.inputs import Input
 
 _FETCHED_ROWS = 10_000
-# One range takes a connection and is one task.
+# One range is one task with one connection.
 _RANGE_ROWS = 500_000
 _MOST_RANGES = 256
 
@@ -38,7 +38,7 @@ def ranges(source: Mapping[str, Any], name: str, where: str, whole: bool) -> lis
             )
             counted, given, low, high = cursor.fetchone()
         if counted == 0:
-            raise DataError(f"{where}: the query gives no row: {origin}")
+            raise DataError(f"{where}: the query returns no rows: {origin}")
         conditions = list(_conditions(str(key), counted, given, low, high, source, where))
     facts = [origin, counted, conditions]
     made = []
@@ -47,7 +47,7 @@ def ranges(source: Mapping[str, Any], name: str, where: str, whole: bool) -> lis
         # The address may name a variable, which is looked up where the rows are read.
         block = {"url": source["url"], "query": query, "where": condition, "of": counted}
         if counted is not None:
-            # For the progress: nobody knows how many rows a range has.
+            # An estimate for the progress: the rows of a range are not counted.
             block["lines"] = counted // len(conditions)
         text = f"rows where {condition}" if condition else "all rows"
         made.append(Input(name, text, "sql", 0, digest, origin, blocks=(block,)))
@@ -62,7 +62,7 @@ def _conditions(
             begin, end = math.floor(low), math.floor(high) + 1
         except (TypeError, ValueError, OverflowError):
             raise DataError(
-                f"{where}: partition_by: {key} is no number but {type(low).__name__}: give a "
+                f"{where}: partition_by: {key} is not a number but {type(low).__name__}: give a "
                 "column of numbers, or leave it out"
             ) from None
         parts = int(source.get("partitions") or min(math.ceil(count / _RANGE_ROWS), _MOST_RANGES))
@@ -75,7 +75,7 @@ def _conditions(
 
 
 def rows(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a range of a query, which are never all in memory.
+    """Yield the rows of a range of a query, without keeping all of them in memory.
 
     Raises:
         DataError: the database does not answer.
@@ -87,7 +87,7 @@ def rows(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     with _connection(block, where) as con, _cursor(con, query) as cursor:
         names = None
         while fetched := cursor.fetchmany(_FETCHED_ROWS):
-            # A cursor on the server has no columns before its first rows.
+            # A server-side cursor has no columns before its first rows.
             names = names or [column[0] for column in cursor.description]
             for row in fetched:
                 yield dict(zip(names, row, strict=True))
@@ -99,7 +99,7 @@ def _cursor(con: Any, query: str) -> Iterator[Any]:
         with closing(con.raw_sql(query)) as cursor:
             yield cursor
         return
-    # Without a name the driver would fetch all rows before it hands out the first.
+    # Without a name the driver would fetch all rows before it returns the first.
     with con.con.transaction(), con.con.cursor(name="cookbook") as cursor:
         cursor.execute(query)
         yield cursor
@@ -123,9 +123,7 @@ def _connection(source: Mapping[str, Any], where: str) -> Iterator[Any]:
     except DataError:
         raise
     except Exception as error:
-        text = str(error).strip()
-        reason = text.splitlines()[0] if text else type(error).__name__
-        reason = reason.replace(url, _shown(source))
+        reason = first_line(error).replace(url, _shown(source))
         raise DataError(f"{where}: the database does not answer the query: {reason}") from None
     finally:
         if con is not None:
@@ -137,6 +135,6 @@ def _query(source: Mapping[str, Any]) -> str:
 
 
 def _shown(source: Mapping[str, Any]) -> str:
-    """The address of a database without the user and the password."""
+    """Return the address of a database without the user and the password."""
     url = str(source["url"])
     return re.sub(r"(?i)((?:password|pwd|token|secret)=)[^&]*", r"\1***", url.rpartition("@")[2])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class DataError(Exception):
-    """What is wrong with sources, rows or settings; exit_code as the cookbook command's."""
+    """Faults of sources, rows or settings; exit_code: that of the cookbook command."""
 
     def __init__(self, *faults: str, exit_code: int = 1) -> None:
         self.faults: Sequence[str] = faults
@@ -13,4 +13,10 @@ class DataError(Exception):
 
 
 class BadRow(Exception):
-    """A record that its format cannot read; the text says why."""
+    """A record that its format cannot read, with the reason."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

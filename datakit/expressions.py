@@ -1,7 +1,7 @@
 """Conditions in a recipe as ibis expressions, such as quality >= 0.85 and len(text) <= 2048.
 
-They are written as in Python. Only comparisons, and, or, not, in, arithmetic and the functions
-below are read; nothing is executed.
+They have Python's syntax, with comparisons, and, or, not, in, arithmetic and the functions below
+only. They are never executed.
 """
 
 import ast
@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from datakit.errors import DataError
+from datakit.errors import DataError, first_line
 from runspec.hints import nearest
 
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -137,16 +137,16 @@ def condition(text: str, table: Any, where: str) -> Any:
         return joined
 
     try:
-        found = walk(tree)
+        expression = walk(tree)
     except DataError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"{where}: the condition {text!r} does not fit its columns: {reason}", exit_code=2
+            f"{where}: the condition {text!r} does not fit its columns: {first_line(error)}",
+            exit_code=2,
         ) from None
-    if not hasattr(found, "type") or not found.type().is_boolean():
+    if not hasattr(expression, "type") or not expression.type().is_boolean():
         raise DataError(
-            f"{where}: {text!r} is no condition: compare it with something", exit_code=2
+            f"{where}: {text!r} is not a condition: compare it with something", exit_code=2
         )
-    return found
+    return expression

@@ -1,8 +1,8 @@
-"""Formats of records: each becomes prompt and answer, and the whole conversation where it has more.
+"""Formats of records: each becomes prompt and answer, and a conversation if it has more messages.
 
-A row of the kit: prompt and answer are texts; messages is the conversation as JSON, null if it is
-just the prompt as the user's message and the answer as the assistant's; rejected is the worse
-answer of a preference pair. A plain text is an answer without a prompt.
+A row of the kit: prompt and answer are texts; messages is the conversation as JSON, null if it
+consists of the prompt as the user's message and the answer as the assistant's; rejected is the
+worse answer of a preference pair. A plain text is an answer without a prompt.
 """
 
 import json
@@ -25,9 +25,13 @@ _ROLES = {
     "observation": "tool",
 }
 
+# What a message or a record may say beyond role and content, and the kit's rows have no place for.
+_LOST = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "train")
+_EMPTY = (None, "", "[]", "null")
+
 
 class Content(NamedTuple):
-    """What a record says."""
+    """The content of a record."""
 
     prompt: str | None
     answer: str
@@ -47,6 +51,15 @@ def reader(form: str, columns: Mapping[str, str]) -> Callable[[Mapping[str, Any]
 def encode(messages: list[dict[str, str]]) -> str:
     """Return a conversation as the JSON text that the kit keeps."""
     return json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
+
+
+def turns_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the conversation of a row of the kit; a text without a prompt is only an answer."""
+    if row["messages"]:
+        turns: list[dict[str, str]] = json.loads(row["messages"])
+        return turns
+    user = [] if row["prompt"] is None else [{"role": "user", "content": row["prompt"]}]
+    return [*user, {"role": "assistant", "content": row["answer"]}]
 
 
 def of_messages(messages: list[dict[str, str]]) -> Content:
@@ -69,18 +82,18 @@ def _text(record: Mapping[str, Any], column: str, optional: bool = False) -> str
             return ""
         raise BadRow(f"{column!r} is null")
     if not isinstance(value, str):
-        raise BadRow(f"{column!r} is no text but {type(value).__name__}")
+        raise BadRow(f"{column!r} is not a text but {type(value).__name__}")
     if not value.strip() and not optional:
         raise BadRow(f"{column!r} is empty")
     return _sound(value, column)
 
 
 def _sound(value: str, column: str) -> str:
-    """Refuse half of a surrogate pair, which JSON's escapes can hold and no file can."""
+    """Refuse half of a surrogate pair, which JSON's escapes allow and UTF-8 does not."""
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BadRow(f"{column!r} holds half of a surrogate pair") from None
+        raise BadRow(f"{column!r} has half of a surrogate pair") from None
     return value
 
 
@@ -94,7 +107,7 @@ def _turns(record: Mapping[str, Any], column: str, role: str, content: str) -> l
         except ValueError as error:
             raise BadRow(f"{column!r} is a text and not JSON: {error}") from None
     if not isinstance(value, list) or not value:
-        raise BadRow(f"{column!r} is no list of messages")
+        raise BadRow(f"{column!r} is not a list of messages")
     turns = []
     for number, turn in enumerate(value, 1):
         if not isinstance(turn, Mapping) or role not in turn or content not in turn:
@@ -102,19 +115,40 @@ def _turns(record: Mapping[str, Any], column: str, role: str, content: str) -> l
         name = _ROLES.get(str(turn[role]))
         if name is None:
             raise BadRow(f"message {number} of {column!r} has the role {turn[role]!r}")
+        _check_kept(turn, f"message {number} of {column!r}")
         turns.append({"role": name, "content": _content(turn[content], number, column)})
     return turns
 
 
+def _check_kept(turn: Mapping[str, Any], where: str) -> None:
+    """Refuse a message of which a part would be lost: it would train something else."""
+    lost = [key for key in _LOST if turn.get(key) not in _EMPTY and turn[key] != []]
+    if turn.get("weight") not in (None, 1):
+        lost.append(f"weight {turn['weight']}")
+    if lost:
+        raise BadRow(
+            f"{where} has {', '.join(lost)}, which prepared sets do not keep; train on the file "
+            "itself (source: json)"
+        )
+
+
+def _check_tools(record: Mapping[str, Any]) -> None:
+    if record.get("tools") not in _EMPTY and record["tools"] != []:
+        raise BadRow(
+            "the conversation has tools, which prepared sets do not keep; train on the file itself "
+            "(source: json)"
+        )
+
+
 def _content(value: Any, number: int, column: str) -> str:
-    """The text of a message; OpenAI's parts of type text are put together."""
+    """Return the text of a message; OpenAI's parts of type text are joined."""
     if isinstance(value, list):
         parts = [part.get("text") for part in value if isinstance(part, Mapping)]
         if len(parts) != len(value) or not all(isinstance(part, str) for part in parts):
-            raise BadRow(f"message {number} of {column!r} holds parts that are no text")
+            raise BadRow(f"message {number} of {column!r} has parts that are not text")
         value = "".join(str(part) for part in parts)
     if not isinstance(value, str):
-        raise BadRow(f"message {number} of {column!r} holds no text")
+        raise BadRow(f"message {number} of {column!r} has no text")
     return _sound(value, column)
 
 
@@ -125,13 +159,15 @@ def _alpaca(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
 
 
 def _sharegpt(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    _check_tools(record)
     return of_messages(_turns(record, names["conversations"], "from", "value"))
 
 
 def _messages(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
+    _check_tools(record)
     turns = _turns(record, names["messages"], "role", "content")
     if names["answer"]:
-        # A log of requests holds the question as messages and the answer beside them.
+        # A log of requests has the question as messages, and the answer in another column.
         answer = _text(record, names["answer"])
         turns.append({"role": "assistant", "content": answer})
     return of_messages(turns)

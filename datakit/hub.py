@@ -1,4 +1,4 @@
-"""Datasets of the hub, which are copied into Parquet once: the hub's library keeps other files."""
+"""Datasets of the hub, copied into Parquet files once."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datakit import parquet
-from datakit.errors import DataError
+from datakit.errors import DataError, first_line
 from datakit.inputs import Input
 from runspec import files
 
@@ -24,9 +24,9 @@ def copied(
     limit: int | None,
     say: Callable[[str], None],
 ) -> list[Input]:
-    """Copy a dataset into Parquet files unless they are there, and return them.
+    """Copy a dataset into Parquet files unless they exist, and return them.
 
-    limit: copy so many rows at most.
+    limit: maximum number of rows.
     """
     note = folder / "_origin.json"
     asked = {key: source.get(key) for key in ("repository", "split")} | {"limit": limit}
@@ -73,22 +73,22 @@ def _loaded(source: Mapping[str, Any], where: str) -> tuple[str, Iterator[Any]]:
     name, _, revision = str(source["repository"]).partition("@")
     split = str(source.get("split") or "train")
     try:
-        found = load_dataset(name, split=split, revision=revision or None)
+        dataset = load_dataset(name, split=split, revision=revision or None)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f"{where}: {name} (split {split}) cannot be loaded: {reason}: compute nodes often "
-            "reach no hub; run it once on the login node"
+            f"{where}: {name} (split {split}) cannot be loaded: {first_line(error)}: compute nodes "
+            "often reach no hub; run it once on the login node"
         ) from None
-    checksums = sorted(found.info.download_checksums or {})
+    checksums = sorted(dataset.info.download_checksums or {})
     origin = f"{name}@{revision or 'main'} {split} {' '.join(checksums[:3])}".strip()
-    return origin, found.with_format("arrow").iter(_ROWS)
+    return origin, dataset.with_format("arrow").iter(_ROWS)
 
 
 def _write(tables: Iterator[Any], folder: Path, where: str, limit: int | None) -> None:
     import pyarrow.parquet as pq
 
-    writer, rows = None, 0
+    writer: Any = None
+    rows = 0
     for table in tables:
         if rows % _STORED_ROWS == 0:
             if writer is not None:
@@ -100,5 +100,5 @@ def _write(tables: Iterator[Any], folder: Path, where: str, limit: int | None) -
         if limit is not None and rows >= limit:
             break
     if writer is None:
-        raise DataError(f"{where}: holds no row")
+        raise DataError(f"{where}: has no rows")
     writer.close()

@@ -1,7 +1,7 @@
-"""Reads sources into shards of rows of the kit: one task per block of a file.
+"""Reads sources into shards of the kit's rows: one task per block of a file.
 
-A block's task writes its rows, and beside them the records that it could not read, with line and
-reason. A row's id is its file's number and its line, so that each row leads back to its record.
+A block's task writes its rows, and in another file the records that it could not read, with line
+and reason. A row's id is its file's number and its line, which identify its record.
 """
 
 import csv
@@ -15,15 +15,15 @@ from typing import Any
 
 from datakit import databases, openers, parquet
 from datakit.errors import BadRow, DataError
-from datakit.formats import Content, reader
+from datakit.formats import reader
 from datakit.parquet import BATCH_ROWS
 from datakit.recognisers import hidden, hidden_json
 from runspec.datarecipe import FORMATS
 from runspec.prepared import ROW_BITS
 
-# An open quote swallows what follows, and must not fill the memory.
+# The text after an unclosed quote is one field, which must not fill the memory.
 _LONGEST_FIELD = 2**26
-# What is kept of a record that cannot be read.
+# Characters that are kept of a record that cannot be read.
 _SHOWN = 300
 BAD_SUFFIX = ".bad.jsonl"
 
@@ -51,7 +51,7 @@ def read_blocks(
         source: name, format, columns, keep (of this source), all_keep (of all).
         blocks: file, number (of the input), type, and what openers need of that type.
         bad: the file for bad rows.
-        limit: read so many records at most.
+        limit: maximum number of records.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -92,17 +92,17 @@ def _records(
     import pyarrow as pa
 
     start = block["number"] << ROW_BITS
-    form, keep = reader(source["format"], source["columns"]), source["keep"]
-    # CSV has no null, and an empty field stands for it.
+    name, keep = source["name"], source["keep"]
+    form = reader(source["format"], source["columns"])
+    # CSV has no null: an empty field is read as null.
     no_null = block["type"] == "csv"
-    rows: dict[str, list[Any]] = {name: [] for name in writer.schema.names}
+    rows: list[dict[str, Any]] = []
     count = 0
 
     def flush() -> None:
-        if rows["_id"]:
-            writer.write_table(pa.table(rows, schema=writer.schema))
-            for values in rows.values():
-                values.clear()
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=writer.schema))
+            rows.clear()
 
     for line, record, fault in read:
         count += 1
@@ -110,28 +110,17 @@ def _records(
             if fault:
                 raise BadRow(fault)
             content = form(record)
-            kept = {name: _kept(record, name, kind, no_null) for name, kind in keep.items()}
+            kept = {key: _kept(record, key, kind, no_null) for key, kind in keep.items()}
         except BadRow as why:
             shown = record if isinstance(record, str) else json.dumps(record, default=str)
             bad.append({"file": block["file"], "line": line, "reason": hidden(str(why))})
-            bad[-1] |= {"source": source["name"], "record": hidden_json(shown)[:_SHOWN]}
+            bad[-1] |= {"source": name, "record": hidden_json(shown)[:_SHOWN]}
             continue
-        _add(rows, start + line, source["name"], content, kept)
-        if len(rows["_id"]) >= BATCH_ROWS:
+        rows.append({"_id": start + line, "source": name, **content._asdict(), **kept})
+        if len(rows) >= BATCH_ROWS:
             flush()
     flush()
     return count
-
-
-def _add(
-    rows: dict[str, list[Any]], key: int, source: str, content: Content, kept: Mapping[str, Any]
-) -> None:
-    rows["_id"].append(key)
-    rows["source"].append(source)
-    for name, value in content._asdict().items():
-        rows[name].append(value)
-    for name in list(rows)[6:]:
-        rows[name].append(kept.get(name))
 
 
 def _kept(record: Mapping[str, Any], name: str, kind: str, no_null: bool) -> Any:
@@ -143,16 +132,16 @@ def _kept(record: Mapping[str, Any], name: str, kind: str, no_null: bool) -> Any
     try:
         return _CONVERTED[kind](value)
     except (TypeError, ValueError, KeyError, OverflowError):
-        raise BadRow(f"{name!r} is no {kind}: {hidden(str(value))[:40]!r}") from None
+        raise BadRow(f"{name!r} is not of type {kind}: {hidden(str(value))[:40]!r}") from None
 
 
 def _whole(value: Any) -> int:
-    found = int(value)
-    if isinstance(value, float | Decimal) and found != value:
+    number = int(value)
+    if isinstance(value, float | Decimal) and number != value:
         raise ValueError(value)
-    if not -(2**63) <= found < 2**63:
+    if not -(2**63) <= number < 2**63:
         raise OverflowError(value)
-    return found
+    return number
 
 
 def _text(value: Any) -> str:
@@ -205,7 +194,7 @@ def _json_lines(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
         except RecursionError:
             yield number, text[:_SHOWN], "is JSON that is nested too deep"
             continue
-        fault = "" if isinstance(record, dict) else "is JSON, but no object"
+        fault = "" if isinstance(record, dict) else "is JSON, but not an object"
         yield number, record, fault
 
 
@@ -224,9 +213,9 @@ def _json_array(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
             "a record"
         ) from None
     if not isinstance(content, list):
-        raise DataError(f"{block['file']}: is JSON, but no array of records: set type=jsonl")
+        raise DataError(f"{block['file']}: is JSON, but not an array of records: set type=jsonl")
     for number, record in enumerate(content, 1):
-        yield number, record, "" if isinstance(record, dict) else "is no object"
+        yield number, record, "" if isinstance(record, dict) else "is not an object"
 
 
 def _csv(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
@@ -345,8 +334,9 @@ def _plain_batch(
     made = [ids, pa.repeat(pa.scalar(source["name"]), count), text(fast[0]), text(fast[1])]
     made += [nothing, nothing]
     for field in list(names)[6:]:
-        kept = field.name in source["keep"]
-        values = batch.column(field.name) if kept else None
+        if field.name not in source["keep"]:
+            made.append(pa.nulls(count, field.type))
+            continue
         # A whole number may be too large to be exact as a fraction, as in Python.
-        made.append(values.cast(field.type, safe=False) if kept else pa.nulls(count, field.type))
+        made.append(batch.column(field.name).cast(field.type, safe=False))
     return pa.record_batch(made, schema=names)

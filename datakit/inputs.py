@@ -1,4 +1,4 @@
-"""What a source was found to hold: files, files of a table, or ranges of a query's rows."""
+"""The parts of a source: files, files of a table, or ranges of a query's rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Input:
-    """One part of a source, as it was when it was found.
+    """One part of a source.
 
-    number: its place in row ids. file: what is read; for a query, its range. origin: the table,
-    query or dataset that it is a part of. rows: their number if it is known without reading them.
-    first: the number in its origin of its first row, if it is a copy. mtime_ns: 0 if nothing can
-    change the part. blocks: one or more tasks of a reader, each with what openers need.
+    number: its part of row ids. file: its path; for a query, its range. origin: the table, query or
+    dataset to which it belongs. rows: their number if it is known without reading them. first: the
+    number in its origin of its first row, if it is a copy. mtime_ns: 0 if nothing can change the
+    part. blocks: one or more tasks of a reader, each with the arguments of openers.
     """
 
     source: str
@@ -28,6 +28,6 @@ class Input:
     number: int = 0
 
     def record(self) -> dict[str, Any]:
-        """What the lineage says of it."""
-        # blocks hold tables' schemas and the address of a database.
+        """Return its entry in the lineage."""
+        # blocks have tables' schemas and the address of a database.
         return {key: value for key, value in vars(self).items() if key != "blocks"}

@@ -1,4 +1,4 @@
-"""Opens files of sources: plain or compressed, whole, by lines or by blocks."""
+"""Opens files of sources, plain or compressed: complete, by lines or by blocks."""
 
 import bz2
 import codecs
@@ -7,8 +7,9 @@ import hashlib
 import io
 import lzma
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from datakit.errors import DataError
 
@@ -30,7 +31,7 @@ def stream(path: str) -> IO[bytes]:
     """Open a file for its uncompressed bytes."""
     suffix = Path(path).suffix
     if suffix == ".gz":
-        return gzip.open(path, "rb")
+        return cast(IO[bytes], gzip.open(path, "rb"))
     if suffix == ".bz2":
         return bz2.open(path, "rb")
     if suffix == ".xz":
@@ -67,7 +68,7 @@ def encoding_of(path: Path, given: object, where: str) -> str:
 
 
 def ends_lines_as_ascii(encoding: str) -> bool:
-    """Return whether a line ends at the byte of a newline, so that a file can be cut there."""
+    """Whether a line ends with the byte of a newline, so that a file can be split there."""
     return "a\n".encode(encoding).endswith(b"a\n")
 
 
@@ -78,7 +79,7 @@ def whole(block: Mapping[str, Any]) -> bytes:
 
 
 def lines(block: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the lines of a block, without their ends; as UTF-8 if they end in more than a byte."""
+    """Yield the lines of a block without line ends, as UTF-8 if a newline has several bytes."""
     begin, encoding = int(block.get("begin") or 0), str(block["encoding"])
     left = None if block.get("end") is None else int(block["end"]) - begin
     with _named(block["file"]), stream(str(block["file"])) as file:
@@ -96,32 +97,25 @@ def lines(block: Mapping[str, Any]) -> Iterator[bytes]:
             yield line.rstrip(b"\r\n")
 
 
-class _named:
-    """Turns an error of a broken file into one line that names it."""
-
-    def __init__(self, file: object) -> None:
-        self._file = str(file)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, UnicodeError):
-            raise DataError(
-                f"{self._file}: is not {getattr(error, 'encoding', 'text')}: set encoding= of the "
-                "source"
-            ) from None
-        if isinstance(error, (OSError, EOFError, lzma.LZMAError)):
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"{self._file}: cannot be read: {reason}: fix or replace it") from None
+@contextmanager
+def _named(file: object) -> Iterator[None]:
+    """Turn an error of a broken file into one line that names it."""
+    try:
+        yield
+    except UnicodeError as error:
+        encoding = getattr(error, "encoding", "text")
+        raise DataError(f"{file}: is not {encoding}: set encoding= of the source") from None
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{file}: cannot be read: {reason}: fix or replace it") from None
 
 
 def survey(path: Path, cut: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Read a file once: its SHA-256, and its blocks if it can be cut at lines.
+    """Read a file once: its SHA-256, and its blocks if it can be split at lines.
 
     Returns:
-        The hash, and blocks with begin, end (bytes), line (of the first, from 1) and lines (how
-        many).
+        The hash, and blocks with begin, end (bytes), line (number of the first, from 1) and lines
+        (their number).
     """
     digest = hashlib.sha256()
     blocks: list[dict[str, Any]] = []

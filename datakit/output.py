@@ -1,5 +1,6 @@
-"""Writes a training set whole, or not at all: rows by split, card, lineage and report."""
+"""Writes a training set atomically: rows by split, card, lineage and report."""
 
+import hashlib
 import json
 import os
 import secrets
@@ -11,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from datakit.engines.base import Engine, finished, shard_rows, shards
-from datakit.engines.tasks import Task
+from datakit.engines.base import Engine, finished, shards
 from datakit.errors import DataError
 from datakit.expressions import length_of, text_of
+from datakit.formats import turns_of
 from datakit.pipeline import FORMAT, Prepared, versions
 from datakit.rows import Rows
 from datakit.sources import unchanged
@@ -27,7 +28,7 @@ _ROWS = "datakit.output:final_rows"
 
 
 def output_format(config: Mapping[str, Any]) -> str:
-    """Return messages, text or preference: as asked, else as the sources are."""
+    """Return messages, text or preference: as requested, else by the sources' formats."""
     output = config.get("output") or {}
     asked = output.get("rows") if output.get("format") == "delta" else output.get("format")
     formats = {source["format"] for source in config["sources"]}
@@ -42,15 +43,14 @@ def output_format(config: Mapping[str, Any]) -> str:
     if "preference" in formats and len(formats) > 1:
         raise DataError(
             "sources of the format preference cannot be mixed with others: set "
-            "output.format=messages "
-            "to train on their chosen answers",
+            "output.format=messages to train on their chosen answers",
             exit_code=2,
         )
     return "text" if formats == {"text"} else "messages"
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Raise DataError if the set cannot be written as it is asked for."""
+    """Raise DataError if the set cannot be written in the requested format."""
     output_format(config)
     if (config.get("output") or {}).get("format") == "delta" and not find_spec("deltalake"):
         raise DataError(
@@ -76,11 +76,11 @@ def write(
     temporary.mkdir()
     try:
         _write_rows(engine, rows, form, _are_pairs(config), temporary / DATA, work)
-        # Imported late: it needs the engine's figures, and templates.
+        # Imported late: it needs jinja2.
         from datakit import report
 
         columns = _columns(temporary)
-        # Hashing leaves a core idle at its end, and the figures wait for disks.
+        # In parallel: hashing leaves a core idle at its end, and the figures wait for disks.
         with ThreadPoolExecutor(1) as aside:
             counting = aside.submit(report.figures, made, engine, temporary, columns)
             splits = _splits(temporary, engine.threads)
@@ -113,7 +113,7 @@ def write(
         files.write_json(temporary / CARD, card)
         files.write_json(temporary / LINEAGE, lineage)
         text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in made.bad)
-        # Nobody else reads records that no step has looked at, or texts as they were before it.
+        # Private: these records and texts have not been masked.
         files.write_text(temporary / BAD_ROWS, text, mode=0o600)
         _keep_ledgers(made, temporary)
         page = report.page(folder.name, card, lineage, shown)
@@ -128,13 +128,13 @@ def write(
 
 
 def _write_delta_log(folder: Path, splits: Mapping[str, Any], name: str) -> None:
-    """Make a Delta table of the files as they lie: version 0, with the split as its partition."""
+    """Make the files a Delta table in place: version 0, partitioned by split."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from deltalake import Schema
     from deltalake.transaction import AddAction, create_table_with_add_actions
 
-    parts = [(split, each) for split, found in splits.items() for each in found["files"]]
+    parts = [(split, each) for split, facts in splits.items() for each in facts["files"]]
     adds = [
         AddAction(
             path=str(Path(each["file"]).relative_to(DATA)),
@@ -154,10 +154,10 @@ def _write_delta_log(folder: Path, splits: Mapping[str, Any], name: str) -> None
 
 
 def _publish(temporary: Path, folder: Path, version: str) -> Path:
-    """Give the version its name, and make it the current one in one step."""
+    """Rename the folder to its version, and make it the current one atomically."""
     target = folder / version
     if target.exists():
-        # The same rows: its record may be of another engine or recipe, so the new one counts.
+        # The same rows, perhaps of another engine or recipe: the new record replaces the old one.
         old = folder / f".old-{secrets.token_hex(4)}"
         os.rename(target, old)
         os.rename(temporary, target)
@@ -172,7 +172,7 @@ def _publish(temporary: Path, folder: Path, version: str) -> Path:
 
 
 def _keep_ledgers(made: Prepared, target: Path) -> None:
-    """Keep which rows each step removed, and the sides of groups, for a later set."""
+    """Keep the ids of rows that each step removed, and the splits of groups, for a later set."""
     for key, folder in made.folders.items():
         if finished(folder / "removed"):
             shutil.copytree(folder / "removed", target / REMOVED / key)
@@ -196,8 +196,7 @@ def _write_rows(
     if simple["p"] and form == "messages":
         raise DataError(
             f"output.format: {simple['p']:,} rows have no prompt, so that they are no "
-            "conversation: "
-            "set output.format=text, or a template with a prompt"
+            "conversation: set output.format=text, or a template with a prompt"
         )
     if form == "messages" and not simple["n"]:
         engine.write_split(table.select(messages=_conversation(table), **fields), target, "split")
@@ -205,23 +204,14 @@ def _write_rows(
     stored = work / f"final-{secrets.token_hex(4)}"
     texts = table.select("prompt", "answer", "messages", "rejected", **fields)
     engine.write_split(texts, stored, "split")
-    jobs = [
-        Task(
-            "datakit.engines.tasks:map_shard",
-            str(target / path.relative_to(stored)),
-            {"source": str(path), "function": _ROWS, "options": {"form": form}},
-            count,
-        )
-        for path, count in shard_rows(stored).items()
-    ]
     try:
-        engine.run(jobs, "messages")
+        engine.map(stored, target, "messages", _ROWS, {"form": form})
     finally:
         shutil.rmtree(stored, ignore_errors=True)
 
 
 def _are_pairs(config: Mapping[str, Any]) -> bool:
-    """Whether all rows are a prompt and an answer: then nobody has to look at them again."""
+    """Whether all rows are known to be a prompt and an answer, so that no query is needed."""
     formats = {source["format"] for source in config["sources"]}
     return formats <= {"qa", "alpaca"} and "template" not in map(
         step_name, config.get("steps") or []
@@ -229,18 +219,18 @@ def _are_pairs(config: Mapping[str, Any]) -> bool:
 
 
 def _unlike_pairs(engine: Engine, table: Any) -> dict[str, Any]:
-    """Return how many rows have messages of their own (n), and how many have no prompt (p)."""
+    """Return the number of rows with messages (n), and of rows without a prompt (p)."""
     return engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
 
 
 def _md5(table: Any, extra: list[str]) -> Any:
-    """A hash of what a row says. Not of fractions, which engines write differently as text."""
+    """Return a hash of a row's content, without floats, which engines format differently."""
     import ibis
 
     names = ["messages", "rejected"]
     names += [name for name in sorted(extra) if not table[name].type().is_floating()]
-    # The text's own hash is what a split without groups goes by: it is computed once. Where the
-    # prompt ends in the text is said by its length.
+    # The text's own hash is also that of a split without groups, and so computed once. The length
+    # of the prompt gives its end in the text.
     ends = table.prompt.length().fill_null(-1)
     parts = [text_of(table).hexdigest("md5"), ends.cast("string")]
     parts += [table[name].cast("string").fill_null("\x00") for name in names]
@@ -248,7 +238,7 @@ def _md5(table: Any, extra: list[str]) -> Any:
 
 
 def _conversation(table: Any) -> Any:
-    """The two messages of a row as an expression; the engines write them without Python."""
+    """Return the two messages of a row as an expression, which needs no Python per row."""
     import ibis
 
     user = ibis.struct({"role": ibis.literal("user"), "content": table.prompt})
@@ -257,34 +247,25 @@ def _conversation(table: Any) -> Any:
 
 
 def final_rows(table: Any, form: str) -> Any:
-    """Arrow function: the rows as a trainer reads them."""
+    """Arrow function: return the rows in the format of the trainer."""
     import pyarrow as pa
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    whole = []
-    for row in table.select(["prompt", "answer", "messages"]).to_pylist():
-        if row["messages"]:
-            whole.append(json.loads(row["messages"]))
-            continue
-        user = [] if row["prompt"] is None else [{"role": "user", "content": row["prompt"]}]
-        whole.append([*user, {"role": "assistant", "content": row["answer"]}])
+    whole = [turns_of(row) for row in table.select(["prompt", "answer", "messages"]).to_pylist()]
     rest = table.drop_columns(["prompt", "answer", "messages", "rejected"])
-    names: dict[str, Any] = {}
+    columns: dict[str, Any] = {"messages": whole}
     if form == "preference":
-        bad = table["rejected"].to_pylist()
         worse = [
             [*turns[:-1], {"role": "assistant", "content": text or ""}]
-            for turns, text in zip(whole, bad, strict=True)
+            for turns, text in zip(whole, table["rejected"].to_pylist(), strict=True)
         ]
-        names = {"chosen": whole, "rejected": worse}
-    else:
-        names = {"messages": whole}
-    made = {name: pa.array(values, pa.list_(message)) for name, values in names.items()}
+        columns = {"chosen": whole, "rejected": worse}
+    made = {name: pa.array(values, pa.list_(message)) for name, values in columns.items()}
     return pa.table({**made, **{name: rest[name] for name in rest.column_names}})
 
 
 def _splits(folder: Path, threads: int) -> dict[str, dict[str, Any]]:
-    """Return rows and files of each split; and the hash of its rows in any order."""
+    """Return rows and files of each split, and a hash of its rows that ignores their order."""
 
     def look(path: Path) -> tuple[int, dict[str, Any]]:
         count, part = content_hash(path)
@@ -297,26 +278,23 @@ def _splits(folder: Path, threads: int) -> dict[str, dict[str, Any]]:
             "rows": count,
         }
 
-    found: dict[str, dict[str, Any]] = {}
-    # Hashing frees Python's lock, so threads share it.
+    splits: dict[str, dict[str, Any]] = {}
+    # Hashing releases the GIL, so threads run in parallel.
     with ThreadPoolExecutor(threads) as pool:
         for split in sorted(path for path in (folder / DATA).iterdir() if path.is_dir()):
-            seen = list(pool.map(look, shards(split)))
-            listed = [each for _, each in seen]
-            rows, total = sum(each["rows"] for each in listed), sum(part for part, _ in seen)
-            found[split.name] = {
-                "rows": rows,
-                "content": f"{total % 2**128:032x}",
-                "files": listed,
-            }
-    return found
+            looks = list(pool.map(look, shards(split)))
+            listed = [each for _, each in looks]
+            rows, total = sum(each["rows"] for each in listed), sum(part for part, _ in looks)
+            content = f"{total % 2**128:032x}"
+            splits[split.name] = {"rows": rows, "content": content, "files": listed}
+    return splits
 
 
 def content_hash(path: Path) -> tuple[int, int]:
-    """Return the rows of a Parquet file, and a hash of them that does not depend on their order.
+    """Return the number of rows of a Parquet file, and a hash of them that ignores their order.
 
-    It is the sum of the rows' md5 as numbers of 128 bits, so that both engines give the same for
-    the same rows, however they lay them into files.
+    It is the sum of the rows' md5 as numbers of 128 bits, so that both engines give the same hash
+    for the same rows, independent of the files.
     """
     import numpy as np
     import pyarrow.parquet as pq
@@ -340,12 +318,8 @@ def content_hash(path: Path) -> tuple[int, int]:
 
 def files_hash(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """Return one hash of all splits."""
-    import hashlib
-
-    text = json.dumps(
-        {name: [each["rows"], each["content"]] for name, each in splits.items()}, sort_keys=True
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    content = {name: [each["rows"], each["content"]] for name, each in splits.items()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _columns(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Reads Parquet in batches: a file as it is, or as its table's log says that it is to be read."""
+"""Reads Parquet in batches: a file as it is, or with the schema of its Delta or Iceberg table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,16 +11,16 @@ from datakit.errors import DataError
 BATCH_ROWS = 20_000
 # A larger file is cut at its row groups into tasks of about half of this.
 LARGE = 256 * 2**20
-_FIELD_ID = b"PARQUET:field_id"
+FIELD_ID = b"PARQUET:field_id"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a file of a Delta or Iceberg table holds the columns of the table.
+    """How a file of a Delta or Iceberg table stores the columns of the table.
 
     schema: the table's, in Arrow. keys: for each path of names in it, such as ("messages", "role"),
-    the name that the field has in files, or its id as text. by_id: keys are field ids. constants:
-    values of columns that a file may lack. kept: a NumPy file of a flag per row, None for all rows.
+    the field's name in files, or its id as text. by_id: keys are field ids. constants: values of
+    columns that a file may lack. kept: a NumPy file with a flag per row, None for all rows.
     """
 
     schema: Any
@@ -30,10 +30,10 @@ class Layout:
     kept: str | None = None
 
     def key(self, path: tuple[str, ...]) -> str:
-        """Return what a field of the table is called in its files."""
+        """Return the name of a field of the table in its files."""
         return self.keys.get(path, path[-1])
 
-    def found(self, schema: Any) -> dict[str, str]:
+    def columns(self, schema: Any) -> dict[str, str]:
         """Return {column of the table: column of the file} for those that a file has."""
         there = {_key(each, self.by_id): each.name for each in schema}
         wanted = {name: self.key((name,)) for name in self.schema.names}
@@ -65,7 +65,7 @@ class Layout:
             for place, each in enumerate(have):
                 known = names.get(_key(each, self.by_id))
                 if known is None:
-                    # It must not pass for a field of the table that has its name.
+                    # It must not be read as a field of the table with the same name.
                     fields.append(pa.field(f"dropped {place}", each.type))
                     continue
                 kind = self._renamed(each.type, known.type, (*path, known.name))
@@ -77,12 +77,12 @@ class Layout:
 
 
 def _key(each: Any, by_id: bool) -> str:
-    return (each.metadata or {}).get(_FIELD_ID, b"").decode() if by_id else str(each.name)
+    return (each.metadata or {}).get(FIELD_ID, b"").decode() if by_id else str(each.name)
 
 
 @contextmanager
 def opened(path: str) -> Iterator[Any]:
-    """Open a Parquet file, of this machine's or of another filesystem that Arrow knows."""
+    """Open a Parquet file, on this host or on a filesystem that Arrow supports."""
     import pyarrow.fs as fs
     import pyarrow.parquet as pq
 
@@ -108,7 +108,7 @@ def batches(block: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[tuple[A
         there = file.schema_arrow
         known = there.names if layout is None else layout.schema.names
         chosen = list(wanted) if set(wanted) <= set(known) else list(known)
-        places = {name: name for name in chosen} if layout is None else layout.found(there)
+        places = {name: name for name in chosen} if layout is None else layout.columns(there)
         in_file = [places[name] for name in chosen if name in places]
         kept = None if layout is None or layout.kept is None else np.load(layout.kept, "r")
         row = int(block.get("line", 1))
@@ -141,10 +141,10 @@ def _of_table(batch: Any, chosen: list[str], places: Mapping[str, str], layout: 
 
 
 def checked(path: Path, where: str) -> tuple[int, list[dict[str, Any]]]:
-    """Return the rows of a Parquet file and its blocks.
+    """Return the number of rows of a Parquet file and its blocks.
 
     Raises:
-        DataError: it does not end as Parquet does, which a file that was cut does not.
+        DataError: it has no footer, for example because it is incomplete.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -154,7 +154,8 @@ def checked(path: Path, where: str) -> tuple[int, list[dict[str, Any]]]:
     except pa.ArrowInvalid as error:
         reason = str(error).partition(". ")[0].rstrip(".")
         raise DataError(
-            f"{where}: {path} is no whole Parquet file ({reason}): copy it again, or set type="
+            f"{where}: {path} is not a complete Parquet file ({reason}): copy it again, or set "
+            "type="
         ) from None
     return footer.num_rows, cut(footer, path.stat().st_size)
 

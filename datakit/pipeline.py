@@ -1,7 +1,7 @@
-"""Runs a data recipe: sources in, step after step, rows out; what is finished is not done again.
+"""Runs a data recipe: reads the sources and runs the steps; finished steps are skipped.
 
-Each step works in a folder that is named by all that its rows depend on: the inputs' hashes and the
-recipe up to the step. A run that was cut short finds the finished folders there.
+Each step has a folder whose name is a hash of everything that its rows depend on: the inputs and
+the recipe up to the step. An interrupted run finds its finished folders again.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,27 @@ from datakit import sources, steps
 from datakit.engines.base import Engine, finished, mark, shards
 from datakit.errors import DataError
 from datakit.ingest import BAD_SUFFIX
+from datakit.inputs import Input
 from datakit.recognisers import hidden
 from datakit.rows import Rows, Work
-from datakit.sources import Input
 from datakit.steps import columns
 from runspec import files
 from runspec.datarecipe import step_name, step_options
 
-# Changes whenever the same recipe may give other rows, or another hash of them, than before.
+# Incremented when the same recipe may give other rows, or another hash of them.
 FORMAT = 4
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01
+_PACKAGES = ["ibis-framework", "pyarrow", "numpy", "xxhash", "jinja2", "tokenizers", "py3langid"]
+_PACKAGES += ["phonenumberslite", "python-stdnum"]
 
 
 @dataclass
 class Prepared:
-    """What a recipe made: its rows, and what is known of each step.
+    """The result of a recipe: its rows, and a record of each step.
 
-    lengths: how many texts there were of each length, if reading them told it.
+    lengths: number of texts by length, if reading them gave it.
     """
 
     rows: Rows
@@ -60,16 +63,16 @@ def run(
     say: Callable[[str], None],
     limit: int | None = None,
 ) -> Prepared:
-    """Read the sources and take all steps.
+    """Read the sources and run all steps.
 
     Args:
-        work: folder for what lies between the steps.
-        base: the folder from which relative paths count.
+        work: folder for intermediate rows.
+        base: the base folder of relative paths.
         root: the datasets folder, for the sets that a step names.
-        limit: read so many rows of each source at most.
+        limit: maximum number of rows of each source.
 
     Raises:
-        DataError: a source, a step or too many rows are wrong.
+        DataError: a source or a step has a fault, or too many rows have one.
     """
     all_keep = _all_keep(config)
     columns.check(config, all_keep)
@@ -125,25 +128,25 @@ def run(
         )
         if rows.count == 0:
             raise DataError(
-                f"{here.where}: no row is left; the step removed {removed:,}, for example "
+                f"{here.where}: no rows are left; the step removed {removed:,}, for example "
                 f"{_shown(known['samples'])}: change its options"
             )
     return Prepared(rows, start, inputs, records, bad, bad_count, folders, lengths)
 
 
 def _all_keep(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the kept columns of all sources and their kinds, which must agree."""
-    found: dict[str, str] = {}
+    """Return the kept columns of all sources and their types, which must agree."""
+    kinds: dict[str, str] = {}
     faults = []
     for source in config["sources"]:
         for name, kind in (source.get("keep") or {}).items():
-            if found.setdefault(name, kind) != kind:
+            if kinds.setdefault(name, kind) != kind:
                 faults.append(
-                    f"keep: {name!r} is {found[name]} in one source and {kind} in another"
+                    f"keep: {name!r} is {kinds[name]} in one source and {kind} in another"
                 )
     if faults:
         raise DataError(*faults, exit_code=2)
-    return found
+    return kinds
 
 
 def _ingest(
@@ -169,7 +172,7 @@ def _ingest(
         folder.mkdir(parents=True, exist_ok=True)
         engine.progress.begin("00-read")
         engine.run(tasks, "rows")
-        # What was read is what was found, or the shards are worth nothing.
+        # If a source changed while it was read, the shards are not valid.
         try:
             sources.unchanged(inputs)
             if limit is None:
@@ -201,7 +204,7 @@ def _ingest(
             *(_place(each) for each in shown),
         )
     if count == 0:
-        raise DataError("the sources hold no row: check path and format of each source")
+        raise DataError("the sources have no rows: check path and format of each source")
     say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files  ({len(bad):,} bad)")
     return Rows(engine.read(folder), count, folder), bad, len(bad), None
 
@@ -218,16 +221,16 @@ def _absolute(options: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _used_files(options: Mapping[str, Any], base: Path) -> list[str]:
-    """Return the hashes of the files that a step reads: an evaluation set, a tokenizer."""
-    found = []
+    """Return the hashes of a step's files: an evaluation set, a tokenizer."""
+    hashes = []
     named = options.get("against") or []
     for name in [named] if isinstance(named, str) else named:
-        found += [files.sha256(path) for path in sources.matches({"path": name}, base, "against")]
+        hashes += [files.sha256(path) for path in sources.matches({"path": name}, base, "against")]
     if options.get("tokenizer"):
         folder = Path(str(options["tokenizer"]))
         names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        found += [files.sha256(folder / name) for name in names if (folder / name).is_file()]
-    return found
+        hashes += [files.sha256(folder / name) for name in names if (folder / name).is_file()]
+    return hashes
 
 
 def _fingerprint(*parts: Any) -> str:
@@ -236,7 +239,7 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]:
-    """The first rows that a step removed, as they were before it."""
+    """Return the first rows that a step removed, as they were before it."""
     if not finished(folder / "removed"):
         return []
     removed = engine.read(folder / "removed")
@@ -244,12 +247,12 @@ def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]
     by_id = {row["_id"]: row for row in chosen}
     ids = list(by_id)
     kept = [row["kept_id"] for row in chosen if "kept_id" in row]
-    # One query, because it may be a look at all rows of the sources.
+    # One query, because it may read all rows of the sources.
     table, wanted = before.table, [*ids, *kept]
-    # The range lets an engine leave out whole files.
+    # With the range an engine can skip files.
     near = table["_id"].between(min(wanted), max(wanted))
     both = engine.rows(table.filter(near & table["_id"].isin(wanted)))
-    found = [row for row in both if row["_id"] in by_id]
+    before_removal = [row for row in both if row["_id"] in by_id]
     if kept:
         texts = {row["_id"]: _short(row) for row in both}
         for row in chosen:
@@ -257,25 +260,25 @@ def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]
     extra = ("_id", "messages", "rejected", "prompt", "answer")
     return [
         {**_short_row(row, extra), **{k: v for k, v in by_id[row["_id"]].items() if k != "_id"}}
-        for row in sorted(found, key=lambda row: int(row["_id"]))
+        for row in sorted(before_removal, key=lambda row: int(row["_id"]))
     ]
 
 
 def _changed(engine: Engine, before: Rows, after: Rows, name: str) -> list[dict[str, Any]]:
-    """The first rows whose text a step has changed, before and after it."""
+    """Return the first rows whose text a step has changed, before and after it."""
     if name not in ("template", "personal_data"):
         return []
     old = before.table.select("_id", _prompt="prompt", _answer="answer")
     both = after.table.inner_join(old, "_id")
     prompt = both.prompt.fill_null("") != both["_prompt"].fill_null("")
-    found = both.filter(prompt | (both.answer != both["_answer"])).order_by("_id").limit(3)
+    rows = both.filter(prompt | (both.answer != both["_answer"])).order_by("_id").limit(3)
     return [
         {
             "id": row["_id"],
             "before": _short({"prompt": row["_prompt"], "answer": row["_answer"]}),
             "after": _short(row),
         }
-        for row in engine.rows(found)
+        for row in engine.rows(rows)
     ]
 
 
@@ -289,7 +292,7 @@ def _short_row(row: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, An
 
 
 def _short(row: Mapping[str, Any], limit: int = 240) -> str:
-    # Hidden first: of a value that is cut in two nothing would be recognised.
+    # Hidden first: a value that is cut in two would not be recognised.
     text = hidden("\n".join(part for part in (row.get("prompt"), row.get("answer")) if part))
     return text if len(text) <= limit else f"{text[:limit]}..."
 
@@ -299,26 +302,9 @@ def _shown(samples: list[dict[str, Any]]) -> str:
 
 
 def versions(engine: Engine) -> dict[str, str]:
-    """Return what made the rows: engine and packages."""
-    found = engine.versions()
-    for name in (
-        "ibis-framework",
-        "pyarrow",
-        "numpy",
-        "xxhash",
-        "jinja2",
-        "tokenizers",
-        "py3langid",
-        "phonenumberslite",
-        "python-stdnum",
-    ):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def input_rows(folder: Path) -> list[Path]:
-    """Return the shards of the rows as they were read."""
-    return shards(folder)
+    """Return the versions of the engine and of the packages that made the rows."""
+    packages = engine.versions()
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    return packages

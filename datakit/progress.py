@@ -1,8 +1,8 @@
-"""How far a preparation is: lines for its reader, and in a job the run's progress.json.
+"""The progress of a preparation: printed lines, and in a job the run's progress.json.
 
-A piece is a written table or a task of an Arrow function. Every attempt meets the same pieces in
-the same order, finished ones too, so that their number says whether an attempt came further than
-all before it. A part is what a step does in one go: a query, or one Arrow function on all shards.
+A piece is a written table or a task of an Arrow function. Every attempt counts the same pieces in
+the same order, including finished ones, so that their number shows whether an attempt got further
+than all before it. A part is one query, or one Arrow function on all shards.
 """
 
 import os
@@ -15,16 +15,16 @@ from typing import Any
 
 from runspec import files
 
-# A large step finishes many tasks a second, and the file lies on a shared disk.
+# A large step finishes many tasks per second, and the file is on a shared disk.
 _EVERY_S = 2.0
-# A part that takes less long says nothing.
-_SAID_EVERY_S = 15.0
+# Shorter parts print nothing.
+_PRINT_EVERY_S = 15.0
 
 
 class Progress:
-    """Prints how far a part is, and writes progress.json if this process is part of a run.
+    """Prints the progress of a part, and writes progress.json if this process belongs to a run.
 
-    total: steps of the recipe, reading and writing included; 0 writes nothing.
+    total: number of the recipe's steps, including reading and writing; 0 writes nothing.
     """
 
     def __init__(self, total: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
@@ -42,7 +42,7 @@ class Progress:
         self.write("running")
 
     def begin(self, name: str, rows: int = 0) -> None:
-        """Begin a step; rows: how many it is given."""
+        """Begin a step; rows: the number of its input rows."""
         self._name, self._rows = name, rows
 
     @contextmanager
@@ -53,27 +53,27 @@ class Progress:
         rows: int | None = None,
         first: float = 0.0,
     ) -> Iterator[None]:
-        """Show how far a part of the step is while it runs.
+        """Show the progress of a part of the step while it runs.
 
         Args:
-            share: how much of it is done, 0 to 1, None if that is not known.
-            rows: of the part; by default those of the step.
-            first: the share that an earlier attempt did, which says nothing about the rate.
+            share: returns the finished share, 0 to 1, None if it is unknown.
+            rows: number of the part's rows; by default that of the step.
+            first: the share of an earlier attempt, which does not count for the rate.
         """
         of = self._rows if rows is None else rows
         began, ended = time.monotonic(), threading.Event()
 
         def look() -> None:
-            said = began
-            while not ended.wait(min(_EVERY_S, _SAID_EVERY_S)):
-                found = share()
-                if found is None or ended.is_set():
+            reported = began
+            while not ended.wait(min(_EVERY_S, _PRINT_EVERY_S)):
+                done = share()
+                if done is None or ended.is_set():
                     continue
                 now = time.monotonic()
-                self._part = _figures(f"{self._name} {name}", of, found, first, now - began)
+                self._part = _figures(f"{self._name} {name}", of, done, first, now - began)
                 self.write("running")
-                if now - said >= _SAID_EVERY_S:
-                    said = now
+                if now - reported >= _PRINT_EVERY_S:
+                    reported = now
                     self._say(_line(self._part))
 
         watching = threading.Thread(target=look, daemon=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 # Countries whose numbers are known without a country code: those with most speakers of the
 # languages that instruction data is written in.
-REGIONS = ("US", "GB", "DE", "AT", "CH", "FR", "NL", "BE", "IT", "ES", "PT", "PL", "SE")
-REGIONS += ("IE", "IN", "BR", "AU", "JP")
+REGIONS: tuple[str, ...] = ("US", "GB", "DE", "AT", "CH", "FR", "NL", "BE", "IT", "ES", "PT")
+REGIONS += ("PL", "SE", "IE", "IN", "BR", "AU", "JP")
 
 _GAP = "[ \u00a0\u2009\u202f.\u2010-\u2013-]"
-# What a text has that may hold one of a kind: for Arrow, which searches all rows for it.
+# Patterns of texts that may contain a kind; Arrow searches all rows for them.
 SUSPECT = {
-    "secret": r"KEY-----|\b(?:sk|hf|gh[pousr]|xox|AKIA|ASIA|AIza|eyJ|glpat)",
+    "secret": r"KEY-----|\b(?:sk|rk|hf|gh[pousr]|github_pat|xox|AKIA|ASIA|AIza|eyJ|glpat)",
     "email": "@",
     "iban": rf"[A-Za-z]{{2}}[0-9]{{2}}(?:{_GAP}?[A-Za-z0-9]){{11}}",
     "card": "[0-9](?:[ \u00a0\u202f-]?[0-9]){12}",
@@ -32,6 +32,7 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[nrt])")
 _SECRET = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|\b(?:hf_[A-Za-z0-9]{20,}|sk-(?:proj-|ant-)?[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}"
+    r"|github_pat_\w{22,}|[sr]k_live_[A-Za-z0-9]{16,}"
     r"|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
 )
@@ -44,8 +45,8 @@ _DOMAIN = re.compile(
 
 
 def _secrets(text: str, regions: Sequence[str]) -> Iterator[Span]:
-    for found in _SECRET.finditer(text):
-        yield found.span()
+    for match in _SECRET.finditer(text):
+        yield match.span()
 
 
 def _emails(text: str, regions: Sequence[str]) -> Iterator[Span]:
@@ -54,7 +55,7 @@ def _emails(text: str, regions: Sequence[str]) -> Iterator[Span]:
     while at >= 0:
         begin = max(at - 64, 0)
         local, domain = _LOCAL.search(text[begin:at]), _DOMAIN.match(text, at + 1)
-        # git@host is how a repository is named, and nobody's address.
+        # git@host names a repository, not a person's address.
         if local and domain and local.group() != "git":
             yield begin + local.start(), domain.end()
         at = text.find("@", at + 1)
@@ -84,11 +85,11 @@ _ISSUER = re.compile(
 def _ibans(text: str, regions: Sequence[str]) -> Iterator[Span]:
     from stdnum import iban
 
-    for found in _IBAN.finditer(text):
-        begin = found.start()
+    for match in _IBAN.finditer(text):
+        begin = match.start()
         # Each end of a group is tried: words may follow an IBAN, and its country says its length.
-        for word in _WORD.finditer(found.group(1)):
-            plain = "".join(_WORD.findall(found.group(1)[: word.end()]))
+        for word in _WORD.finditer(match.group(1)):
+            plain = "".join(_WORD.findall(match.group(1)[: word.end()]))
             if 15 <= len(plain) <= 34 and iban.is_valid(plain, check_country=False):
                 yield begin, begin + word.end()
                 break
@@ -97,10 +98,10 @@ def _ibans(text: str, regions: Sequence[str]) -> Iterator[Span]:
 def _cards(text: str, regions: Sequence[str]) -> Iterator[Span]:
     from stdnum import ean, luhn
 
-    for found in _CARD.finditer(text):
-        if len(found.group()) < 13 or _ACCOUNT.search(text, max(found.start() - 5, 0), found.end()):
+    for match in _CARD.finditer(text):
+        if len(match.group()) < 13 or _ACCOUNT.search(text, max(match.start() - 5, 0), match.end()):
             continue
-        groups = list(re.finditer("[0-9]+", found.group()))
+        groups = list(re.finditer("[0-9]+", match.group()))
         for first, last in _windows([len(each.group()) for each in groups], 13, 19):
             part = groups[first : last + 1]
             # Printed in groups of four, or of 4, 6 and 5; other groups are numbers side by side.
@@ -113,7 +114,7 @@ def _cards(text: str, regions: Sequence[str]) -> Iterator[Span]:
             if len(digits) == 13 and ean.is_valid(digits):
                 continue
             if _ISSUER.fullmatch(digits) and luhn.is_valid(digits):
-                yield found.start() + part[0].start(), found.start() + part[-1].end()
+                yield match.start() + part[0].start(), match.start() + part[-1].end()
                 break
 
 
@@ -139,7 +140,7 @@ _RUN = re.compile(
     rf"(?:{_BETWEEN}{{0,3}}[0-9]){{6,24}}(?![-/=_]?\w)"
 )
 _GROUP = re.compile("[0-9]+")
-# What a run needs to be a phone number of itself, without a word before it.
+# The form of a phone number without such a word before it.
 _LIKELY = re.compile(
     rf"[+(]|(?<!\d)0\d|(?<!\d)[2-9]\d\d{_BETWEEN}{{1,3}}\d{{3}}{_BETWEEN}{{1,3}}\d{{4}}(?!\d)"
 )
@@ -149,7 +150,7 @@ _DATE = re.compile(
 )
 _ZIP_CODE = re.compile(r"(?<=\b[A-Z]{2}\s)\d{5}-\d{4}(?!\d)")
 _IP = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
-# What stands before a number says more than its digits: in English, German, French and Spanish.
+# The text before a number is better evidence than its digits: English, German, French, Spanish.
 _CALLED = re.compile(
     r"(?:\b(?:tele?(?:phone|fono?|fon|fax)?|phone|ph|fax|call|dial|ring|sms|whats ?app|cell"
     r"(?:ular)?|mobile?|m[oó]vil|handy|hotline|ruf(?:nummer)?|anruf\w*|erreich\w+|portable"
@@ -167,14 +168,14 @@ _NO_PHONE = re.compile(
 
 
 def _phones(text: str, regions: Sequence[str]) -> Iterator[Span]:
-    for found in _RUN.finditer(text):
-        begin = found.start()
+    for match in _RUN.finditer(text):
+        begin = match.start()
         before = text[max(begin - 28, 0) : begin]
         called = bool(_CALLED.search(before))
-        if not called and not _LIKELY.search(found.group()):
+        if not called and not _LIKELY.search(match.group()):
             continue
-        if called or not _NO_PHONE.search(before) or "+" in found.group()[:2]:
-            groups = list(_GROUP.finditer(text, begin, found.end()))
+        if called or not _NO_PHONE.search(before) or "+" in match.group()[:2]:
+            groups = list(_GROUP.finditer(text, begin, match.end()))
             for part in _undated(text, groups):
                 yield from _phones_of(text, part, called and part[0].start() <= begin + 2, regions)
 
@@ -184,7 +185,7 @@ def _undated(text: str, groups: Sequence[re.Match[str]]) -> Iterator[list[re.Mat
     begin, end = groups[0].start(), groups[-1].end()
     others = [pattern.finditer(text, begin, end) for pattern in (_DATE, _IP, _ZIP_CODE)]
     others.append(_ACCOUNT.finditer(text, max(begin - 5, 0), end))
-    taken = [found.span() for each in others for found in each]
+    taken = [match.span() for each in others for match in each]
     part: list[re.Match[str]] = []
     for group in groups:
         if not any(one <= group.start() < other for one, other in taken):
@@ -299,10 +300,7 @@ def _is_american(groups: Sequence[re.Match[str]]) -> bool:
 def _is_mobile(number: Any) -> bool:
     import phonenumbers
 
-    kinds = (
-        phonenumbers.PhoneNumberType.MOBILE,
-        phonenumbers.PhoneNumberType.FIXED_LINE_OR_MOBILE,
-    )
+    kinds = (phonenumbers.PhoneNumberType.MOBILE, phonenumbers.PhoneNumberType.FIXED_LINE_OR_MOBILE)
     long = number.national_number >= 10**8
     return (
         long and phonenumbers.is_valid_number(number) and phonenumbers.number_type(number) in kinds
@@ -324,44 +322,44 @@ _FINDERS: dict[str, Callable[[str, Sequence[str]], Iterator[Span]]] = {
 def find(
     text: str, regions: Sequence[str] = REGIONS, kinds: Collection[str] = tuple(_FINDERS)
 ) -> list[tuple[int, int, str]]:
-    """Return begin, end and kind of what is found in a text, in order and without overlaps.
+    """Return begin, end and kind of the findings in a text, in order and without overlaps.
 
     Args:
         regions: ISO 3166 codes of the countries whose phone numbers count without a country code.
-        kinds: those that the text may hold.
+        kinds: those to search for.
     """
-    found: list[tuple[int, int, str]] = []
+    findings: list[tuple[int, int, str]] = []
     for kind, finder in _FINDERS.items():
         for begin, end in finder(text, regions) if kind in kinds else ():
-            if all(end <= one or other <= begin for one, other, _ in found):
-                found.append((begin, end, kind))
-    return sorted(found)
+            if all(end <= one or other <= begin for one, other, _ in findings):
+                findings.append((begin, end, kind))
+    return sorted(findings)
 
 
 def replaced(
-    text: str, found: Sequence[tuple[int, int, str]], make: Callable[[str, str], str]
+    text: str, findings: Sequence[tuple[int, int, str]], make: Callable[[str, str], str]
 ) -> str:
-    """Return the text with each finding as make(kind, value) writes it."""
+    """Return the text with each finding replaced by make(kind, value)."""
     parts, place = [], 0
-    for begin, end, kind in found:
+    for begin, end, kind in findings:
         parts += [text[place:begin], make(kind, text[begin:end])]
         place = end
     return "".join([*parts, text[place:]])
 
 
 def hidden(text: str) -> str:
-    """Return a text in which only the form of personal data is left: x for letters, 9 for digits.
+    """Return a text that shows only the form of personal data: x for letters, 9 for digits.
 
-    For reports: a reader sees what a pattern took for a number, and not the number.
+    For reports: a reader sees what a pattern matched, but not the data.
     """
     return replaced(text, find(text), lambda kind, value: _form(value))
 
 
 def hidden_json(text: str) -> str:
-    """As hidden, for JSON that may be broken: its escapes are read first, as a part of no word."""
+    """As hidden, for JSON that may be broken: its escapes are decoded first."""
 
-    def character(found: re.Match[str]) -> str:
-        code = int(found.group(1) or "20", 16)
+    def character(match: re.Match[str]) -> str:
+        code = int(match.group(1) or "20", 16)
         return "\ufffd" if 0xD800 <= code < 0xE000 else chr(code)
 
     return hidden(_ESCAPE.sub(character, text))

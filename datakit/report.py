@@ -12,7 +12,7 @@ from datakit.recognisers import hidden
 from runspec.prepared import DATA
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "templates" / "data_report.html.j2"
-# The columns that a step adds and a reader wants counted.
+# Columns added by steps whose values are counted.
 _COUNTED = ("source", "language")
 _MOST_VALUES = 12
 # A column with more values than this is an id, not a kind.
@@ -40,7 +40,7 @@ def figures(
 def page(
     name: str, card: Mapping[str, Any], lineage: Mapping[str, Any], shown: Mapping[str, Any]
 ) -> str:
-    """Return the page as one HTML text that needs nothing else; shown: the figures."""
+    """Return the page as one self-contained HTML text; shown: the figures."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -56,7 +56,7 @@ def page(
 
 
 def _written(version: Path, columns: list[str]) -> Any:
-    """Some columns of all rows, which are read from the set itself: the steps ran once."""
+    """Return columns of all rows, read from the written set, so that no step runs again."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -68,9 +68,9 @@ def _written_lengths(version: Path) -> dict[int, int]:
     import numpy as np
 
     values = _written(version, ["characters"])["characters"].to_numpy()
-    # Exact for whole numbers: the exponent of a float is the place of the highest bit.
-    found, counts = np.unique(np.frexp((values + 1).astype(float))[1] - 1, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    # Exact for integers: the exponent of a float is the position of the highest bit.
+    exponents, counts = np.unique(np.frexp((values + 1).astype(float))[1] - 1, return_counts=True)
+    return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
 
 
 def _first_rows(version: Path) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def _counts(
 
     first = made.start.table
     kept = [name for name in first.columns[6:] if first[name].type().is_string()]
-    found = []
+    tables = []
     for name in [*(each for each in _COUNTED if each in columns), *kept]:
         counted = pc.value_counts(_written(version, [name])[name]).to_pylist()
         after = {str(each["values"]): int(each["counts"]) for each in counted}
@@ -125,8 +125,8 @@ def _counts(
         before = _values(engine, first, name) if name in first.columns else {}
         ordered = sorted(after, key=lambda value: (-after[value], value))[:_MOST_VALUES]
         rows = [(value, before.get(value), after[value]) for value in ordered]
-        found.append({"column": name, "rows": rows, "whole": sum(after.values()) or 1})
-    return found
+        tables.append({"column": name, "rows": rows, "whole": sum(after.values()) or 1})
+    return tables
 
 
 def _values(engine: Engine, table: Any, name: str) -> dict[str, int]:

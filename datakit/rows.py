@@ -1,36 +1,34 @@
-"""The rows between two steps, and what a step may do with them."""
+"""The rows between two steps, and the operations of a step on them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from datakit.engines.base import Engine, finished, mark, shard_rows, shards
-from datakit.engines.tasks import Task
+from datakit.engines.base import Engine, finished, mark, shards
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as an ibis table, and as a folder if they lie in files exactly so.
+    """Rows as an ibis table, and their folder if they are in files.
 
-    count: how many there are. tags: columns that steps have added for later steps.
+    count: their number.
     """
 
     table: Any
     count: int
     folder: Path | None = None
-    tags: tuple[str, ...] = ()
 
     def kept(self, table: Any, count: int) -> "Rows":
-        """Return what is left of the rows, or the same rows with more columns."""
+        """Return the remaining rows, or the same rows with more columns."""
         return replace(self, table=table, count=count, folder=None)
 
 
 @dataclass
 class Work:
-    """One step at work: its folder, in which what is finished is not done again.
+    """The execution of one step, in a folder whose finished tables are not computed again.
 
-    where: the step's name in messages. notes: figures that its record gets.
+    where: the step's name in messages. notes: figures for its record.
     """
 
     engine: Engine
@@ -43,16 +41,21 @@ class Work:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def remember(self, name: str, table: Any) -> Any:
-        """Write a table into the step's folder unless it is there, and return it as it is there."""
+        """Write a table into the step's folder unless it exists, and return the written table."""
         self.engine.write(table, self.folder / name)
         return self.engine.read(self.folder / name)
 
     def rows_of(self, name: str) -> int:
-        """Return how many rows a remembered table has."""
+        """Return the number of rows of a written table."""
         return finished(self.folder / name) or 0
 
+    def without(self, rows: Rows, removed: Any) -> Rows:
+        """Write the table of removed rows into the step's folder, and return the other rows."""
+        left = rows.table.anti_join(self.remember("removed", removed), "_id")
+        return rows.kept(left, rows.count - self.rows_of("removed"))
+
     def files(self, rows: Rows, name: str = "rows") -> Rows:
-        """Return the rows as files: those that are there, or newly written ones."""
+        """Return the rows as files, which are written if they do not exist."""
         if rows.folder is not None:
             return rows
         folder = self.folder / name
@@ -60,7 +63,7 @@ class Work:
         return replace(rows, table=self.engine.read(folder), folder=folder)
 
     def map(self, rows: Rows, name: str, function: str, options: Mapping[str, Any]) -> Rows:
-        """Return what an Arrow function makes of the rows, a task per shard.
+        """Return the result of an Arrow function for the rows, with one task per shard.
 
         Args:
             function: 'module:name', called with a pyarrow Table and the options.
@@ -68,19 +71,10 @@ class Work:
         source, target = self.files(rows), self.folder / name
         assert source.folder is not None
         if finished(target) is None:
-            jobs = [
-                Task(
-                    "datakit.engines.tasks:map_shard",
-                    str(target / path.name),
-                    {"source": str(path), "function": function, "options": options},
-                    rows,
-                )
-                for path, rows in shard_rows(source.folder).items()
-            ]
-            self.engine.run(jobs, name)
+            self.engine.map(source.folder, target, name, function, options)
             mark(target)
         else:
             for _ in shards(target):
                 self.engine.progress.piece()
         count = finished(target) or 0
-        return Rows(self.engine.read(target), count, target, rows.tags)
+        return Rows(self.engine.read(target), count, target)

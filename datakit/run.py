@@ -1,6 +1,6 @@
 """Prepares a training set: python -m datakit.run SETTINGS.yaml
 
-The settings hold the recipe and where things lie; cookbook prepare writes them.
+The settings have the recipe and the paths; cookbook prepare writes them.
 """
 
 import argparse
@@ -12,17 +12,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from datakit import job
 from datakit.engines import spill
 from datakit.engines.base import Engine
 from datakit.errors import DataError
 from runspec import prepared
 from runspec.datarecipe import memory_bytes
 
-# Below this much room an engine that spills fails within seconds.
+# With less free space than this, an engine that spills fails within seconds.
 _LEAST_FREE = 256 * 2**20
 PREVIEW_ROWS = 1000
 
@@ -34,40 +35,33 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--master", help="Address of a Spark master.")
     given = parser.parse_args()
-    import yaml
-
-    from runspec import yamlrules
-
-    settings = yaml.load(given.settings.read_text(encoding="utf-8"), Loader=yamlrules.loader(yaml))
     # Slurm ends a job with TERM: the engine is closed, and its folders are removed.
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, job.stop)
     try:
-        told = prepare(settings, given.preview, given.master)
+        result = prepare(job.load(given.settings), given.preview, given.master)
     except DataError as error:
-        _leave_faults(error.faults)
+        logs = os.environ.get("LOGS")
+        if logs and os.environ.get("RUN_DIR") and Path(logs).is_dir():
+            job.leave_fault(error, Path(logs), 0)
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: the same command continues from here", file=sys.stderr)
         sys.exit(130)
-    print(json.dumps(told) if given.json else "\n".join(_lines(told)))
-
-
-def _end(number: int, frame: Any) -> None:
-    sys.exit(128 + number)
+    print(json.dumps(result) if given.json else "\n".join(_lines(result)))
 
 
 def prepare(
     settings: Mapping[str, Any], preview: int | None = None, master: str | None = None
 ) -> dict[str, Any]:
-    """Prepare a set, or show what a preview of its first rows gives.
+    """Prepare a set, or a preview of its first rows.
 
     Args:
-        settings: name, recipe, engine, base (where relative paths count from) and root (datasets).
+        settings: name, recipe, engine, base (of relative paths) and root (the datasets folder).
 
     Returns:
-        What was made: folder, card, and a record of each step.
+        The result: folder, card, and a record of each step.
     """
     try:
         import duckdb  # noqa: F401
@@ -89,33 +83,29 @@ def prepare(
     threads = int(config.get("threads") or len(os.sched_getaffinity(0)))
     began = time.monotonic()
     if preview is not None:
-        work = spill.make("preview", spill.parent_of(config.get("temp_dir")))
-        try:
+        with ExitStack() as stack:
+            work = spill.make("preview", spill.parent_of(config.get("temp_dir")))
+            stack.callback(spill.remove, work)
             engine = _engine(settings, threads, master)
-            try:
-                made = pipeline.run(config, engine, work, base, root, threads, say, preview)
-                table = made.rows.table
-                rows = engine.rows(table.order_by("_id").limit(3))
-            finally:
-                engine.close()
-        finally:
-            spill.remove(work)
+            stack.callback(engine.close)
+            made = pipeline.run(config, engine, work, base, root, threads, say, preview)
+            rows = engine.rows(made.rows.table.order_by("_id").limit(3))
         return {
             "name": name,
             "preview": preview,
             "rows": made.rows.count,
             "steps": made.records,
             "bad": made.bad[:5],
-            "samples": [_plain(row) for row in rows],
+            "samples": [{k: v for k, v in row.items() if v is not None} for row in rows],
             "seconds": round(time.monotonic() - began, 2),
         }
     with _alone(folder):
         work_folder = folder / ".work"
         work_folder.mkdir(parents=True, exist_ok=True)
-        # The rows as they were before personal data was masked lie there.
+        # Private: it has the rows before personal data is masked.
         work_folder.chmod(0o700)
         for path in folder.glob(".tmp-*"):
-            # Left by a run that was killed while it wrote; the lock says that none is running.
+            # Left by a run that was killed while it wrote: with the lock, no other is running.
             shutil.rmtree(path, ignore_errors=True)
         progress = Progress(len(config.get("steps") or []) + 2, say)
         engine = _engine(settings, threads, master)
@@ -128,7 +118,7 @@ def prepare(
         finally:
             engine.close()
         progress.write("finished")
-        # The set is complete: what lies between its steps has done its work.
+        # The set is complete: intermediate rows are not needed.
         if not settings.get("keep_work"):
             shutil.rmtree(work_folder, ignore_errors=True)
     splits = {split: each["rows"] for split, each in card["splits"].items()}
@@ -151,7 +141,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one run at a time work on a name; the kernel frees it when the run ends, however."""
+    """Lock a name for one run at a time; the kernel releases the lock when the run ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
@@ -165,9 +155,8 @@ def _alone(folder: Path) -> Iterator[None]:
         except OSError:
             file.seek(0)
             raise DataError(
-                f"another run ({file.read().strip() or 'unknown'}) prepares {folder.name}: "
-                "wait for it, "
-                "or give this one another name with --name"
+                f"another run ({file.read().strip() or 'unknown'}) prepares {folder.name}: wait "
+                "for it, or give this one another name with --name"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
@@ -181,11 +170,10 @@ def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> En
     facts = os.statvfs(folder)
     if facts.f_bavail * facts.f_frsize < _LEAST_FREE:
         raise DataError(
-            f"temp_dir: {folder} has {facts.f_bavail * facts.f_frsize // 2**20} MiB free, and "
-            "the engine "
-            "spills there what memory does not hold: set temp_dir= to a disk with room"
+            f"temp_dir: {folder} has {facts.f_bavail * facts.f_frsize // 2**20} MiB free, and the "
+            "engine spills there what memory does not hold: set temp_dir= to a disk with room"
         )
-    memory = memory_bytes(config.get("memory") or "0") or _half_of_memory()
+    memory = memory_bytes(config.get("memory") or "0") or job.memory_bytes() // 2
     if settings.get("engine") == "spark":
         from datakit.engines.spark import SparkEngine
 
@@ -195,36 +183,12 @@ def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> En
     return DuckEngine(memory, folder, threads)
 
 
-def _half_of_memory() -> int:
-    """Half of what this process may use: of its job's share if it is in one."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    given = os.environ.get("SLURM_MEM_PER_NODE", "")
-    if given.isdigit() and int(given):
-        whole = min(whole, int(given) * 2**20)
-    return whole // 2
-
-
-def _leave_faults(faults: Any) -> None:
-    """In a job: leave the faults where the job script finds them; a retry cannot help."""
-    logs = os.environ.get("LOGS")
-    if logs and os.environ.get("RUN_DIR") and Path(logs).is_dir():
-        from runspec import files
-
-        word = {"rank": 0, "host": os.uname().nodename, "time": time.time(), "type": "DataError"}
-        word |= {"message": faults[0], "permanent": True}
-        files.write_json(Path(logs) / "error_rank_0.json", word)
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if value is not None}
-
-
-def _lines(told: Mapping[str, Any]) -> Iterator[str]:
-    if "preview" in told:
-        yield f"preview of the first {told['preview']:,} rows of each source, {told['seconds']} s"
-        for bad in told["bad"]:
+def _lines(made: Mapping[str, Any]) -> Iterator[str]:
+    if "preview" in made:
+        yield f"preview of the first {made['preview']:,} rows of each source, {made['seconds']} s"
+        for bad in made["bad"]:
             yield f"  bad row: {bad['file']}, line {bad['line']}: {bad['reason']}"
-        for step in told["steps"]:
+        for step in made["steps"]:
             yield f"{step['step']}: {step['rows_in']:,} -> {step['rows_out']:,} rows"
             for sample in step["samples"][:3]:
                 yield f"  removed  {sample['text'][:140]!r}"
@@ -233,18 +197,18 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
             for change in step["changed"][:2]:
                 yield f"  before   {change['before'][:140]!r}"
                 yield f"  after    {change['after'][:140]!r}"
-        for row in told["samples"]:
+        for row in made["samples"]:
             shown = {key: value for key, value in row.items() if key != "messages"}
             yield f"  kept     {json.dumps(shown, ensure_ascii=False, default=str)[:300]}"
         return
-    splits = ", ".join(f"{split} {rows:,}" for split, rows in told["splits"].items())
-    yield f"prepared {told['name']}: {told['rows']:,} rows ({splits}) in {told['seconds']} s"
-    yield f"  folder     {told['folder']}"
-    yield f"  report     {told['folder']}/{prepared.REPORT}"
-    if told["bad_rows"]:
-        yield f"  bad rows   {told['bad_rows']:,}, in {told['folder']}/{prepared.BAD_ROWS}"
-    first = "train" if "train" in told["splits"] else next(iter(told["splits"]))
-    yield f"  train on it: cookbook submit --recipe RECIPE dataset=prepared:{told['name']}@{first}"
+    splits = ", ".join(f"{split} {rows:,}" for split, rows in made["splits"].items())
+    yield f"prepared {made['name']}: {made['rows']:,} rows ({splits}) in {made['seconds']} s"
+    yield f"  folder     {made['folder']}"
+    yield f"  report     {made['folder']}/{prepared.REPORT}"
+    if made["bad_rows"]:
+        yield f"  bad rows   {made['bad_rows']:,}, in {made['folder']}/{prepared.BAD_ROWS}"
+    first = "train" if "train" in made["splits"] else next(iter(made["splits"]))
+    yield f"  train on it: cookbook submit --recipe RECIPE dataset=prepared:{made['name']}@{first}"
 
 
 if __name__ == "__main__":

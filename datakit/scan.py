@@ -1,7 +1,7 @@
-"""Parquet sources whose columns need no reader: they are scanned where they lie, not copied.
+"""Parquet sources whose columns need no reader: they are scanned in place instead of copied.
 
-DuckDB knows the row numbers of a file. Rows that a reader would refuse are looked for first; if
-there is one, the files are read as all others are.
+DuckDB provides the row numbers of a file. It first searches for rows that a reader would refuse; if
+there is one, the files are read like all others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,14 @@ from typing import Any
 
 from datakit.expressions import length_bucket
 from datakit.ingest import schema
-from datakit.sources import Input
+from datakit.inputs import Input
 from runspec.datarecipe import source_name
 from runspec.prepared import ROW_BITS
 
 _TEXTS = {"qa": ("question", "answer"), "text": (None, "text")}
 TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
+# Their types in Arrow.
+_ARROW = {"number": "double", "whole": "int64", "flag": "bool", "text": "string"}
 _SPACES = "".join(chr(n) for n in range(0x3001) if chr(n).isspace())
 # A query of more files than this would be slow to plan.
 _MOST_FILES = 200
@@ -25,10 +27,10 @@ def scanned(
 ) -> tuple[Any, dict[int, int]] | None:
     """Return the rows as a table over the files themselves, None if they need a reader.
 
-    con: of DuckDB.
+    con: DuckDB's connection.
 
     Returns:
-        The table, and its texts' lengths, which the same look at all rows tells.
+        The table, and its texts' lengths, which the same query computes.
     """
     import duckdb
 
@@ -44,7 +46,8 @@ def scanned(
         if each.type != "parquet" or names is None or source.get("max_rows") is not None:
             return None
         columns = dict(source.get("columns") or {})
-        prompt, answer = (name and str(columns.get(name, name)) for name in names)
+        prompt = names[0] and str(columns.get(names[0], names[0]))
+        answer = str(columns.get(names[1], names[1]))
         wanted = [*filter(None, (prompt, answer)), *(source.get("keep") or {})]
         places = _places(each, wanted)
         if places is None or not _as_they_are(places, prompt, answer, source.get("keep") or {}):
@@ -59,7 +62,7 @@ def scanned(
     bad = _blank(whole.answer)
     if formats == {"qa"}:
         bad = bad | _blank(whole.prompt)
-    # All columns are looked at, so that a damaged page is found here.
+    # All columns are read, so that a damaged page is detected here.
     kept = {f"keep_{name}": whole[name] for name in all_keep}
     seen = whole.select(bucket=length_bucket(whole), bad=bad, **kept)
     most = {name: seen[name].max() for name in kept}
@@ -67,19 +70,19 @@ def scanned(
     try:
         rows = arrow(con, seen.group_by("bucket").agg(**figures))
     except duckdb.Error:
-        # A damaged file, which a reader names.
+        # A damaged file: the reader's message names it.
         return None
-    found = rows.to_pylist()
-    if any(row["bad"] for row in found):
+    buckets = rows.to_pylist()
+    if any(row["bad"] for row in buckets):
         return None
-    return whole, {int(row["bucket"]): int(row["n"]) for row in found}
+    return whole, {int(row["bucket"]): int(row["n"]) for row in buckets}
 
 
 def _blank(text: Any) -> Any:
-    """Whether a text is null or holds nothing but white space, as Python's strip sees it."""
+    """Whether a text is null or only white space, as in Python's strip."""
     import ibis
 
-    # Few texts begin with white space, and only of those more than one character is looked at.
+    # Few texts begin with white space, and only those are searched further.
     first = text.substr(0, 1)
     return ibis.cases(
         (text.isnull(), True),
@@ -104,22 +107,22 @@ def _places(each: Input, wanted: Sequence[str]) -> dict[str, tuple[str | None, A
         with opened(each.file) as file:
             there = file.schema_arrow
     except (OSError, pa.ArrowInvalid):
-        # The reader says what is wrong with it.
+        # The reader's message gives the fault.
         return None
-    names = dict.fromkeys(there.names) if layout is None else layout.found(there)
-    found: dict[str, tuple[str | None, Any]] = {}
+    names = dict.fromkeys(there.names) if layout is None else layout.columns(there)
+    places: dict[str, tuple[str | None, Any]] = {}
     for name in wanted:
         if name in names:
             place = names[name] or name
             kind = there.field(place).type
             if layout is not None and layout.schema.field(name).type != kind:
                 return None
-            found[name] = (place, kind)
+            places[name] = (place, kind)
         elif layout is not None and name in layout.schema.names:
-            found[name] = (None, layout.schema.field(name).type)
+            places[name] = (None, layout.schema.field(name).type)
         else:
             return None
-    return found
+    return places
 
 
 def _as_they_are(
@@ -128,21 +131,21 @@ def _as_they_are(
     answer: str,
     keep: Mapping[str, str],
 ) -> bool:
-    """Whether all columns have the very types that the rows of the kit have."""
-    same = {"number": ("double",), "whole": ("int64",), "flag": ("bool",)}
-    same["text"] = ("string", "large_string")
-    kinds = {**dict.fromkeys(filter(None, (prompt, answer)), "text"), **keep}
-    # A column that is in no file has a reader's rules for what is missing.
-    if any(places[name][0] is None for name in filter(None, (prompt, answer))):
+    """Whether all columns have exactly the types of the kit's rows."""
+    texts = [name for name in (prompt, answer) if name]
+    # For a column that is in no file the reader has rules.
+    if any(places[name][0] is None for name in texts):
         return False
-    return all(str(places[name][1]) in same[kind] for name, kind in kinds.items())
+    kinds = {**dict.fromkeys(texts, "text"), **keep}
+    types = {name: str(places[name][1]).removeprefix("large_") for name in kinds}
+    return all(types[name] == _ARROW[kind] for name, kind in kinds.items())
 
 
 def _table(
     con: Any,
     each: Input,
     prompt: str | None,
-    answer: str | None,
+    answer: str,
     source: Mapping[str, Any],
     all_keep: Mapping[str, str],
     places: Mapping[str, tuple[str | None, Any]],
@@ -166,5 +169,6 @@ def _table(
         elif (place := places[name][0]) is not None:
             fields[name] = file[place]
         else:
-            fields[name] = ibis.literal(layout.constants.get(name), kind)
+            constants = layout.constants if layout is not None else {}
+            fields[name] = ibis.literal(constants.get(name), kind)
     return file.select(**fields)

@@ -1,4 +1,4 @@
-"""Finds what sources hold: files, files of tables, ranges of a query; and the tasks to read it."""
+"""Finds the inputs of sources: files, files of tables, ranges of a query; and makes their tasks."""
 
 import glob
 import hashlib
@@ -28,18 +28,18 @@ def find(
     say: Callable[[str], None],
     limit: int | None = None,
 ) -> list[Input]:
-    """Return what all sources hold.
+    """Return the inputs of all sources.
 
     Args:
-        base: where relative paths count from.
-        store: a folder for copies of what is no file, and for the flags of deleted rows.
-        limit: only the first rows of each source are read, so that no file is read for its hash.
+        base: the base folder of relative paths.
+        store: a folder for copies of hub datasets, and for the flags of deleted rows.
+        limit: if it is given, only the first rows are read, and no file is hashed.
 
     Raises:
         DataError: a source is missing, empty or of no known type; all faults at once.
     """
     faults: list[str] = []
-    found: list[Input] = []
+    inputs: list[Input] = []
     encodings: dict[str, str] = {}
     for number, source in enumerate(config["sources"]):
         name = source_name(source, number)
@@ -47,18 +47,18 @@ def find(
         try:
             kind = source_type(source)
             if kind in tables.READERS:
-                found += _of_table(kind, source, name, base, store / name, where)
+                inputs += _of_table(kind, source, name, base, store / name, where)
             elif kind == "sql":
                 first = limit is not None or source.get("max_rows") is not None
-                found += databases.ranges(source, name, where, first)
+                inputs += databases.ranges(source, name, where, first)
             elif kind == "hub":
-                found += hub.copied(source, name, store / name, where, limit, say)
+                inputs += hub.copied(source, name, store / name, where, limit, say)
             else:
                 for each in _files(source, name, base, where):
                     if each.type != "parquet":
                         given = source.get("encoding")
                         encodings[each.file] = openers.encoding_of(Path(each.file), given, where)
-                    found.append(each)
+                    inputs.append(each)
         except DataError as error:
             faults += error.faults
         except OSError as error:
@@ -73,7 +73,7 @@ def find(
         return _surveyed(replace(each, number=number), encodings.get(each.file), limit)
 
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(surveyed, enumerate(found)))
+        return list(pool.map(surveyed, enumerate(inputs)))
 
 
 def _of_table(
@@ -87,7 +87,7 @@ def _of_table(
             f"{where}: the package {package} is missing: bash setup.sh --with tables"
         ) from None
     if not made:
-        raise DataError(f"{where}: the table holds no row")
+        raise DataError(f"{where}: the table has no rows")
     return made
 
 
@@ -112,7 +112,7 @@ def _files(source: Mapping[str, Any], name: str, base: Path, where: str) -> Iter
 
 
 def _surveyed(each: Input, encoding: str | None, limit: int | None) -> Input:
-    """Read a file for its hash and its blocks; of a preview only its facts."""
+    """Read a file for its hash and its blocks; for a preview only size and time are hashed."""
     path = Path(each.file)
     by_lines = each.type == "jsonl" and path.suffix in _SUFFIXES
     blocks: list[dict[str, Any]]
@@ -125,10 +125,14 @@ def _surveyed(each: Input, encoding: str | None, limit: int | None) -> Input:
         blocks = [{"line": 1}]
     if encoding is not None:
         if encoding == "utf-8-sig" and each.type == "jsonl":
-            # A byte order mark is no part of the first line.
+            # The byte order mark does not belong to the first line.
             blocks[0]["begin"] = len(openers.UTF8_MARK)
         blocks = [{**block, "encoding": encoding} for block in blocks]
     return replace(each, sha256=digest, blocks=each.blocks or tuple(blocks))
+
+
+# What the log of a table matches.
+_TABLES = {"delta": "_delta_log/*.json", "iceberg": "metadata/*.metadata.json"}
 
 
 def matches(source: Mapping[str, Any], base: Path, where: str) -> list[Path]:
@@ -138,19 +142,24 @@ def matches(source: Mapping[str, Any], base: Path, where: str) -> list[Path]:
     if path.is_dir():
         packed = ("", ".gz", ".bz2", ".xz", ".zst")
         names = tuple(suffix + end for suffix in _SUFFIXES for end in packed)
-        found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(names))
-        found = [p for p in found if not p.name.startswith((".", "_"))]
-        if not found:
-            raise DataError(f"{where}: the folder {path} holds no file of {', '.join(_SUFFIXES)}")
-        return found
+        paths = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(names))
+        paths = [p for p in paths if not p.name.startswith((".", "_"))]
+        if not paths:
+            raise DataError(f"{where}: the folder {path} has no files of {', '.join(_SUFFIXES)}")
+        for kind, mark in _TABLES.items():
+            # Its files include rows that were deleted, and its log.
+            if table := next((p for p in paths if p.match(mark)), None):
+                folder = table.parent.parent
+                raise DataError(f"{where}: {folder} is a table: set path={folder} and type={kind}")
+        return paths
     if path.is_file():
         return [path]
-    found = sorted(Path(each) for each in glob.glob(str(path), recursive=True))
-    found = [each for each in found if each.is_file()]
-    if not found:
+    paths = sorted(Path(each) for each in glob.glob(str(path), recursive=True))
+    paths = [each for each in paths if each.is_file()]
+    if not paths:
         what = "no file fits the pattern" if glob.has_magic(str(path)) else "there is no file"
         raise DataError(f"{where}: {what} {path}: fix path of the source")
-    return found
+    return paths
 
 
 def tasks(
@@ -162,7 +171,7 @@ def tasks(
 ) -> list[Task]:
     """Return the tasks that read the inputs, in the order of their rows.
 
-    limit: read so many rows of each source at most.
+    limit: maximum number of rows of each source.
     """
     made: list[Task] = []
     for number, source in enumerate(config["sources"]):
@@ -194,13 +203,13 @@ def tasks(
 def _capped(
     blocks: Sequence[Mapping[str, Any]], cap: int | None
 ) -> Iterator[tuple[list[Mapping[str, Any]], int | None]]:
-    """Yield (blocks, rows to read at most) of each task of a source."""
+    """Yield (blocks, maximum number of rows) of each task of a source."""
     if cap is None:
         for block in blocks:
             yield [block], None
         return
     if any(block.get("rows") is None for block in blocks):
-        # Nobody knows which file the last row is in: one task reads them in turn.
+        # The file of the last row is unknown: one task reads all of them in turn.
         yield list(blocks), cap
         return
     for block in blocks:
@@ -211,7 +220,7 @@ def _capped(
 
 
 def check_counts(inputs: Sequence[Input], finished: Sequence[Task]) -> None:
-    """Raise DataError for a query whose ranges gave other rows than it had when it was counted."""
+    """Raise DataError for a query whose ranges gave another number of rows than its count."""
     counted = {x.source: x.blocks[0]["of"] for x in inputs if x.type == "sql" and x.blocks[0]["of"]}
     read = dict.fromkeys(counted, 0)
     import pyarrow.parquet as pq

@@ -1,6 +1,6 @@
-"""Snapshots of Delta and Iceberg tables: the list of their Parquet files and how each is read.
+"""Snapshots of Delta and Iceberg tables: their Parquet files, and how each is read.
 
-Only the table's log is read here. Its files are read where they lie, by the tasks of the engine.
+Only the table's log is read here. The files are read in place, by the tasks of the engine.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from datakit import parquet
-from datakit.errors import DataError
+from datakit.errors import DataError, first_line
 from datakit.inputs import Input
 from datakit.parquet import Layout
 
-# Reader features of Delta that are respected, or that do not change what a reader sees.
+# Reader features of Delta that are supported, or do not change the rows.
 _FEATURES = {
     "columnMapping",
     "deletionVectors",
@@ -31,13 +31,13 @@ _FEATURES = {
 
 
 def delta(source: Mapping[str, Any], name: str, base: Path, work: Path, where: str) -> list[Input]:
-    """Return the files of a Delta table, now or at the version or time that is asked for.
+    """Return the files of a Delta table, of the newest or the requested version.
 
     Args:
         work: a folder of the preparation for the flags of rows that are not deleted.
 
     Raises:
-        DataError: there is no such table or version, or it needs a reader that this is not.
+        DataError: there is no such table or version, or it needs an unsupported reader feature.
     """
     import pyarrow as pa
     from deltalake import DeltaTable
@@ -49,6 +49,7 @@ def delta(source: Mapping[str, Any], name: str, base: Path, work: Path, where: s
         newest = table.version()
         if (asked := _version(source)) is not None:
             table.load_as_version(asked)
+            _check_begun(table, asked)
     except Exception as error:
         end = "" if newest is None else f" (its newest version is {newest})"
         raise DataError(_no_table(source, "Delta", path, where, error) + end) from None
@@ -62,9 +63,10 @@ def delta(source: Mapping[str, Any], name: str, base: Path, work: Path, where: s
     schema = pa.schema(table.schema().to_arrow())
     mode = (table.metadata().configuration or {}).get("delta.columnMapping.mode") or "none"
     wanted = b"delta.columnMapping.id" if mode == "id" else b"delta.columnMapping.physicalName"
-    keys = {} if mode == "none" else dict(_delta_keys(schema, wanted))
+    keys = {} if mode == "none" else _keys(schema, wanted)
     root = path if "://" in path else str(Path(path).absolute())
-    deleted = _delta_flags(table, work) if _has_deletions(facts) else {}
+    has_deletions = "deletionVectors" in (facts.reader_features or [])
+    deleted = _delta_flags(table, work) if has_deletions else {}
     origin = f"{path}, version {table.version()}"
     made = []
     for each in pa.table(table.get_add_actions(flatten=True)).to_pylist():
@@ -89,23 +91,19 @@ def delta(source: Mapping[str, Any], name: str, base: Path, work: Path, where: s
     return made
 
 
-def _has_deletions(facts: Any) -> bool:
-    return "deletionVectors" in (facts.reader_features or [])
-
-
 def _delta_flags(table: Any, work: Path) -> dict[str, tuple[str, int]]:
-    """Write a flag per row of each file with deleted rows; return their files and how many go."""
+    """Write a flag per row of each file with deleted rows; return their files and counts."""
     import numpy as np
     import pyarrow as pa
 
-    found: dict[str, tuple[str, int]] = {}
+    by_file: dict[str, tuple[str, int]] = {}
     work.mkdir(parents=True, exist_ok=True)
     for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
         for place in range(batch.num_rows):
             uri = batch.column("filepath")[place].as_py()
             flags = batch.column("selection_vector")[place].values.to_numpy(zero_copy_only=False)
-            found[_bare(unquote(uri))] = _flags(work, uri, np.asarray(flags, bool))
-    return found
+            by_file[_bare(unquote(uri))] = _flags(work, uri, np.asarray(flags, bool))
+    return by_file
 
 
 def _flags(work: Path, file: str, flags: Any) -> tuple[str, int]:
@@ -119,14 +117,17 @@ def _flags(work: Path, file: str, flags: Any) -> tuple[str, int]:
 
 
 def _bare(file: str) -> str:
-    """A file's path without the scheme of this machine's own."""
+    """Return a file's path without the scheme file:."""
     return re.sub(r"^file:/*", "/", file)
 
 
-def _delta_keys(schema: Any, wanted: bytes) -> Iterator[tuple[tuple[str, ...], str]]:
-    for path, each in _fields(schema, ()):
-        if each.metadata and wanted in each.metadata:
-            yield path, each.metadata[wanted].decode()
+def _keys(schema: Any, wanted: bytes) -> dict[tuple[str, ...], str]:
+    """Return an entry of the fields' metadata by the path of each field that has it."""
+    return {
+        path: each.metadata[wanted].decode()
+        for path, each in _fields(schema, ())
+        if each.metadata and wanted in each.metadata
+    }
 
 
 def _fields(fields: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -146,7 +147,7 @@ def _fields(fields: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 def iceberg(
     source: Mapping[str, Any], name: str, base: Path, work: Path, where: str
 ) -> list[Input]:
-    """Return the files of an Iceberg table, of its newest or the snapshot that is asked for.
+    """Return the files of an Iceberg table, of its newest or the requested snapshot.
 
     Raises:
         DataError: there is no such table or snapshot, or it has what cannot be read.
@@ -159,7 +160,7 @@ def iceberg(
         table = StaticTable.from_metadata(_newest_metadata(path))
         snapshot = _snapshot(table, source)
         if snapshot is None:
-            raise DataError(f"{where}: {path} holds no row: it has no snapshot yet")
+            raise DataError(f"{where}: {path} has no rows: it has no snapshot yet")
         scan = table.scan(snapshot_id=snapshot.snapshot_id)
         tasks = list(scan.plan_files())
         shape = scan.projection()
@@ -173,11 +174,7 @@ def iceberg(
             ) from None
         raise DataError(_no_table(source, "Iceberg", path, where, error)) from None
     schema = schema_to_pyarrow(shape)
-    keys = {
-        place: each.metadata[b"PARQUET:field_id"].decode()
-        for place, each in _fields(schema, ())
-        if each.metadata and b"PARQUET:field_id" in each.metadata
-    }
+    keys = _keys(schema, parquet.FIELD_ID)
     origin = f"{path}, snapshot {snapshot.snapshot_id}"
     defaults = {
         each.name: each.initial_default
@@ -195,7 +192,7 @@ def iceberg(
         flags, gone = _iceberg_flags(task, table.io, work, where)
         spec = table.specs()[file.spec_id]
         constants = {
-            shape.find_column_name(part.source_id): file.partition[place]
+            str(shape.find_column_name(part.source_id)): file.partition[place]
             for place, part in enumerate(spec.fields)
             if str(part.transform) == "identity"
         }
@@ -240,32 +237,40 @@ def _iceberg_flags(task: Any, io: Any, work: Path, where: str) -> tuple[str | No
     return _flags(work, task.file.file_path, flags)
 
 
+def _check_begun(table: Any, asked: int | datetime) -> None:
+    """Raise ValueError for a time before the first version: deltalake would read that one."""
+    if isinstance(asked, datetime) and table.version() == 0:
+        begun = datetime.fromtimestamp(table.history()[-1]["timestamp"] / 1000, UTC)
+        if asked < begun:
+            raise ValueError(f"its first version is of {begun.isoformat(timespec='seconds')}")
+
+
 def _snapshot(table: Any, source: Mapping[str, Any]) -> Any:
     asked = _version(source)
     if asked is None:
         return table.current_snapshot()
     if isinstance(asked, int):
-        found = table.snapshot_by_id(asked)
+        snapshot = table.snapshot_by_id(asked)
         known = ", ".join(str(each.snapshot_id) for each in table.snapshots()[-5:])
-        if found is None:
-            raise ValueError(f"there is no snapshot {asked}; the newest are {known}")
-        return found
-    found = table.snapshot_as_of_timestamp(int(asked.timestamp() * 1000))
-    if found is None:
-        raise ValueError(f"it had no snapshot at {asked}")
-    return found
+        fault = f"there is no snapshot {asked}; the newest are {known}"
+    else:
+        snapshot = table.snapshot_as_of_timestamp(int(asked.timestamp() * 1000))
+        fault = f"it had no snapshot at {asked}"
+    if snapshot is None:
+        raise ValueError(fault)
+    return snapshot
 
 
 def _newest_metadata(path: str) -> str:
-    """Return the metadata file of an Iceberg table, of which the folder or that file is given."""
+    """Return the newest metadata file of an Iceberg table; path: its folder, or that file."""
     folder = Path(path) / "metadata"
     if not folder.is_dir():
         return path
     # v3.metadata.json, or 00003-<id>.metadata.json.
-    found = {
+    versions = {
         int(re.sub(r"\D.*", "", p.name.lstrip("v")) or 0): p for p in folder.glob("*.metadata.json")
     }
-    return str(found[max(found)]) if found else path
+    return str(versions[max(versions)]) if versions else path
 
 
 def _place(source: Mapping[str, Any], base: Path) -> str:
@@ -274,7 +279,7 @@ def _place(source: Mapping[str, Any], base: Path) -> str:
 
 
 def _version(source: Mapping[str, Any]) -> int | datetime | None:
-    """The version that a source asks for: a number, or a moment, which is in UTC if unsaid."""
+    """Return the requested version of a source: a number, or a time, by default in UTC."""
     if source.get("version") is not None:
         return int(source["version"])
     asked = source.get("timestamp")
@@ -288,11 +293,11 @@ def _version(source: Mapping[str, Any]) -> int | datetime | None:
 
 
 def _no_table(source: Mapping[str, Any], kind: str, path: str, where: str, error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = first_line(error)
     if _version(source) is not None:
         key = "timestamp" if source.get("version") is None else "version"
         return f"{where}: {path} cannot be read as a {kind} table at {key}={source[key]}: {reason}"
-    return f"{where}: {path} is no {kind} table: {reason}"
+    return f"{where}: {path} is not a table of {kind}: {reason}"
 
 
 def _input(
@@ -305,7 +310,7 @@ def _input(
     facts: list[Any],
     whole: int | None,
 ) -> Input:
-    """A file of a table. Nothing rewrites it, so its place in the log stands for its content."""
+    """Return a file of a table. It is never rewritten, so that its log entry is its identity."""
     blocks: list[dict[str, Any]] = [{"line": 1, "rows": rows}]
     if size > parquet.LARGE:
         with parquet.opened(file) as opened:

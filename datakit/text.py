@@ -1,13 +1,12 @@
-"""Words and shingles of texts, many rows at once with Arrow and numpy."""
+"""Words and shingles of texts, vectorized with Arrow and numpy."""
 
-from collections.abc import Iterator
 from typing import Any
 
-# Scripts that write no space between words: each of their characters is a word.
+# Scripts without spaces between words: each of their characters is a word.
 _UNSPACED = r"([\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}])"
 _GAPS = r"[^\pL\pN\pM]+"
 _NO_SIGNS = r"[^\pL\pN\pM+*/^=<>%×÷\x{2212}]+"
-# Odd multipliers; with them a sum of products tells the order of words.
+# Odd multipliers, so that a sum of products depends on the order of words.
 _PRIME = 0x9E3779B97F4A7C15
 
 
@@ -36,9 +35,9 @@ def split(values: Any) -> Any:
 
 
 def plain(values: Any) -> Any:
-    """Return each text as its lower-case words and signs of arithmetic with a space between.
+    """Return each text as lower-case words and arithmetic signs, separated by spaces.
 
-    2 + 2 and 2 - 2 stay different, other punctuation and space do not count.
+    2 + 2 and 2 - 2 stay different; other punctuation and white space are ignored.
     """
     import pyarrow.compute as pc
 
@@ -60,11 +59,6 @@ def weight(values: Any) -> tuple[Any, Any]:
     letters = pc.count_substring_regex(values, r"\S")
     letters = pc.add(letters, pc.multiply(pc.count_substring_regex(values, _UNSPACED), 2))
     return words.to_numpy(zero_copy_only=False), letters.to_numpy(zero_copy_only=False)
-
-
-def words_of(values: Any) -> Iterator[list[str]]:
-    """Yield the lower-case words of each text."""
-    yield from split(values).to_pylist()
 
 
 def shingles(values: Any, ngram: int) -> tuple[Any, Any]:
@@ -105,6 +99,13 @@ def shingles(values: Any, ngram: int) -> tuple[Any, Any]:
         own = words[offsets[index] : offsets[index + 1]].tobytes()
         made[starts[index]] = xxhash.xxh3_64_intdigest(own)
     return _mixed(made), starts
+
+
+def with_column(table: Any, name: str, values: Any) -> Any:
+    """Return Arrow rows with a new column, or with other values in one that they have."""
+    if name in table.column_names:
+        return table.set_column(table.column_names.index(name), name, values)
+    return table.append_column(name, values)
 
 
 def _mixed(values: Any) -> Any:

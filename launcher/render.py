@@ -1,5 +1,6 @@
 """Renders a recipe for a cluster as the text of its job script."""
 
+import json
 import os
 import re
 import shlex
@@ -51,10 +52,13 @@ def _environment(templates: Path) -> jinja2.Environment:
     environment.filters["secret_lines"] = lambda secrets: "\n".join(
         f"{name}={path}" for name, path in secrets.items()
     )
+    # YAML reads JSON; jinja's own tojson escapes what HTML may not hold.
+    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment
 
 
-def _template(name: str, templates: Path = paths.TEMPLATES) -> jinja2.Template:
+def template(name: str, templates: Path = paths.TEMPLATES) -> jinja2.Template:
+    """Return a template by the name of its file."""
     return _environment(templates).get_template(name)
 
 
@@ -77,7 +81,7 @@ def job_script(
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
     config = recipe.resolved(cluster.root, str(run_dir))
-    return _template("job.sbatch.j2", templates).render(
+    return template("job.sbatch.j2", templates).render(
         **_common(cluster, resources, run_dir, job_name),
         recipe=recipe,
         sweep_dir=sweep_dir,
@@ -106,7 +110,7 @@ def array_script(script: Path, job_script: str, count: int, tasks: str, parallel
         count, tasks: how many runs it has, and their numbers as Slurm writes them.
     """
     sweep = script.parent.name
-    return _template("array.sbatch.j2").render(
+    return template("array.sbatch.j2").render(
         sweep=sweep,
         sweep_dir=script.parent,
         script=script,
@@ -130,7 +134,7 @@ def prepare_script(
     cluster: Site, asked: Resources, run_dir: Path, job_name: str, engine: str, nodes: int
 ) -> str:
     """Return the job script that prepares data with an engine."""
-    return _template("prepare.sbatch.j2").render(
+    return template("prepare.sbatch.j2").render(
         **_common(cluster, with_site_defaults(asked, cluster), run_dir, job_name),
         nodes=nodes,
         engine=engine,

@@ -74,8 +74,7 @@ def ask_trainer(
     variables: of its environment, besides this process's.
     OSError if there is no virtual environment; subprocess.TimeoutExpired after timeout_s.
     """
-    # Not at the top: the estimate's closed form must not wait for them.
-    import subprocess
+    # Not at the top: the estimate's closed form must not wait for it.
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -85,12 +84,30 @@ def ask_trainer(
             file.parent.mkdir()
             file.write_text(yamlfile.dump(config), encoding="utf-8")
             names.append(str(file))
-        return subprocess.run(
-            [str(python()), "-m", f"trainer.{module}", *names, *arguments],
-            cwd=paths.REPO_ROOT,
-            env={**environment(), "OMP_NUM_THREADS": "1", **(variables or {})},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
+        return run_module(
+            f"trainer.{module}",
+            *names,
+            *arguments,
+            timeout_s=timeout_s,
+            variables={"OMP_NUM_THREADS": "1", **(variables or {})},
         )
+
+
+def run_module(
+    module: str,
+    *arguments: str,
+    timeout_s: float | None = None,
+    variables: "Mapping[str, str] | None" = None,
+) -> "CompletedProcess[str]":
+    """Run one of the kit's modules in the virtual environment; errors as of ask_trainer."""
+    import subprocess
+
+    return subprocess.run(
+        [str(python()), "-m", module, *arguments],
+        cwd=paths.REPO_ROOT,
+        env={**environment(), **(variables or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )

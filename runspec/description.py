@@ -9,11 +9,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from runspec.adapters import KINDS, declared, name_of
 from runspec.files import read_json, write_text
-from runspec.keys.sft import TRANSFORMERS
+from runspec.keys.fields import TRANSFORMERS
 from runspec.shape import Shape
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
@@ -38,7 +40,14 @@ def base_of(model: Mapping[str, Any]) -> dict[str, Any]:
     if name.startswith("torchtune."):
         module, _, builder = name.rpartition(".")
         name = f"{module}.{re.sub('^q?lora_', '', builder)}"
-    given = {key: value for key, value in model.items() if not _ADAPTER.match(key)}
+    if name == TRANSFORMERS:
+        return {"_component_": name}
+    kind, own = name_of(model), tuple[str, ...]()
+    if kind is not None and kind not in KINDS:
+        # A kind that is not there is a fault of the recipe, which sizing and trainer name.
+        with suppress(ValueError):
+            own = declared(kind).keys
+    given = {k: v for k, v in model.items() if not _ADAPTER.match(k) and k not in own}
     return {**given, "_component_": name}
 
 

@@ -45,6 +45,8 @@ SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
+# Beside the runs: tokenised data that they share.
+DATA_CACHE = ".data_cache"
 EXPORT = "export"
 ADAPTER = "adapter"
 EVALS = "evals"

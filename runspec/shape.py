@@ -46,6 +46,11 @@ class Matrix:
         return self.active * self.inputs * self.outputs
 
     @property
+    def owners(self) -> tuple[str, ...]:
+        """What a kind of adapter calls it: see `runspec.adapters.Adapter`."""
+        return ("linear", "column" if self.role == "fused" else self.role)
+
+    @property
     def is_split(self) -> bool:
         """Whether tensor parallelism splits it; what stands beside experts is whole."""
         return self.part in ("attention", "mlp", "output") and self.role != "replicated"
@@ -86,6 +91,11 @@ class Attention:
     def query_width(self) -> int:
         """Width of all query heads together."""
         return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together."""
+        return self.kv_heads * self.head_dim
 
     @property
     def value_width(self) -> int:

@@ -10,14 +10,14 @@ MIN_LOSS_TOKENS = 512
 class StepSums(NamedTuple):
     """What the training loop sums over all ranks in each step, in float64 over the CPU.
 
-    targets, tokens, attention: of the data; attention in FLOPs. The others count ranks: that see a
+    targets, tokens, flops: of the data. The others count ranks: that see a
     request to stop, too many steps that are not finite, a checkpoint that failed or that another
     run has taken over, and a checkpoint that is due.
     """
 
     targets: float
     tokens: float
-    attention: float
+    flops: float
     stop: float
     too_many: float
     failed: float

@@ -1,4 +1,4 @@
-"""Answers of an engine on their way to the client: cut at stop strings, put together, streamed."""
+"""Converts an engine's answers for the client: cut at stop strings, combined, streamed."""
 
 import json
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from serving.request import CHAT
 
 
 class Cutter:
-    """Cuts a text that comes in pieces at the first stop string that is complete."""
+    """Cuts a text that arrives in pieces at the first stop string."""
 
     def __init__(self, stops: list[str]) -> None:
         self.stops, self.held, self.cut = stops, "", False
 
     def feed(self, piece: str) -> str:
-        """Return what may be sent: what may be the beginning of a stop string is held back."""
+        """Return the text to send; a possible beginning of a stop string is held back."""
         if self.cut:
             return ""
         self.held += piece
@@ -32,17 +32,17 @@ class Cutter:
         return sent
 
     def rest(self) -> str:
-        """Return what was held back when the text has ended."""
+        """Return the text that was held back, at the end."""
         rest, self.held = self.held, ""
         return rest
 
     def whole(self, text: str) -> str:
-        """Cut a text that is there as a whole."""
+        """Cut a complete text."""
         return self.feed(text) + self.rest()
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text begin a stop string."""
+    """Return the number of characters at the end of a text that begin a stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -50,10 +50,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Answers:
-    """The answers to one request: what is sent of them, and what the log gets.
+    """The answers to one request: what is sent to the client, and what is logged.
 
     Args:
-        name: of the model, as the client knows it.
+        name: the model's name for the client.
     """
 
     def __init__(self, path: str, plan: Plan, request_id: str, name: str) -> None:
@@ -66,8 +66,8 @@ class Answers:
         self._usages: dict[int, Any] = {}
 
     def whole(self, values: list[dict[str, Any]]) -> dict[str, Any]:
-        """Put the engine's answers together."""
-        choices = []
+        """Combine the engine's answers."""
+        choices: list[dict[str, Any]] = []
         for number, value in enumerate(values):
             self._count(number, value.get("usage"))
             offset = len(choices)
@@ -77,7 +77,7 @@ class Answers:
                 place = choice.get("message") if self.chat else choice
                 field = "content" if self.chat else "text"
                 if isinstance(place, dict):
-                    # The protocol has these, if only as null.
+                    # The protocol requires these keys; their value may be null.
                     place = {"content": None, "refusal": None, **place} if self.chat else place
                     cutter = Cutter(self.plan.stops)
                     if isinstance(place.get(field), str):
@@ -126,7 +126,7 @@ class Answers:
         return {"logprobs": None, "finish_reason": None, **choice, "index": index, "delta": delta}
 
     def last(self) -> list[dict[str, Any]]:
-        """Return the event that tells the usage, if it was asked for."""
+        """Return the event with the usage, if it was requested."""
         for number, usage in self._usages.items():
             self._count(number, usage)
         if not self.plan.usage:
@@ -138,16 +138,12 @@ class Answers:
     def _count(self, number: int, usage: Any) -> None:
         if not isinstance(usage, dict):
             return
-        counted = number in self.plan.counted
-        found = dict(self.usage)
-        found["prompt_tokens"] = found.get("prompt_tokens", 0) + counted * int(
-            usage.get("prompt_tokens") or 0
-        )
-        found["completion_tokens"] = found.get("completion_tokens", 0) + int(
-            usage.get("completion_tokens") or 0
-        )
-        found["total_tokens"] = found["prompt_tokens"] + found["completion_tokens"]
-        self.usage = {**usage, **found} if len(self.plan.bodies) == 1 else found
+        total, counted = dict(self.usage), {"prompt_tokens": number in self.plan.counted}
+        for key in ("prompt_tokens", "completion_tokens"):
+            tokens = int(usage.get(key) or 0) * counted.get(key, True)
+            total[key] = total.get(key, 0) + tokens
+        total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+        self.usage = {**usage, **total} if len(self.plan.bodies) == 1 else total
 
 
 def sse(value: Any) -> bytes:

@@ -1,7 +1,11 @@
-"""The replicas behind an endpoint as a gateway knows them, and which of them gets a request."""
+"""The replicas behind an endpoint, and the choice of one for a request."""
 
+import asyncio
+import json
 import random
+import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ import aiohttp
 
 from runspec import endpoint
 
-# A replica that has just failed is asked last for so long.
+# For how long a replica that has failed is asked last.
 BEAT_S = 3.0
 
 
@@ -18,7 +22,7 @@ BEAT_S = 3.0
 class Backend:
     """One replica, or an engine: its address, what it serves, and how busy this process keeps it.
 
-    key: what it asks for, None for the key of the endpoint.
+    key: its own API key, None for the key of the endpoint.
     """
 
     name: str
@@ -29,7 +33,15 @@ class Backend:
     draining: bool = False
     in_flight: int = 0
     failed_at: float = 0.0
-    session: Any = field(default=None, repr=False)
+    session: aiohttp.ClientSession | None = field(default=None, repr=False)
+
+
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set, for the running loop."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    return ended
 
 
 class Pool:
@@ -44,7 +56,7 @@ class Pool:
         """Read the replicas' files: new ones are used, draining ones get no more requests.
 
         Returns:
-            Those that are known no more: their file is gone, or not renewed.
+            Replicas whose file was removed or is not renewed.
         """
         self.shares = endpoint.shares(self.folder)
         present = {}
@@ -61,10 +73,10 @@ class Pool:
         return gone
 
     async def dismiss(self, gone: list[Backend]) -> None:
-        """End the connections to replicas that are gone, so that their requests go elsewhere.
+        """Close the connections to replicas that are gone, so that their requests go elsewhere.
 
-        A node that is lost closes no connection: what waits for it would wait until its timeout.
-        One whose file is only not renewed, as on a filesystem that hangs, may still answer.
+        A lost node closes no connection: its requests would wait until their timeout. A replica
+        whose file is not renewed because a filesystem hangs may still answer.
         """
         for backend in gone:
             if endpoint.replica_file(self.folder, backend.name).exists() and await answers(backend):
@@ -89,7 +101,7 @@ class Pool:
 
 
 def connections(backend: Backend) -> aiohttp.ClientSession:
-    """Return the connections to a backend; they are kept open."""
+    """Return the session of a backend, which keeps connections open."""
     if backend.session is None:
         kind = aiohttp.UnixConnector if backend.socket else aiohttp.TCPConnector
         place: dict[str, Any] = {"path": backend.socket} if backend.socket else {}
@@ -100,22 +112,22 @@ def connections(backend: Backend) -> aiohttp.ClientSession:
 
 
 async def answers(backend: Backend) -> bool:
-    """Whether a replica, or an engine, says that it is healthy."""
-    try:
-        timeout = aiohttp.ClientTimeout(total=5)
-        async with connections(backend).get(f"{backend.url}/health", timeout=timeout) as answer:
-            return bool(answer.status == 200)
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return False
+    """Whether a replica or an engine reports that it is healthy."""
+    return await _get(backend, "/health", 5) is not None
 
 
 async def schema(backend: Backend) -> Any:
     """Return the OpenAPI document of an engine, None if it has none."""
-    try:
-        timeout = aiohttp.ClientTimeout(total=20)
-        headers = {"Authorization": f"Bearer {backend.key}"} if backend.key else {}
-        url = f"{backend.url}/openapi.json"
+    with suppress(ValueError):
+        return json.loads(await _get(backend, "/openapi.json", 20) or "null")
+    return None
+
+
+async def _get(backend: Backend, path: str, timeout_s: float) -> bytes | None:
+    """Return what a path answers with status 200, else None."""
+    headers = {"Authorization": f"Bearer {backend.key}"} if backend.key else {}
+    url, timeout = backend.url + path, aiohttp.ClientTimeout(total=timeout_s)
+    with suppress(aiohttp.ClientError, OSError, TimeoutError):
         async with connections(backend).get(url, timeout=timeout, headers=headers) as answer:
-            return await answer.json(content_type=None) if answer.status == 200 else None
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-        return None
+            return await answer.read() if answer.status == 200 else None
+    return None

@@ -1,8 +1,7 @@
-"""Ask an endpoint, once or for a whole file: python -m serving.client FOLDER [options]
+"""Sends one request, or one for each line of a file: python -m serving.client FOLDER [options]
 
-A file is asked with many requests in flight. Answers are written in the order of the questions; a
-second start goes on after the last one that is written. A request that fails is tried again, at the
-endpoint's address of that moment.
+For a file many requests are in flight. Answers are written in the order of the lines; a second
+start continues after the last one. A failed request is retried, at the endpoint's current address.
 """
 
 import argparse
@@ -12,6 +11,8 @@ import json
 import os
 import sys
 import time
+from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import aiohttp
 
 from runspec import endpoint as endpoints
 from runspec import files
+from serving.answers import message_of
 from serving.request import OF_A_LINE
 
-# An engine that is started again may take so long.
+# How long an engine may take to restart.
 _PATIENCE_S = 120.0
-# What another try cannot change.
+# Status codes that a retry cannot change.
 _FINAL = {400, 401, 403, 404, 405, 413, 415, 422}
 
 
@@ -32,11 +34,11 @@ class Refused(Exception):
 
 
 class BrokenOff(Refused):
-    """A stream ended before its answer did; what came of it is printed already."""
+    """A stream ended before its answer was complete; the part that arrived is printed."""
 
 
 class Client:
-    """Asks an endpoint; its address is read again before every try."""
+    """Sends requests to an endpoint, whose address is read again before every try."""
 
     def __init__(self, folder: Path | None, url: str | None, key: str) -> None:
         self.folder, self.given, self.key = folder, url, key
@@ -47,10 +49,10 @@ class Client:
         if self.given is not None:
             return self.given.removesuffix("/v1")
         assert self.folder is not None
-        found = endpoints.address(self.folder)
-        if found is None:
+        address = endpoints.address(self.folder)
+        if address is None:
             raise Refused("nothing serves it now: see cookbook serve --list")
-        return found
+        return address
 
     async def ask(self, body: dict[str, Any], stream: bool = False) -> str:
         """Return an answer's text; print it as it comes if stream is set."""
@@ -67,7 +69,7 @@ class Client:
                 ) as answer:
                     if answer.status == 200:
                         return await (_streamed(answer) if stream else _whole(answer))
-                    reason = f"it answered {answer.status}: {_words(await answer.text())}"
+                    reason = f"it answered {answer.status}: {message_of(await answer.read())}"
                     if answer.status in _FINAL or _far_off(answer.headers.get("Retry-After")):
                         raise Refused(reason)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -85,7 +87,7 @@ class Client:
 
 
 def _far_off(retry_after: str | None) -> bool:
-    """Whether a server asks to wait longer than this client does, as at the end of a quota."""
+    """Whether Retry-After is longer than this client waits, as at the end of a quota."""
     return retry_after is not None and retry_after.isdigit() and int(retry_after) > _PATIENCE_S
 
 
@@ -95,7 +97,7 @@ async def _whole(answer: aiohttp.ClientResponse) -> str:
 
 
 async def _streamed(answer: aiohttp.ClientResponse) -> str:
-    """Print an answer as it comes, and return it; BrokenOff if a part of it is missing."""
+    """Print an answer as it arrives, and return it; BrokenOff if it is incomplete."""
     texts: list[str] = []
     try:
         async for line in answer.content:
@@ -116,20 +118,12 @@ async def _streamed(answer: aiohttp.ClientResponse) -> str:
     return "".join(texts)
 
 
-def _words(text: str) -> str:
-    try:
-        found = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        found = text
-    return " ".join(str(found).split())[:300]
-
-
 def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return the request of a line: messages, or a prompt or question; Refused if it has none."""
+    """Return the request for a line with messages, a prompt or a question, else raise Refused."""
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, dict):
-        raise Refused(f"{place}: it is no JSON object")
+        raise Refused(f"{place}: it is not a JSON object")
     messages = row.get("messages")
     if messages is None:
         text = row.get("prompt", row.get("question"))
@@ -143,7 +137,7 @@ def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
 async def batch(
     client: Client, source: Path, target: Path, settings: dict[str, Any], in_flight: int
 ) -> tuple[int, int]:
-    """Answer a file's lines in order; return how many are answered, and how many failed.
+    """Answer a file's lines in order; return the number of lines, and of failed ones.
 
     Raises:
         Refused: the file cannot be read, or the output belongs to other questions.
@@ -154,28 +148,22 @@ async def batch(
         print(f"{done:,} of {len(rows):,} are answered already", file=sys.stderr)
     gate, failed, began = asyncio.Semaphore(in_flight), 0, time.monotonic()
 
-    async def one(number: int) -> dict[str, Any]:
-        try:
-            return {"answer": await client.ask(rows[number][1])}
-        except Refused as error:
-            return {"answer": None, "error": str(error)}
-        finally:
-            gate.release()
+    async def one(body: dict[str, Any]) -> dict[str, Any]:
+        async with gate:
+            try:
+                return {"answer": await client.ask(body)}
+            except Refused as error:
+                return {"answer": None, "error": str(error)}
 
-    tasks: dict[int, asyncio.Task[dict[str, Any]]] = {}
-    started = done
+    left = iter(rows[done:])
+    tasks = deque(asyncio.create_task(one(body)) for _, body in islice(left, 4 * in_flight))
     with open(target, "a", encoding="utf-8") as out:
         for number in range(done, len(rows)):
-            while started < len(rows) and started - number < 4 * in_flight:
-                if gate.locked() and started > number:
-                    break
-                await gate.acquire()
-                tasks[started] = asyncio.create_task(one(started))
-                started += 1
-            answer = await tasks.pop(number)
+            answer = await tasks.popleft()
+            tasks.extend(asyncio.create_task(one(body)) for _, body in islice(left, 1))
             failed += answer["answer"] is None
             line = {"line": number + 1, "hash": rows[number][0], **answer}
-            # In order, and whole: what is written is not asked again.
+            # In order, and complete lines: written answers are not requested again.
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
     seconds = time.monotonic() - began
@@ -204,12 +192,12 @@ def _rows(source: Path, settings: dict[str, Any]) -> list[tuple[str, dict[str, A
     if faults:
         raise Refused("\n".join(faults[:10]))
     if not rows:
-        raise Refused(f"--input {source} holds no question")
+        raise Refused(f"--input {source} has no questions")
     return rows
 
 
 def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
-    """Return how many lines are answered; a line that was cut short, or failed, is removed."""
+    """Return the number of answered lines; an incomplete or failed line is removed."""
     if not target.exists():
         return 0
     kept: list[str] = []
@@ -221,7 +209,7 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
             same, line = None, {}
         if same is False or (same is None and not kept and text.strip()):
             raise Refused(
-                f"--output {target} holds the answers of other questions: choose another file"
+                f"--output {target} has the answers to other questions: choose another file"
             )
         if not same or line.get("answer") is None:
             break
@@ -231,14 +219,12 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
 
 
 async def run(options: argparse.Namespace) -> int:
-    key_file = options.key_file or (options.folder / endpoints.KEY if options.folder else None)
-    key = (
-        key_file.read_text(encoding="utf-8").strip() if key_file else os.environ.get("API_KEY", "")
-    )
+    key = os.environ.get("API_KEY", "")
+    if key_file := options.key_file or (options.folder and options.folder / endpoints.KEY):
+        key = key_file.read_text(encoding="utf-8").strip()
     settings: dict[str, Any] = {"model": options.model or "default"}
-    for name in ("max_tokens", "temperature", "seed"):
-        if getattr(options, name) is not None:
-            settings[name] = getattr(options, name)
+    given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
+    settings |= {name: value for name, value in given.items() if value is not None}
     client = Client(options.folder, options.url, key)
     try:
         if options.input:

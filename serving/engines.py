@@ -1,7 +1,7 @@
-"""The command of each engine, and where it listens; python -m serving.engines NAME: what it lacks.
+"""The command and address of each engine; python -m serving.engines NAME: its missing packages.
 
-An engine listens on a Unix socket in a private folder if it can: on a port of the node it would
-answer everybody on that node, without the key. SGLang takes no socket, and gets a key of its own.
+An engine listens on a Unix socket in a private folder if it can: on a port, every user of the node
+could use it without a key. SGLang has no option for a socket, and gets its own key.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,15 @@ _NEEDS = {
     "vllm": ("vllm", f"pip install vllm {_OWN}"),
     "sglang": ("sglang", f"pip install 'sglang[all]' {_OWN}"),
 }
-# vLLM takes no other --max-lora-rank, and 16 if it is told none (vllm.config.lora.MaxLoRARanks).
+# vLLM's values of --max-lora-rank; its default is 16 (vllm.config.lora.MaxLoRARanks).
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is started, what it calls its model, and its address: a socket or a port.
+    """The command of an engine, its name of the model, and its address: a socket or a port.
 
-    key: what it asks for, None for nothing.
+    key: its API key, None for none.
     """
 
     argv: list[str]
@@ -40,30 +40,39 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class _Model:
-    """The folder of the weights; of an adapter that of its base, and the adapter beside it."""
+class Model:
+    """The folder of the weights, and that of an adapter with its rank."""
 
-    base: str
-    adapter: str | None
-    rank: int
+    base: Path
+    adapter: Path | None = None
+    rank: int = 0
+
+    @staticmethod
+    def of(folder: Path) -> "Model":
+        """Return the model of a folder of weights, or of an adapter."""
+        adapter = files.read_json_or_none(folder / "adapter_config.json")
+        if not isinstance(adapter, dict):
+            return Model(folder)
+        ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
+        return Model(Path(str(adapter["base_model_name_or_path"])), folder, int(max(ranks)))
 
 
 def missing(engine: str, python: str | None = None) -> str:
-    """Say what an engine lacks, "" if it can be started.
+    """Return a message about an engine's missing package, "" if it can be started.
 
     Args:
         python: the interpreter of the engine's environment; None for this one.
     """
     module, install = _NEEDS[engine]
     if python is None:
-        found = importlib.util.find_spec(module) is not None
+        installed = importlib.util.find_spec(module) is not None
     else:
         code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
         try:
-            found = subprocess.run([python, "-c", code], timeout=120).returncode == 0
+            installed = subprocess.run([python, "-c", code], timeout=120).returncode == 0
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"engine_python {python} cannot be started: {error}"
-    if found:
+    if installed:
         return ""
     where = f" in {python}" if python else ""
     return f"the engine {engine} needs the package {module}, which is not there{where}: {install}"
@@ -73,24 +82,16 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: 
     """Return an engine's command.
 
     Args:
-        folder: private to this user; the socket lies in it.
-        gpus: how many the engine may use.
-        port: a free one, for an engine that takes no socket.
-        key: an engine's own key, for the same.
+        folder: for the socket; private to this user.
+        gpus: number of GPUs for the engine.
+        port: a free port, for an engine without a socket.
+        key: the engine's own key, for an engine without a socket.
     """
-    model = _model(Path(str(config["model"])))
+    model = Model.of(Path(str(config["model"])))
     build = {"vllm": _vllm, "sglang": _sglang, "transformers": _transformers}[config["engine"]]
-    found = build(config, model, folder, max(1, gpus), port, key)
+    engine = build(config, model, folder, max(1, gpus), port, key)
     more = [str(each) for each in config.get("engine_args") or []]
-    return Engine([*found.argv, *more], found.model, found.socket, found.port, found.key)
-
-
-def _model(folder: Path) -> _Model:
-    adapter = files.read_json_or_none(folder / "adapter_config.json")
-    if not isinstance(adapter, dict):
-        return _Model(str(folder), None, 0)
-    ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
-    return _Model(str(adapter["base_model_name_or_path"]), str(folder), int(max(ranks)))
+    return replace(engine, argv=[*engine.argv, *more])
 
 
 def _python(config: Mapping[str, Any]) -> str:
@@ -98,22 +99,22 @@ def _python(config: Mapping[str, Any]) -> str:
 
 
 def _transformers(
-    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
-    socket, name = folder / "engine.sock", model.adapter or model.base
+    socket, name = folder / "engine.sock", str(model.adapter or model.base)
     argv = [sys.executable, "-m", "serving.transformers_engine", str(socket), name]
     argv += ["--device", str(config["device"]), "--dtype", str(config["dtype"])]
     return Engine(argv, name, socket)
 
 
 def _vllm(
-    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
     name, socket = str(config["endpoint"]), folder / "engine.sock"
-    argv = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", model.base]
+    argv = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
     argv += ["--uds", str(socket), "--tensor-parallel-size", str(gpus)]
     argv += ["--dtype", str(config["dtype"])]
-    # The base must have another name than the adapter: its own would be answered by the base.
+    # The base and the adapter need different names, or the base would answer for the adapter.
     argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
     if model.adapter:
         rank = next((each for each in _VLLM_RANKS if each >= model.rank), _VLLM_RANKS[-1])
@@ -123,13 +124,13 @@ def _vllm(
 
 
 def _sglang(
-    config: Mapping[str, Any], model: _Model, folder: Path, gpus: int, port: int, key: str
+    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
     name, settings = str(config["endpoint"]), folder / "sglang.yaml"
-    # In a file: arguments of a process are open to everybody on the node. JSON is YAML.
+    # In a file, because every user of the node can read a process's arguments. JSON is YAML.
     files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
     argv = [_python(config), "-m", "sglang.launch_server", "--config", str(settings)]
-    argv += ["--model-path", model.base, "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--model-path", str(model.base), "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--served-model-name", name, "--tp-size", str(gpus), "--dtype", str(config["dtype"])]
     if not model.adapter:
         return Engine(argv, name, None, port, key)

@@ -1,4 +1,4 @@
-"""The front of an engine: it reads what is asked, logs it, and makes the answer of the engine's."""
+"""The front of an engine: it validates requests, logs them, and composes the engine's answers."""
 
 import asyncio
 import contextlib
@@ -14,24 +14,14 @@ from serving.answers import END, Answers, message_of, sse
 from serving.backends import Backend, connections
 from serving.journal import Journal
 from serving.keys import OWNER, Keys, Quotas, seconds_left
+from serving.outcome import Outcome
 from serving.parameters import Plan, Takes
-from serving.proxy import (
-    CLIENT_ID,
-    ID,
-    Asked,
-    BrokenOff,
-    Pool,
-    Proxy,
-    begin,
-    break_off,
-    gone,
-)
+from serving.proxy import CLIENT_ID, ID, Asked, BrokenOff, Pool, Proxy, begin, break_off, gone
 from serving.request import BadRequest, check, parsed, prompts
-from serving.told import Told
 
 
 class EngineError(Exception):
-    """An engine's answer that is no answer: its status and its message."""
+    """An error that an engine returned: its status and its message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -42,10 +32,11 @@ class Front(Proxy):
     """Answers requests by the one engine of its pool.
 
     Args:
-        takes: what the engine takes; a function, because the engine itself says it once it runs.
-        journal: where requests are logged.
-        count: how many tokens a text has, None if nobody knows; limit: what the model takes.
-        quotas: what users have asked today.
+        takes: the parameters of the engine; a function, because a running engine lists its own.
+        journal: the log of requests.
+        count: counts the tokens of a text, None if it is unknown.
+        limit: the model's context length in tokens.
+        quotas: the use of each user today.
     """
 
     behind_gateway = True
@@ -67,7 +58,7 @@ class Front(Proxy):
         self.count, self.limit = count, limit
 
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        """Read what is asked, log it, and answer it."""
+        """Validate a request, log it, and answer it."""
         if over := self._over_quota(asked.user):
             again = {"Retry-After": str(seconds_left())}
             return self.refuse(429, f"{asked.user}: {over}", headers=again)
@@ -80,15 +71,19 @@ class Front(Proxy):
         except BadRequest as error:
             return self.refuse(error.status, str(error), error.param)
         if asked.user != OWNER and self.quotas is not None:
-            # Now, so that many at the same time do not pass together.
+            # Before the answer, so that concurrent requests count against the quota.
             self.quotas.add(asked.user, 1, 0)
         if self.journal.wants(asked.id):
             self.journal.accepted(_row(asked, body, self.settings))
-        told = Told()
-        return await self.counted(asked, self._composed(request, asked, plan, told), told)
+        outcome = Outcome()
+        composed = self._composed(request, asked, plan, outcome)
+        response = await self.counted(asked, composed, outcome)
+        if not response.prepared:
+            response.headers.update(_ids(asked))
+        return response
 
     def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Log what came of a request, and count it for its user."""
+        """Log the outcome of a request, and count it for its user."""
         if self.journal.wants(asked.id):
             self.journal.answered(asked.id, row)
         if asked.user != OWNER and self.quotas is not None:
@@ -103,45 +98,49 @@ class Front(Proxy):
     async def _too_long(self, asked: Mapping[str, Any]) -> str:
         if self.count is None or self.limit is None:
             return ""
+        for name in ("max_completion_tokens", "max_tokens"):
+            if asked.get(name, 0) > self.limit:
+                words = f"{name} is {asked[name]:,}, and the model takes {self.limit:,} tokens"
+                raise BadRequest(f"{words} in all: lower it", name)
         for text in _plain(asked):
-            # Short of the limit even if each byte were a token.
+            # Below the limit even if each byte were a token.
             if len(text.encode()) <= self.limit:
                 continue
             tokens = await asyncio.to_thread(self.count, text)
             if tokens > self.limit:
-                words = f"the request has {tokens:,} tokens, and the model takes {self.limit:,}"
-                return f"{words}: shorten it"
+                message = f"the request has {tokens:,} tokens, and the model takes {self.limit:,}"
+                return f"{message}: shorten it"
         return ""
 
     async def _composed(
-        self, request: web.Request, asked: Asked, plan: Plan, told: Told
+        self, request: web.Request, asked: Asked, plan: Plan, outcome: Outcome
     ) -> web.StreamResponse:
-        """Ask the engine for each body of the plan, and make one answer of theirs."""
+        """Ask the engine for each body of the plan, and compose one answer."""
         backend = self.pool.choose(set())
         if backend is None:
-            return self._named(asked, self.error(503, "no replica is ready: try again in a moment"))
+            return self.error(503, "no replica is ready: try again in a moment")
         answers = Answers(asked.path, plan, asked.id, str(self.settings["endpoint"]))
         asking = _Engine(backend, asked, self.timeout(), backend.key or self.keys.key)
         sent = web.StreamResponse() if plan.stream else None
         try:
             if sent is not None:
-                return await self._streamed(request, asked, asking, answers, sent, told)
+                return await self._streamed(request, asked, asking, answers, sent, outcome)
             values = await _all(asking.whole(k, body) for k, body in enumerate(plan.bodies))
             body = json.dumps(answers.whole(values), ensure_ascii=False).encode()
-            told.text_came()
-            return self._named(asked, web.Response(body=body, content_type="application/json"))
+            outcome.text_came()
+            return web.Response(body=body, content_type="application/json")
         except EngineError as error:
-            told.status = error.status
+            outcome.status = error.status
             if sent is None or not sent.prepared:
-                return self._named(asked, self.error(error.status, str(error)))
+                return self.error(error.status, str(error))
             error_event = {"message": str(error), "type": "server_error", "code": error.status}
             await sent.write(sse({"error": error_event}))
             await sent.write_eof()
             return sent
         except TimeoutError:
-            told.status = 504
+            outcome.status = 504
             if sent is None or not sent.prepared:
-                return self._named(asked, self.too_late())
+                return self.too_late()
             break_off(request)
             raise BrokenOff("the time of a request is over") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -150,11 +149,11 @@ class Front(Proxy):
             if sent is not None and sent.prepared:
                 break_off(request)
                 raise BrokenOff("the engine went away") from error
-            words = f"the engine does not answer ({type(error).__name__})"
-            return self._named(asked, self.error(503, words))
+            message = f"the engine does not answer ({type(error).__name__})"
+            return self.error(503, message)
         finally:
-            told.texts, told.usage = answers.texts, answers.usage
-            told.pieces = answers.pieces
+            outcome.texts, outcome.usage = answers.texts, answers.usage
+            outcome.pieces = answers.pieces
 
     async def _streamed(
         self,
@@ -163,7 +162,7 @@ class Front(Proxy):
         asking: "_Engine",
         answers: Answers,
         sent: web.StreamResponse,
-        told: Told,
+        outcome: Outcome,
     ) -> web.StreamResponse:
         plan = answers.plan
         streams = [asking.events(k, body) for k, body in enumerate(plan.bodies)]
@@ -171,10 +170,12 @@ class Front(Proxy):
             async for number, value in events:
                 made = answers.event(number, value)
                 if answers.pieces:
-                    told.text_came()
+                    outcome.text_came()
                 if made and not sent.prepared:
                     headers = _ids(asked) | {"Content-Type": "text/event-stream"}
-                    await begin(sent, request, 200, told, headers | {"Cache-Control": "no-cache"})
+                    await begin(
+                        sent, request, 200, outcome, headers | {"Cache-Control": "no-cache"}
+                    )
                 for each in made:
                     await sent.write(sse(each))
         if not sent.prepared:
@@ -185,13 +186,9 @@ class Front(Proxy):
         await sent.write_eof()
         return sent
 
-    def _named(self, asked: Asked, response: web.Response) -> web.Response:
-        response.headers.update(_ids(asked))
-        return response
-
 
 class _Engine:
-    """Asks an engine for one request, with nothing of the client's but what was read."""
+    """Sends one request to an engine; nothing of the client's is passed on unread."""
 
     def __init__(
         self, backend: Backend, asked: Asked, timeout: aiohttp.ClientTimeout, key: str
@@ -254,12 +251,10 @@ def _check(status: int, text: bytes) -> None:
     if status == 200:
         return
     message = message_of(text)
-    if 400 <= status < 500 and status not in (401, 403, 404, 405):
+    if status == 503 or (400 <= status < 500 and status not in (401, 403, 404, 405)):
         raise EngineError(400 if status == 422 else status, message)
-    if status in (429, 503):
-        raise EngineError(status, message)
-    words = "answered with a redirect" if 300 <= status < 400 else f"answered {status}: {message}"
-    raise EngineError(500 if status >= 500 else 502, f"the engine {words}")
+    answer = "answered with a redirect" if 300 <= status < 400 else f"answered {status}: {message}"
+    raise EngineError(500 if status >= 500 else 502, f"the engine {answer}")
 
 
 async def _all(asked: Any) -> list[Any]:
@@ -311,18 +306,18 @@ def _ids(asked: Asked) -> dict[str, str]:
 
 
 def _plain(asked: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a request that have to fit into the model, each by itself."""
+    """Return the texts of a request that have to fit into the model's context, one by one."""
     messages = asked.get("messages")
     if messages is None:
         return [each if isinstance(each, str) else " ".join(map(str, each))
                 for each in prompts(asked)]  # fmt: skip
-    found = [json.dumps(asked["tools"], ensure_ascii=False)] if asked.get("tools") else []
+    texts = [json.dumps(asked["tools"], ensure_ascii=False)] if asked.get("tools") else []
     for message in messages:
         content = message.get("content") or ""
         parts = [content] if isinstance(content, str) else content
-        found += [each if isinstance(each, str) else each.get("text", "") for each in parts]
-        found += [json.dumps(message["tool_calls"])] if message.get("tool_calls") else []
-    return ["\n".join(found)]
+        texts += [each if isinstance(each, str) else each.get("text", "") for each in parts]
+        texts += [json.dumps(message["tool_calls"])] if message.get("tool_calls") else []
+    return ["\n".join(texts)]
 
 
 def _row(asked: Asked, body: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

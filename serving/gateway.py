@@ -8,7 +8,6 @@ node; it listens on 127.0.0.1.
 import argparse
 import asyncio
 import os
-import signal
 import socket
 import sys
 import time
@@ -27,9 +26,9 @@ from serving.keys import Keys
 from serving.proxy import Proxy
 from serving.scale import Scaler
 
-# How often its file says that it lives; runspec.endpoint.STALE_S is some times as long.
+# How often its file is renewed; runspec.endpoint.STALE_S is several times as long.
 _RENEWED_S = 5.0
-# Who was refused while the first replica starts may come back after so many seconds.
+# Retry-After of requests that are refused while the first replica starts, in seconds.
 _COLD_S = 30
 
 
@@ -49,28 +48,25 @@ class Gateway(Proxy):
         return _COLD_S if self.scaler.wanted and not super().available() else super().retry_s()
 
     async def backend(self, tried: set[str]) -> backends.Backend | None:
-        found = self.pool.choose(tried)
+        backend = self.pool.choose(tried)
         if not self.scaler.wanted:
-            return found
+            return backend
         deadline = time.monotonic() + float(self.settings["cold_start_s"])
-        while found is None and time.monotonic() < deadline:
+        while backend is None and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-            found = self.pool.choose(tried)
-        return found
+            backend = self.pool.choose(tried)
+        return backend
 
 
 async def run(folder: Path, port: int, host: str) -> int:
-    """Serve until the process is told to end."""
+    """Serve until SIGTERM or SIGINT."""
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
     settings |= files.read_json(folder / ENDPOINT)["settings"]
     # The fronts of the replicas see every request: they log.
     keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
     pool = backends.Pool(folder)
     pool.refresh()
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    ended = backends.stop_event()
     idle_s = 60 * float(settings["scale_idle_minutes"])
     scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
     proxy = Gateway(settings, keys, pool, scaler)
@@ -79,8 +75,8 @@ async def run(folder: Path, port: int, host: str) -> int:
     try:
         await web.TCPSite(runner, host, port, backlog=1024).start()
     except OSError as error:
-        words = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
-        print(f"error: {words}: leave --port out, or choose another", file=sys.stderr)
+        reason = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
+        print(f"error: {reason}: leave --port out, or choose another", file=sys.stderr)
         return 1
     url = f"http://{host}:{runner.addresses[0][1]}"
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
@@ -90,7 +86,7 @@ async def run(folder: Path, port: int, host: str) -> int:
     renewed = time.monotonic()
 
     def look() -> list[backends.Backend]:
-        """Read the replicas' files, and renew the gateway's own: other hosts go by its time."""
+        """Read the replicas' files, and renew the gateway's own, whose time other hosts check."""
         nonlocal renewed
         if time.monotonic() - renewed >= _RENEWED_S and _is_of(folder, facts):
             renewed = time.monotonic()
@@ -101,16 +97,14 @@ async def run(folder: Path, port: int, host: str) -> int:
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
-        # Beside the requests: a shared filesystem may take its time.
+        # In a thread: a shared filesystem may be slow.
         await pool.dismiss(await asyncio.to_thread(look))
         await scaler.look(proxy.metrics.in_flight, proxy.metrics.take_peak())
         try:
             await asyncio.wait_for(ended.wait(), 0.5)
         except TimeoutError:
             continue
-    deadline = time.monotonic() + 20
-    while proxy.metrics.in_flight and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
+    await proxy.drained()
     await runner.cleanup()
     if _is_of(folder, facts):
         (folder / GATEWAY).unlink(missing_ok=True)
@@ -118,9 +112,9 @@ async def run(folder: Path, port: int, host: str) -> int:
 
 
 def _is_of(folder: Path, facts: dict[str, Any]) -> bool:
-    """Whether gateway.json is this gateway's, and not that of one that took its place."""
-    found = files.read_json_or_none(folder / GATEWAY)
-    return isinstance(found, dict) and all(found.get(k) == facts[k] for k in ("host", "started"))
+    """Whether gateway.json is this gateway's, and not that of a newer one."""
+    content, keys = files.read_json_or_none(folder / GATEWAY), ("host", "started")
+    return isinstance(content, dict) and all(content.get(key) == facts[key] for key in keys)
 
 
 def main() -> int:

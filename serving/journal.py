@@ -1,9 +1,9 @@
-"""The log of requests: a journal that a kill cannot tear, and Parquet files made of it.
+"""The log of requests: a journal that survives a kill, and Parquet files made from it.
 
 A request is written to the journal when it is accepted, and its answer when it is sent. A line is
-one write to a file opened for appending, so that a process that is killed loses nothing it has
-accepted. Whole journals become Parquet: those of living processes from time to time, those of dead
-ones by whoever comes next.
+one write to a file opened for appending, so that a killed process loses no accepted request.
+Journals become Parquet: those of running processes at intervals, those of ended processes when the
+next one starts or reads the log.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Never of use in a training set: mail addresses, phone numbers, keys.
+# Removed from all texts: mail addresses, phone numbers, keys.
 REDACTED = (
     r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}",
     r"(?<!\w)\+?\d[\d ()/-]{7,}\d(?!\w)",
@@ -42,10 +42,11 @@ COLUMNS = (
     "answer_tokens",
     "parameters",
 )
-# What people write; an id is none, however many digits it has.
+# What people write; an id is not redacted, even if it has the digits of a phone number.
 _TEXTS = {"messages", "answer", "answers", "parameters"}
-_NUMBERS = {"time", "latency_s", "first_token_s"}
-_WHOLE = {"status", "prompt_tokens", "answer_tokens"}
+# The Arrow types of columns that are no text.
+_TYPES = dict.fromkeys(("time", "latency_s", "first_token_s"), "double")
+_TYPES |= dict.fromkeys(("status", "prompt_tokens", "answer_tokens"), "int64") | {"stream": "bool"}
 
 
 class Journal:
@@ -65,38 +66,32 @@ class Journal:
         self.path = self.folder / f"journal-{mark}.jsonl"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
         self._file = os.open(self.path, flags, 0o600)
-        # The kernel takes the lock away when the process ends: then anybody may read the rest.
+        # The kernel releases the lock when the process ends: then other processes may read it.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self.since, self.rows = time.time(), 0
 
     def wants(self, request_id: str) -> bool:
-        """Whether a request is among those that are logged; the same id gets the same answer."""
+        """Whether a request is logged; the same for the same id."""
         place = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
         return place < self.share * 2**64
 
     def accepted(self, row: Mapping[str, Any]) -> None:
-        """Write a request that is about to be answered."""
+        """Write a request before it is answered."""
         line = self._clean(row)
         self._open[line["request_id"]] = line
         self._write({"accepted": line})
 
     def answered(self, request_id: str, answer: Mapping[str, Any]) -> None:
-        """Write what came of it."""
+        """Write its outcome."""
         line = {"request_id": request_id, **self._clean(answer)}
         self._open.pop(request_id, None)
         self._write({"answered": line})
         self.rows += 1
 
-    def rotate(self) -> None:
-        """Begin a new journal, and make Parquet of the one before."""
-        before = self.switch()
-        if before is not None:
-            turn_over(*before)
-
     def switch(self) -> tuple[int, Path, set[str]] | None:
         """Begin a new journal; return the one before for turn_over, None if it has no answer yet.
 
-        It is quick, and must not run beside accepted and answered; turn_over may.
+        It is quick, and must not run concurrently with accepted and answered; turn_over may.
         """
         if not self.rows:
             return None
@@ -108,7 +103,7 @@ class Journal:
         return before, path, set(self._open)
 
     def close(self) -> None:
-        """End the journal, with all that was accepted."""
+        """End the journal and convert it to Parquet."""
         os.close(self._file)
         recover(self.folder)
 
@@ -133,13 +128,13 @@ class Journal:
 
 
 def turn_over(file: int, path: Path, leave_out: set[str]) -> None:
-    """Make Parquet of a journal that its process has switched away from."""
+    """Convert a journal to Parquet after switch."""
     to_parquet(path, leave_out)
     os.close(file)
 
 
 def recover(folder: Path) -> int:
-    """Make Parquet of the journals of processes that have ended; return how many there were."""
+    """Convert the journals of processes that have ended to Parquet; return their number."""
     count = 0
     for path in sorted(folder.glob("journal-*.jsonl")):
         try:
@@ -154,21 +149,21 @@ def recover(folder: Path) -> int:
 
 def rows_of(path: Path, leave_out: Iterable[str] = ()) -> list[dict[str, Any]]:
     """Return the requests of a journal; one without an answer has the status 0."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
         except ValueError:
-            continue  # the last line of a disk that was full
+            continue  # an incomplete last line, from a full disk
         for kind in ("accepted", "answered"):
             if kind in line:
-                found.setdefault(line[kind]["request_id"], {"status": 0}).update(line[kind])
+                rows.setdefault(line[kind]["request_id"], {"status": 0}).update(line[kind])
     skip = set(leave_out)
-    return [row for key, row in found.items() if key not in skip]
+    return [row for key, row in rows.items() if key not in skip]
 
 
 def to_parquet(path: Path, leave_out: Iterable[str] = ()) -> Path | None:
-    """Replace a journal by a Parquet file; return it, None if the journal held nothing."""
+    """Replace a journal by a Parquet file; return it, None if the journal was empty."""
     rows = rows_of(path, leave_out)
     target = None
     if rows:
@@ -183,32 +178,33 @@ def _write(target: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = {}
-    for name in COLUMNS:
-        values = [row.get(name) for row in rows]
-        if name in _NUMBERS:
-            columns[name] = pa.array(values, pa.float64())
-        elif name in _WHOLE:
-            columns[name] = pa.array(values, pa.int64())
-        elif name == "stream":
-            columns[name] = pa.array(values, pa.bool_())
-        else:
-            texts = [v if isinstance(v, str) or v is None else json.dumps(v) for v in values]
-            columns[name] = pa.array(texts, pa.string())
+    schema = pa.schema([(name, _TYPES.get(name, "string")) for name in COLUMNS])
+    lines = [{name: _value(row, name) for name in COLUMNS} for row in rows]
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    pq.write_table(pa.table(columns), temporary)
+    pq.write_table(pa.Table.from_pylist(lines, schema), temporary)
     os.chmod(temporary, 0o600)
     os.replace(temporary, target)
 
 
-def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
-    """Yield the requests since a time, those in living journals too; each request once.
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """Return a value as Parquet has it: a text column holds other values as JSON."""
+    value = row.get(name)
+    return value if name in _TYPES else as_text(value)
 
-    One that was asked again, of another replica after the loss of the first, is in two logs: what
-    was answered counts. Texts are read in batches: only the requests' ids are kept in memory.
+
+def as_text(value: Any) -> str | None:
+    """Return a text as it is, and another value as JSON."""
+    return value if isinstance(value, str) or value is None else json.dumps(value)
+
+
+def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Yield each request since a time once, also from the journals of running processes.
+
+    A request that was sent to a second replica after the loss of the first is in two logs: the one
+    with the answer counts. Texts are read in batches: only the ids are kept in memory.
     """
     recover(folder)
-    # The journals first: one that becomes Parquet meanwhile is then read twice, and not missed.
+    # The journals first: one that becomes Parquet meanwhile is read twice instead of missed.
     living = list(_living(folder))
     written = sorted(folder.glob("requests-*.parquet"))
     best: dict[str, tuple[int, int]] = {}
@@ -224,13 +220,13 @@ def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
 def _numbered(
     living: list[dict[str, Any]], written: list[Path], columns: list[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of Parquet files, and those of living journals, with a number each."""
+    """Yield the rows of Parquet files and of living journals, numbered."""
     import pyarrow.parquet as pq
 
     place = 0
     for path in written:
         file = pq.ParquetFile(path)
-        # A log of an earlier version has not all of them.
+        # A log of an earlier version lacks some.
         there = [name for name in columns if name in file.schema_arrow.names]
         for batch in file.iter_batches(1024, columns=there):
             for row in batch.to_pylist():
@@ -240,13 +236,8 @@ def _numbered(
 
 
 def _living(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the journals of living processes, as Parquet has them."""
+    """Yield the rows of the journals of running processes, in the form of the Parquet files."""
     for path in sorted(folder.glob("journal-*.jsonl")):
         with suppress(FileNotFoundError):
             for row in rows_of(path):
-                row = {name: row.get(name) for name in COLUMNS} | row
-                for name in ("messages", "answers", "parameters"):
-                    value = row.get(name)
-                    texts = value is None or isinstance(value, str)
-                    row[name] = value if texts else json.dumps(value)
-                yield row
+                yield {name: _value(row, name) for name in COLUMNS}

@@ -1,4 +1,4 @@
-"""Who may ask an endpoint, and how much on a day: its own key, and the keys of users."""
+"""API keys and daily quotas of an endpoint: its own key, and the keys of users."""
 
 import hmac
 import time
@@ -10,13 +10,13 @@ from typing import Any
 from runspec import endpoint as endpoints
 from runspec import files
 
-# Whoever has the endpoint's own key: its owner, and the gateway.
+# The holder of the endpoint's own key: its owner, and the gateway.
 OWNER = ""
 _DAY_S = 86400
 
 
 class Keys:
-    """The keys that an endpoint takes; refresh reads those of the users again."""
+    """The valid keys of an endpoint; refresh reads those of the users again."""
 
     def __init__(self, key: str, folder: Path | None = None) -> None:
         self.key, self.folder = key, folder
@@ -36,17 +36,17 @@ class Keys:
         }
 
     def who(self, given: str) -> str | None:
-        """Return whose key it is, OWNER for the endpoint's own, None if it is nobody's."""
+        """Return the user of a key, OWNER for the endpoint's own, None if it is not valid."""
         # A header may hold any bytes.
         own = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.key.encode())
         return OWNER if own else self._names.get(endpoints.key_hash(given))
 
 
 class Quotas:
-    """What users have asked today (UTC), of this replica and of all others.
+    """The requests and tokens of each user today (UTC), of all replicas.
 
-    Each replica writes a file of its own; refresh writes it and reads the others. What they have
-    counted since then is not known here.
+    Each replica has its own file; refresh writes it and reads the others. Their later counts are
+    not included.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -64,7 +64,7 @@ class Quotas:
         self.own = {**self.own, user: (before[0] + requests, before[1] + tokens)}
 
     def over(self, user: str, limits: Mapping[str, Any]) -> str:
-        """Say which of a user's limits is reached, "" if none is."""
+        """Return a message if a user has reached a limit, else ""."""
         if self.day != endpoints.today():
             return ""
         pairs = (self.own.get(user, (0, 0)), self.others.get(user, (0, 0)))
@@ -75,7 +75,7 @@ class Quotas:
         return ""
 
     def refresh(self) -> None:
-        """Write this replica's counts, and read those of the others; an old file goes."""
+        """Write this replica's counts, read those of the others, and remove old files."""
         if self.own is not self._written:
             content = {"day": self.day, "users": self.own}
             self._written = self.own
@@ -88,5 +88,5 @@ class Quotas:
 
 
 def seconds_left() -> int:
-    """Return how long this day (UTC) still is."""
+    """Return the seconds until the end of this day (UTC)."""
     return int(_DAY_S - time.time() % _DAY_S) + 1

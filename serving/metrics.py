@@ -3,10 +3,11 @@
 import bisect
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# Of so many of the newest requests the quantiles are computed.
+# The quantiles are those of this many newest requests.
 _KEPT = 10_000
 
 
@@ -29,6 +30,13 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     """Return the value below which a share of the values lies, None if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def per_token_s(row: Mapping[str, Any]) -> float | None:
+    """Return the seconds per token after the first, None for an answer of fewer than two."""
+    if (row["answer_tokens"] or 0) < 2:
+        return None
+    return float(row["latency_s"] - row["first_token_s"]) / int(row["answer_tokens"] - 1)
 
 
 class Metrics:
@@ -60,9 +68,8 @@ class Metrics:
             self.tokens[kind] += row[f"{kind}_tokens"] or 0
         if row["first_token_s"] is not None:
             self.first_token.add(row["first_token_s"])
-            if (row["answer_tokens"] or 0) > 1:
-                rest = row["latency_s"] - row["first_token_s"]
-                self.per_token.add(rest / (row["answer_tokens"] - 1))
+            if (seconds := per_token_s(row)) is not None:
+                self.per_token.add(seconds)
 
     def text(self, endpoint: str) -> str:
         """Return the exposition format, version 0.0.4."""
@@ -73,19 +80,14 @@ class Metrics:
         lines.append("# TYPE cookbook_tokens_total counter")
         for kind, count in sorted(self.tokens.items()):
             lines.append(f'cookbook_tokens_total{{{label},kind="{kind}"}} {count}')
-        lines += [
-            "# TYPE cookbook_in_flight gauge",
-            f"cookbook_in_flight{{{label}}} {self.in_flight}",
-        ]
+        lines.append("# TYPE cookbook_in_flight gauge")
+        lines.append(f"cookbook_in_flight{{{label}}} {self.in_flight}")
         for name in ("latency", "first_token", "per_token"):
-            found: Histogram = getattr(self, name)
-            full, below = f"cookbook_{name}_seconds", 0
+            seconds: Histogram = getattr(self, name)
+            full = f"cookbook_{name}_seconds"
             lines.append(f"# TYPE {full} histogram")
-            for bound, count in zip((*_BOUNDS, "+Inf"), found.buckets, strict=True):
-                below += count
+            for bound, below in zip((*_BOUNDS, "+Inf"), accumulate(seconds.buckets), strict=True):
                 lines.append(f'{full}_bucket{{{label},le="{bound}"}} {below}')
-            lines += [
-                f"{full}_sum{{{label}}} {found.total}",
-                f"{full}_count{{{label}}} {found.count}",
-            ]
+            lines.append(f"{full}_sum{{{label}}} {seconds.total}")
+            lines.append(f"{full}_count{{{label}}} {seconds.count}")
         return "\n".join(lines) + "\n"

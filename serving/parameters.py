@@ -1,7 +1,7 @@
-"""What an engine is asked for a request: the names that it takes, and what the front does for it.
+"""Parameters of requests: which ones an engine has, and which ones the front implements.
 
-Nothing that a request names is left out in silence: it is passed on, done by the front, without
-effect by its value, or refused by name.
+No parameter is dropped silently: it is passed on, implemented by the front, without effect by its
+value, or refused by name.
 """
 
 import difflib
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from serving.engines import Model
 from serving.request import CHAT, BadRequest, prompts, stops
 
-# For the log only: who asks, and why.
+# For the log only.
 _DESCRIPTIVE = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-# Values that ask for what is done anyway.
+# Values that request the default behavior.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -37,7 +38,7 @@ _DONE_HERE = {"model", "stream", "stream_options", "n", "stop"}
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"}
 _LENGTHS = {"max_tokens", "max_completion_tokens"}
 _OF_CHATS = {"messages", "tools", "tool_choice", "chat_template_kwargs"}
-# The names of OpenAI's protocol, for an engine that does not say which ones it takes.
+# The names of OpenAI's protocol, for an engine that does not list its parameters.
 _PROTOCOL = {*_WITHOUT_EFFECT, *_DESCRIPTIVE, *_DONE_HERE, *_LENGTHS, *_OF_CHATS, "temperature"}
 _PROTOCOL |= {"top_p", "seed", "logit_bias", "prompt", "suffix", "reasoning_effort"}
 _INSTEAD = {
@@ -52,24 +53,24 @@ _INSTEAD = {
     "store": "requests are logged by log_share of the endpoint",
     "reasoning_effort": "use chat_template_kwargs, if the chat template has such a key",
 }
-# What apply_chat_template takes besides the values for the template itself.
+# Arguments of apply_chat_template that are not passed to the template.
 _OF_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "add_generation_prompt"}
 _OF_TEMPLATES |= {"continue_final_message", "tokenize", "padding", "truncation", "max_length"}
 _OF_TEMPLATES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 _OF_TEMPLATES |= {"tokenizer_kwargs", "processor_kwargs", "load_audio_from_video", "messages"}
-# Below it a probability other than the largest is zero in float32; and logits are not infinite.
+# Below this temperature all probabilities but the largest are zero in float32; 0 would make logits
+# infinite.
 _GREEDY = 1e-4
-# What transformers serve takes at least, if a request does not say.
+# The minimum of transformers serve for a request without max_tokens.
 _NEW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a request is asked of an engine.
+    """The requests to an engine for one request of a client.
 
-    bodies: one for each request to the engine; their choices are put together in this order.
-    choices: how many choices each of them has. counted: the bodies whose prompt is counted once.
-    stops: where the front cuts the text.
+    bodies: one for each request to the engine; their choices are combined in this order. counted:
+    the bodies whose prompt tokens count. stops: strings at which the front cuts the text.
     """
 
     bodies: list[dict[str, Any]]
@@ -81,11 +82,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Takes:
-    """What an engine takes.
+    """The parameters of an engine.
 
     names: of each path, None if the engine does not say. facts, defaults: the model's config.json
     and generation_config.json. template: its chat template, None if nobody knows. batching:
-    transformers' continuous batching, which has the same sampling for all requests.
+    transformers' continuous batching, which has the same sampling for all requests. seconds: of one
+    answer at most, None for no limit.
     """
 
     engine: str
@@ -95,22 +97,23 @@ class Takes:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     template: str | None = None
     batching: bool = False
+    seconds: float | None = None
 
     def plan(self, path: str, asked: Mapping[str, Any]) -> Plan:
-        """Return how a checked request is asked; BadRequest names what the engine does not do."""
+        """Return the plan of a valid request; BadRequest names an unsupported parameter."""
         return (self._transformers if self.engine == "transformers" else self._other)(path, asked)
 
-    def _refuse(self, path: str, asked: Mapping[str, Any], taken: set[str]) -> dict[str, Any]:
-        """Return what has an effect, with the names that are taken; refuse all others by name."""
+    def _refuse(self, path: str, asked: Mapping[str, Any], supported: set[str]) -> dict[str, Any]:
+        """Return the supported parameters; refuse others that have an effect."""
         kept = {}
         for name, value in asked.items():
-            if name in taken:
+            if name in supported:
                 kept[name] = value
             elif name not in _DESCRIPTIVE and not _without_effect(name, value):
-                raise BadRequest(self._words(path, name, value, taken), name)
+                raise BadRequest(self._refusal(path, name, value, supported), name)
         return kept
 
-    def _words(self, path: str, name: str, value: Any, taken: set[str]) -> str:
+    def _refusal(self, path: str, name: str, value: Any, supported: set[str]) -> str:
         shown = json.dumps(value, ensure_ascii=False)
         shown = f"{name}={shown}" if len(shown) < 40 else name
         if self.batching and name in (_SAMPLING | {"stop", "logit_bias"}):
@@ -120,27 +123,30 @@ class Takes:
         if name in _PROTOCOL or name in ("audio", "prediction", "web_search_options"):
             other = "" if self.engine == "vllm" else ", or serve it with engine=vllm"
             return f"the engine {self.engine} does not do {shown}: leave it out{other}"
-        close = difflib.get_close_matches(name, sorted(taken), 1)
+        close = difflib.get_close_matches(name, sorted(supported), 1)
         meant = f" (did you mean {close[0]}?)" if close else ""
         return f"{path} of the engine {self.engine} has no parameter {name!r}{meant}"
 
     def _other(self, path: str, asked: Mapping[str, Any]) -> Plan:
-        """vLLM and SGLang do all that they have a name for."""
+        """vLLM and SGLang implement every parameter that they list."""
         known = (self.names or {}).get(path)
-        taken = set(known) if known else _PROTOCOL - {"prompt" if path == CHAT else "messages"}
-        kept = self._refuse(path, asked, taken - {"request_id", "rid"} | {"model"})
+        supported = set(known) if known else _PROTOCOL - {"prompt" if path == CHAT else "messages"}
+        kept = self._refuse(path, asked, supported - {"request_id", "rid"} | {"model"})
         stream = bool(asked.get("stream"))
         usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         body = {**kept, "model": self.model}
         if stream:
-            # The log and the quotas count what the engine counts.
+            # The log and the quotas use the engine's counts.
             body["stream_options"] = {"include_usage": True}
         return Plan([body], stream, usage)
 
     def _transformers(self, path: str, asked: Mapping[str, Any]) -> Plan:
-        taken = _DONE_HERE | _LENGTHS | (_OF_CHATS if path == CHAT else {"prompt"})
-        taken = taken - {"stop"} if self.batching else taken | _SAMPLING | {"logit_bias"}
-        kept = self._refuse(path, asked, taken)
+        supported = _DONE_HERE | _LENGTHS | (_OF_CHATS if path == CHAT else {"prompt"})
+        if self.batching:
+            supported.discard("stop")
+        else:
+            supported |= _SAMPLING | {"logit_bias"}
+        kept = self._refuse(path, asked, supported)
         usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         stream, count = bool(asked.get("stream")), int(asked.get("n", 1))
         body: dict[str, Any] = {"model": self.model, "stream": stream}
@@ -151,8 +157,8 @@ class Takes:
             body["chat_template_kwargs"] = kept["chat_template_kwargs"]
         if kept.get("tools") and kept.get("tool_choice", "auto") != "none":
             if kept.get("tool_choice", "auto") != "auto":
-                raise BadRequest(self._words(path, "tool_choice", kept["tool_choice"], taken),
-                                 "tool_choice")  # fmt: skip
+                refusal = self._refusal(path, "tool_choice", kept["tool_choice"], supported)
+                raise BadRequest(refusal, "tool_choice")
             if self.template and "tools" not in self.template:
                 raise BadRequest("the chat template of the model has no tools", "tools")
             body["tools"] = kept["tools"]
@@ -169,15 +175,18 @@ class Takes:
         return Plan(bodies, stream, usage, stops(kept), counted)
 
     def _generation(self, kept: Mapping[str, Any], choice: int) -> dict[str, Any]:
-        """Return generation_config, which transformers serve takes as JSON in a request.
+        """Return generation_config, which is JSON in a request to transformers serve.
 
-        seed and stop_texts in it are read by serving.transformers_engine.
+        serving.transformers_engine reads its keys seed and stop_texts.
         """
         most = kept.get("max_completion_tokens", kept.get("max_tokens"))
         if self.batching:
             return {} if most is None else {"max_tokens": most}
         default = max(_NEW_TOKENS, int(self.defaults.get("max_new_tokens") or 0))
         config: dict[str, Any] = {"max_new_tokens": default if most is None else most}
+        if self.seconds is not None:
+            # Nobody waits any more, and the next request waits for this one.
+            config["max_time"] = self.seconds
         if "repetition_penalty" in kept:
             config["repetition_penalty"] = float(kept["repetition_penalty"])
         if stops(kept):
@@ -189,7 +198,7 @@ class Takes:
             heat = float(kept.get("temperature", self.defaults.get("temperature") or 1.0))
             config["do_sample"] = heat >= _GREEDY
             if config["do_sample"]:
-                # Without a number of its own generate() would take the 50 likeliest tokens.
+                # The default of generate() is 50.
                 top = int(kept.get("top_k", self.defaults.get("top_k") or 0))
                 config |= {"temperature": heat, "top_k": max(0, top)}
                 config |= {key: float(kept[key]) for key in ("top_p", "min_p") if key in kept}
@@ -238,22 +247,21 @@ def _without_effect(name: str, value: Any) -> bool:
 
 
 def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
-    """Return what the engine of an endpoint takes.
+    """Return the parameters of an endpoint's engine.
 
     Args:
-        name: what the engine calls its model.
+        name: the engine's name of the model.
         schema: the engine's own /openapi.json, None if it has none.
     """
-    model = Path(str(config["model"]))
-    adapter = files.read_json_or_none(model / "adapter_config.json")
-    base = Path(str(adapter["base_model_name_or_path"])) if isinstance(adapter, dict) else model
-    engine = str(config["engine"])
+    model, engine = Path(str(config["model"])), str(config["engine"])
+    base = Model.of(model).base
     read = (files.read_json_or_none(base / f"{each}.json") for each in _FILES)
     facts, defaults = (each if isinstance(each, dict) else {} for each in read)
     arguments = [str(each) for each in config.get("engine_args") or []]
     batching = engine == "transformers" and "--continuous-batching" in arguments
     names = None if engine == "transformers" else names_of(schema)
-    return Takes(engine, name, names, facts, defaults, _template(model, base), batching)
+    seconds = float(config["request_timeout_s"])
+    return Takes(engine, name, names, facts, defaults, _template(model, base), batching, seconds)
 
 
 _FILES = ("config", "generation_config")
@@ -265,15 +273,15 @@ def _template(*folders: Path) -> str | None:
         with suppress(OSError):
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
         settings = files.read_json_or_none(folder / "tokenizer_config.json")
-        found = settings.get("chat_template") if isinstance(settings, dict) else None
-        if isinstance(found, str):
-            return found
+        template = settings.get("chat_template") if isinstance(settings, dict) else None
+        if isinstance(template, str):
+            return template
     return None
 
 
 def names_of(schema: Any) -> dict[str, frozenset[str]]:
-    """Return the names that each path of an OpenAPI document takes in a JSON body."""
-    found: dict[str, frozenset[str]] = {}
+    """Return the parameters of each path of an OpenAPI document in a JSON body."""
+    names: dict[str, frozenset[str]] = {}
     try:
         for path, methods in schema["paths"].items():
             body = methods.get("post", {}).get("requestBody", {}).get("content", {})
@@ -281,7 +289,7 @@ def names_of(schema: Any) -> dict[str, frozenset[str]]:
             if "$ref" in body:
                 body = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
             if body.get("properties"):
-                found[path] = frozenset(body["properties"])
+                names[path] = frozenset(body["properties"])
     except (KeyError, TypeError, AttributeError):
         return {}
-    return found
+    return names

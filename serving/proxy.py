@@ -19,8 +19,8 @@ from aiohttp import web
 from serving.backends import Backend, connections
 from serving.keys import OWNER, Keys
 from serving.metrics import Metrics
+from serving.outcome import Outcome
 from serving.request import CHAT, COMPLETIONS, normal
-from serving.told import Told
 
 _MODELS = "/v1/models"
 _METHODS = {
@@ -29,18 +29,18 @@ _METHODS = {
     CHAT: ("POST",),
     COMPLETIONS: ("POST",),
 }
-# What a client learns of an answer's headers.
+# Headers of an answer that are passed on to the client.
 _OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
 ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
-# What a gateway tells a front; a front believes it of nobody else.
+# Headers from a gateway to a front, which ignores them from other clients.
 _OWN_ID, _OWN_USER = "X-Cookbook-Request-Id", "X-Cookbook-User"
-# A node that is lost refuses no connection, it is only silent.
+# A lost node does not refuse a connection, it only does not answer.
 CONNECT_S = 3
 _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
 
 
 class BrokenOff(ConnectionResetError):
-    """A replica went away when a part of its answer was passed on already."""
+    """A replica went away after a part of its answer was passed on."""
 
 
 class Pool(Protocol):
@@ -51,7 +51,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that may be passed on; its id is the log's own, client_id is the client's."""
+    """A request that may be passed on; id: the log's own, client_id: the client's."""
 
     path: str
     body: bytes
@@ -65,10 +65,10 @@ class Proxy:
 
     Args:
         settings: the values of the keys of `entry: serve`.
-        keys: what a request must bring one of.
+        keys: a request needs one of them.
     """
 
-    # Whether the endpoint's own key may be a gateway's, which tells the id and the user.
+    # Whether requests with the endpoint's own key may come from a gateway, with an id and a user.
     behind_gateway = False
 
     def __init__(
@@ -106,14 +106,14 @@ class Proxy:
     def error(
         self, status: int, message: str, param: str | None = None, headers: Any = None
     ) -> web.Response:
-        """Return an error in the form of OpenAI's protocol; a request that ends with it counts."""
+        """Return an error in the form of OpenAI's protocol, without counting it."""
         known = {"Retry-After": str(self.retry_s())} if status in (429, 503) else {}
         error = {"message": message, "type": _TYPES.get(status, "server_error"), "param": param}
         body = {"error": {**error, "code": status}}
         return web.json_response(body, status=status, headers={**known, **(headers or {})})
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one request, or say why not."""
+        """Answer one request, or refuse it with the reason."""
         path = normal(unquote(request.rel_url.raw_path))
         if path == "/health" and request.method in _METHODS[path]:
             return self._health()
@@ -126,8 +126,8 @@ class Proxy:
             known = ", ".join([CHAT, COMPLETIONS, _MODELS])
             return self.refuse(404, f"there is no {path} here: there are {known}")
         if request.method not in methods:
-            words = f"{path} takes {methods[0]}, not {request.method}"
-            return self.refuse(405, words, headers={"Allow": ", ".join(methods)})
+            message = f"{path} takes {methods[0]}, not {request.method}"
+            return self.refuse(405, message, headers={"Allow": ", ".join(methods)})
         if is_models:
             return self._models(path.removeprefix(_MODELS).strip("/"))
         if path == "/metrics":
@@ -135,7 +135,7 @@ class Proxy:
                 return self.refuse(403, "/metrics is for the endpoint's own key")
             text = self.metrics.text(str(self.settings["endpoint"]))
             return web.Response(text=text, content_type="text/plain")
-        return await self._taken(request, path, user)
+        return await self._accepted(request, path, user)
 
     def _health(self) -> web.Response:
         ok = self.ready() and self.available()
@@ -159,7 +159,7 @@ class Proxy:
         if not rate:
             return False
         now = time.monotonic()
-        # A second's worth may come at once.
+        # Bursts of one second's requests are allowed.
         self._allowed = min(max(1.0, rate), self._allowed + (now - self._refilled) * rate)
         self._refilled = now
         if self._allowed < 1:
@@ -167,13 +167,13 @@ class Proxy:
         self._allowed -= 1
         return False
 
-    async def _taken(self, request: web.Request, path: str, user: str) -> web.StreamResponse:
+    async def _accepted(self, request: web.Request, path: str, user: str) -> web.StreamResponse:
         """Read a request whose path is listed, and pass it on."""
         if self.metrics.in_flight >= int(self.settings["max_in_flight"]):
             return self.refuse(503, "too many requests at a time: try again in a moment")
         if self._over_rate():
-            words = f"more than {self.settings['rate_per_s']:g} requests per second"
-            return self.refuse(429, f"{words}: try again in a moment")
+            rate = f"{self.settings['rate_per_s']:g} requests per second"
+            return self.refuse(429, f"more than {rate}: try again in a moment")
         given = request.headers
         if "websocket" in given.get("Upgrade", "").lower():
             return self.refuse(400, "the connection cannot be upgraded: send a POST with JSON")
@@ -199,33 +199,39 @@ class Proxy:
 
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         """Answer a request that may be passed on."""
-        told = Told()
-        return await self.counted(asked, self._passed_on(request, asked, told), told)
+        outcome = Outcome()
+        return await self.counted(asked, self._passed_on(request, asked, outcome), outcome)
 
     async def counted(
-        self, asked: Asked, answering: Awaitable[web.StreamResponse], told: Told
+        self, asked: Asked, answering: Awaitable[web.StreamResponse], outcome: Outcome
     ) -> web.StreamResponse:
-        """Count a request while it is answered, and what came of it."""
+        """Count a request while it is answered, and its outcome."""
         self.metrics.began()
         try:
             response = await answering
-            told.status = told.status or response.status
+            outcome.status = outcome.status or response.status
             return response
         except asyncio.CancelledError:
-            told.status = 499  # the client hung up
+            outcome.status = 499  # the client hung up
             raise
         except (ConnectionResetError, aiohttp.ClientConnectionResetError) as error:
             # 502: the replica went away in the middle of a stream.
-            told.status = 502 if isinstance(error, BrokenOff) else 499
+            outcome.status = 502 if isinstance(error, BrokenOff) else 499
             raise
         finally:
             self.metrics.in_flight -= 1
-            row = told.row()
+            row = outcome.row()
             self.metrics.ended(row)
             self.ended(asked, row)
 
+    async def drained(self) -> None:
+        """Wait until no request is in flight, at most 20 s."""
+        deadline = time.monotonic() + 20
+        while self.metrics.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
     def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Do what is left to do for a request that has ended."""
+        """Called when a request has ended, with the columns of the log."""
 
     def retry_s(self) -> int:
         """Return after how many seconds a request that was refused may be sent again."""
@@ -236,7 +242,7 @@ class Proxy:
         return self.pool.choose(tried)
 
     async def _passed_on(
-        self, request: web.Request, asked: Asked, told: Told
+        self, request: web.Request, asked: Asked, outcome: Outcome
     ) -> web.StreamResponse:
         tried: set[str] = set()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -261,22 +267,22 @@ class Proxy:
                     if 300 <= answer.status < 400:
                         return self.error(502, "a replica answered with a redirect")
                     if answer.content_type != "text/event-stream":
-                        # Whole, in one packet; and one that breaks off is asked of another.
+                        # Not streamed: if it breaks off, another replica is asked.
                         body = await answer.read()
-                        told.raw(body)
+                        outcome.raw(body)
                         sent = web.Response(body=body)
-                        await begin(sent, request, answer.status, told, _known(answer.headers))
+                        await begin(sent, request, answer.status, outcome, _known(answer.headers))
                         await sent.write_eof()
                         return sent
                     sent = web.StreamResponse()
-                    await begin(sent, request, answer.status, told, _known(answer.headers))
+                    await begin(sent, request, answer.status, outcome, _known(answer.headers))
                     async for chunk in answer.content.iter_any():
-                        told.raw(chunk)
+                        outcome.raw(chunk)
                         await sent.write(chunk)
                     await sent.write_eof()
                     return sent
             except TimeoutError:
-                told.status = 504
+                outcome.status = 504
                 if sent is None:
                     return self.too_late()
                 raise
@@ -317,14 +323,14 @@ async def begin(
     response: web.StreamResponse,
     request: web.Request,
     status: int,
-    told: Told,
+    outcome: Outcome,
     headers: Mapping[str, str],
 ) -> None:
     """Begin a response."""
     response.set_status(status)
     response.headers.update(headers)
     await response.prepare(request)
-    told.status = status
+    outcome.status = status
 
 
 def break_off(request: web.Request) -> None:

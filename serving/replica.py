@@ -1,8 +1,8 @@
 """One replica of an endpoint, its engine and its front: -m serving.replica <run>/train.yaml
 
 torchrun starts it as each rank. The first rank of a replica starts the engine on a Unix socket,
-waits until it answers, opens the front on a port and tells the endpoint; the other ranks of a
-replica of several GPUs only hold their GPU. An engine that dies is started again.
+waits until it answers, opens the front on a port and writes the replica's file; the other ranks of
+a replica of several GPUs only hold their GPU. An engine that dies is restarted.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from serving.backends import Backend
 from serving.journal import Journal, turn_over
 from serving.keys import Keys, Quotas
 
-# An engine that dies so often within a minute each is not started again.
+# An engine that dies more often than this, within a minute each time, is not restarted.
 _DEATHS, _SHORT_S = 5, 60.0
 # prctl(2): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
 class ServeError(Exception):
-    """What ends a replica, in one line."""
+    """Why a replica ends, in one line."""
 
 
 class Own:
@@ -84,16 +84,13 @@ class Replica:
         self.ready_since, self.start_s, self.minutes = 0.0, 0.0, -1
 
     async def run(self) -> str:
-        """Serve until the stop file appears or the process is told to end; return the state."""
-        # Imported late: what checks the settings needs no HTTP.
+        """Serve until the stop file appears, or SIGTERM or SIGINT; return the state."""
+        # Imported late: checking the settings needs no HTTP.
         from aiohttp import web
 
         from serving.front import Front
 
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ended.set)
+        ended = backends.stop_event()
         journal = Journal(
             self.endpoint / endpoints.REQUESTS,
             float(self.config["log_share"]),
@@ -117,7 +114,7 @@ class Replica:
         await runner.setup()
         try:
             if self.config["port"]:
-                # Told before the engine takes minutes to start.
+                # Before the engine, which takes minutes to start.
                 await self._open(web.TCPSite, runner)
             await self._start_engine(ended)
             if not ended.is_set() and not self.url:
@@ -128,7 +125,7 @@ class Replica:
                 self.start_s = max(0.0, time.time() - _asked_at(self.run_dir))
             asked = False
             while not ended.is_set() and not asked:
-                # Beside the requests: a shared filesystem may take its time.
+                # In a thread: a shared filesystem may be slow.
                 asked = await asyncio.to_thread(self._tell, proxy)
                 await self._look_after(ended)
                 if journal.rows >= int(self.config["log_rows"]) or (
@@ -144,7 +141,7 @@ class Replica:
             await self._drain(proxy)
             return "stopped"
         finally:
-            # First what others see: Slurm may leave only seconds.
+            # The files that others read come first: Slurm may leave only seconds.
             endpoints.replica_file(self.endpoint, self.name).unlink(missing_ok=True)
             endpoints.drain_mark(self.endpoint, self.name).unlink(missing_ok=True)
             await runner.cleanup()
@@ -157,19 +154,20 @@ class Replica:
         host = socket.gethostname() if node else "127.0.0.1"
         port = int(self.config["port"])
         try:
-            # With 0 the kernel chooses a free one.
+            # With port 0 the kernel chooses a free one.
             await site(runner, "0.0.0.0" if node else host, port).start()
         except OSError as error:
-            why = os.strerror(error.errno or 0)
-            words = f"port {port} of {socket.gethostname()} cannot be opened ({why})"
-            raise ServeError(f"{words}: leave port out, or choose another") from None
+            raise ServeError(
+                f"port {port} of {socket.gethostname()} cannot be opened "
+                f"({os.strerror(error.errno or 0)}): leave port out, or choose another"
+            ) from None
         self.url = f"http://{host}:{runner.addresses[0][1]}"
 
     def _tell(self, proxy: Any) -> bool:
-        """Write the replica's file, and return whether it was asked to stop.
+        """Write the replica's file, and return whether the stop file exists.
 
         Args:
-            proxy: None while nothing can be in flight.
+            proxy: None while no request can be in flight.
         """
         if endpoints.drain_mark(self.endpoint, self.name).exists():
             self.state = "draining"
@@ -192,7 +190,7 @@ class Replica:
         return (self.run_dir / files.STOP).exists()
 
     def _count_minutes(self) -> None:
-        """Record that it serves: an attempt that did is no failed try, however it ends."""
+        """Record the minutes of service: an attempt that served counts as progress."""
         passed = int((time.monotonic() - self.ready_since) / 60)
         if self.state != "ready" or passed == self.minutes or self.number:
             return
@@ -216,11 +214,11 @@ class Replica:
             *self.engine.argv,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
-            # A front that is killed must not leave an engine behind that holds the GPU.
+            # If the front is killed, the engine must not keep the GPU.
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         deadline = time.monotonic() + float(self.config["start_timeout_s"])
-        told = 0.0
+        written = 0.0
         while not ended.is_set() and not (self.run_dir / files.STOP).exists():
             if self.process.returncode is not None:
                 code = self.process.returncode
@@ -235,13 +233,13 @@ class Replica:
                 raise ServeError(
                     f"the engine was not healthy within {limit} s: raise start_timeout_s"
                 )
-            if time.monotonic() - told > backends.BEAT_S:
-                told = time.monotonic()
+            if time.monotonic() - written > backends.BEAT_S:
+                written = time.monotonic()
                 self._tell(None)
             await asyncio.sleep(0.3)
 
     async def _look_after(self, ended: asyncio.Event) -> None:
-        """Start an engine again that has died."""
+        """Restart an engine that has died."""
         if self.process is None or self.process.returncode is None:
             return
         self.pool.healthy = False
@@ -255,12 +253,10 @@ class Replica:
         print("the engine answers again", flush=True)
 
     async def _drain(self, proxy: Any) -> None:
-        """Let the requests that are under way end; new ones find another replica."""
+        """Wait for the requests in flight; new ones go to another replica."""
         self.state = "draining"
         self._tell(proxy)
-        deadline = time.monotonic() + 20
-        while proxy.metrics.in_flight and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        await proxy.drained()
 
     async def _end_engine(self) -> None:
         if self.pool.backend.session is not None:
@@ -275,16 +271,12 @@ class Replica:
             await self.process.wait()
 
 
-_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} | {
-    "MASTER_PORT",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "TORCHELASTIC_RUN_ID",
-}
+_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
+_OF_TORCHRUN |= {"MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID"}
 
 
 def _asked_at(run_dir: Path) -> float:
-    """Return when this start was asked for: with the submission, later with its own attempt."""
+    """Return when this start was requested: the submission, later the start of the attempt."""
     if os.environ.get("COOKBOOK_ATTEMPT", "0") == "0":
         with suppress(OSError):
             return (run_dir / files.SUBMISSION).stat().st_mtime
@@ -298,9 +290,8 @@ def _free_port() -> int:
 
 
 def _tokenizer(model: Path) -> tuple[Any, int | None]:
-    """Return what counts a text's tokens, and how many the model takes; None if nobody knows."""
-    adapter = files.read_json_or_none(model / "adapter_config.json")
-    base = Path(str(adapter["base_model_name_or_path"])) if isinstance(adapter, dict) else model
+    """Return a function that counts tokens, and the model's context length; None if unknown."""
+    base = engines.Model.of(model).base
     settings = files.read_json_or_none(base / "config.json")
     limit = (settings or {}).get("max_position_embeddings")
     if not (base / "tokenizer.json").is_file() or not isinstance(limit, int):
@@ -332,8 +323,8 @@ def main(arguments: list[str]) -> int:
             )
         if local % size:
             return _hold(run_dir)
-        if lacks := engines.missing(str(config["engine"]), config.get("engine_python")):
-            raise ServeError(lacks)
+        if fault := engines.missing(str(config["engine"]), config.get("engine_python")):
+            raise ServeError(fault)
         replica = Replica(config, run_dir, rank // size, list(range(local, local + size)))
         state = asyncio.run(replica.run())
     except (ServeError, OSError, ValueError) as error:
@@ -347,13 +338,13 @@ def main(arguments: list[str]) -> int:
         return 1
     if rank == 0:
         number = int(attempt) if attempt.isdigit() else 0
-        told = {"state": state, "attempt": number, "step": 0, "total_steps": 0}
-        files.write_json(run_dir / files.PROGRESS, {**told, "updated": time.time()})
+        progress = {"state": state, "attempt": number, "step": 0, "total_steps": 0}
+        files.write_json(run_dir / files.PROGRESS, {**progress, "updated": time.time()})
     return 0
 
 
 def _hold(run_dir: Path) -> int:
-    """Wait for the end beside the replica's first rank."""
+    """Wait until the replica's first rank ends."""
     while not (run_dir / files.STOP).exists():
         time.sleep(1)
     return 0

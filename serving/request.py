@@ -1,4 +1,4 @@
-"""What a request of OpenAI's protocol may hold: its JSON, its path, and the values of its names."""
+"""Validates a request of OpenAI's protocol: its JSON, its path, its parameters' values."""
 
 import json
 import math
@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# What Python's own recursion, a chat template's and an engine's can take without harm.
+# A depth that Python's own recursion, a chat template and an engine can process safely.
 _DEPTH = 64
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _INT64 = 2**63
-# More choices are as many answers at once.
+# Each choice is an answer that is generated at the same time.
 _MOST_CHOICES = 128
 
 
 class BadRequest(Exception):
-    """What a request is refused for: a message, the parameter, and the status."""
+    """Why a request is refused: a message, the parameter, and the HTTP status."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ def _no_number(name: str) -> None:
 
 
 def _check_values(asked: dict[str, Any]) -> None:
-    """Raise BadRequest for what no log and no engine can take."""
+    """Raise BadRequest for values that no log and no engine can process."""
     left: list[tuple[Any, int]] = [(asked, 1)]
     while left:
         value, depth = left.pop()
@@ -67,14 +67,14 @@ def _check_values(asked: dict[str, Any]) -> None:
 
 
 def check(path: str, asked: Mapping[str, Any]) -> None:
-    """Raise BadRequest for the first value that the protocol does not allow."""
+    """Raise BadRequest for the first invalid value."""
     if path == CHAT:
         _check_messages(asked.get("messages"))
     else:
         prompts(asked)
-    for name, (allowed, words) in _VALUES.items():
+    for name, (allowed, expected) in _VALUES.items():
         if name in asked and not allowed(asked[name]):
-            raise BadRequest(f"{name} must be {words}", name)
+            raise BadRequest(f"{name} must be {expected}", name)
     most, legacy = asked.get("max_completion_tokens"), asked.get("max_tokens")
     if most is not None and legacy is not None and most != legacy:
         raise BadRequest("give max_completion_tokens or max_tokens, not both", "max_tokens")
@@ -120,39 +120,33 @@ def _check_messages(messages: Any) -> None:
             raise BadRequest(f"{place}.role must be one of {', '.join(_ROLES)}", f"{place}.role")
         calls = message.get("tool_calls")
         if calls is not None and not _tool_calls(calls):
-            words = "must be a list of calls, each with a function's name and JSON arguments"
-            raise BadRequest(f"{place}.tool_calls {words}", f"{place}.tool_calls")
-        said = content is not None or (role == "assistant" and len(message) > 1)
+            fault = "must be a list of calls, each with a function's name and JSON arguments"
+            raise BadRequest(f"{place}.tool_calls {fault}", f"{place}.tool_calls")
+        given = content is not None or (role == "assistant" and len(message) > 1)
         parts = isinstance(content, list) and bool(content) and all(map(_part, content))
-        if not said or not (content is None or isinstance(content, str) or parts):
-            words = "must be a text or a list of parts, each with its type"
-            raise BadRequest(f"{place}.content {words}", f"{place}.content")
+        if not given or not (content is None or isinstance(content, str) or parts):
+            fault = "must be a text or a list of parts, each with its type"
+            raise BadRequest(f"{place}.content {fault}", f"{place}.content")
 
 
 def _part(part: Any) -> bool:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        return False
-    return part["type"] != "text" or isinstance(part.get("text"), str)
+    return _typed(part) and (part["type"] != "text" or isinstance(part.get("text"), str))
 
 
 def _tool_calls(calls: Any) -> bool:
     if not isinstance(calls, list):
         return False
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return False
-        try:
-            json.loads(function["arguments"])
-        except (KeyError, TypeError, ValueError, RecursionError):
-            return False
-    return True
+    try:
+        for call in calls:
+            json.loads(call["function"]["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return all(_named(call["function"]) for call in calls)
 
 
 def _number(value: Any, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and value is not True and value is not False and (
-        least <= value <= most
-    )  # fmt: skip
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and least <= value <= most
 
 
 def _whole(value: Any, least: int, most: int = _INT64 - 1) -> bool:
@@ -168,18 +162,13 @@ def _texts(value: Any) -> bool:
 
 def _tools(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(each, dict)
-        and each.get("type") == "function"
-        and isinstance(each.get("function"), dict)
-        and isinstance(each["function"].get("name"), str)
+        isinstance(each, dict) and each.get("type") == "function" and _named(each.get("function"))
         for each in value
     )
 
 
-def _tool_choice(value: Any) -> bool:
-    if isinstance(value, dict):
-        return isinstance(value.get("type"), str)
-    return value in ("none", "auto", "required")
+def _named(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _bias(value: Any) -> bool:
@@ -197,9 +186,9 @@ def _switch(value: Any) -> bool:
 
 
 def _options(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        key == "include_usage" and isinstance(each, bool) for key, each in value.items()
-    )
+    return isinstance(value, dict) and value.keys() <= {"include_usage"} and all(
+        map(_switch, value.values())
+    )  # fmt: skip
 
 
 _Check = tuple[Callable[[Any], bool], str]
@@ -228,7 +217,10 @@ _VALUES: dict[str, _Check] = {
     ),
     "top_logprobs": (lambda v: _whole(v, 0, 20), "a whole number from 0 to 20"),
     "tools": (_tools, "a list of functions, each with type=function and a name"),
-    "tool_choice": (_tool_choice, "none, auto, required, or an object with a type"),
+    "tool_choice": (
+        lambda v: v in ("none", "auto", "required") or _typed(v),
+        "none, auto, required, or an object with a type",
+    ),
     "parallel_tool_calls": (_switch, "true or false"),
     "response_format": (_typed, "an object with a type"),
     "user": (lambda v: isinstance(v, str), "a text"),

@@ -1,4 +1,4 @@
-"""How many replicas each version of an endpoint gets, by the requests that its gateway has.
+"""Autoscaling: the number of replicas of each version of an endpoint, by its gateway's requests.
 
 The gateway decides and writes scale.json; cookbook serve --adjust NAME, which it starts, submits
 and ends the jobs.
@@ -14,34 +14,35 @@ from pathlib import Path
 from runspec import endpoint as endpoints
 from runspec import files
 
-# A load has to last so long before another replica is started; the first one starts at once.
+# How long a load has to last before another replica is started; the first one starts at once.
 _SUSTAINED_S = 5.0
-# Jobs end for other reasons, too: it is looked so often whether one is missing.
+# How often the jobs are checked: they may end for other reasons, too.
 _LOOK_EVERY_S = 60.0
 
 
 class Scaler:
-    """Decides, and has it done.
+    """Decides the number of replicas, and starts the command that adjusts the jobs.
 
     Args:
-        per_replica: requests at a time that one replica is to have.
-        idle_s: how long a replica must not have been needed before it ends.
+        per_replica: concurrent requests per replica.
+        idle_s: how long a replica must not be needed before it ends.
     """
 
     def __init__(self, folder: Path, per_replica: int, idle_s: float) -> None:
         self.folder, self.per_replica, self.idle_s = folder, per_replica, idle_s
-        # A gateway that is started again goes on with what the one before it wanted.
+        # A restarted gateway continues with the numbers of the one before it.
         self.wanted = endpoints.wanted(folder)
         self._loads: deque[tuple[float, int, int]] = deque()
         self._began: float | None = None
-        self._adjusted, self._task = -math.inf, None
+        self._adjusted = -math.inf
+        self._task: asyncio.Task[None] | None = None
 
     def decide(self, load: int, peak: int, now: float) -> bool:
-        """Note the load, and return whether the number of replicas changes by it.
+        """Record the load, and return whether the number of replicas changes.
 
         Args:
-            load: requests that are answered or wait for a replica now; peak: most of them at a
-                time since the last call.
+            load: requests that are being answered or wait for a replica.
+            peak: the maximum of that since the last call.
         """
         self._began = now if self._began is None else self._began
         self._loads.append((now, load, peak))
@@ -49,7 +50,7 @@ class Scaler:
             self._loads.popleft()
         ranges, shares = endpoints.ranges(self.folder), endpoints.shares(self.folder)
         lasting = min(low for when, low, _ in self._loads if now - when <= _SUSTAINED_S)
-        before, found = self.wanted, {}
+        before, wanted = self.wanted, {}
         for version, (least, most) in ranges.items():
             share = shares.get(version, 1 / len(ranges))
             count = min(max(before.get(version, least), least), most)
@@ -60,19 +61,19 @@ class Scaler:
                 count = max(count, 1)
             if now - self._began >= self.idle_s:
                 count = min(count, needed)
-            found[version] = min(max(count, least), most)
-        self.wanted = found
-        return found != before
+            wanted[version] = min(max(count, least), most)
+        self.wanted = wanted
+        return wanted != before
 
     def _count(self, load: int, share: float) -> int:
         return math.ceil(load * share / self.per_replica)
 
     async def look(self, load: int, peak: int) -> None:
-        """Decide, and start what adjusts the jobs; only one at a time."""
+        """Decide, and start the command that adjusts the jobs, one at a time."""
         try:
             await self._look(load, peak, time.monotonic())
         except OSError as error:
-            # The gateway goes on: it is looked again.
+            # The gateway continues, and tries again at the next call.
             print(f"{self.folder.name}: {error}", file=sys.stderr, flush=True)
 
     async def _look(self, load: int, peak: int, now: float) -> None:

@@ -1,10 +1,10 @@
-"""From the log of requests to a data source: python -m serving.source FOLDER TARGET [options]
+"""Converts the log of requests to a data source: python -m serving.source FOLDER TARGET [options]
 
 Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, with the
 answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
 the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
-earlier one, and a label takes the answer's place in messages. client_id in a line's place of
-request_id means all requests for which the client gave this id.
+earlier one, and a label replaces the answer in messages. A line with client_id instead of
+request_id applies to all requests with this id of the client.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def rows_of(folder: Path, begin: float, feedback: Path | None = None) -> list[di
         for key in ("request_id", "client_id")
         if key in line
     }
-    found = []
+    rows = []
     for row in journal.read(folder / endpoints.REQUESTS, begin):
         if row["status"] != 200 or not row["answer"]:
             continue
@@ -40,18 +40,14 @@ def rows_of(folder: Path, begin: float, feedback: Path | None = None) -> list[di
         label = known.get("label")
         turns = json.loads(row["messages"])
         turns.append({"role": "assistant", "content": label or row["answer"]})
-        texts = {key: known.get(key) for key in ("feedback", "label")}
-        found.append(
+        rows.append(
             {
                 **{key: row[key] for key in ("request_id", "time", "model", "answer")},
                 "messages": json.dumps(turns, ensure_ascii=False),
-                **{
-                    k: v if isinstance(v, str) or v is None else json.dumps(v)
-                    for k, v in texts.items()
-                },
+                **{key: journal.as_text(known.get(key)) for key in ("feedback", "label")},
             }
         )
-    return sorted(found, key=lambda row: (row["time"], row["request_id"]))
+    return sorted(rows, key=lambda row: (row["time"], row["request_id"]))
 
 
 def write(rows: list[dict[str, Any]], target: Path) -> Path:
@@ -84,8 +80,8 @@ def main() -> int:
         return 2
     rows = rows_of(options.folder, options.since, options.feedback)
     if not rows:
-        words = f"no answered request of {options.folder.name} is logged in that time"
-        print(f"error: {words}", file=sys.stderr)
+        name = options.folder.name
+        print(f"error: no answered request of {name} is logged in that time", file=sys.stderr)
         return 1
     file = write(rows, options.target)
     judged = sum(row["feedback"] is not None or row["label"] is not None for row in rows)

@@ -1,4 +1,4 @@
-"""What an endpoint's log says of latency, errors, tokens and drift: -m serving.stats FOLDER"""
+"""Latency, errors, tokens and drift from an endpoint's log: python -m serving.stats FOLDER"""
 
 import argparse
 import json
@@ -13,9 +13,9 @@ from typing import Any
 from runspec import endpoint as endpoints
 from runspec import since
 from serving import journal
-from serving.metrics import quantile
+from serving.metrics import per_token_s, quantile
 
-# Above these a population stability index means some, and much, change (Siddiqi, 2006).
+# Population stability index from which the change is some, and much (Siddiqi, 2006).
 _SOME, _MUCH = 0.1, 0.25
 
 
@@ -26,7 +26,7 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
     tokens: Counter[str] = Counter()
     begin, end = math.inf, -math.inf
     latencies, first_tokens, per_token = array("d"), array("d"), array("d")
-    asked, said = Texts(), Texts()
+    asked, answered = Texts(), Texts()
     for row in rows:
         statuses[str(row["status"])] += 1
         models[row["model"]] += 1
@@ -39,14 +39,13 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
             tokens[kind] += row[kind] or 0
         if row["stream"] and row["first_token_s"] is not None:
             first_tokens.append(row["first_token_s"])
-            if (row["answer_tokens"] or 0) > 1:
-                rest = row["latency_s"] - row["first_token_s"]
-                per_token.append(rest / (row["answer_tokens"] - 1))
+            if (seconds := per_token_s(row)) is not None:
+                per_token.append(seconds)
         if training:
             asked.add(_last(row["messages"]))
-            said.add(row["answer"] or "")
+            answered.add(row["answer"] or "")
     count, span = statuses.total(), max(0.0, end - begin)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "requests": count,
         "status": dict(statuses),
         "unfinished": statuses.get("0", 0),
@@ -63,12 +62,12 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
     }
     if training and asked.lengths:
         questions, answers = _training(training)
-        found["drift"] = {"input": drift(questions, asked), "output": drift(answers, said)}
-    return found
+        figures["drift"] = {"input": drift(questions, asked), "output": drift(answers, answered)}
+    return figures
 
 
 class Texts:
-    """What drift needs of texts: their lengths in words, and how often each word comes."""
+    """Statistics of texts for drift: their lengths in words, and the count of each word."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self.lengths, self.words = array("l"), Counter[str]()
@@ -81,10 +80,7 @@ class Texts:
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float | None]:
-    return {name: quantile(values, share) for name, share in _SHARES}
-
-
-_SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+    return {f"p{percent}": quantile(values, percent / 100) for percent in (50, 95, 99)}
 
 
 def drift(before: Texts, now: Texts) -> dict[str, Any]:
@@ -93,7 +89,7 @@ def drift(before: Texts, now: Texts) -> dict[str, Any]:
     Returns:
         length_psi: population stability index of the number of words, in deciles of `before`.
         words_js: Jensen-Shannon distance of the words' frequencies, 0 to 1.
-        unknown_words: share of the words that the training set does not have.
+        unknown_words: share of the words that are not in the training set.
     """
     if not before.lengths or not now.lengths:
         return {}
@@ -116,7 +112,7 @@ def _psi(before: Sequence[int], now: Sequence[int]) -> float:
         counts = [0] * (len(edges) + 1)
         for value in values:
             counts[sum(value > edge for edge in edges)] += 1
-        # Half a text in each bin: an empty one would be infinitely far.
+        # Half a text in each bin, because an empty bin would make the index infinite.
         return [(count + 0.5) / (len(values) + 0.5 * len(counts)) for count in counts]
 
     pairs = zip(spread(before), spread(now), strict=True)
@@ -160,24 +156,24 @@ def _training(names: Sequence[str]) -> tuple[Texts, Texts]:
     return questions, answers
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the figures for people to read."""
-    codes = ", ".join(f"{code}: {count:,}" for code, count in sorted(found["status"].items()))
-    yield f"requests     {found['requests']:,} ({codes})"
-    failed, count = found["errors"], found["requests"]
-    open_ones = f", {found['unfinished']:,} without an answer" if found["unfinished"] else ""
+    codes = ", ".join(f"{code}: {count:,}" for code, count in sorted(figures["status"].items()))
+    yield f"requests     {figures['requests']:,} ({codes})"
+    failed, count = figures["errors"], figures["requests"]
+    open_ones = f", {figures['unfinished']:,} without an answer" if figures["unfinished"] else ""
     yield f"errors       {failed:,} of {count:,} ({100 * failed / count:.2g}%){open_ones}"
-    if found["requests_per_s"]:
-        yield f"throughput   {found['requests_per_s']:.3g} requests/s, " + (
-            f"{found['answer_tokens_per_s']:.4g} answer tokens/s over {found['seconds']:.0f} s"
+    if figures["requests_per_s"]:
+        yield f"throughput   {figures['requests_per_s']:.3g} requests/s, " + (
+            f"{figures['answer_tokens_per_s']:.4g} answer tokens/s over {figures['seconds']:.0f} s"
         )
-    yield f"tokens       {found['prompt_tokens']:,} in, {found['answer_tokens']:,} out"
+    yield f"tokens       {figures['prompt_tokens']:,} in, {figures['answer_tokens']:,} out"
     for name in ("latency_s", "first_token_s", "per_token_s"):
-        known = {key: value for key, value in found[name].items() if value is not None}
+        known = {key: value for key, value in figures[name].items() if value is not None}
         if known:
             shown = ", ".join(f"{key} {1000 * value:,.1f} ms" for key, value in known.items())
             yield f"{name[:-2].replace('_', ' '):<12} {shown}"
-    for side, each in (found.get("drift") or {}).items():
+    for side, each in (figures.get("drift") or {}).items():
         if each:
             yield (
                 f"{side + ' drift':<12} {each['verdict']}: length PSI {each['length_psi']}, words "
@@ -193,11 +189,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = journal.read(options.folder / endpoints.REQUESTS, options.since)
-    found = summary(rows, options.training_data)
-    if not found["requests"]:
+    figures = summary(rows, options.training_data)
+    if not figures["requests"]:
         print(f"error: no request of {options.folder.name} is logged in that time", file=sys.stderr)
         return 1
-    print(json.dumps(found, indent=1) if options.json else "\n".join(lines(found)))
+    print(json.dumps(figures, indent=1) if options.json else "\n".join(lines(figures)))
     return 0
 
 

@@ -1,8 +1,9 @@
 """transformers serve on a Unix socket: python -m serving.transformers_engine SOCKET MODEL [options]
 
 transformers serve itself listens on a port, without a key. It seeds the one generator of all
-requests when a request comes in, while another one may draw from it, and ends a text at a stop
-string that began in the prompt; here each request has its own seed, and its own stop strings.
+requests when a request comes in, while another one may draw from it, ends a text at a stop string
+that began in the prompt, and generates beyond what the model takes. Here each request has its own
+seed and its own stop strings, and ends there.
 """
 
 import sys
@@ -27,7 +28,7 @@ class Stops(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, texts: list[str], prompt: int) -> None:
         self.tokenizer, self.texts, self.prompt = tokenizer, texts, prompt
-        # A character may take 4 tokens of a byte each; special tokens have no text.
+        # A character may have 4 tokens of one byte each; special tokens have no text.
         self.tail = 4 * max(map(len, texts)) + 32
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -41,12 +42,13 @@ class Stops(StoppingCriteria):
 
 
 class Manager(utils.GenerateManager):
-    """Generates one answer after another on one thread, each by its own seed and stop strings."""
+    """Generates answers one at a time on one thread, each with its own seed and stop strings."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
     ) -> Any:
         self._seed = getattr(gen_config, "seed", None)
+        _limit(model, inputs, gen_config)
         inputs = _with_stops(processor, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *more, **named)
 
@@ -54,6 +56,7 @@ class Manager(utils.GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
     ) -> Any:
         self._seed = getattr(gen_config, "seed", None)
+        _limit(model, inputs, gen_config)
         inputs = _with_stops(processor, inputs, gen_config)
         # It submits before it waits, so that no other request sets the seed in between.
         return await super().generate_non_streaming(
@@ -68,14 +71,22 @@ class Manager(utils.GenerateManager):
 
 
 def _seeded(fn: Callable[..., Any], seed: int | None) -> Callable[..., Any]:
-    """Return what seeds the thread that generates, and generates."""
+    """Return a function that seeds the generating thread, and generates."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Without one of its own, no request shall follow from the seed of the one before.
+        # A request without a seed must not depend on the seed of the one before.
         torch.seed() if seed is None else torch.manual_seed(seed)
         return fn(*args, **kwargs)
 
     return call
+
+
+def _limit(model: Any, inputs: Any, gen_config: Any) -> None:
+    """End an answer where the model's positions end."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and gen_config.max_new_tokens is not None:
+        room = max(1, positions - inputs["input_ids"].shape[-1])
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
 
 
 def _with_stops(processor: Any, inputs: Any, gen_config: Any) -> Any:
@@ -88,12 +99,12 @@ def _with_stops(processor: Any, inputs: Any, gen_config: Any) -> Any:
 
 
 async def _not_by_the_template(request: Request, error: Exception) -> JSONResponse:
-    """Tell the client what the chat template does not allow, such as two answers in a row."""
+    """Return the chat template's error to the client, such as two answers in a row."""
     return JSONResponse({"detail": f"messages: the chat template refuses them: {error}"}, 400)
 
 
 def main() -> None:
-    """Start it with uvicorn's own option for sockets."""
+    """Start it with uvicorn's option for Unix sockets."""
     socket, *arguments = sys.argv[1:]
     config = uvicorn.Config
 
@@ -102,7 +113,7 @@ def main() -> None:
         return config(app, uds=socket, **more)
 
     uvicorn.Config = on_socket  # type: ignore[misc,assignment]
-    utils.GenerateManager = Manager  # type: ignore[misc]
+    utils.GenerateManager = Manager
     from transformers.cli.transformers import main as transformers
 
     sys.argv = ["transformers", "serve", *arguments]

@@ -16,14 +16,15 @@ from typing import Any, NoReturn
 from runspec import files
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
-from slurm import reserve, words
-from slurm.faults import fault, no_space, on_nodes, read_errors, slurm_errors, unfit
+from slurm import job_log, reserve
+from slurm.faults import NODE_FAILURE, fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.history import (
     attempts_of,
     count_fruitless,
     gained_by,
     latest_checkpoint,
     next_attempt,
+    read_lines,
     read_object,
     saved_work,
     series_of,
@@ -31,12 +32,12 @@ from slurm.history import (
 )
 from slurm.identity import in_slurm, own_job_id, process_ended, process_of, this_job
 from slurm.ports import free_port
-from slurm.retry import Verdict, bad_nodes, decide, ended_by_slurm, ended_job
+from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
-# So many attempts may end without a word if the recipe retries none.
+# Attempts that may end without a record if the recipe has no retries.
 _MAX_LOST = 3
 
-# What the job script hears if another one has the run: it ends, and takes nothing with it.
+# The answer if another job has the run: the job script ends and changes nothing.
 SUPERSEDED = "superseded"
 
 _NEW_RUN = "make a new run with: cookbook submit"
@@ -52,8 +53,9 @@ def begin(
 
     That line is the attempt's number and a free port, or "finished" if nothing is left to train,
     or "superseded" if Slurm has given up this node and started the job again, or "busy JOB": the
-    script has to ask whether JOB still runs, and to call again with ended=JOB if it does not. Ends
-    the program if attempts that left no word brought nothing too often, or if the disk is full.
+    script has to check whether JOB still runs, and to call again with ended=JOB if it does not.
+    Ends the program if too many attempts ended without a record and saved nothing, or if the disk
+    is full.
     """
     try:
         return _begin(run_dir, hosts, head, ended, max_retries)
@@ -62,7 +64,7 @@ def begin(
             raise
         full = reserve.fault(run_dir) or no_space(run_dir)
         status = {**read_object(run_dir / files.STATUS), **this_job()}
-        # It may take not even this; the job's log has the message.
+        # Even this may fail; the job's log has the message.
         with suppress(OSError):
             reserve.write_status(run_dir, {**status, **_failed("no_space", full["message"])})
         sys.exit(f"cookbook: {full['message']}")
@@ -89,18 +91,18 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
     if status.get("state") == "RUNNING" and not repeated:
         if before not in (job_id, ended) and not process_ended(status):
             return _busy(run_dir, str(before))
-        # That attempt could not record its end: its node was lost, or Slurm requeued the job.
-        log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
-        number = str(status.get("slurm_job_id") or before)
-        nodes = words.lost_nodes(log)
-        lost = ended_by_slurm(words.ended(log, number), nodes)
+        # That attempt did not record its end: its node was lost, or Slurm requeued the job.
+        log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+        nodes = job_log.lost_nodes(log)
+        slurm_job = str(status.get("slurm_job_id") or before)
+        lost = ended_by_slurm(job_log.ended(log, slurm_job), nodes)
         if not _has_line(run_dir, status):
             _append_attempt(run_dir, status, None, lost, nodes)
         fruitless = count_fruitless(run_dir)
         if fruitless > (max_retries or _MAX_LOST):
             message = (
                 f"{fruitless} attempts saved nothing new, the last of them ended without "
-                f"a word; continue with: cookbook resume {run_dir.name}"
+                f"a record; continue with: cookbook resume {run_dir.name}"
             )
             _refuse(run_dir, {**status, **this_job()}, "lost", message)
     if message := used_up(run_dir):
@@ -123,7 +125,7 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(str(number))
     os.replace(temporary, run_dir / files.LATEST_LOGS)
-    # At the end there may be room for no new file.
+    # At the end there may be no space for a new file.
     (run_dir / files.ATTEMPTS).touch()
     reserve.keep(run_dir)
     started = {
@@ -155,16 +157,16 @@ def end(
 ) -> str:
     """Record the end of an attempt; return what the job script does next (Verdict.next).
 
-    An end that is recorded stays as it is.
+    An end that is already recorded is not changed.
 
     Args:
-        attempt: None for the one that this start of the job has begun, if it has begun any.
-        job_state: Slurm's word for the job if Slurm is ending it; COMPLETING says nothing, and the
-            job's log is searched.
+        attempt: None for the one that this start of the job has begun, if any.
+        job_state: Slurm's state of the job if Slurm is ending it; for COMPLETING the reason is
+            taken from the job's log.
         timeout_s: the recipe's timeout, 0 for none.
         message: a fault of the job script itself, which a retry cannot fix.
-        stop_asked: the script has asked the ranks to stop; they remove the file that says so.
-        ended: when it ended, if that was not just now.
+        stop_asked: the script has asked the ranks to stop; they remove the stop file.
+        ended: the time of the end, if it is not now.
     """
     full = reserve.fault(run_dir)
     status = read_object(run_dir / files.STATUS)
@@ -189,11 +191,11 @@ def end(
             return _end_between(run_dir, status, job_state)
         return "failed"
     job_id, logs = str(status["job_id"]), run_dir / files.LOGS / str(attempt)
-    log = words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+    log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
     job_state = _why_ended(run_dir, status, job_state)
     hosts = [str(host) for host in status.get("nodes") or []]
     errors = [*read_errors(logs), *slurm_errors(log, logs)]
-    # A script of the user's own may have put anything into its exception.
+    # A user's own script may have a secret in its exception.
     errors = [{**each, "message": redacted(str(each.get("message", "")))} for each in errors]
     errors = on_nodes(errors, hosts, _ranks_per_node())
     if message:
@@ -202,13 +204,13 @@ def end(
         errors.append(full)
     progress = read_object(run_dir / files.PROGRESS)
     if progress and progress.get("attempt") != attempt:
-        progress = {"state": "none"}  # an earlier attempt wrote it: this one did not get so far
+        progress = {"state": "none"}  # an earlier attempt wrote it
     now = ended or time.time()
     spent_s = now - float(status.get("started", now))
     timed_out = exit_code != 0 and 0 < timeout_s <= spent_s
     gained = gained_by(run_dir, status)
     earlier = attempts_of(run_dir)
-    verdict = decide(
+    attempt_end = AttemptEnd(
         exit_code=exit_code,
         progress=progress,
         errors=errors,
@@ -220,12 +222,13 @@ def end(
         fruitless=0 if gained else count_fruitless(run_dir) + 1,
         max_retries=max_retries,
         timed_out_s=timeout_s if timed_out else None,
-        not_started=words.not_started(log) if not any(logs.glob("node_*.log")) else "",
+        not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
         cause_before=str(earlier[-1].get("cause")) if earlier else None,
         used_up=used_up(run_dir, {**status, "ended": now}),
         memory_is_result="SWEEP_DIR" in os.environ,
         worse=str(read_object(run_dir / files.EARLY_STOP).get("message") or ""),
     )
+    verdict = decide(attempt_end)
     status |= {
         "state": verdict.state,
         "updated": time.time(),
@@ -235,7 +238,7 @@ def end(
         "message": verdict.message,
         "next": verdict.next,
     }
-    # The state first: a disk that is full may take no more.
+    # The state first: on a full disk the line may fail.
     reserve.write_status(run_dir, status)
     try:
         _append_attempt(run_dir, status, exit_code, verdict, unfit(errors))
@@ -249,25 +252,27 @@ def end(
 
 
 def _why_ended(run_dir: Path, status: dict[str, Any], job_state: str | None) -> str | None:
-    """Return Slurm's word for the job, None if it goes on; job.log has it if the state is none."""
-    if job_state not in words.UNCLEAR:
+    """Return Slurm's final state of the job, from job.log if needed; None if the job continues."""
+    if job_state not in job_log.UNCLEAR:
         return job_state
     number = str(status.get("slurm_job_id") or status["job_id"])
     start = int(status.get("job_log_bytes", 0))
-    return words.wait_for_end(run_dir / files.JOB_LOG, start, number)
+    return job_log.wait_for_end(run_dir / files.JOB_LOG, start, number)
 
 
 def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
     """Record that the job ended after one attempt and before the next; return what follows."""
-    lost = words.lost_nodes(
-        words.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
-    )
-    verdict = ended_job(
-        _why_ended(run_dir, status, job_state) or "",
+    log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+    lost = [{"type": NODE_FAILURE, "host": node} for node in job_log.lost_nodes(log)]
+    job_end = AttemptEnd(
+        exit_code=143,
+        progress={},
+        errors=lost,
         cancelled=_cancelled(run_dir, str(status["job_id"])),
+        job_state=_why_ended(run_dir, status, job_state) or "",
         succeeds="successor" in status,
-        lost=lost,
     )
+    verdict = decide(job_end)
     change = {"state": verdict.state, "cause": verdict.cause, "message": verdict.message}
     _between(run_dir, change)
     _say(f"between two attempts: {verdict.message}")
@@ -285,17 +290,13 @@ def _failed(cause: str, message: str) -> dict[str, Any]:
 
 
 def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
-    """Whether the status's attempt has its line already, which is written last."""
-    keys = ("attempt", "job_id", "restart_count")
-    last = files.read_json_lines(run_dir / files.ATTEMPTS)[-1:]
-    return any(
-        isinstance(line, dict) and all(line.get(key) == status.get(key) for key in keys)
-        for line in last
-    )
+    """Whether the status's attempt has its line, which is written last."""
+    keys, last = ("attempt", "job_id", "restart_count"), read_lines(run_dir / files.ATTEMPTS)[-1:]
+    return any(all(line.get(key) == status.get(key) for key in keys) for line in last)
 
 
 def _busy(run_dir: Path, job_id: str) -> str:
-    """Return what begin answers; a process of this host needs no question to Slurm."""
+    """Return begin's answer; whether a process of this host runs is known without Slurm."""
     if job_id.startswith(LOCAL_PREFIX):
         sys.exit(
             f"cookbook: job {job_id} still works on this run: to start it again, cancel that job "
@@ -305,27 +306,23 @@ def _busy(run_dir: Path, job_id: str) -> str:
 
 
 def choose(run_dir: Path, hosts: list[str], nodes: int, silent: list[str] | None = None) -> str:
-    """Return which nodes of the allocation the next attempt uses: "use n1,n2" or "without n3".
+    """Return the nodes of the allocation for the next attempt: "use n1,n2" or "without n3".
 
     A node is left out if it does not answer, or if two attempts in a row name it. A new allocation
-    is tried at least once: if Slurm did not exclude the node, the job would be requeued without
-    end.
+    is tried at least once: if Slurm did not exclude the node, the job would be requeued forever.
 
     Args:
-        hosts: the allocation's nodes. nodes: how many of them are needed.
+        hosts: the allocation's nodes.
+        nodes: how many of them are needed.
         silent: those that do not answer.
     """
     attempts = attempts_of(run_dir)
     bad = bad_nodes(attempts) | set(silent or [])
     good = [host for host in hosts if host not in bad]
-    mine = this_job()
-    tried = any(
-        str(line.get("job_id")) == mine["job_id"]
-        and line.get("restart_count") == mine["restart_count"]
-        for line in attempts
-    )
-    if len(good) >= nodes or not tried:
-        return f"use {','.join((good if len(good) >= nodes else hosts)[:nodes])}"
+    if len(good) >= nodes:
+        return f"use {','.join(good[:nodes])}"
+    if not any(_same_start(line) for line in attempts):
+        return f"use {','.join(hosts[:nodes])}"
     return f"without {','.join(host for host in hosts if host in bad)}"
 
 
@@ -342,7 +339,7 @@ def waiting(run_dir: Path, message: str) -> None:
 
 
 def succeed(run_dir: Path, job: str) -> None:
-    """Record which job takes this one's place if it does not end well."""
+    """Record the successor, which continues the run if this job fails."""
     _between(run_dir, {"successor": job})
 
 
@@ -353,16 +350,21 @@ def _between(run_dir: Path, change: dict[str, Any]) -> None:
 
 
 def _owned(status: dict[str, Any], attempt: int | None = None) -> bool:
-    """Whether the record is of this very start of this job, or of no job at all.
+    """Whether the status belongs to this start of this job, or to no job at all.
 
-    A job whose node was lost may still run beside the one that took its place.
+    A job whose node was lost may still run beside the job that replaced it.
     """
     if "job_id" not in status:
         return True
-    mine = this_job()
     newer = attempt is not None and int(status.get("attempt", -1)) > attempt
-    return not newer and all(
-        str(status.get(key, mine[key])) == str(mine[key]) for key in ("job_id", "restart_count")
+    return not newer and _same_start(status)
+
+
+def _same_start(record: dict[str, Any]) -> bool:
+    """Whether a record was written by this start of this job."""
+    mine = this_job()
+    return all(
+        str(record.get(key, mine[key])) == str(mine[key]) for key in ("job_id", "restart_count")
     )
 
 
@@ -375,7 +377,7 @@ def _ranks_per_node() -> int:
 
 
 def _gpus() -> int:
-    """Number of GPUs of the allocation, or of ranks; spare nodes are paid for, too."""
+    """Number of GPUs of the allocation, or of ranks; spare nodes count, too."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("NODES") or "1"
     return int(nodes) * _ranks_per_node()
 
@@ -385,7 +387,7 @@ def _size(path: Path) -> int:
 
 
 def _say(message: str) -> None:
-    # The log may be on a disk that is full.
+    # The log may be on a full disk.
     with suppress(OSError):
         print(f"cookbook: {message}", file=sys.stderr)
 
@@ -413,14 +415,14 @@ def _append_attempt(
 
 
 def _last_sign(run_dir: Path, status: dict[str, Any]) -> float:
-    """Return when an attempt that recorded no end wrote into its logs last."""
+    """Return the time of the last log line of an attempt that recorded no end."""
     logs = run_dir / files.LOGS / str(status.get("attempt"))
     written = [path.stat().st_mtime for path in logs.glob("*")]
     return max([float(status.get("started") or time.time()), *written])
 
 
 def _cancelled(run_dir: Path, job_id: str) -> bool:
-    """Whether `cookbook cancel` meant this very job: a later one continues from its checkpoint."""
+    """Whether `cookbook cancel` cancelled this job: a later one continues from its checkpoint."""
     return read_object(run_dir / files.CANCELLED).get("job_id") == job_id
 
 

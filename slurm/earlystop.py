@@ -2,7 +2,8 @@
 
 slurm/job.sh starts it beside each attempt of such a run, with RUN_DIR and SWEEP_DIR set. It reads
 the metrics of all runs of the sweep; runspec/earlystop.py has the rule. A run that it stops saves a
-checkpoint first. PID is srun, or what starts the nodes if there is no Slurm. Standard library only.
+checkpoint first. PID is srun, or without Slurm the process that starts the nodes. Standard library
+only.
 """
 
 import os
@@ -14,31 +15,30 @@ from typing import Any
 from runspec import files
 from runspec.earlystop import KEYS, verdict
 from runspec.states import process_start
+from slurm.history import read_lines
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """Return the logged steps of a run, [] if there are none."""
     try:
-        values = files.read_json_lines(run_dir / files.METRICS)
+        return read_lines(run_dir / files.METRICS)
     except OSError:
         return []
-    return [value for value in values if isinstance(value, dict)]
 
 
 def stopped_before(run_dir: Path) -> bool:
-    """Whether an earlier attempt was stopped so: who resumed it since wants it to go on."""
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    return any(isinstance(line, dict) and line.get("cause") == "stopped_early" for line in lines)
+    """Whether an earlier attempt was stopped early: a run that was resumed since then continues."""
+    lines = read_lines(run_dir / files.ATTEMPTS)
+    return any(line.get("cause") == "stopped_early" for line in lines)
 
 
 def look(run_dir: Path, sweep_dir: Path, rule: dict[str, Any]) -> str:
-    """Return why the run is to be stopped, "" if it may go on."""
+    """Return the reason to stop the run, "" to continue."""
     own = rows(run_dir)
     if not own:
         return ""
-    here = run_dir.resolve()
     tasks = sorted((sweep_dir / files.TASKS).iterdir())
-    others = [rows(task) for task in tasks if task.resolve() != here]
+    others = [rows(task) for task in tasks if task.resolve() != run_dir.resolve()]
     return verdict(own, others, rule)
 
 
@@ -52,10 +52,9 @@ def main() -> None:
     every_s = float({**KEYS, **rule}["every_s"])
     while process_start(pid) is not None:
         time.sleep(every_s)
-        why = look(run_dir, sweep_dir, rule)
-        if why:
-            # The reason first: it must be there when the ranks have stopped.
-            files.write_json(run_dir / files.EARLY_STOP, {"message": why, "time": time.time()})
+        if reason := look(run_dir, sweep_dir, rule):
+            # The reason first: it must be written before the ranks have stopped.
+            files.write_json(run_dir / files.EARLY_STOP, {"message": reason, "time": time.time()})
             (run_dir / files.STOP).touch()
             return
 

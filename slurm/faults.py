@@ -3,7 +3,6 @@
 Standard library only.
 """
 
-import os
 import re
 import socket
 import time
@@ -12,10 +11,10 @@ from typing import Any
 
 from runspec import files
 from runspec.storage import UNREADABLE
-from slurm import words
-from slurm.typed import well_typed
+from slurm import job_log
+from slurm.field_types import well_typed
 
-# What slurm/watchdog.py records: it has ended the ranks itself.
+# Recorded by slurm/watchdog.py, which has ended the ranks itself.
 WATCHDOG = ("Hang", "NotStopped")
 BAD_NODE = "BadNodeError"  # slurm/ready.py, and the trainer's own check
 NODE_FAILURE = "NodeFailure"
@@ -87,11 +86,11 @@ def describe(error: dict[str, Any]) -> str:
     if error.get("type") in (*WATCHDOG, BAD_NODE):
         return str(error.get("message"))
     rank, host = error.get("rank"), error.get("host", "?")
-    who = f"node {host}: " if host else ""
+    where = f"node {host}: " if host else ""
     if rank is not None:
-        who = f"rank {rank} on {host}: "
+        where = f"rank {rank} on {host}: "
     lines = str(error.get("message", "")).splitlines() or ["no message"]
-    return f"{who}{error.get('type', 'error')}: {lines[0]}"
+    return f"{where}{error.get('type', 'error')}: {lines[0]}"
 
 
 def fault(message: str) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def fault(message: str) -> dict[str, Any]:
 
 
 def no_space(folder: Path, inodes: bool = False) -> dict[str, Any]:
-    """Return the record of a disk that takes nothing more, or no more files.
+    """Return the record of a disk that is full, or that has no inodes left.
 
     Nodes share it, so none is named.
     """
@@ -114,35 +113,44 @@ def no_space(folder: Path, inodes: bool = False) -> dict[str, Any]:
     return {**fault(message), "type": "NoSpace", "host": None}
 
 
-def slurm_errors(job_log: str, logs: Path) -> list[dict[str, Any]]:
-    """Return what Slurm says in the logs of job and nodes: a lost node, memory, a killed task."""
-    lost = {"time": 0, "type": NODE_FAILURE, "message": "Slurm lost this node"}
-    if nodes := words.lost_nodes(job_log):
-        return [{**lost, "host": node} for node in nodes]
-    if memory := _out_of_memory(job_log, logs):
+def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
+    """Return what Slurm reports in the job's log and those of nodes: a lost node, memory, a kill.
+
+    Args:
+        log: the job's log since the attempt began.
+        logs: the attempt's log folder.
+    """
+    if lost := job_log.lost_nodes(log):
+        message = "Slurm lost this node"
+        return [
+            {"host": node, "time": 0, "type": NODE_FAILURE, "message": message} for node in lost
+        ]
+    if memory := _out_of_memory(log, logs):
         return [memory]
-    first = words.first_task(job_log)
-    if first and first[2].startswith("Killed"):
-        message = f"torchrun (task {first[1]}) was killed"
-        named = words.hosts(first[0])
-        node = named[0] if len(named) == 1 else None
-        return [{"host": node, "time": 0, "type": "Killed", "message": message}]
-    return []
+    node, task, end = job_log.first_task(log) or ("", "", "")
+    if not end.startswith("Killed"):
+        return []
+    nodes = job_log.hosts(node)
+    message = f"torchrun (task {task}) was killed"
+    host = nodes[0] if len(nodes) == 1 else None
+    return [{"host": host, "time": 0, "type": "Killed", "message": message}]
 
 
-def _out_of_memory(job_log: str, logs: Path) -> dict[str, Any] | None:
-    """Return the record of memory that ran out; its node is named, or has the log that says so."""
-    texts = {None: job_log}
-    texts |= {path: _tail(path) for path in sorted(logs.glob("node_*.log"))}
-    said = {path: found for path, text in texts.items() if (found := words.out_of_memory(text))}
-    if not said:
+def _out_of_memory(log: str, logs: Path) -> dict[str, Any] | None:
+    """Return the record of memory that ran out, None if it did not.
+
+    Its node is named in Slurm's line, or is the one whose log has that line.
+    """
+    reports = {"": job_log.out_of_memory(log)}
+    for path in sorted(logs.glob("node_*.log")):
+        reports[path.stem.removeprefix("node_")] = job_log.out_of_memory(_tail(path))
+    known = [(number, *report) for number, report in reports.items() if report]
+    if not known:
         return None
-    path = next((path for path, (_, node) in said.items() if node), list(said)[-1])
-    line, node = said[path]
-    number = path.stem.removeprefix("node_") if path and not node else ""
+    number, line, node = next((report for report in known if report[2]), known[-1])
     return {
         "host": node,
-        "node_rank": int(number) if number.isdigit() else None,
+        "node_rank": int(number) if number.isdigit() and not node else None,
         "time": 0,
         "type": OUT_OF_MEMORY,
         "message": f"{line}: raise resources.mem, or lower what the ranks keep in CPU memory",
@@ -152,54 +160,56 @@ def _out_of_memory(job_log: str, logs: Path) -> dict[str, Any] | None:
 def on_nodes(
     errors: list[dict[str, Any]], hosts: list[str], ranks_per_node: int
 ) -> list[dict[str, Any]]:
-    """Return the errors with Slurm's name of the node, which a rank's or a node's number gives.
+    """Return the errors with Slurm's name of the node, found by the rank or the node's number.
 
     Several nodes may be on one host, and a host may have other names.
     """
-    found = []
+    named = []
     for error in errors:
-        rank = error.get("rank")
-        index = rank // ranks_per_node if isinstance(rank, int) else error.get("node_rank")
-        known = isinstance(index, int) and index < len(hosts)
-        found.append({**error, "host": hosts[index]} if known else error)
-    return found
+        rank, number = error.get("rank"), error.get("node_rank")
+        if isinstance(rank, int):
+            number = rank // ranks_per_node
+        if isinstance(number, int) and number < len(hosts):
+            error = {**error, "host": hosts[number]}
+        named.append(error)
+    return named
 
 
 def _of_peers(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what ranks say of others that left no record, as on a disk that is full."""
     own = {error.get("rank") for error in errors}
-    said = {
+    reported = {
         peer["rank"]: {**peer, "time": error.get("time", 0)}
         for error in errors
         for peer in error.get("peers") or []
         if isinstance(peer, dict) and isinstance(peer.get("rank"), int)
     }
-    return [error for rank, error in said.items() if rank not in own]
+    return [error for rank, error in reported.items() if rank not in own]
 
 
 def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
-    found = []
+    errors = []
     for when, host, rank, name in _KILLED.findall(_tail(node_log)):
         kind = "Killed"
         message = f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-        said = _NCCL_TIMEOUT.search(_tail(node_log.with_name(f"rank_{rank}.log")))
-        if name == "SIGABRT" and said:
-            kind, message = "NetworkTimeout", said.group().strip()
-        began = time.mktime(time.strptime(when, "%Y-%m-%d_%H:%M:%S"))
-        each = {"rank": int(rank), "host": host, "time": began, "type": kind, "message": message}
-        found.append(each)
-    return found
+        timeout = _NCCL_TIMEOUT.search(_tail(node_log.with_name(f"rank_{rank}.log")))
+        if name == "SIGABRT" and timeout:
+            kind, message = "NetworkTimeout", timeout.group().strip()
+        killed = time.mktime(time.strptime(when, "%Y-%m-%d_%H:%M:%S"))
+        error = {"rank": int(rank), "host": host, "time": killed, "type": kind, "message": message}
+        errors.append(error)
+    return errors
 
 
 def _exception(rank_log: Path) -> list[dict[str, Any]]:
     """Return the last exception in a rank's log."""
-    found = _EXCEPTION.findall(_tail(rank_log))
+    exceptions = _EXCEPTION.findall(_tail(rank_log))
     number = rank_log.stem.removeprefix("rank_")
-    if not found or not number.isdigit():
+    if not exceptions or not number.isdigit():
         return []
-    name, message = found[-1]
-    number_of_error = _ERRNO.match(message)
-    if number_of_error and int(number_of_error[1]) in UNREADABLE:
+    name, message = exceptions[-1]
+    errno = _ERRNO.match(message)
+    if errno and int(errno[1]) in UNREADABLE:
         name = STORAGE
     # A rank that lost its peers writes last; the one that failed by itself wrote before it.
     written = rank_log.stat().st_mtime
@@ -208,11 +218,4 @@ def _exception(rank_log: Path) -> list[dict[str, Any]]:
 
 
 def _tail(log: Path) -> str:
-    """Return the end of a log, "" if it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
+    return job_log.since(log, -_TAIL_BYTES)

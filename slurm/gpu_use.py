@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,11 +24,12 @@ from runspec.states import process_start
 
 SAMPLE_S, LINE_S, FIRST_S = 5, 30.0, 1.0
 _FIELDS = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total", "power.draw")
-_MIB_PER_GIB = 1024
+# By the fields after uuid: the key of the record, and what the value is divided by.
+_KEYS = {"busy_percent": 1, "memory_gib": 1024, "memory_total_gib": 1024, "watts": 1}
 
 
 def samples(text: Iterable[str], visible: str) -> list[dict[str, Any]]:
-    """Return what lines of nvidia-smi say, one record for each GPU of the job.
+    """Return one record for each line of nvidia-smi about a GPU of the job.
 
     A value that the GPU does not report, such as the power of some cards, is left out.
 
@@ -35,44 +37,32 @@ def samples(text: Iterable[str], visible: str) -> list[dict[str, Any]]:
         visible: CUDA_VISIBLE_DEVICES; "" means all.
     """
     chosen = visible.split(",") if visible else []
-    found = []
+    gpus = []
     for row in csv.reader(text, skipinitialspace=True):
         if len(row) != len(_FIELDS) or not row[0].isdigit():
             continue
         if chosen and row[0] not in chosen and row[1] not in chosen:
             continue
-        busy, used, total, watts = map(_number, row[2:])
-        known = {
-            "busy_percent": busy,
-            "memory_gib": None if used is None else used / _MIB_PER_GIB,
-            "memory_total_gib": None if total is None else total / _MIB_PER_GIB,
-            "watts": watts,
-        }
-        values = {key: value for key, value in known.items() if value is not None}
-        found.append({"index": int(row[0]), **values})
-    return found
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+        gpu: dict[str, Any] = {"index": int(row[0])}
+        for (key, divisor), value in zip(_KEYS.items(), row[2:], strict=True):
+            with suppress(ValueError):
+                gpu[key] = float(value) / divisor
+        gpus.append(gpu)
+    return gpus
 
 
 def line_of(seen: Iterable[dict[str, Any]], now: float, node: str) -> dict[str, Any]:
-    """Return the line of some samples: each GPU's means, and the most memory that it had in use."""
+    """Return the line for some samples: each GPU's means, and its peak memory."""
     by_gpu: dict[int, list[dict[str, Any]]] = {}
     for each in seen:
         by_gpu.setdefault(each["index"], []).append(each)
     gpus = []
     for index, given in sorted(by_gpu.items()):
         gpu: dict[str, Any] = {"index": index}
-        for key in ("busy_percent", "memory_gib", "memory_total_gib", "watts"):
+        for key in _KEYS:
             values = [each[key] for each in given if key in each]
             if values:
-                whole = max(values) if key.startswith("memory") else fmean(values)
-                gpu[key] = round(whole, 2)
+                gpu[key] = round(max(values) if key.startswith("memory") else fmean(values), 2)
         gpus.append(gpu)
     return {"time": now, "node": node, "gpus": gpus}
 
@@ -82,7 +72,7 @@ def main() -> None:
     target = Path(os.environ["LOGS"]) / files.GPU_USE.format(os.environ["NODE_RANK"])
     visible, node = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ["NODE_NAME"]
     if "MIG-" in visible:
-        return  # a part of a GPU has no utilisation of its own
+        return  # a MIG instance has no utilization of its own
     query = f"--query-gpu={','.join(_FIELDS)}"
     argv = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--loop={SAMPLE_S}"]
     try:
@@ -95,15 +85,15 @@ def main() -> None:
     rest, seen, due = b"", [], math.inf
     try:
         while process_start(pid) is not None:
-            # A tool that hangs must not keep this process.
+            # This process must end even if the tool hangs.
             ready, _, _ = select.select([tool.stdout], [], [], FIRST_S)
             read = os.read(tool.stdout.fileno(), 65536) if ready else b""
             if ready and not read:
-                return  # it ended by itself: there is nothing to sample
+                return  # nvidia-smi ended by itself: there is nothing to sample
             *lines, rest = (rest + read).split(b"\n")
             seen += samples((line.decode(errors="replace") for line in lines), visible)
-            # The first line comes soon, so that it can be seen that it works, and not before all
-            # GPUs have been sampled.
+            # The first line comes early, to show that sampling works, but after all GPUs have been
+            # sampled.
             if seen and due == math.inf:
                 due = time.monotonic() + FIRST_S
             if seen and time.monotonic() >= due:

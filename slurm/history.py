@@ -1,18 +1,19 @@
-"""What the attempts before this one brought and used: the records of a run, read.
+"""Reads from a run's records what its earlier attempts saved and used.
 
 slurm/attempt.py writes them. Standard library only.
 """
 
 import os
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from runspec import files
 from runspec.storage import patiently
 from runspec.usage import gpu_hours
+from slurm.field_types import well_typed
 from slurm.identity import own_job_id
 from slurm.retry import NOT_COUNTED
-from slurm.typed import well_typed
 
 # How long the job script waits for storage that cannot be read.
 _WAIT_S = 5.0
@@ -22,7 +23,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object, {} if it is missing or broken: the end must be recorded.
 
     Raises:
-        OSError: it cannot be read now, which does not mean that it holds nothing.
+        OSError: it cannot be read now, and may have content.
     """
     try:
         value = files.read_json(path)
@@ -31,20 +32,24 @@ def read_object(path: Path) -> dict[str, Any]:
     return well_typed(value) if isinstance(value, dict) else {}
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return a file's JSON objects, one per line; [] if there is no such file."""
+    return [line for line in files.read_json_lines(path) if isinstance(line, dict)]
+
+
 def next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
-    """Return a number that no attempt has had, whatever the records say."""
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    had = [line.get("attempt") for line in lines if isinstance(line, dict)]
-    # An empty folder is that of a start which could not be recorded, and is tried again.
+    """Return a number that no attempt has had, even if records are missing."""
+    used = [line.get("attempt") for line in read_lines(run_dir / files.ATTEMPTS)]
+    # The log folder of a start that could not be recorded is empty: its number is used again.
     folders = [path for path in (run_dir / files.LOGS).glob("[0-9]*") if path.name.isdigit()]
-    had += [int(path.name) for path in folders if any(path.iterdir())]
-    return 1 + max([-1, int(status.get("attempt", -1)), *(n for n in had if isinstance(n, int))])
+    used += [int(path.name) for path in folders if any(path.iterdir())]
+    return 1 + max([-1, int(status.get("attempt", -1)), *(n for n in used if isinstance(n, int))])
 
 
 def series_of(run_dir: Path) -> str:
-    """Return the id of the job that began the series of which this one is the latest.
+    """Return the id of the first job of this job's series.
 
-    A job that took another's place by itself belongs to its series; a resumed run begins a new one.
+    A successor belongs to the series of its predecessor; a resumed run begins a new one.
     """
     status, job_id = read_object(run_dir / files.STATUS), own_job_id()
     if job_id in (str(status.get("job_id")), str(status.get("successor"))):
@@ -53,32 +58,25 @@ def series_of(run_dir: Path) -> str:
 
 
 def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of the attempts of this job's series: a resumed run begins to count anew."""
-    series, lines = series_of(run_dir), files.read_json_lines(run_dir / files.ATTEMPTS)
-    return [
-        line
-        for line in lines
-        if isinstance(line, dict) and str(line.get("series") or line.get("job_id")) == series
-    ]
+    """Return the attempts of this job's series: the count starts again in a resumed run."""
+    series, lines = series_of(run_dir), read_lines(run_dir / files.ATTEMPTS)
+    return [line for line in lines if str(line.get("series") or line.get("job_id")) == series]
 
 
 def count_fruitless(run_dir: Path) -> int:
-    """Return how many attempts since the last gain brought no newer checkpoint."""
-    attempts = attempts_of(run_dir)
-    gains = [number for number, line in enumerate(attempts) if line.get("gained")]
-    since = attempts[gains[-1] + 1 if gains else 0 :]
+    """Return the number of attempts after the last one that saved a newer checkpoint."""
+    since = takewhile(lambda line: not line.get("gained"), reversed(attempts_of(run_dir)))
     return sum(line.get("cause") not in NOT_COUNTED for line in since)
 
 
 def used_up(run_dir: Path, running: dict[str, Any] | None = None) -> str:
-    """Say that the run has used its GPU-hours, "" if it may go on.
+    """Return a message if the run has used its GPU-hours, "" if it may continue.
 
     Args:
         running: the attempt that is not in attempts.jsonl yet.
     """
     budget = float(os.environ.get("MAX_GPU_HOURS") or 0)
-    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
-    used = gpu_hours(line for line in [*lines, running or {}] if isinstance(line, dict))
+    used = gpu_hours([*read_lines(run_dir / files.ATTEMPTS), running or {}])
     if not budget or used < budget:
         return ""
     return (
@@ -90,8 +88,8 @@ def used_up(run_dir: Path, running: dict[str, Any] | None = None) -> str:
 def latest_checkpoint(run_dir: Path) -> int:
     """Return the step of the newest complete checkpoint, -1 for none.
 
-    While the folder cannot be read that is the one that the trainer has reported: the end of an
-    attempt must be recorded.
+    If the folder cannot be read, it is the one that the trainer has reported: the end of an attempt
+    must be recorded.
     """
     try:
         steps = patiently(files.checkpoint_steps, run_dir, most_s=_WAIT_S)
@@ -101,11 +99,11 @@ def latest_checkpoint(run_dir: Path) -> int:
 
 
 def saved_work(run_dir: Path) -> int:
-    """Return a number that grows whenever a run saves work that no later attempt does again.
+    """Return a number that grows whenever a run saves work that no later attempt repeats.
 
-    That is the step of the newest checkpoint, of an evaluation how many shards are done, what the
-    preparation of data counts as saved, or of a served model the minutes for which it was ready:
-    one that has served may be started again.
+    It is the step of the newest checkpoint, for an evaluation the number of finished shards, for a
+    preparation of data its own count, and for a served model the minutes for which it was ready: a
+    model that has served may be started again.
     """
     shards = list((run_dir / files.EVALS / files.SHARDS).glob("*.json"))
     saved = int(read_object(run_dir / files.PROGRESS).get("saved", -1))

@@ -1,8 +1,8 @@
-"""Tells a webhook that a run has started, ended or failed: python -P -m slurm.notify start|ended
+"""Notifies a webhook that a run has started, ended or failed: python -P -m slurm.notify start|ended
 
 Called by slurm/job.sh with RUN_DIR set, and NOTIFY_WEBHOOK, the file that holds the address,
-NOTIFY_FORM and NOTIFY_EVENTS. What cannot be delivered is told in the job's log and changes
-nothing. Standard library only.
+NOTIFY_FORM and NOTIFY_EVENTS. A failed notification is reported in the job's log and does not
+affect the run. Standard library only.
 """
 
 import json
@@ -19,19 +19,14 @@ from slurm.identity import own_job_id
 
 TIMEOUT_S, TRIES = 8, 2
 # The event by the state that the job has written.
-_EVENTS = {
-    "COMPLETED": "end",
-    "CANCELLED": "end",
-    "FAILED": "failure",
-    "INTERRUPTED": "failure",
-}
+_EVENTS = {"COMPLETED": "end", "CANCELLED": "end", "FAILED": "failure", "INTERRUPTED": "failure"}
 
 
 def facts(run_dir: Path, event: str) -> dict[str, Any]:
-    """Return what is told of a run, {} if its newest state is not of this job.
+    """Return the content of a notification, {} if the run's newest state is not of this job.
 
     Args:
-        event: start, or ended: the state then says whether it is an end or a failure.
+        event: start, or ended: the run's state then decides between end and failure.
     """
     status, made, progress = (
         value if isinstance(value, dict) else {}
@@ -46,41 +41,41 @@ def facts(run_dir: Path, event: str) -> dict[str, Any]:
     if kind is None:
         return {}
     known = ("state", "cause", "message", "attempt", "job_id", "cluster", "nodes")
-    told = {key: status[key] for key in known if status.get(key) not in (None, "")}
+    content = {key: status[key] for key in known if status.get(key) not in (None, "")}
     of_training = {"step": "step", "total_steps": "total_steps", "loss": "loss_last"}
-    told |= {key: progress[name] for key, name in of_training.items() if name in progress}
-    return {"event": kind, "run": run_dir.name, "recipe": made.get("recipe"), **told}
+    content |= {key: progress[name] for key, name in of_training.items() if name in progress}
+    return {"event": kind, "run": run_dir.name, "recipe": made.get("recipe"), **content}
 
 
-def sentence(told: dict[str, Any]) -> str:
-    """Return the facts as one line for people."""
-    words = f"{told['run']} ({told.get('recipe')})"
-    if told["event"] == "start":
-        return f"{words} has started on {', '.join(told.get('nodes', []))}"
-    words += f" is {told['state']}"
-    if told.get("step") is not None:
-        words += f" at step {told['step']} of {told.get('total_steps')}"
-    if told.get("loss") is not None:
-        words += f", loss {told['loss']:.4g}"
-    return f"{words}: {told['message']}" if told.get("message") else words
+def sentence(content: dict[str, Any]) -> str:
+    """Return a notification as one line of text."""
+    text = f"{content['run']} ({content.get('recipe')})"
+    if content["event"] == "start":
+        return f"{text} has started on {', '.join(content.get('nodes', []))}"
+    text += f" is {content['state']}"
+    if content.get("step") is not None:
+        text += f" at step {content['step']} of {content.get('total_steps')}"
+    if content.get("loss") is not None:
+        text += f", loss {content['loss']:.4g}"
+    return f"{text}: {content['message']}" if content.get("message") else text
 
 
-def body(form: str, told: dict[str, Any]) -> dict[str, Any]:
-    """Return what is posted: the facts, or a message as Slack or Teams take it."""
+def body(form: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON body: the content, or a message in the form of Slack or Teams."""
     if form == "slack":
-        return {"text": sentence(told)}
+        return {"text": sentence(content)}
     if form == "teams":
-        text = {"type": "TextBlock", "text": sentence(told), "wrap": True}
+        text = {"type": "TextBlock", "text": sentence(content), "wrap": True}
         card = {"type": "AdaptiveCard", "version": "1.4", "body": [text]}
         kind = "application/vnd.microsoft.card.adaptive"
         return {"type": "message", "attachments": [{"contentType": kind, "content": card}]}
-    return {**told, "text": sentence(told)}
+    return {**content, "text": sentence(content)}
 
 
 def post(address: str, content: dict[str, Any]) -> str:
-    """Send a message; return why it was not delivered, "" if it was."""
+    """Send a message; return the reason if it was not delivered, else ""."""
     if not address.startswith(("https://", "http://")):
-        return "the file holds no address that begins with https://"
+        return "the file has no address that begins with https://"
     request = urllib.request.Request(
         address,
         data=json.dumps(content).encode(),
@@ -98,14 +93,14 @@ def post(address: str, content: dict[str, Any]) -> str:
                 break
         except (OSError, ValueError) as error:
             reason = str(getattr(error, "reason", error))
-    # Neither may hold the address, which is a secret.
+    # Neither may contain the address, which is a secret.
     return redacted(reason.replace(address, "<address>"))
 
 
 def main() -> None:
     run_dir, wanted = Path(os.environ["RUN_DIR"]), os.environ["NOTIFY_EVENTS"].split(",")
-    told = facts(run_dir, sys.argv[1])
-    if not told or told["event"] not in wanted:
+    content = facts(run_dir, sys.argv[1])
+    if not content or content["event"] not in wanted:
         return
     file = Path(os.environ["NOTIFY_WEBHOOK"])
     try:
@@ -113,10 +108,10 @@ def main() -> None:
     except OSError as error:
         fault = f"{file}: {error.strerror}"
     else:
-        fault = post(address, body(os.environ["NOTIFY_FORM"], told))
+        fault = post(address, body(os.environ["NOTIFY_FORM"], content))
     if fault:
-        words = f"the webhook was not told of the run's {told['event']}: {fault}"
-        print(f"cookbook: {words}", file=sys.stderr)
+        message = f"the webhook was not notified of the run's {content['event']}: {fault}"
+        print(f"cookbook: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

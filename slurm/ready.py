@@ -1,8 +1,8 @@
 """Checks a node before ranks start on it: python -P -m slurm.ready
 
-Called by slurm/node.sh on every node of an attempt. A node that is not fit leaves a record, which
-the job script reads to leave the node out. It takes less than a second; the ranks themselves then
-try a matrix product and an all-reduce (trainer/parallel/fitness.py). Standard library only.
+Called by slurm/node.sh on every node of an attempt. An unhealthy node writes a record, from which
+the job script excludes the node. It takes less than a second; the ranks themselves then run a
+matrix product and an all-reduce (trainer/parallel/fitness.py). Standard library only.
 """
 
 import csv
@@ -23,34 +23,34 @@ from slurm.faults import BAD_NODE
 FATAL_XIDS = frozenset({48, 64, 74, 79, 94, 95, 119, 120})
 _XID = re.compile(r"^\[ *([\d.]+)\] NVRM: Xid \(([^)]*)\): (\d+)", re.MULTILINE)
 _RECENT_S = 3600
-# A GPU with more of its memory in use belongs to somebody else as well; perhaps to ranks of an
+# A GPU with more than this share of its memory in use has other processes, possibly ranks of an
 # earlier start, which stop within seconds.
 _IN_USE, _IS_IN_USE = 0.1, "is in use: "
 _FREED_S = 30.0
 _QUERY = "index,uuid,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"
 _DISK_BYTES = 2**30
-# srun may take so long until a node's script runs.
+# How long srun may take to start a node's script.
 _START_S = 120
 _SKEW_S = 5
 
 
 def faults() -> list[str]:
-    """Return what makes this node unfit, one line each."""
-    return [*_disk(), *_gpus(), *_xids(_answer(["dmesg"])[1])]
+    """Return the reasons why this node is unhealthy, one line each."""
+    return [*_disk(), *_gpus(), *_xids(_output(["dmesg"])[1])]
 
 
 def gpu_faults(table: str, visible: str, wanted: int) -> Iterator[str]:
-    """Yield what is wrong with the GPUs of a job on this node.
+    """Yield the faults of the GPUs of a job on this node.
 
     Args:
-        table: what nvidia-smi prints for _QUERY, as CSV.
+        table: the output of nvidia-smi for _QUERY, as CSV.
         visible: CUDA_VISIBLE_DEVICES; "" means all.
-        wanted: how many GPUs the ranks need.
+        wanted: number of GPUs that the ranks need.
     """
     rows = [row for row in csv.reader(table.splitlines(), skipinitialspace=True) if len(row) == 5]
     chosen = visible.split(",") if visible else []
     if any(name.startswith("MIG-") for name in chosen):
-        return  # parts of a GPU: what stands here is of the whole
+        return  # MIG instances: the table has whole GPUs only
     if chosen:
         rows = [row for row in rows if row[0] in chosen or row[1] in chosen]
     if len(rows) < wanted:
@@ -59,26 +59,25 @@ def gpu_faults(table: str, visible: str, wanted: int) -> Iterator[str]:
         if errors.isdigit() and int(errors):
             yield f"GPU {index} has {errors} uncorrected ECC errors since its last reset"
         if used.isdigit() and total.isdigit() and int(used) > _IN_USE * int(total):
-            yield f"GPU {index} {_IS_IN_USE}{used} of {total} MiB of its memory are taken"
+            yield f"GPU {index} {_IS_IN_USE}{used} of {total} MiB of its memory are used"
 
 
 def _gpus() -> Iterator[str]:
     given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    # Other makes have no such program; the ranks then see for themselves.
+    # GPUs of other vendors are only checked by the ranks.
     if not given.isdigit() or not int(given) or shutil.which("nvidia-smi") is None:
         return
-    status, words = _answer(
-        ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    )
+    query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    status, output = _output(query)
     if status:
-        yield f"nvidia-smi fails: {(words.strip().splitlines() or ['no answer in 20 s'])[-1]}"
+        yield f"nvidia-smi fails: {(output.strip().splitlines() or ['no answer in 20 s'])[-1]}"
         return
     visible, wanted = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ["RANKS_PER_NODE"]
-    yield from gpu_faults(words, visible, int(wanted))
+    yield from gpu_faults(output, visible, int(wanted))
 
 
 def _xids(kernel_log: str) -> Iterator[str]:
-    """Yield the fatal errors of GPUs within the last hour; many sites show the log to root only."""
+    """Yield the fatal GPU errors of the last hour; at many sites only root may read the log."""
     try:
         up_s = float(Path("/proc/uptime").read_text().split()[0])
     except OSError:
@@ -92,19 +91,19 @@ def _xids(kernel_log: str) -> Iterator[str]:
 def _disk() -> Iterator[str]:
     folder = os.environ.get("TMPDIR", "/tmp")
     try:
-        found = os.statvfs(folder)
+        disk = os.statvfs(folder)
     except OSError as error:
         yield f"{folder} cannot be used: {error.strerror}"
         return
-    free = found.f_bavail * found.f_frsize
+    free = disk.f_bavail * disk.f_frsize
     if free < _DISK_BYTES:
         yield f"{folder} has {free / 2**20:.0f} MiB of free space, and compiled kernels need 1 GiB"
-    if found.f_files and not found.f_favail:
+    if disk.f_files and not disk.f_favail:
         yield f"{folder} has no free inodes"
 
 
 def _clock() -> str:
-    """Say how far this node's clock is from the first node's, which wrote the status just now."""
+    """Return a note if this node's clock differs from the first node's, which wrote the status."""
     status = files.read_json_or_none(Path(os.environ["RUN_DIR"]) / files.STATUS)
     started = status.get("started") if isinstance(status, dict) else None
     if not isinstance(started, int | float):
@@ -112,13 +111,12 @@ def _clock() -> str:
     skew_s = time.time() - started
     if -_SKEW_S <= skew_s <= _START_S:
         return ""
-    where = (
-        f"{-skew_s:.0f} s behind" if skew_s < 0 else f"at least {skew_s - _START_S:.0f} s ahead of"
-    )
+    ahead = f"at least {skew_s - _START_S:.0f} s ahead of"
+    where = f"{-skew_s:.0f} s behind" if skew_s < 0 else ahead
     return f"note: this node's clock is {where} the first node's; times in its logs differ"
 
 
-def _answer(command: list[str]) -> tuple[int, str]:
+def _output(command: list[str]) -> tuple[int, str]:
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False
@@ -132,13 +130,13 @@ def main() -> int:
     node, logs = os.environ["NODE_NAME"], Path(os.environ["LOGS"])
     if note := _clock():
         print(f"cookbook: {note}")
-    found, deadline = faults(), time.monotonic() + _FREED_S
-    while found and all(_IS_IN_USE in line for line in found) and time.monotonic() < deadline:
+    reasons, deadline = faults(), time.monotonic() + _FREED_S
+    while reasons and all(_IS_IN_USE in line for line in reasons) and time.monotonic() < deadline:
         time.sleep(1)
-        found = faults()
-    if not found:
+        reasons = faults()
+    if not reasons:
         return 0
-    message = f"node {node} is not fit for training: {'; '.join(found)}"
+    message = f"node {node} is not fit for training: {'; '.join(reasons)}"
     print(f"cookbook: fault on node {node}: {message}")
     record = {
         "rank": None,

@@ -12,9 +12,13 @@ import socket
 import struct
 import sys
 import time
+from typing import Any, NoReturn
 
 WAIT_S = float(os.environ.get("RENDEZVOUS_WAIT_S", "120"))
 SIOCGIFADDR = 0x8915
+
+# (host, port), with two more fields for IPv6.
+Address = tuple[Any, ...]
 
 
 def main() -> None:
@@ -28,7 +32,7 @@ def main() -> None:
             f"node {node} cannot resolve the first node's address {address} ({error}): ask the "
             "site's administrators, or set the node's address as NodeAddr in slurm.conf"
         )
-    if target[0].startswith(("127.", "::1")) and os.environ["ONE_HOST"] != "yes":
+    if str(target[0]).startswith(("127.", "::1")) and os.environ["ONE_HOST"] != "yes":
         fail(
             f"node {node} resolves the first node's address {address} to a loopback ({target[0]}): "
             "fix /etc/hosts or NodeAddr in slurm.conf"
@@ -47,7 +51,7 @@ def main() -> None:
     print(interface_of(local))
 
 
-def listen(family: int, target: tuple, node: str, nodes: int, run: str) -> str:
+def listen(family: int, target: Address, node: str, nodes: int, run: str) -> str:
     """Answer each other node once; return the address on which this node listened."""
     deadline, met = time.monotonic() + WAIT_S, {0}
     with socket.socket(family, socket.SOCK_STREAM) as server:
@@ -74,18 +78,18 @@ def listen(family: int, target: tuple, node: str, nodes: int, run: str) -> str:
             with connection:
                 connection.settimeout(5)
                 try:
-                    said, _, rank = connection.recv(4096).decode().rpartition(" ")
-                    if said == run:
+                    its_run, _, rank = connection.recv(4096).decode().rpartition(" ")
+                    if its_run == run:
                         connection.sendall(b"welcome")
                         met.add(int(rank))
                         # The other side closes first, so that this port has no TIME_WAIT.
                         connection.recv(1)
                 except (OSError, ValueError):
                     continue
-    return target[0]
+    return str(target[0])
 
 
-def call(family: int, target: tuple, node: str, rank: int, run: str) -> str:
+def call(family: int, target: Address, node: str, rank: int, run: str) -> str:
     """Connect to the first node until it answers; return this node's address of the connection."""
     deadline, last = time.monotonic() + WAIT_S, "no answer"
     while time.monotonic() < deadline:
@@ -93,7 +97,7 @@ def call(family: int, target: tuple, node: str, rank: int, run: str) -> str:
             with socket.create_connection(target[:2], timeout=5) as connection:
                 connection.sendall(f"{run} {rank}".encode())
                 if connection.recv(16) == b"welcome":
-                    return connection.getsockname()[0]
+                    return str(connection.getsockname()[0])
                 last = "another program answers there"
         except OSError as error:
             last = error.strerror or str(error)
@@ -110,15 +114,15 @@ def interface_of(address: str) -> str:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]
+                packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]
             except OSError:
                 continue
-            if socket.inet_ntoa(found) == address:
+            if socket.inet_ntoa(packed) == address:
                 return name
     return ""
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     print(message, file=sys.stderr)
     sys.exit(1)
 

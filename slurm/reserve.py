@@ -1,4 +1,4 @@
-"""A file that is kept for the last word of a run that fills the disk.
+"""A file that reserves space for the last record of a run that fills the disk.
 
 Standard library only.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from runspec import files
 from slurm.faults import no_space
 
-# What a disk says that takes nothing more.
+# Errors of a full disk.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Enough for the records and the last lines of the log.
 _BYTES = 65536
 
 
 def keep(run_dir: Path) -> None:
-    """Keep a file and its space for the last word of a run that fills the disk."""
+    """Create the file."""
     with suppress(OSError):
         (run_dir / files.RESERVE).write_bytes(b"0" * _BYTES)
 
@@ -41,20 +41,20 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
                 os.fsync(file.fileno())
             os.replace(kept, path)
         except OSError:
-            # A filesystem that writes each change to a new place.
+            # A copy-on-write filesystem needs new space for each change.
             kept.unlink(missing_ok=True)
             files.write_json(path, status)
     kept.unlink(missing_ok=True)
 
 
 def fault(run_dir: Path) -> dict[str, Any] | None:
-    """Return the record of a disk that takes nothing more, None if it takes something."""
+    """Return the record of a full disk, None if it has space."""
     probe = run_dir / f".probe.{os.getpid()}"
     try:
         with probe.open("xb", buffering=0) as file:
             file.write(b"0" * _BYTES)
     except OSError as error:
-        # A new file of no size needs an inode only.
+        # An empty new file needs an inode only.
         return no_space(run_dir, not probe.exists()) if error.errno in FULL else None
     finally:
         with suppress(OSError):

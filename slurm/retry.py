@@ -1,11 +1,13 @@
-"""What follows when an attempt has ended: the run is finished, it fails, or another attempt starts.
+"""Decides what follows an attempt: the run is finished, it fails, or another attempt starts.
 
-slurm/attempt.py collects the facts, slurm/job.sh does what is decided. Standard library only.
+slurm/attempt.py collects the input, slurm/job.sh carries the decision out. Standard library only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurm.faults import NODE_FAILURE, describe, first_error
 
@@ -29,7 +31,7 @@ _CAUSES = {
     "OutOfMemoryError": "out_of_memory",
     "MemoryError": "out_of_memory",
 }
-# What torch says of memory in a plain RuntimeError: its CPU allocator, CUDA itself, cuBLAS.
+# Messages of a plain RuntimeError about memory: of torch's CPU allocator, CUDA, and cuBLAS.
 _NO_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
@@ -40,21 +42,28 @@ _ENDED = {
     "TIMEOUT": ("time_limit", "Slurm ended the job at its time limit"),
     "PREEMPTED": ("preempted", "Slurm ended the job for another one of higher priority"),
     "NODE_FAIL": ("node_failure", "Slurm ended the job because it lost a node"),
-    "REQUEUED": ("requeued", "somebody requeued the job"),
+    "REQUEUED": ("requeued", "a user requeued the job"),
     "UNKNOWN": ("terminated", "the job script was terminated, and Slurm does not say why"),
 }
-# Attempts that ended so say nothing about the run: they do not count as attempts without progress.
+# Causes outside the run: such attempts do not count as attempts without progress.
 NOT_COUNTED = frozenset({"preempted", "requeued", "controller"})
-# A node is to blame for these, if two attempts in a row name it.
+# Causes for which a node is left out, if two attempts in a row name it.
 _OF_A_NODE = frozenset({"killed", "hang", "error"})
+
+
+class Reason(NamedTuple):
+    """Why an attempt ended; node: that of the rank that failed first, None if it is unknown."""
+
+    cause: str
+    message: str
+    node: str | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
     """How an attempt ended, and what the job script does next.
 
-    state: a word of runspec.states. next: finished, failed, run (again, on these nodes) or requeue.
-    node: the node of the rank that failed first, None if nobody knows.
+    state: one of runspec.states. next: finished, failed, run (again, on these nodes) or requeue.
     """
 
     state: str
@@ -67,149 +76,170 @@ class Verdict:
 def _cause(error: dict[str, Any]) -> str:
     """Return the cause of an attempt's end by the error that ended it."""
     kind, message = str(error.get("type")), str(error.get("message"))
-    if kind == "RuntimeError" and any(words in message for words in _NO_MEMORY):
+    if kind == "RuntimeError" and any(text in message for text in _NO_MEMORY):
         return "out_of_memory"
     return _CAUSES.get(kind, "error")
 
 
-def ended_by_slurm(state: str | None, nodes: list[str]) -> Verdict:
-    """Return how an attempt ended whose job script wrote nothing, and goes on in a new start.
+def _slurm_reason(state: str, lost: list[str]) -> Reason:
+    """Return why a job ended, by Slurm's state of it and the nodes that Slurm lost."""
+    cause, message = _ENDED.get(state, (state.lower(), f"Slurm ended it: {state}"))
+    if cause != "node_failure" or not lost:
+        return Reason(cause, message)
+    return Reason(cause, f"{message}: {', '.join(lost)}", lost[0])
+
+
+def ended_by_slurm(state: str | None, lost: list[str]) -> Verdict:
+    """Return how an attempt ended whose job script wrote nothing, and continues in a new start.
 
     Args:
         state: what Slurm wrote about it, None if it wrote nothing.
-        nodes: those that Slurm lost.
-    """
-    cause, message = ("lost", "its node was lost, or its job script was killed")
-    if state in _ENDED:
-        cause, message = _ENDED[state]
-    elif nodes:
-        cause, message = _ENDED["NODE_FAIL"]
-    return _interrupted("run", cause, message, nodes)
-
-
-def ended_job(job_state: str, cancelled: bool, succeeds: bool, lost: list[str]) -> Verdict:
-    """Return how a job ended that Slurm or somebody ended, in an attempt or between two.
-
-    Args:
-        job_state: Slurm's word for the job.
-        cancelled: `cookbook cancel` ended it.
-        succeeds: a job that takes this one's place is in the queue.
         lost: the nodes that Slurm lost.
     """
-    # Somebody ended it: no retry.
-    if cancelled or job_state == "CANCELLED":
-        who = "by cookbook cancel" if cancelled else "its job was cancelled"
-        return Verdict("CANCELLED", "failed", "cancelled", who)
-    # Slurm itself requeues a job that it ends for lack of nodes.
-    cause, message = _ENDED.get(job_state, (job_state.lower(), f"Slurm ended it: {job_state}"))
-    # Where it may not, the successor goes on.
-    return _interrupted("requeue" if succeeds else "failed", cause, message, lost)
-
-
-def _interrupted(following: str, cause: str, message: str, nodes: list[str]) -> Verdict:
-    """Return the verdict on an attempt that Slurm ended; nodes: those that it lost."""
-    if cause != "node_failure" or not nodes:
-        return Verdict("INTERRUPTED", following, cause, message)
-    return Verdict("INTERRUPTED", following, cause, f"{message}: {', '.join(nodes)}", nodes[0])
+    reason = Reason("lost", "its node was lost, or its job script was killed")
+    if lost or state in _ENDED:
+        reason = _slurm_reason(state if state in _ENDED else "NODE_FAIL", lost)
+    return Verdict("INTERRUPTED", "run", *reason)
 
 
 def bad_nodes(attempts: list[dict[str, Any]]) -> set[str]:
     """Return the nodes that Slurm lost, unfit ones, and those that two attempts in a row name."""
     unfit = {str(node) for line in attempts for node in line.get("bad_nodes") or []}
-    lost = {str(line["node"]) for line in attempts if line.get("cause") == "node_failure"} - {
-        "None"
-    }
-    named = [
-        str(line["node"])
-        for line in attempts
-        if line.get("node") and line.get("cause") in _OF_A_NODE
-    ]
+    ends = [(str(line["node"]), line.get("cause")) for line in attempts if line.get("node")]
+    lost = {node for node, cause in ends if cause == "node_failure"}
+    named = [node for node, cause in ends if cause in _OF_A_NODE]
     return lost | unfit | {node for node, after in pairwise(named) if node == after}
 
 
-def decide(
-    exit_code: int,
-    progress: dict[str, Any],
-    errors: list[dict[str, Any]],
-    stop_asked: bool,
-    cancelled: bool,
-    job_state: str | None,
-    can_requeue: bool,
-    fruitless: int,
-    max_retries: int,
-    timed_out_s: float | None = None,
-    not_started: str = "",
-    cause_before: str | None = None,
-    used_up: str = "",
-    succeeds: bool = False,
-    memory_is_result: bool = False,
-    worse: str = "",
-) -> Verdict:
-    """Judge one attempt.
+@dataclass(frozen=True)
+class AttemptEnd:
+    """What is known about an attempt that has ended, or about a job that ended between two.
 
-    Args:
-        progress: the trainer's progress.json, {} if the entry writes none.
-        errors: what ranks and nodes recorded.
-        stop_asked: the time limit is near, so the ranks were asked to save and stop.
-        cancelled: `cookbook cancel` ended the job.
-        job_state: Slurm's word for the job if Slurm is ending it, else None.
-        fruitless: how many attempts in a row, this one included, brought no newer checkpoint.
-        timed_out_s: the recipe's timeout if the attempt reached it.
-        not_started: srun's words if it did not reach the controller, so that no rank was started.
-        cause_before: the cause of the attempt before this one, in the same job.
-        succeeds: a job that takes this one's place is in the queue.
-        used_up: says so if the run has used the GPU-hours that it may use.
-        memory_is_result: the run is one of a sweep, which asks whether it fits.
-        worse: says so if its sweep stopped it, because others do better.
+    progress: the trainer's progress.json, {} if the entry writes none. errors: recorded by ranks
+    and nodes. stop_asked: the time limit is near, so the ranks were asked to save and stop.
+    cancelled: `cookbook cancel` ended the job. job_state: Slurm's state of the job if Slurm is
+    ending it, else None. fruitless: attempts in a row, this one included, without a newer
+    checkpoint. timed_out_s: the recipe's timeout if the attempt reached it. not_started: srun's
+    message if it did not reach the controller, so that no rank was started. cause_before: the cause
+    of the attempt before this one, in the same job. used_up: a message if the run has used its
+    GPU-hours. succeeds: a successor of this job is in the queue. memory_is_result: the run belongs
+    to a sweep, which asks whether it fits. worse: a message if its sweep stopped it, because others
+    do better.
     """
-    trained = progress.get("state")
-    # Once all is written it does not matter how the processes end.
-    if trained == "finished" or (exit_code == 0 and trained is None):
-        return Verdict("COMPLETED", "finished", "finished")
 
-    if cancelled or job_state is not None:
-        lost = [str(each["host"]) for each in errors if each.get("type") == NODE_FAILURE]
-        return ended_job(job_state or "", cancelled, succeeds, lost)
-    if not_started and cause_before != "controller":
-        return Verdict("RETRYING", "run", "controller", f"srun started nothing: {not_started}")
-    if timed_out_s is not None:
-        message = f"ended by the recipe's timeout of {timed_out_s:.0f} s"
-        return Verdict("FAILED", "failed", "timeout", message)
+    exit_code: int
+    progress: dict[str, Any]
+    errors: list[dict[str, Any]]
+    stop_asked: bool = False
+    cancelled: bool = False
+    job_state: str | None = None
+    can_requeue: bool = False
+    fruitless: int = 0
+    max_retries: int = 0
+    timed_out_s: float | None = None
+    not_started: str = ""
+    cause_before: str | None = None
+    used_up: str = ""
+    succeeds: bool = False
+    memory_is_result: bool = False
+    worse: str = ""
 
-    if used_up and exit_code == 0 and trained == "stopped":
-        return Verdict("FAILED", "failed", "budget", used_up)
+    @property
+    def finished(self) -> bool:
+        """Whether all is written: then it does not matter how the processes end."""
+        state = self.progress.get("state")
+        return state == "finished" or (self.exit_code == 0 and state is None)
 
-    if worse and exit_code == 0 and trained == "stopped":
-        return Verdict("CANCELLED", "failed", "stopped_early", worse)
+    @property
+    def stopped(self) -> bool:
+        """Whether the ranks saved and stopped by themselves."""
+        return self.exit_code == 0 and self.progress.get("state") == "stopped"
 
-    # Why it ended. Ranks also stop in order when Slurm's TERM reaches them after another's death.
-    first = first_error(errors)
-    node = str(first["host"]) if first and first.get("host") else None
-    if first:
-        cause, message = _cause(first), describe(first)
-    elif stop_asked:
-        cause, message = "time_limit", "stopped before the time limit"
-    elif exit_code == 0 and trained == "stopped":
-        cause, message = "stopped", "the ranks were told to stop, and not by the job script"
-    else:
-        cause, message = "killed", f"exit status {exit_code}, and no rank recorded an error"
+    @property
+    def out_of_memory(self) -> bool:
+        return self.reason.cause == "out_of_memory"
 
+    @property
+    def unexplained_stop(self) -> bool:
+        return self.reason.cause == "stopped"
+
+    @cached_property
+    def error(self) -> dict[str, Any]:
+        """The error that caused the others, {} if none is recorded."""
+        return first_error(self.errors) or {}
+
+    @cached_property
+    def reason(self) -> Reason:
+        """Why it ended.
+
+        Errors come before a stop that was asked for: ranks also stop in order when Slurm's TERM
+        reaches them after another's death.
+        """
+        if self.cancelled:
+            return Reason("cancelled", "by cookbook cancel")
+        if self.job_state == "CANCELLED":
+            return Reason("cancelled", "its job was cancelled")
+        if self.job_state is not None:
+            lost = [str(each["host"]) for each in self.errors if each.get("type") == NODE_FAILURE]
+            return _slurm_reason(self.job_state, lost)
+        if self.error:
+            return Reason(_cause(self.error), describe(self.error), self.error.get("host") or None)
+        if self.stop_asked:
+            return Reason("time_limit", "stopped before the time limit")
+        if self.stopped:
+            return Reason("stopped", "the ranks were asked to stop, but not by the job script")
+        return Reason("killed", f"exit status {self.exit_code}, and no rank recorded an error")
+
+
+class Rule(NamedTuple):
+    """A row of the table: the state and the next step of an attempt for which `when` holds.
+
+    message: a format string, in which end is the AttemptEnd. cause: without one, cause and node are
+    those of AttemptEnd.reason.
+    """
+
+    state: str
+    next: str
+    when: Callable[[AttemptEnd], object]
+    message: str = "{end.reason.message}"
+    cause: str | None = None
+
+
+# The first rule whose condition holds counts.
+RULES = (
+    Rule("COMPLETED", "finished", lambda e: e.finished, "", "finished"),
+    # Somebody ended the job: no retry.
+    Rule("CANCELLED", "failed", lambda e: e.cancelled or e.job_state == "CANCELLED"),
+    # Slurm itself requeues a job that it ends for lack of nodes; if it may not, the successor
+    # continues.
+    Rule("INTERRUPTED", "requeue", lambda e: e.job_state is not None and e.succeeds),
+    Rule("INTERRUPTED", "failed", lambda e: e.job_state is not None),
+    Rule("RETRYING", "run", lambda e: e.not_started and e.cause_before != "controller",
+         "srun started nothing: {end.not_started}", "controller"),
+    Rule("FAILED", "failed", lambda e: e.timed_out_s is not None,
+         "ended by the recipe's timeout of {end.timed_out_s:.0f} s", "timeout"),
+    Rule("FAILED", "failed", lambda e: e.used_up and e.stopped, "{end.used_up}", "budget"),
+    Rule("CANCELLED", "failed", lambda e: e.worse and e.stopped, "{end.worse}", "stopped_early"),
     # What a retry cannot fix, or has not fixed often enough.
-    if first and first.get("permanent"):
-        return Verdict("FAILED", "failed", cause, message, node)
-    if cause == "out_of_memory" and memory_is_result:
-        return Verdict("FAILED", "failed", cause, message, node)
-    if cause == cause_before == "out_of_memory":
-        return Verdict("FAILED", "failed", cause, f"{message}; twice in a row", node)
-    if fruitless > max_retries:
-        message += f"; {fruitless} attempts saved nothing new" if max_retries else ""
-        return Verdict("FAILED", "failed", cause, message, node)
-
-    if used_up:
-        return Verdict("FAILED", "failed", cause, f"{message}; {used_up}", node)
-
+    Rule("FAILED", "failed", lambda e: e.error.get("permanent")),
+    Rule("FAILED", "failed", lambda e: e.out_of_memory and e.memory_is_result),
+    Rule("FAILED", "failed", lambda e: e.out_of_memory and e.cause_before == "out_of_memory",
+         "{end.reason.message}; twice in a row"),
+    Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries == 0),
+    Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries,
+         "{end.reason.message}; {end.fruitless} attempts saved nothing new"),
+    Rule("FAILED", "failed", lambda e: e.used_up, "{end.reason.message}; {end.used_up}"),
     # A stop that neither the script asked for nor a death explains is Slurm's, which takes the
     # allocation away a moment later.
-    if (stop_asked or cause == "stopped") and can_requeue:
-        return Verdict("REQUEUED", "requeue", cause, message, node)
-    return Verdict("RETRYING", "run", cause, message, node)
+    Rule("REQUEUED", "requeue", lambda e: e.can_requeue and (e.stop_asked or e.unexplained_stop)),
+    Rule("RETRYING", "run", lambda e: True),
+)  # fmt: skip
+
+
+def decide(end: AttemptEnd) -> Verdict:
+    """Judge one attempt, or a job that ended between two."""
+    rule = next(rule for rule in RULES if rule.when(end))
+    message = rule.message.format(end=end)
+    if rule.cause is not None:
+        return Verdict(rule.state, rule.next, rule.cause, message)
+    return Verdict(rule.state, rule.next, end.reason.cause, message, end.reason.node)

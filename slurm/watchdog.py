@@ -1,12 +1,13 @@
 """Ends an attempt whose ranks hang, or do not stop in time: python -P -m slurm.watchdog PID
 
-It also ends what does not end by itself once the run is finished, and the ranks that srun cannot
-end, and asks the ranks to stop when the run has used its GPU-hours. slurm/job.sh starts it beside
+It also ends processes that remain after the run is finished, and ranks that srun cannot end, and
+asks the ranks to stop when the run has used its GPU-hours. slurm/job.sh starts it beside
 each attempt, again if it dies, with RUN_DIR, LOGS, ATTEMPT, JOB_PID, HANG_TIMEOUT_S, SIGNAL_LEAD_S
 and MAX_GPU_HOURS set. PID is srun, or what starts the nodes if there is no Slurm. Standard library
 only.
 """
 
+import math
 import os
 import signal
 import sys
@@ -22,25 +23,26 @@ from runspec.states import process_start
 from slurm.history import used_up
 
 POLL_S = 1.0
-# A hang is so many median steps, or longest saves, at least.
+# A hang is at least this many median steps, or longest saves.
 SLOW_STEPS = 5
 # Until two steps are done nobody knows how long one takes, and the second may compile, too.
 UNKNOWN_S = 600.0
-# So long the ranks may take to write their stacks, and srun to end before it is killed. Without
+# How long the ranks may take to write their stacks, and srun to end before it is killed. Without
 # Slurm that is torchrun, which waits for its ranks for 30 s.
 ANSWER_S, END_S = 12.0, 45.0
-# What srun says when a task has ended and the others have not for its --wait seconds: it has Slurm
-# end them. A controller that died just after the step began does not know the step, and does not.
+# From srun when a task has ended and the others have not within its --wait seconds: it asks Slurm
+# to end them. A controller that died just after the step began does not know the step, and does
+# nothing.
 LEFT_BEHIND, LEFT_S = b"First task exited", 15.0
 # What remains of the warning's lead for ending the ranks and for the queue.
 RESERVE_S = 60.0
-# Everything is written by then: srun and torchrun may take so long to end, and then to obey a TERM.
+# How long srun and torchrun may take to end once everything is written, and then to obey a TERM.
 FINISH_WAIT_S, FINISH_END_S = 60.0, 5.0
 
 
 @dataclass
 class Watch:
-    """Judges what the trainer's heartbeat and the stop file say, look by look.
+    """Finds a hang from the trainer's heartbeat and the stop file, which it is given repeatedly.
 
     timeout_s: the recipe's hang_timeout_s, 0 for none. stop_s: how long after the warning the ranks
     may take to stop.
@@ -53,10 +55,10 @@ class Watch:
     _asked: float | None = None
 
     def look(self, beat: Any, asked: bool, now: float) -> dict[str, Any] | None:
-        """Return the record of a fault, None while all is well.
+        """Return the record of a fault, None if there is none.
 
         Args:
-            beat: what heartbeat.json holds, None if there is none or it is being written.
+            beat: the content of heartbeat.json, None if it is missing or being written.
             asked: the ranks were asked to stop.
             now: a monotonic clock, in seconds.
         """
@@ -68,32 +70,28 @@ class Watch:
             return None
         if beat is not None and beat != self._beat:
             self._beat, self._changed = beat, now
-        known = self._beat if isinstance(self._beat, dict) else {}
-        usual_s, usual, least_s = self._usual(known)
-        still_s = now - self._changed
-        if not self.timeout_s or least_s is None or still_s < max(least_s, self.timeout_s):
+        last = self._beat if isinstance(self._beat, dict) else {}
+        phase, still_s = last.get("phase"), now - self._changed
+        if phase == "training":
+            usual, usual_s = "median", last.get("median_step_s")
+            limit_s = UNKNOWN_S if usual_s is None else SLOW_STEPS * usual_s
+            what = "no step"
+        else:
+            # The duration of the start, the export, and a first save or validation is unknown:
+            # ranks that hang there end by torch's own timeout.
+            usual, usual_s = "longest before", (last.get("longest_s") or {}).get(phase)
+            limit_s = math.inf if usual_s is None else SLOW_STEPS * usual_s
+            what = f"{phase} has not ended"
+        if not self.timeout_s or still_s < max(limit_s, self.timeout_s):
             return None
-        what = "no step" if known["phase"] == "training" else f"{known['phase']} has not ended"
-        told = "" if usual_s is None else f" ({usual} {usual_s:.2f} s)"
-        message = f"{what} for {still_s:.0f} s after step {known['step']}{told}"
+        compared = "" if usual_s is None else f" ({usual} {usual_s:.2f} s)"
+        message = f"{what} for {still_s:.0f} s after step {last['step']}{compared}"
         return {"type": "Hang", "message": message}
-
-    def _usual(self, known: dict[str, Any]) -> tuple[float | None, str, float | None]:
-        """Return how long it takes usually, in words, and the limit; None where it has no limit.
-
-        The first step compiles, and nobody knows how long a first save, a first validation, the
-        start and the export may take: ranks that wait there end by torch's own time-out.
-        """
-        if known.get("phase") == "training":
-            step_s = known.get("median_step_s")
-            return step_s, "median", UNKNOWN_S if step_s is None else SLOW_STEPS * step_s
-        longest_s = (known.get("longest_s") or {}).get(known.get("phase"))
-        return longest_s, "longest before", None if longest_s is None else SLOW_STEPS * longest_s
 
 
 @dataclass
 class LeftBehind:
-    """Reads in the job's log that srun waits for tasks to end.
+    """Finds the line in the job's log with which srun says that it waits for tasks to end.
 
     start: the byte at which the attempt began.
     """
@@ -106,7 +104,7 @@ class LeftBehind:
         self._read = self.start
 
     def look(self, now: float) -> bool:
-        """Return whether srun has said so LEFT_S ago; now: a monotonic clock, in seconds."""
+        """Return whether that line is LEFT_S old; now: a monotonic clock, in seconds."""
         if self._since is None:
             try:
                 with self.log.open("rb") as file:
@@ -123,7 +121,7 @@ class LeftBehind:
 
 @dataclass
 class Finished:
-    """Sees that the run is finished, but its processes are not: every file is written by then."""
+    """Finds that the run is finished, but its processes are not: every file is written by then."""
 
     progress: Path
     attempt: int
@@ -133,9 +131,9 @@ class Finished:
     def look(self, now: float) -> bool:
         """Return whether that was wait_s ago; now: a monotonic clock, in seconds."""
         if self._since is None:
-            told = files.read_json_or_none(self.progress)
+            progress = files.read_json_or_none(self.progress)
             wanted = {"state": "finished", "attempt": self.attempt}
-            if isinstance(told, dict) and all(told.get(key) == wanted[key] for key in wanted):
+            if isinstance(progress, dict) and wanted.items() <= progress.items():
                 self._since = now
         return self._since is not None and now - self._since >= self.wait_s
 
@@ -152,27 +150,28 @@ def ask_for_stacks(logs: Path) -> None:
 
 
 def laggards(logs: Path) -> list[tuple[int, str, str]]:
-    """Return rank, node and what is wrong with it of the ranks that hold up the others.
+    """Return rank, node and symptom of the ranks that hold up the others.
 
-    A rank that does not answer is one; else those that are not waiting for the others.
+    Those are the ranks that do not answer; if all do, those that do not wait for the others.
     """
     silent = _silent(logs)
     if silent:
         return [(rank, node, "does not answer") for rank, node in silent]
-    waiting, busy = [], []
-    for rank, node, text in _stacks(logs):
-        (waiting if "torch/distributed/" in text else busy).append((rank, node))
-    return [(rank, node, "is not waiting for the others") for rank, node in busy if waiting]
+    stacks = _stacks(logs)
+    busy = [(rank, node) for rank, node, text in stacks if "torch/distributed/" not in text]
+    if len(busy) == len(stacks):
+        return []
+    return [(rank, node, "is not waiting for the others") for rank, node in busy]
 
 
 def record(logs: Path, fault: dict[str, Any]) -> None:
-    """Write the fault, with the ranks that lag, where the job script finds it."""
-    found = laggards(logs)
-    named = ", ".join(f"rank {rank} on {node} {what}" for rank, node, what in found[:4])
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    message = f"{fault['message']}: {named}{more}" if found else fault["message"]
-    # Of one rank only: a node is blamed for it.
-    rank, node, _ = found[0] if len(found) == 1 else (None, None, "")
+    """Write the fault, with the ranks that hold up the others, as a record for the job script."""
+    slow = laggards(logs)
+    named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
+    more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
+    message = f"{fault['message']}: {named}{more}" if slow else fault["message"]
+    # A node is named, and later left out, only if a single rank is at fault.
+    rank, node, _ = slow[0] if len(slow) == 1 else (None, None, "")
     where = f"{files.LOGS}/{logs.name}/{files.STACKS.format('*')}"
     files.write_json(
         logs / "error_watchdog.json",
@@ -189,13 +188,13 @@ def record(logs: Path, fault: dict[str, Any]) -> None:
 
 def _stacks(logs: Path) -> list[tuple[int, str, str]]:
     """Return rank, node and stacks of every rank that has started."""
-    found = []
+    ranks = []
     for path in logs.glob(files.STACKS.format("*")):
         number = path.stem.removeprefix("stack_rank_")
         first, _, stacks = path.read_text(encoding="utf-8", errors="replace").partition("\n")
         if number.isdigit() and first:
-            found.append((int(number), first.split()[0], stacks))
-    return sorted(found)
+            ranks.append((int(number), first.split()[0], stacks))
+    return sorted(ranks)
 
 
 def _silent(logs: Path) -> list[tuple[int, str]]:
@@ -212,7 +211,7 @@ def _wait(done: Callable[[], bool], seconds: float) -> bool:
 
 
 def _end(pid: int, logs: Path, wait_s: float = END_S) -> None:
-    """End srun and so the ranks: by TERM, which it passes on, else by KILL and by the nodes."""
+    """End srun and the ranks: by TERM, which srun forwards, else by KILL and by the nodes."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
         if _wait(lambda: process_start(pid) is None, wait_s):
@@ -223,7 +222,7 @@ def _end(pid: int, logs: Path, wait_s: float = END_S) -> None:
 
 
 def _have_nodes_end_ranks(logs: Path) -> None:
-    # A filesystem that takes no file must not keep srun alive.
+    # srun is ended even if the file cannot be written.
     with suppress(OSError):
         (logs / files.END_RANKS).touch()
 
@@ -247,7 +246,7 @@ def main() -> None:
     left_behind = LeftBehind(run_dir / files.JOB_LOG, began if isinstance(began, int) else 0)
     wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
     finished = Finished(run_dir / files.PROGRESS, int(os.environ["ATTEMPT"]), wait_s)
-    asked = told = False
+    asked = nodes_asked = False
     while process_start(pid) is not None and process_start(script) == script_start:
         if finished.look(time.monotonic()):
             print("cookbook: the run is finished: its processes are ended", file=sys.stderr)
@@ -258,14 +257,14 @@ def main() -> None:
             asked = True
             print("cookbook: max_gpu_hours is reached: the ranks save and stop", file=sys.stderr)
             (run_dir / files.STOP).touch()
-        if not told and left_behind.look(time.monotonic()):
-            told = True
+        if not nodes_asked and left_behind.look(time.monotonic()):
+            nodes_asked = True
             print("cookbook: srun could not end the other ranks: nodes end them", file=sys.stderr)
             _have_nodes_end_ranks(logs)
         beat = files.read_json_or_none(logs / files.HEARTBEAT)
         fault = watch.look(beat, (run_dir / files.STOP).exists(), time.monotonic())
         if fault is not None:
-            # A filesystem that takes no record does not keep the ranks.
+            # The ranks are ended even if the record cannot be written.
             with suppress(OSError):
                 ask_for_stacks(logs)
                 record(logs, fault)

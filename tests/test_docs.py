@@ -51,6 +51,8 @@ def test_the_pages_show_every_command():
     assert shown == {
         "models",
         "recipes",
+        "start",
+        "clean",
         "check",
         "estimate",
         "submit",

@@ -3,7 +3,7 @@
 Prints a JSON object for each file: {"faults": [one line each], "found": the components}. Weights
 are not read except those of an adapter to start from, nothing is computed and no rank is started.
 With --stock only the components themselves are checked, because torchtune's own recipes give them
-further arguments. Data are read only with --samples=N, the first samples: {"samples": see
+further arguments. Data are read only with --samples=N, which shows N samples: {"samples": see
 trainer.data.preview, "sample_faults"}.
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runspec.description import config_file
-from runspec.keys.sft import TRANSFORMERS
+from runspec.keys.fields import TRANSFORMERS
 from runspec.layout import StepFacts
 from trainer import config as configs
 from trainer import optimizers
@@ -29,8 +29,9 @@ from trainer.data import tokenizers
 from trainer.errors import ConfigError
 from trainer.layers.loss import LATER_NAMES
 from trainer.models import build as models
+from trainer.models.builder import teacher_config
 from trainer.models.decoder import Decoder
-from trainer.objectives.base import SFT, Objective, named
+from trainer.objectives.base import Objective, named
 from trainer.storage import adapter
 
 # Numbers in a parameter on which an optimizer is tried.
@@ -41,11 +42,10 @@ HANDED_OVER = ("optimizer", "lr_scheduler", "dataset", "dataset_val")
 OWN_KEYS = dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack"))
 
 
-def faults(content: dict[str, Any], objective: type[Objective] | None = None) -> list[str]:
+def faults(content: dict[str, Any], objective: type[Objective]) -> list[str]:
     """Everything that would stop a run of `content`, a resolved train.yaml, at its set-up."""
-    objective = objective or named(SFT)
     found: list[str] = []
-    config = _tried(found, lambda: configs.parse(content, objective.keys))
+    config = _tried(found, lambda: configs.parse(content, objective.config_class))
     found += component_faults(content, complete=True)
     if config is not None and not found:
         found += _misfits(config, objective)
@@ -68,7 +68,9 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         factory = _tried(found, lambda k=key, b=block: configs.component(k, b["_component_"]))
         if factory is None:
             continue
-        ours = models.own_keys(block) if key == "model" else OWN_KEYS.get(key, ())
+        ours = OWN_KEYS.get(key, ())
+        if key == "model":
+            ours = _tried(found, lambda b=block: models.own_keys(b)) or ()
         arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}
         handed_over = key in HANDED_OVER
         try:
@@ -114,6 +116,10 @@ def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[st
         model = _tried(found, lambda: models.empty(config))
         if model is not None:
             found += models.layout_faults(model, config)
+    if config.teacher_key and (folder := Path(getattr(config, config.teacher_key))).is_dir():
+        of_teacher: list[str] = []
+        _tried(of_teacher, lambda: models.fitting(teacher_config(config, str(folder))))
+        found += [f"{config.teacher_key}: {fault}" for fault in of_teacher]
     if model is not None and config.checkpointer.get("adapter_checkpoint") is not None:
         _tried(found, lambda: adapter.read(model, config))
     # What cannot be laid out has been told.
@@ -174,17 +180,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.check")
     parser.add_argument("paths", nargs="+", metavar="<run>/train.yaml", type=Path)
     parser.add_argument("--stock", action="store_true")
-    parser.add_argument("--samples", type=int, default=0, metavar="N")
-    parser.add_argument("--objective", default=SFT)
+    parser.add_argument("--samples", type=int, metavar="N")
+    parser.add_argument("--objective", default="", help="dotted path of the training method")
     given = parser.parse_args(arguments)
+    if not (given.stock or given.objective):
+        parser.error("give --objective, or --stock")
     for path in given.paths:
         print(json.dumps(_verdict(path, given.objective, given.stock, given.samples)))
     return 0
 
 
-def _verdict(path: Path, method: str, stock: bool, samples: int) -> dict[str, Any]:
+def _verdict(path: Path, method: str, stock: bool, samples: int | None) -> dict[str, Any]:
     found: list[str] = []
-    objective = _tried(found, lambda: named(method))
+    objective = _tried(found, lambda: named(method)) if method else None
     content = _tried(found, lambda: configs.read_yaml(path))
     if content is not None and stock:
         found += component_faults(content, complete=False)
@@ -192,14 +200,17 @@ def _verdict(path: Path, method: str, stock: bool, samples: int) -> dict[str, An
         found += faults(content, objective)
     names = [block["_component_"].rpartition(".")[2] for _, block in _blocks("", content or {})]
     verdict = {"faults": found, "found": ", ".join(dict.fromkeys(names))}
-    return verdict | _samples(content, samples) if samples and content else verdict
+    if samples is not None and content and objective is not None:
+        verdict |= _samples(content, objective, samples)
+    return verdict
 
 
-def _samples(content: dict[str, Any], count: int) -> dict[str, Any]:
+def _samples(content: dict[str, Any], method: type[Objective], count: int) -> dict[str, Any]:
     from trainer.data.preview import previews  # a check without samples does not pay for it
 
     found: list[str] = []
-    shown, faults = _tried(found, lambda: previews(configs.parse(content), count)) or ([], [])
+    config = _tried(found, lambda: configs.parse(content, method.config_class))
+    shown, faults = previews(config, count, method.form) if config is not None else ([], [])
     return {"samples": shown, "sample_faults": found + faults}
 
 

@@ -7,84 +7,46 @@ other keys.
 import importlib
 import inspect
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, make_dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runspec import yamlrules
+from runspec.adapters import is_quantised
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
+from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import REQUIRED, Key, children, faults, unused
-from runspec.keys.sft import SFT, TRANSFORMERS, notes, recomputed, with_train_on_input
-from runspec.layout import FP8_MULTIPLE, StepFacts
+from runspec.keys.sft import SftConfig
+from runspec.keys.train import TrainConfig as TrainConfig
+from runspec.keys.train import notes, recomputed, with_train_on_input
+from runspec.layout import StepFacts
 from runspec.step import offloads, reduces_each
 from trainer.errors import ConfigError
 
-KEYS = SFT | {"output_dir": replace(COMMON["output_dir"], default=REQUIRED, unused="")}
-PROFILER_KEYS = {name: key.default for name, key in children(SFT, "profiler").items()}
-BLOCKS = ("model", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler", "loss")
+Config = TypeVar("Config", bound=TrainConfig)
+OUTPUT_DIR = replace(COMMON["output_dir"], default=REQUIRED, unused="")
+PROFILER_KEYS = {
+    name: key.default for name, key in children(TrainConfig.keys(), "profiler").items()
+}
 COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers", "bitsandbytes")
 # Names packages and modules of the user's own, separated by commas, whose components are allowed
 # too. It is set in the user's shell: a recipe, which may be a stranger's, cannot set it.
 OWN_PACKAGES = "COOKBOOK_COMPONENTS"
 
 
-def _used(keys: Mapping[str, Key]) -> dict[str, Key]:
-    return {name: key for name, key in children(keys).items() if not (key.unused or key.refused)}
-
-
-_Values = make_dataclass("_Values", [(name, Any) for name in _used(KEYS)], frozen=True)
-
-
-@dataclass(frozen=True)
-class TrainConfig(_Values):
-    """A checked train.yaml: an attribute for each key that is used (see docs/keys.md).
-
-    A method with keys of its own has a subclass with an attribute for each of them.
-
-    output_dir is a Path; dataset_val holds what it takes from dataset; activation_checkpointing is
-    as runspec.keys.sft.recomputed returns it. notes: about keys that are not used.
-    """
-
-    notes: tuple[str, ...]
-
-    @property
-    def model_folder(self) -> Path:
-        """The Hugging Face folder that the weights come from."""
-        return Path(self.checkpointer["checkpoint_dir"])
-
-    @property
-    def fp8_recipe(self) -> str | None:
-        """How the products of the blocks are scaled in fp8; None without it."""
-        return self.fp8_recipe_name if self.enable_fp8_training else None
-
-    @property
-    def row_multiple(self) -> int:
-        """What the length of every row must be divisible by, for tensor parallelism and fp8."""
-        return math.lcm(self.tensor_parallel_dim, FP8_MULTIPLE if self.enable_fp8_training else 1)
-
-    @property
-    def data_cache(self) -> Path:
-        """The folder of tokenised datasets; beside the run directories if none is given."""
-        if self.data_cache_dir is None:
-            return self.output_dir.parent / ".data_cache"
-        return Path(self.data_cache_dir).expanduser().absolute()
-
-
-def load(path: Path, keys: Mapping[str, Key] = KEYS) -> TrainConfig:
+def load(path: Path, method: type[Config] = SftConfig) -> Config:
     """Read and check `path`.
 
     Args:
-        keys: those of the method.
+        method: its config's class.
 
     Raises:
         ConfigError: the file cannot be read, or values are wrong; names all faults at once.
     """
-    return parse(read_yaml(path), keys)
+    return parse(read_yaml(path), method)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -121,28 +83,23 @@ def _interpolated(path: Path, content: Any) -> Any:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
-def parse(content: dict[str, Any], keys: Mapping[str, Key] = KEYS) -> TrainConfig:
+def parse(content: dict[str, Any], method: type[Config] = SftConfig) -> Config:
     """Check a resolved config by the keys of its method.
 
     Raises:
         ConfigError: all faults at once.
     """
-    found, used = list(faults(content, keys)), _used(KEYS) | _used(keys)
+    keys = method.keys() | {OUTPUT_DIR.name: OUTPUT_DIR}
+    found = list(faults(content, keys))
+    used = {n: key for n, key in children(keys).items() if not (key.unused or key.refused)}
     wrong = {fault.key.partition(".")[0] for fault in found}
     given = {name: None if name in wrong else content.get(name) for name in used}
     values = _complete(_with_defaults(given, used))
-    if texts := [fault.text for fault in found] + list(_faults_between_keys(values)):
+    if texts := [fault.text for fault in found] + list(_faults_between_keys(values, used)):
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
     values["activation_checkpointing"] = recomputed(values)
-    return _class(tuple(used))(**values, notes=tuple(_notes(content)))
-
-
-@cache
-def _class(names: tuple[str, ...]) -> type[TrainConfig]:
-    own = [(name, Any) for name in names if name not in _used(KEYS)]
-    bases = (TrainConfig,)
-    return make_dataclass("TrainConfig", own, bases=bases, frozen=True) if own else TrainConfig
+    return method(**values, notes=tuple(_notes(content, keys)))
 
 
 def _with_defaults(given: dict[str, Any], used: Mapping[str, Key]) -> dict[str, Any]:
@@ -168,16 +125,18 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _faults_between_keys(values: dict[str, Any]) -> Iterator[str]:
+def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Iterator[str]:
     """Everything that is wrong between keys.
 
     Args:
+        used: the keys.
         values: a value of its kind for each key, the default if it is not given; None for a
             required one that is missing or wrong.
     """
-    for key in BLOCKS:
-        if "_component_" in (values[key] or {}):
-            yield from _prefix_faults(key, values[key])
+    for name, key in used.items():
+        # A checkpointer's component is named by torchtune's configs, and never called.
+        if key.is_open and name != "checkpointer" and "_component_" in (values[name] or {}):
+            yield from _prefix_faults(name, values[name])
     tokenizer, model = values["tokenizer"], values["model"] or {}
     if not values["dataset_val"]:
         if values["run_val_every_n_steps"]:
@@ -201,36 +160,40 @@ def _faults_between_keys(values: dict[str, Any]) -> Iterator[str]:
             "enable_activation_offloading: moves the inputs of recomputed layers; set "
             "activation_checkpointing to full or a number"
         )
-    is_qlora = str(model.get("_component_")).rpartition(".")[2].startswith("qlora_")
     yield from StepFacts(
         fp8=values["enable_fp8_training"],
         fp32=values["dtype"] == "fp32",
-        quantised=model.get("quantize_base", is_qlora),
+        quantised=is_quantised(model),
     ).faults()
     if values["generate"] and values["save_adapter_weights_only"]:
         yield "generate: needs the merged model; set save_adapter_weights_only=False"
 
 
-def _notes(content: dict[str, Any]) -> Iterator[str]:
+def _notes(content: dict[str, Any], keys: Mapping[str, Key]) -> Iterator[str]:
     """One line for each key that is not used, or that does less than it seems to."""
-    for key in unused(content, SFT):
+    for key in unused(content, keys):
         yield f"{key.name} is not used: {key.unused}"
     yield from notes(content)
 
 
-def _prefix_faults(key: str, block: dict[str, Any]) -> list[str]:
-    """A fault if the dotted path of a block's `_component_` may not be imported."""
-    dotted = block["_component_"]
+def refused_path(place: str, dotted: str) -> str | None:
+    """Why the dotted path that a config names at `place` may not be imported; None if it may."""
     own = os.environ.get(OWN_PACKAGES, "").replace(",", " ").split()
-    if key == "model" and dotted == TRANSFORMERS:
-        return []
     if dotted.startswith(tuple(f"{name}." for name in (*COMPONENT_PACKAGES, *own))):
-        return []
-    return [
-        f"{key}._component_: {dotted!r} is not allowed; it must begin with one of "
+        return None
+    return (
+        f"{place}: {dotted!r} is not allowed; it must begin with one of "
         f"{'., '.join(COMPONENT_PACKAGES)}., or with a package of yours that the variable "
         f"{OWN_PACKAGES} names"
-    ]
+    )
+
+
+def _prefix_faults(key: str, block: dict[str, Any]) -> list[str]:
+    """A fault if the dotted path of a block's `_component_` may not be imported."""
+    if key == "model" and block["_component_"] == TRANSFORMERS:
+        return []
+    refused = refused_path(f"{key}._component_", block["_component_"])
+    return [] if refused is None else [refused]
 
 
 def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> Any:

@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,8 @@ from trainer import optimizers
 from trainer.config import TrainConfig
 from trainer.data.batches import MicroBatch
 from trainer.errors import ConfigError
-from trainer.objectives.base import Objective
+from trainer.models.builder import Builder
+from trainer.objectives.base import Models, Objective
 from trainer.parallel import activations, fsdp, gradients, tensor_parallel
 from trainer.parallel import world as distributed
 from trainer.parallel.world import StopRequest, World
@@ -21,6 +22,9 @@ from trainer.profiling import profiler
 from trainer.reporting import Reporter
 from trainer.storage.checkpoint import Checkpoints
 from trainer.storage.committed import TrainerState
+
+if TYPE_CHECKING:
+    from trainer.layers.balance import Balance
 
 
 class Trainer:
@@ -47,8 +51,9 @@ class Trainer:
         self.objective = objective(config, world)
         self.data = self.objective.build_data()
         self.batches = self.data.training
-        self.models = self.objective.build_models(self.data)
+        self.models = self.objective.build_models(Builder(config, world, self.data))
         self.model = self.models.policy
+        self.balance = self._watch_routers()
         if config.checkpointer.get("adapter_checkpoint") is not None:
             from trainer.storage import adapter
 
@@ -67,13 +72,13 @@ class Trainer:
         self.losses: list[torch.Tensor] = []
         self.state = self._resume()
         self.reporter = Reporter(
-            config, world, self.model, self.data, self.checkpoints, attempt, self.state
+            config, world, self.models, self.data, self.checkpoints, attempt, self.state
         )
         self.guard = optimizers.NonFiniteGuard(
             self.optimizer, config.max_non_finite_steps, world.device, self.state.skipped_steps
         )
         self.profiler = world.on_all(lambda: profiler(config, world, self.state.step))
-        self.reporter.setup(self.model, time.monotonic() - started)
+        self.reporter.setup(time.monotonic() - started)
         self.reporter.progress("running")
 
     def _compilable(self, config: TrainConfig) -> TrainConfig:
@@ -85,17 +90,28 @@ class Trainer:
         self.world.say(f"note: not compiled, as the node of rank {found[0][0]} lacks {found[0][1]}")
         return replace(config, compile=False)
 
+    def _watch_routers(self) -> "Balance | None":
+        """What measures the policy's routers, and adds their auxiliary loss; None without them."""
+        routers, world = self.model.module.routers(), self.world
+        if not routers:
+            return None
+        # Imported late: most models have no routers, and a rank is to start fast.
+        from trainer.layers.balance import Balance
+
+        parts = self.config.gradient_accumulation_steps * world.tensor_parallel_dim
+        return Balance(routers, self.config.router_aux_loss_coef, parts)
+
     def train(self) -> bool:
         """Train to the last step; False if a stop was requested and done before it."""
         config, batches, state = self.config, self.batches, self.state
         last, weight = batches.total_steps, self.world.data_weight
         with self.profiler as profile:
             for micro_batches in self.reporter.clock.waiting(batches.from_step(state.step)):
-                targets, tokens, attention, stop, too_many, failed, lost, due = self.world.sum(
+                targets, tokens, flops, stop, too_many, failed, lost, due = self.world.sum(
                     StepSums(
                         weight * sum(map(self.objective.target_count, micro_batches)),
                         weight * sum(b.token_count for b in micro_batches),
-                        weight * sum(map(self.reporter.attention_flops, micro_batches)),
+                        weight * sum(map(self.reporter.flops, micro_batches)),
                         self.stop.seen_here(),
                         self.guard.exceeded(),
                         self.checkpoints.failed_here(),
@@ -125,12 +141,12 @@ class Trainer:
                 state.step, state.tokens = step, state.tokens + int(tokens)
                 # The last one was measured on other weights, and this checkpoint may have none.
                 state.val_loss = None
-                self.reporter.count(tokens, targets, attention)
+                self.reporter.count(tokens, flops)
                 if logging or saving:
                     figures = self._figures(sums, targets, norm)
                 if validating:
                     with self.reporter.paused("validating"):
-                        figures["val_loss"] = self._validate()
+                        figures |= self._validate()
                 if logging:
                     self.reporter.log(figures, self.lr)
                     self.losses.clear()
@@ -146,6 +162,8 @@ class Trainer:
         config = self.config
         self.reporter.ending("exporting")
         self.optimizer.zero_grad(set_to_none=True)
+        # What is frozen is not exported.
+        self.models = Models(self.model)
         self._choose_weights()
         self.world.say("exporting the model ...")
         # Imported late, as elsewhere here: a rank starts faster without what it needs later.
@@ -180,6 +198,10 @@ class Trainer:
             with tensor_parallel.vocabulary_split_loss(self.world.tensor_parallel_dim):
                 loss, metrics = self.objective.loss(self.models, batch)
                 (loss * scale).backward()
+            if self.balance is not None:
+                count = self.objective.target_count(batch)
+                routed = self.balance.metrics()
+                metrics = {**metrics, **{name: mean * count for name, mean in routed.items()}}
             for name, value in {"loss": loss.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
         return sums
@@ -228,28 +250,32 @@ class Trainer:
         every = self.config.run_val_every_n_steps or self.batches.steps_per_epoch
         return step == self.batches.total_steps or step % every == 0
 
-    def _validate(self) -> float | None:
-        """The objective's mean loss over all targets of dataset_val, each sample once.
+    def _validate(self) -> dict[str, float | None]:
+        """Means over all targets of dataset_val, each sample once: val_loss, and the metrics.
 
-        None if it is not finite, and no checkpoint is the best by it. Leaves weights, gradients
-        and random state as they were; all ranks call this together.
+        None for one that is not finite; no checkpoint is the best by such a val_loss. Leaves
+        weights, gradients and random state as they were; all ranks call this together.
         """
         module, world, targets = self.model.module, self.world, 0
-        total = torch.zeros((), device=world.device, dtype=torch.float64)
+        sums: dict[str, torch.Tensor] = {}
         module.eval()
         try:
             with torch.no_grad(), tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
                 for (batch,) in self.data.validation.from_step(0):
-                    total += self.objective.loss(self.models, batch).total
+                    loss, metrics = self.objective.loss(self.models, batch)
+                    for name, value in {"loss": loss, **metrics}.items():
+                        sums[name] = sums.get(name, 0.0) + value.double()
                     targets += self.objective.target_count(batch)
         finally:
             module.train()
             for each in self.models.modules:
                 fsdp.reshard(each)
-        weight = world.data_weight
-        loss_sum, count = world.sum([weight * total.item(), weight * targets])
-        self.state.val_loss = _finite(loss_sum / count)
-        return self.state.val_loss
+        own = [*(value.item() for value in sums.values()), targets]
+        *summed, count = world.sum([world.data_weight * value for value in own])
+        means = (_finite(value / count) for value in summed)
+        figures = {f"val_{name}": mean for name, mean in zip(sums, means, strict=True)}
+        self.state.val_loss = figures["val_loss"]
+        return figures
 
     def _settings(self) -> dict[str, Any]:
         """What may change between a checkpoint and the start that resumes it, by key."""
@@ -257,6 +283,7 @@ class Trainer:
             "optimizer": self.config.optimizer,
             "lr_scheduler": self.config.lr_scheduler or {},
             "total_steps": self.batches.total_steps,
+            **self.objective.own_values(may_change=True),
         }
 
     def _save(self, wait: bool) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 from runspec import files, flops
 from trainer.layers import nf4
+from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.attention import DocumentAttention
 from trainer.models.decoder import Decoder, Role
 from trainer.storage.weights import named_parameters
@@ -48,6 +49,11 @@ _GROUPS = {
     ),
 }
 _TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
+
+
+def _tag(name: str) -> str:
+    """Where TensorBoard shows a figure of no group here: a method may name one before a slash."""
+    return name if "/" in name else f"more/{name}"
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -98,7 +104,7 @@ class Metrics:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
-            Summary.Value(tag=_TAGS.get(name, f"more/{name}"), simple_value=value)
+            Summary.Value(tag=_TAGS.get(name, _tag(name)), simple_value=value)
             for name, value in record.items()
             if name not in ("step", "time") and value is not None
         ]
@@ -120,15 +126,33 @@ class Metrics:
             self._board.close()
 
 
-def model_flops(model: Decoder) -> flops.ModelFlops:
-    """What `model` needs, sharded or not, with the parameters trained that require a gradient."""
+def model_flops(model: Decoder, frozen: bool = False) -> flops.ModelFlops:
+    """What `model` needs, sharded or not, with the parameters trained that require a gradient.
+
+    Args:
+        frozen: a forward pass alone, without adapters.
+    """
     output = model.embedding if model.output_head is None else model.output_head
+    kind = model.adapter
+    # What an adapter adds to blocks is in no linear layer.
+    added = kind is not None and bool(kind.declared.parts_of("block", "model"))
+    # The last norm may be the first that is trained.
+    stages, last = [*_stages(model), [_linear(model.final_norm)]], _linear(output)
+    if frozen:
+        stages = [_without_adapters(stage) for stage in stages]
+        (last,) = _without_adapters([last])
     return flops.count(
-        # The last norm may be the first that is trained.
-        [*_stages(model), [_linear(model.final_norm)]],
-        _linear(output),
-        trained_before=_linear(model.embedding).any_trained,
+        stages,
+        last,
+        trained_before=added or _linear(model.embedding).any_trained,
+        backward=not frozen,
     )
+
+
+def _without_adapters(stage: flops.Stage) -> flops.Stage:
+    if isinstance(stage, flops.Attention | flops.Recurrence):
+        return stage
+    return [flops.Linear(linear.weights, trained=False) for linear in stage]
 
 
 def _stages(model: Decoder) -> Iterator[flops.Stage]:
@@ -156,19 +180,17 @@ def _expert(name: str, share: float, parameters: dict[str, nn.Parameter]) -> flo
     """The part of the experts' weights, or of a router's, that one token is multiplied with."""
     weight = parameters[name]
     owner, _, last = name.rpartition(".")
-    ends = (f"{owner}.adapters.{last}.{part}.weight" for part in ("lora_a", "lora_b"))
-    a, b = (share * parameters[end].numel() if end in parameters else 0.0 for end in ends)
+    added = [p for n, p in parameters.items() if n.startswith(f"{owner}.adapters.{last}.")]
+    a, b = (share * parameter.numel() for parameter in added) if added else (0.0, 0.0)
     return flops.Linear(share * nf4.dense_numel(weight), weight.requires_grad, (a, b))
 
 
 def _linear(module: nn.Module) -> flops.Linear:
-    """A linear layer with or without LoRA; a norm has no weights that count."""
+    """A linear layer with an adapter or not; a norm has no weights that count."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.ndim < 2:
         return flops.Linear(0, any(parameter.requires_grad for parameter in module.parameters()))
-    adapter = 0.0, 0.0
-    if hasattr(module, "lora_a"):
-        adapter = module.lora_a.weight.numel(), module.lora_b.weight.numel()
+    adapter = module.products if isinstance(module, AdaptedLinear) else (0.0, 0.0)
     return flops.Linear(nf4.dense_numel(weight), weight.requires_grad, adapter)
 
 

@@ -10,7 +10,7 @@ from trainer.config import TrainConfig
 from trainer.data.batches import Batches, Data
 from trainer.heartbeat import Heartbeat
 from trainer.layers.batch import MicroBatch
-from trainer.models.build import Model
+from trainer.objectives.base import Models
 from trainer.parallel.world import World
 from trainer.progress import Progress
 from trainer.storage.checkpoint import Checkpoints
@@ -29,17 +29,23 @@ class Reporter:
         self,
         config: TrainConfig,
         world: World,
-        model: Model,
+        models: Models,
         data: Data,
         checkpoints: Checkpoints,
         attempt: int,
         state: TrainerState,
     ) -> None:
-        self._config, self._world = config, world
+        self._config, self._world, self._policy = config, world, models.policy
         self._data, self._checkpoints, self._state = data, checkpoints, state
         self._progress = Progress(data.training.total_steps, attempt)
         self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
-        self._flops = metrics.model_flops(model.module)
+        frozen = [models.teacher] if models.teacher else []
+        if config.has_reference:
+            frozen.append(models.reference or models.policy)
+        self._frozen = _frozen_line(config, models)
+        self._flops = metrics.model_flops(models.policy.module)
+        for model in frozen:
+            self._flops += metrics.model_flops(model.module, frozen=True)
         # The known peaks are bf16's.
         self._peak_tflops = metrics.peak_tflops(world.device) if config.dtype == "bf16" else None
         self._blocked_s, self._noted_no_target = 0.0, False
@@ -47,14 +53,16 @@ class Reporter:
         logs = config.output_dir / files.LOGS / str(attempt)
         self._heartbeat = Heartbeat(logs if world.is_main else None)
 
-    def setup(self, model: Model, seconds: float) -> None:
+    def setup(self, seconds: float) -> None:
         """Print what is trained, how and on what."""
         config, world, batches = self._config, self._world, self._data.training
+        model = self._policy
         trainable, total = model.parameter_counts()
         validation = self._data.validation
         lines = [
             f"model      {model.module.title or config.model['_component_']}, {total:,} parameters",
             f"method     {model.method}, {trainable:,} trainable ({100 * trainable / total:.2f} %)",
+            *self._frozen,
             f"ranks      {world.size} on {world.device.type}, {world.described(config)}",
             f"data       {_described(batches)}, {batches.samples_per_step} per step, "
             f"{batches.steps_per_epoch} steps per epoch",
@@ -64,13 +72,13 @@ class Reporter:
         ]
         self._world.say("\n".join(lines))
 
-    def attention_flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs of a batch's query-key pairs."""
-        return self._flops.attention(batch.lengths)
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of a batch, the forward passes of frozen models included."""
+        return self._flops.of(batch.token_count, batch.target_count, batch.lengths)
 
-    def count(self, tokens: float, targets: float, attention: float) -> None:
-        """Count the work of one step, over all ranks; attention: its FLOPs, which are summed."""
-        self.clock.add(tokens, self._flops.of(tokens, targets) + attention)
+    def count(self, tokens: float, flops: float) -> None:
+        """Count the work of one step, over all ranks."""
+        self.clock.add(tokens, flops)
         self._heartbeat.step(self._state.step)
 
     @contextmanager
@@ -87,8 +95,8 @@ class Reporter:
         """Log a step; all ranks call this together.
 
         Args:
-            figures: loss and loss_mean, the objective's own metrics, grad_norm, and val_loss if
-                there is one.
+            figures: loss and loss_mean, the objective's own metrics, grad_norm, and those of
+                dataset_val if it was measured.
             lr: of the step.
         """
         state, world = self._state, self._world
@@ -177,11 +185,24 @@ class Reporter:
             self._metrics.close()
 
 
+def _frozen_line(config: TrainConfig, models: Models) -> list[str]:
+    """What is run beside the policy, a line each."""
+    found = []
+    if config.has_reference:
+        own = models.reference and f"frozen, {models.reference.parameter_counts()[1]:,} parameters"
+        found.append(f"reference  {own or 'the policy with its adapter off'}")
+    if models.teacher is not None:
+        found.append(f"teacher    frozen, {models.teacher.parameter_counts()[1]:,} parameters")
+    return found
+
+
 def _described(batches: Batches) -> str:
-    samples, rows = len(batches.rows.samples), batches.rows
+    rows = batches.rows
+    samples, each = rows.samples.documents.shape
+    count = f"{samples:,} samples" + (f" of {each} documents" if each > 1 else "")
     if rows.length is None:
-        return f"{samples:,} samples"
+        return count
     return (
-        f"{samples:,} samples in {len(rows):,} packed rows of {rows.length:,} tokens, "
+        f"{count} in {len(rows):,} packed rows of {rows.length:,} tokens, "
         f"{100 * rows.filled:.0f} % filled"
     )

@@ -46,7 +46,7 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
     run_dir = path.absolute().parent
     _show_stacks_when_asked(run_dir / files.LOGS / str(attempt), rank)
     try:
-        config = configs.load(path, objective.keys)
+        config = configs.load(path, objective.config_class)
         run_dir = config.output_dir
         run(config, attempt, objective)
     except Exception as error:

@@ -1,6 +1,6 @@
 """Peak memory of a training step, traced without a GPU.
 
-    python -m trainer.trace <train.yaml> --ranks N
+    python -m trainer.trace <train.yaml> --ranks N --objective METHOD
 
 The model is built and laid out by the trainer's own code on the meta device, for one rank of a
 fake process group, which communicates nothing. Forward, backward and the optimizer's step then run
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,11 +33,13 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config import TrainConfig, arguments_of, instantiate, load
 from trainer.errors import ConfigError
-from trainer.layers import attention, lora
+from trainer.layers import attention
+from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import Documents, MicroBatch
 from trainer.models import build as models
+from trainer.models.builder import Builder
 from trainer.models.decoder import Decoder
-from trainer.objectives.base import SFT, Models, Objective, named
+from trainer.objectives.base import named
 from trainer.parallel import activations, gradients, tensor_parallel
 from trainer.parallel.fake import fake_world
 from trainer.parallel.world import World
@@ -158,14 +160,13 @@ def trace(
     config: TrainConfig,
     ranks: int,
     layers: int | None = None,
-    objective: type[Objective] | None = None,
 ) -> Traced:
     """Run two steps of rank 0 of `ranks` on fake tensors; return the figures of the second.
 
     Every batch is as long as tokenizer.max_seq_len allows, and every position is trained.
 
     Args:
-        objective: the training method.
+        config: of a training method's own class.
         layers: how many of the model's blocks are kept; None keeps all.
 
     Raises:
@@ -179,40 +180,64 @@ def trace(
         # Past the limit of variants of one function the compiler would leave it as it is.
         torch._dynamo.reset()
     with fake_world(vars(config), ranks) as world:
-        return _trace(config, objective or named(SFT), world, layers)
+        return _trace(config, world, layers)
 
 
-def _trace(
-    config: TrainConfig, objective: type[Objective], world: World, layers: int | None
-) -> Traced:
+class FakeBuilder(Builder):
+    """Makes models on fake tensors, of as many blocks as are traced.
+
+    Args:
+        layers: blocks that are kept of the policy, and of models as deep as it; None keeps all.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, layers: int | None) -> None:
+        self.config, self.world, self.fingerprints = config, world, {}
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._layers, self._depth = layers, 0
+
+    def _built(self, config: TrainConfig, output_chunks: int, frozen: bool) -> models.Model:
+        module = models.empty(config)
+        if faults := models.layout_faults(module, config):
+            raise ConfigError(*faults)
+        self._depth = self._depth or len(module.blocks)
+        if self._layers is not None and len(module.blocks) == self._depth:
+            del module.blocks[self._layers :]
+        # On fake tensors torch.compile must make no kernels: it traces and partitions only.
+        backend = {activations.COMPILE_BACKEND: "aot_eager_decomp_partition"}
+        with mock.patch.dict(os.environ, backend):
+            models.lay_out(module, config, self.world, output_chunks, frozen)
+        _attend_as_on_a_gpu(module, config)
+        with self.fake:
+            module.to_empty(device=self.world.device)
+        _fill_buffers(module, self.fake)
+        module.train(not frozen)
+        return models.Model(module, method_of(module), models.DTYPES[config.dtype])
+
+    def _load_adapter(self, model: models.Model) -> None:
+        """Nothing: fake tensors have no values."""
+
+    def _fingerprint(self, config: TrainConfig) -> str:
+        return ""
+
+
+def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     # Compiled it fuses operations on the logits; their buffers are the same.
-    method = objective(replace(config, compile=False), world)
-    module = models.empty(config)
-    if faults := models.layout_faults(module, config):
-        raise ConfigError(*faults)
-    if layers is not None:
-        del module.blocks[layers:]
-    # On fake tensors torch.compile must make no kernels: it traces and partitions only.
-    with mock.patch.dict(os.environ, {activations.COMPILE_BACKEND: "aot_eager_decomp_partition"}):
-        models.lay_out(module, config, world, method.output_chunks)
-    _attend_as_on_a_gpu(module, config)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
-        module.to_empty(device=world.device)
-    _fill_buffers(module, fake)
-    module.train()
+    method = named(config.objective)(replace(config, compile=False), world)
+    builder = FakeBuilder(config, world, layers)
+    made, fake = method.build_models(builder), builder.fake
+    module = made.policy.module
     trainable = [p for p in module.parameters() if p.requires_grad]
     # The fused and the foreach kernels work on real tensors only; neither changes the states.
     block = config.optimizer | {"fused": False, "foreach": False}
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
     optimizer = instantiate("optimizer", block, trainable)
-    policy = Models(models.Model(module, lora.method(module), models.DTYPES[config.dtype]))
     batch = _batch(config, module)
-    _spread_evenly(batch, module, world)
     tracker = MemoryTracker()
-    for tensor in (*module.parameters(), *module.buffers()):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        tracker.count(local.untyped_storage())
+    for each in made.modules:
+        _spread_evenly(batch, each, world)
+        for tensor in (*each.parameters(), *each.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            tracker.count(local.untyped_storage())
     weights = tracker.now
     _mark_phases(module, tracker)
     with fake, tracker:
@@ -223,7 +248,7 @@ def _trace(
                 gradients.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
                 with tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
                     tracker.enter("forward, first layer")
-                    total = method.loss(policy, batch).total
+                    total = method.loss(made, batch).total
                     tracker.enter("output layer and loss, backward")
                     (total * 0.5).backward()
                 del total
@@ -322,11 +347,16 @@ def _spread_evenly(batch: MicroBatch, module: Decoder, world: World) -> None:
 
 def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
     length = min(config.tokenizer.get("max_seq_len") or module.max_seq_len, module.max_seq_len)
-    shape = config.batch_size, length + -length % config.row_multiple
+    packed, each = bool(config.dataset.get("packed")), config.documents_per_sample
+    # A packed row has one sample, whose documents share it; else each is a row.
+    rows = config.batch_size * (1 if packed else each)
+    shape = rows, length + -length % config.row_multiple
     count = shape[0] * shape[1]
     numbers = torch.zeros(shape, dtype=torch.int64)
-    cu_seqlens = torch.arange(0, count + 1, shape[1], dtype=torch.int32)
-    packed = bool(config.dataset.get("packed"))
+    total = config.batch_size * each
+    ends = [count * document // total for document in range(total + 1)]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+    lengths = [end - begin for begin, end in pairwise(ends)]
     # In bf16 rows that are not packed go through flash attention too; a trace has it for
     # documents only.
     documents = Documents(numbers.int(), cu_seqlens)
@@ -336,7 +366,10 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         trained=torch.arange(count),
         token_count=count,
         target_count=count,
-        lengths=(shape[1],) * shape[0],
+        lengths=tuple(lengths),
+        document_index=torch.arange(total).repeat_interleave(torch.tensor(lengths)),
+        numbers=torch.zeros(config.batch_size),
+        documents_per_sample=each,
         positions=numbers if packed else None,
         documents=documents if packed or config.dtype == "bf16" else None,
     )
@@ -395,14 +428,14 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
     )
 
 
-def estimate(config: TrainConfig, ranks: int, objective: type[Objective]) -> Traced:
+def estimate(config: TrainConfig, ranks: int) -> Traced:
     """The whole model's step: traced if it is shallow, else extrapolated from two depths."""
     module = models.empty(config)
     every = config.activation_checkpointing
     layers, depths = len(module.blocks), depths_of(module, every if isinstance(every, int) else 1)
     if layers <= depths[-1]:
-        return trace(config, ranks, objective=objective)
-    return extrapolate(*(trace(config, ranks, depth, objective) for depth in depths), layers)
+        return trace(config, ranks)
+    return extrapolate(*(trace(config, ranks, depth) for depth in depths), layers)
 
 
 def depths_of(module: Decoder, every: int = 1) -> tuple[int, int]:
@@ -436,11 +469,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.trace", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that run the step together")
-    parser.add_argument("--objective", default=SFT, help=f"the training method ({SFT})")
+    parser.add_argument("--objective", required=True, help="dotted path of the training method")
     chosen = parser.parse_args(arguments)
     try:
         objective = named(chosen.objective)
-        found = estimate(load(chosen.config, objective.keys), chosen.ranks, objective)
+        found = estimate(load(chosen.config, objective.config_class), chosen.ranks)
     except ConfigError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)

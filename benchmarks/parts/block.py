@@ -19,7 +19,7 @@ from benchmarks.parts.measure import (
     leaf,
     normal,
 )
-from trainer.layers import attention, fp8, lora, nf4
+from trainer.layers import attention, fp8, linear, nf4
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
 from trainer.parallel import activations
@@ -134,7 +134,7 @@ def _model(
                 setattr(owner, name, torch.nn.Parameter(parameter.to(dtype)))
     models.freeze_base(model)
     if mode.fp8 is not None:
-        lora.use_fp8(model, model.linear_layers(), mode.fp8)
+        linear.use_fp8(model, model.linear_layers(), mode.fp8, method != "full")
     attention.choose_kernels(model, device, dtype)
     activations.prepare(
         model,

@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.parts.measure import Case, Runnable, Setting, Tensors, Variant, leaf
 from benchmarks.parts.measure import compiled as compile_for
-from trainer.layers import lora
+from trainer.layers.adapters.lora_linear import LowRankLinear as OurLinear
 from trainer.models.torchtune.compat import LoRALinear
 
 ALPHA_PER_RANK = 2.0
@@ -115,7 +115,7 @@ def _trainer(weights: Weights) -> tuple[Callable, list, list]:
     layers = nn.ModuleList()
     for layer, (_, a, _) in zip(_layers(weights), weights, strict=True):
         rank = a.shape[0]
-        layers.append(lora.AdaptedLinear(layer, rank, ALPHA_PER_RANK * rank))
+        layers.append(OurLinear(layer, rank, ALPHA_PER_RANK * rank))
         layers[-1].lora_a, layers[-1].lora_b = layer.lora_a, layer.lora_b
     return _concatenated(layers)
 

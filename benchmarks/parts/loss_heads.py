@@ -100,7 +100,9 @@ def _trainer(
         component.compiled = True
 
     trained = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
-    batch = MicroBatch(labels, labels, trained, labels.numel(), len(trained), (labels.numel(),))
+    lengths, owners = (labels.numel(),), torch.zeros_like(trained)
+    counts = (labels.numel(), len(trained))
+    batch = MicroBatch(labels, labels, trained, *counts, lengths, owners, torch.zeros(1))
     return _runnable(lambda: component(model, hidden, batch), leaves)
 
 

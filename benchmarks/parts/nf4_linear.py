@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.parts.measure import Case, Runnable, Setting, Tensors, Variant, leaf
 from benchmarks.parts.measure import compiled as compile_for
-from trainer.layers import lora, nf4
+from trainer.layers import linear, nf4
 
 # Rows of the weight that the reference quantises at once.
 EXACT_ROWS = 256
@@ -108,7 +108,7 @@ def _dequantise(setting: Setting, weight: torch.Tensor, exact: torch.Tensor) -> 
 
 def _trainer(weight: torch.Tensor, setting: Setting) -> tuple[Callable, None]:
     model = nn.ModuleDict({"linear": nn.Linear(*weight.shape[::-1], bias=False, device="meta")})
-    lora.quantise(model, ["linear"])
+    linear.quantise(model, ["linear"])
     model.to_empty(device=setting.device)
     nf4.fill_tables(model)
     with torch.no_grad():

@@ -140,10 +140,11 @@ def run(job: Job) -> dict[str, Any]:
     recipe = stock_recipe(*RECIPES[method, distributed])(cfg=config)
     recipe.setup(cfg=config)
     if method == "lora":
+        from trainer.layers.adapters.lora import LoRA
         from trainer.storage.weights import initialise_adapter
 
         # torchtune initialises the adapter from the global random state; all engines need the same.
-        initialise_adapter(recipe._model, job.seed)
+        initialise_adapter(recipe._model, job.seed, LoRA({}))
     recorder = Recorder(job)
     recipe._metric_logger = StepLogger(recorder)
     # The distributed full recipe saves through its checkpoint client.

@@ -1,10 +1,10 @@
-"""What the steps ask of an engine."""
+"""The interface of an engine: tables as folders of Parquet shards, and tasks."""
 
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ DONE = "_done.json"
 class Engine:
     """Reads and writes tables as folders of Parquet shards, and runs tasks.
 
-    threads: what this host may use.
-    A folder counts once it has its DONE file, which holds the number of rows.
+    threads: number of threads on this host. A folder is finished when it has its DONE file, with
+    the number of rows.
     """
 
     name = ""
@@ -41,11 +41,11 @@ class Engine:
         raise NotImplementedError
 
     def _share(self) -> float | None:
-        """Return how much of the query that runs is done, 0 to 1; None if that is not known."""
+        """Return the finished share of the running query, 0 to 1; None if it is unknown."""
         raise NotImplementedError
 
     def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
-        """Return sources that need no reader as a table, and their texts' lengths; else None."""
+        """Return sources that need no reader as a table, with their texts' lengths, else None."""
         return None
 
     def _run(self, tasks: Sequence[Task], done: Callable[[Task], None]) -> None:
@@ -53,15 +53,14 @@ class Engine:
         raise NotImplementedError
 
     def run(self, tasks: Sequence[Task], name: str) -> None:
-        """Run those of the tasks whose output is not there; DataError with all faults.
+        """Run the tasks whose output does not exist; DataError with all faults.
 
-        name: what they do, for the progress.
+        name: the part's name in the progress.
         """
-        # Without its number of rows, a task counts as any other.
+        # If a task has no number of rows, all tasks count the same.
         known = all(task.rows is not None for task in tasks)
         rows = sum(task.rows or 0 for task in tasks) if known else None
-        whole = rows or len(tasks)
-        seen = 0
+        total, seen = rows or len(tasks), 0
 
         def done(task: Task) -> None:
             nonlocal seen
@@ -75,11 +74,29 @@ class Engine:
             else:
                 left.append(task)
         if left:
-            with self.progress.part(name, lambda: seen / whole, rows, seen / whole):
+            with self.progress.part(name, lambda: seen / total, rows, seen / total):
                 self._run(left, done)
 
+    def map(
+        self, source: Path, target: Path, name: str, function: str, options: Mapping[str, Any]
+    ) -> None:
+        """Run an Arrow function, 'module:name', on each shard of a finished folder.
+
+        name: as of run.
+        """
+        tasks = [
+            Task(
+                "datakit.engines.tasks:map_shard",
+                str(target / path.relative_to(source)),
+                {"source": str(path), "function": function, "options": options},
+                rows,
+            )
+            for path, rows in _shard_rows(source).items()
+        ]
+        self.run(tasks, name)
+
     def key(self, text: Any) -> Any:
-        """Return what is the same for the same text, for use within one query."""
+        """Return a key of a text, for use within one query."""
         return text.hexdigest("md5")
 
     def one(self, expression: Any) -> dict[str, Any]:
@@ -88,28 +105,29 @@ class Engine:
 
     def rows(self, expression: Any) -> list[dict[str, Any]]:
         """Return the rows of a small table."""
-        found: list[dict[str, Any]] = self.con.to_pyarrow(expression).to_pylist()
-        return found
+        rows: list[dict[str, Any]] = self.con.to_pyarrow(expression).to_pylist()
+        return rows
 
     def write(self, table: Any, folder: Path) -> int:
-        """Write a table as shards, whole or not at all; return its rows. Done is not done again."""
-        known = finished(folder)
-        if known is not None:
+        """Write a table as shards, atomically, unless it is finished; return its rows."""
+        if (rows := finished(folder)) is not None:
             self.progress.piece()
-            return known
+            return rows
         temporary = _temporary(folder)
         with self.progress.part(folder.name, self._share):
             self._copy(table, temporary, None)
         _number(temporary, temporary)
         if not any(temporary.glob("*.parquet")):
-            _write_empty(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
+            import pyarrow.parquet as pq
+
+            pq.write_table(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
         count = mark(temporary)
         _publish(temporary, folder)
         self.progress.piece()
         return count
 
     def write_split(self, table: Any, folder: Path, column: str) -> None:
-        """Write a table as a folder of shards for each value of a text column, which they lack."""
+        """Write a table as a folder of shards for each value of a text column, without it."""
         if finished(folder) is not None:
             return
         temporary = _temporary(folder)
@@ -125,17 +143,17 @@ class Engine:
         self.progress.piece()
 
     def close(self) -> None:
-        """End the engine and what it started."""
+        """End the engine and its processes."""
 
 
 def finished(folder: Path) -> int | None:
     """Return the number of rows of a finished folder, None if it is not finished."""
-    found = files.read_json_or_none(folder / DONE)
-    return int(found["rows"]) if isinstance(found, dict) else None
+    content = files.read_json_or_none(folder / DONE)
+    return int(content["rows"]) if isinstance(content, dict) else None
 
 
-def shard_rows(folder: Path) -> dict[Path, int]:
-    """Return the shards of a finished folder, in order, and how many rows each has."""
+def _shard_rows(folder: Path) -> dict[Path, int]:
+    """Return the shards of a finished folder, in order, and the number of rows of each."""
     counts = files.read_json(folder / DONE)["shards"]
     return {folder / name: int(counts[name]) for name in sorted(counts)}
 
@@ -162,7 +180,7 @@ def _temporary(folder: Path) -> Path:
 
 
 def _number(source: Path, target: Path) -> None:
-    """Give the files of an engine the names part-00000.parquet and so on."""
+    """Rename the files of an engine to part-00000.parquet and so on."""
     for number, path in enumerate(shards(source)):
         os.rename(path, target / f".part-{number:05d}.parquet")
     for path in source.iterdir():
@@ -172,12 +190,6 @@ def _number(source: Path, target: Path) -> None:
             path.unlink()
     for path in target.glob(".part-*.parquet"):
         os.rename(path, target / path.name[1:])
-
-
-def _write_empty(table: Any, path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    pq.write_table(table, path)
 
 
 def _publish(temporary: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""A Spark of a job's own: python -m datakit.engines.cluster SETTINGS.yaml, once on each node.
+"""A Spark cluster in a job: python -m datakit.engines.cluster SETTINGS.yaml, once on each node.
 
-The first node runs the master, the driver and a worker; every other node runs a worker. All of them
-end with the driver, and each ends what it started. It needs HEAD_ADDR, NODE_RANK and LOGS.
+The first node runs the master, the driver and a worker; every other node runs a worker. They end
+with the driver, and each ends its processes. It needs HEAD_ADDR, NODE_RANK and LOGS.
 """
 
 import os
@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from datakit import job
 from datakit.engines import java, spill
 from datakit.errors import DataError
 from runspec import files
@@ -25,24 +26,17 @@ _START_S = 120
 
 def main() -> None:
     rank, logs = int(os.environ.get("NODE_RANK", "0")), Path(os.environ["LOGS"])
-    # srun's TERM must reach what this process has started.
-    signal.signal(signal.SIGTERM, _stop)
+    # srun's TERM must also end the processes that this one has started.
+    signal.signal(signal.SIGTERM, job.stop)
     settings, local = Path(sys.argv[1]), None
     try:
-        local = spill.make("spark", spill.parent_of(_recipe(settings).get("temp_dir")))
+        local = spill.make("spark", spill.parent_of(job.load(settings)["recipe"].get("temp_dir")))
         home = java.usable_home(java.home(), local)
         code = _first(settings, logs, home, local) if rank == 0 else _other(logs, home, local, rank)
     except DataError as error:
         for fault in error.faults:
             print(f"error: {fault}", flush=True)
-        word = {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "time": time.time(),
-            "type": "DataError",
-        }
-        word |= {"message": error.faults[0], "permanent": True}
-        files.write_json(logs / f"error_rank_{rank}.json", word)
+        job.leave_fault(error, logs, rank)
         code = 1
     finally:
         if local is not None:
@@ -50,27 +44,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def _recipe(settings: Path) -> Mapping[str, Any]:
-    import yaml
-
-    from runspec import yamlrules
-
-    loaded = yaml.load(settings.read_text(encoding="utf-8"), Loader=yamlrules.loader(yaml))
-    found: Mapping[str, Any] = loaded["recipe"]
-    return found
-
-
-def _stop(number: int, frame: Any) -> None:
-    sys.exit(128 + number)
-
-
 def _first(settings: Path, logs: Path, home: Path, local: Path) -> int:
     """Start the master and a worker, and run the driver to its end; return its exit status."""
     for name in (_MASTER, _ENDED):
         (logs / name).unlink(missing_ok=True)
     head = os.environ["HEAD_ADDR"]
-    port = _free_port()
-    pages = _free_port()
+    port, pages = _free_port(), _free_port()
     started = []
     try:
         argv = ["--host", head, "--port", str(port), "--webui-port", str(pages)]
@@ -93,23 +72,23 @@ def _first(settings: Path, logs: Path, home: Path, local: Path) -> int:
 
 
 def _other(logs: Path, home: Path, local: Path, rank: int) -> int:
-    """Run a worker until the first node says that the driver has ended."""
+    """Run a worker until the first node reports that the driver has ended."""
     deadline = time.monotonic() + _START_S
-    while not (found := files.read_json_or_none(logs / _MASTER)):
+    while not (master := files.read_json_or_none(logs / _MASTER)):
         if time.monotonic() > deadline or (logs / _ENDED).exists():
             raise DataError(
                 f"the first node started no Spark master within {_START_S} s: see {logs}"
             )
         time.sleep(0.5)
-    worker = _worker(found["master"], logs, home, local, rank)
+    worker = _worker(master["master"], logs, home, local, rank)
     try:
         while not (logs / _ENDED).exists():
             if worker.poll() is not None:
-                # It is started again: its tasks run on the others meanwhile.
+                # It is restarted; meanwhile its tasks run on the others.
                 print(
                     f"Spark's worker ended with {worker.returncode}: starting another", flush=True
                 )
-                worker = _worker(found["master"], logs, home, local, rank)
+                worker = _worker(master["master"], logs, home, local, rank)
             time.sleep(1)
     finally:
         _end([worker])
@@ -119,16 +98,10 @@ def _other(logs: Path, home: Path, local: Path, rank: int) -> int:
 def _worker(master: str, logs: Path, home: Path, local: Path, rank: int) -> Any:
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or 0) or max(len(os.sched_getaffinity(0)), 1)
     argv = ["--cores", str(cores), "--webui-port", "0", "--work-dir", str(local / "work")]
-    argv += ["--memory", f"{_memory_mb()}m", master]
+    # All of the job's share of the node's memory.
+    argv += ["--memory", f"{job.memory_bytes() // 2**20}m", master]
     log = logs / f"spark_worker_{rank}.log"
     return _spark("org.apache.spark.deploy.worker.Worker", argv, log, home, local)
-
-
-def _memory_mb() -> int:
-    """What the worker may hand to executors: all of the job's share of the node's memory."""
-    given = os.environ.get("SLURM_MEM_PER_NODE", "")
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-    return min(whole, int(given)) if given.isdigit() and int(given) else whole
 
 
 def _spark(name: str, argv: list[str], log: Path, home: Path, local: Path) -> Any:
@@ -150,9 +123,8 @@ def _spark(name: str, argv: list[str], log: Path, home: Path, local: Path) -> An
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _wait_for_port(host: str, port: int, process: Any, log: Path) -> None:
@@ -170,7 +142,7 @@ def _wait_for_port(host: str, port: int, process: Any, log: Path) -> None:
 
 
 def _end(started: list[Any]) -> None:
-    """End processes and what they have started, the newest first."""
+    """End processes and their children, the newest first."""
     for process in reversed(started):
         _signal(process, signal.SIGTERM)
     deadline = time.monotonic() + 10
@@ -183,14 +155,10 @@ def _end(started: list[Any]) -> None:
 
 
 def _signal(process: Any, number: int) -> None:
-    try:
-        # A daemon leads a group of its own, with its executors in it; the driver does not.
-        if os.getpgid(process.pid) == process.pid:
-            os.killpg(process.pid, number)
-        else:
-            os.kill(process.pid, number)
-    except ProcessLookupError:
-        pass
+    with suppress(ProcessLookupError):
+        # A daemon leads a process group, with its executors in it; the driver does not.
+        leads = os.getpgid(process.pid) == process.pid
+        (os.killpg if leads else os.kill)(process.pid, number)
 
 
 if __name__ == "__main__":

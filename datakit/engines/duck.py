@@ -1,4 +1,4 @@
-"""DuckDB in this process, with capped memory; what does not fit goes to a disk of the node."""
+"""DuckDB in this process, with limited memory; the rest is spilled to a disk of the node."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 from datakit.engines import spill, tasks
 from datakit.engines.base import Engine
 from datakit.engines.tasks import Task
-from datakit.errors import DataError
+from datakit.errors import DataError, first_line
 
 # About 0.4 million rows of chats: small enough to be one task of an Arrow function.
 _SHARD_BYTES = 64 * 2**20
-# Rows that a thread gathers before it writes them to the splits' files: with DuckDB's own 524,288
-# the last write of 3 million rows took a quarter more CPU time and 1.6 times the memory. Row groups
-# have tens of thousands of rows all the same.
+# Rows that a thread buffers before it writes them to the splits' files: with DuckDB's default of
+# 524,288 the last write of 3 million rows took a quarter more CPU time and 1.6 times the memory.
+# Row groups still have tens of thousands of rows.
 _BUFFERED_ROWS = 30_000
-# What Python and its packages take beside DuckDB.
+# The memory of Python and its packages without DuckDB.
 _PYTHON_BYTES = 384 * 2**20
 
 
@@ -45,7 +45,7 @@ class DuckEngine(Engine):
             threads,
         )
 
-        # The share of a query that is done is asked for, and no bar is drawn into the results.
+        # Progress is queried; no bar is printed into the results.
         self.con.raw_sql("SET enable_progress_bar = true")
         self.con.raw_sql("SET enable_progress_bar_print = false")
         self.con.raw_sql(f"SET partitioned_write_flush_threshold = {_BUFFERED_ROWS}")
@@ -62,21 +62,18 @@ class DuckEngine(Engine):
         import duckdb
 
         target = str(folder).replace("'", "''")
-        how = f"PARTITION_BY ({partition})" if partition else "PER_THREAD_OUTPUT"
-        sql = f"COPY ({self.con.compile(table)}) TO '{target}' "
-        sql += f"(FORMAT parquet, {how}, FILE_SIZE_BYTES {_SHARD_BYTES})"
+        how = f"PER_THREAD_OUTPUT, FILE_SIZE_BYTES {_SHARD_BYTES}"
         if partition:
-            sql = sql.replace(f", FILE_SIZE_BYTES {_SHARD_BYTES}", "")
+            how = f"PARTITION_BY ({partition})"
+        sql = f"COPY ({self.con.compile(table)}) TO '{target}' (FORMAT parquet, {how})"
         folder.mkdir(exist_ok=True)
         folder.rmdir()
         try:
             self.con.raw_sql(sql)
         except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
-            reason = str(error).splitlines()[0]
             raise DataError(
-                f"DuckDB: {reason}: set temp_dir= to a disk with more room (now "
-                f"{self._spill.parent})"
-                ", or memory= to more"
+                f"DuckDB: {first_line(error)}: set temp_dir= to a disk with more room (now "
+                f"{self._spill.parent}), or memory= to more"
             ) from None
         folder.mkdir(exist_ok=True)
 
@@ -86,11 +83,11 @@ class DuckEngine(Engine):
         return scanned(self.con, config, inputs, all_keep)
 
     def rows(self, expression: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = arrow(self.con, expression).to_pylist()
-        return found
+        rows: list[dict[str, Any]] = arrow(self.con, expression).to_pylist()
+        return rows
 
     def key(self, text: Any) -> Any:
-        # A number is half as long as its digits, and compared faster.
+        # A number has half the size of its digits, and is compared faster.
         return _md5_number()(text)
 
     def _share(self) -> float | None:
@@ -106,16 +103,16 @@ class DuckEngine(Engine):
 
 
 def arrow(con: Any, expression: Any) -> Any:
-    """Return a table as Arrow by DuckDB itself: ibis imports pandas for it, which takes longer."""
-    found = con.con.sql(con.compile(expression)).to_arrow_table()
-    return found.cast(expression.schema().to_pyarrow())
+    """Return a table as Arrow from DuckDB itself: ibis would import pandas, which is slow."""
+    table = con.con.sql(con.compile(expression)).to_arrow_table()
+    return table.cast(expression.schema().to_pyarrow())
 
 
 def _md5_number() -> Any:
     """DuckDB's md5 as a number of 128 bits, which ibis does not know."""
     import ibis
 
-    @ibis.udf.scalar.builtin(name="md5_number", signature=(("string",), "decimal(38, 0)"))
-    def number(text): ...
+    def number(text: str) -> Any: ...
 
-    return number
+    signature = (("string",), "decimal(38, 0)")
+    return ibis.udf.scalar.builtin(number, name="md5_number", signature=signature)

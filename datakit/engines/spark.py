@@ -1,4 +1,4 @@
-"""Spark through ibis: a master of a job's own, or, if it is asked for, this host's threads."""
+"""Spark through ibis: with the master of a job, or with threads of this host."""
 
 import os
 import re
@@ -11,14 +11,14 @@ from typing import Any
 from datakit.engines import java, spill, tasks
 from datakit.engines.base import Engine
 from datakit.engines.tasks import Task
-from datakit.errors import DataError
+from datakit.errors import DataError, first_line
 
 _LOOK_S = 1.0
 _NONE: frozenset[int] = frozenset()
 
 
 class _Places:
-    """Adds up the places of finished tasks for Spark; a task that runs twice counts once."""
+    """Spark's accumulator of finished tasks; a task that runs twice counts once."""
 
     def zero(self, value: Any) -> Any:
         return _NONE
@@ -72,7 +72,7 @@ class SparkEngine(Engine):
             "spark.sql.shuffle.partitions": str(2 * threads if not master else 64),
             "spark.sql.adaptive.enabled": "true",
             "spark.python.worker.reuse": "true",
-            # A lost worker costs its tasks, not the stage's attempts.
+            # A lost worker must not use up the attempts of its tasks.
             "spark.task.maxFailures": "8",
         }
         if address := os.environ.get("HEAD_ADDR") if master else None:
@@ -91,7 +91,7 @@ class SparkEngine(Engine):
             self.session = builder.getOrCreate()
         except Exception as error:
             spill.remove(self._local)
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise DataError(f"Spark did not start with Java {self._java}: {reason}") from None
         self.session.sparkContext.setLogLevel("ERROR")
         if master is not None and self.session.sparkContext.uiWebUrl:
@@ -117,23 +117,25 @@ class SparkEngine(Engine):
             raise DataError(f"Spark: {_reason(error)}") from None
 
     def _share(self) -> float | None:
-        """The share of tasks of the stages that are known so far: later ones may come."""
+        """Return the share of finished tasks in the stages so far: more stages may follow."""
         tracker = self.session.sparkContext.statusTracker()
         stages = set()
         for job in tracker.getJobIdsForGroup(self._group):
-            found = tracker.getJobInfo(job)
-            stages |= set(found.stageIds) if found else set()
-        looked = [found for each in stages if (found := tracker.getStageInfo(each))]
-        whole = sum(each.numTasks for each in looked)
-        return sum(each.numCompletedTasks for each in looked) / whole if whole else None
+            info = tracker.getJobInfo(job)
+            stages |= set(info.stageIds) if info else set()
+        known = [stage for each in stages if (stage := tracker.getStageInfo(each))]
+        total = sum(stage.numTasks for stage in known)
+        return sum(stage.numCompletedTasks for stage in known) / total if total else None
 
     def _run(self, jobs: Sequence[Task], done: Callable[[Task], None]) -> None:
         context = self.session.sparkContext
-        finished = context.accumulator(_NONE, _Places())
+        # pyspark's class for it is not at hand before pyspark is imported.
+        places: Any = _Places()
+        finished = context.accumulator(_NONE, places)
 
         def one(item: tuple[int, Task]) -> list[str]:
             faults = tasks.run(item[1])
-            finished.add({item[0]})
+            finished.add(frozenset({item[0]}))
             return faults
 
         seen: set[int] = set()
@@ -148,7 +150,7 @@ class SparkEngine(Engine):
         watching = threading.Thread(target=look, daemon=True)
         watching.start()
         try:
-            found = context.parallelize(list(enumerate(jobs)), len(jobs)).map(one).collect()
+            results = context.parallelize(list(enumerate(jobs)), len(jobs)).map(one).collect()
         except Exception as error:
             raise DataError(f"Spark: {_reason(error)}") from None
         finally:
@@ -156,7 +158,7 @@ class SparkEngine(Engine):
             watching.join()
         for place in set(range(len(jobs))) - seen:
             done(jobs[place])
-        if faults := [fault for each in found for fault in each]:
+        if faults := [fault for each in results for fault in each]:
             raise DataError(*dict.fromkeys(faults))
 
     def close(self) -> None:
@@ -165,10 +167,11 @@ class SparkEngine(Engine):
 
 
 def _reason(error: Exception) -> str:
-    """The line of a Spark error that says what happened."""
+    """Return the line of a Spark error that gives the cause."""
     text = str(error)
     if "No space left on device" in text:
         return "no space is left on a node's disk: set temp_dir= to one with room"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"(Caused by: )?[\w.$]+(Exception|Error): \S", line)]
-    return (told[-1] if told else lines[0] if lines else type(error).__name__)[:400]
+    cause = re.compile(r"(Caused by: )?[\w.$]+(Exception|Error): \S")
+    causes = [line for line in lines if cause.match(line)]
+    return (causes[-1] if causes else lines[0] if lines else type(error).__name__)[:400]

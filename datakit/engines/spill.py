@@ -1,7 +1,7 @@
-"""Temporary folders of an engine on a disk of the node, of which none is left behind.
+"""Temporary folders of an engine on a disk of the node, which are always removed.
 
 A folder is removed when its process ends, and the folders of killed processes when the next one
-starts. The kernel says who still runs: each process holds a lock on a file in its folder.
+starts. Each process holds a lock on a file in its folder, which the kernel releases at its end.
 """
 
 import atexit
@@ -16,14 +16,14 @@ from datakit.errors import DataError
 
 KINDS = ("duckdb", "spark", "preview")
 _LOCK = ".lock"
-# A folder without a lock may be one that is being made.
+# A younger folder without a lock may still be in creation.
 _NEW_S = 60
 
 _held: dict[Path, int] = {}
 
 
 def parent_of(temp_dir: object) -> Path:
-    """Return the folder for what is spilled: the recipe's temp_dir, TMPDIR or /tmp.
+    """Return the folder to spill to: the recipe's temp_dir, TMPDIR or /tmp.
 
     Raises:
         DataError: there is no such folder.
@@ -37,7 +37,7 @@ def parent_of(temp_dir: object) -> Path:
 
 
 def make(kind: str, parent: Path) -> Path:
-    """Return a new folder parent/cookbook-KIND-..., and remove those that no process uses.
+    """Return a new folder parent/cookbook-KIND-..., and remove unused ones.
 
     In a Slurm job its name has the job's id.
 
@@ -54,7 +54,7 @@ def make(kind: str, parent: Path) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (folder / _LOCK).exists():
                 break
-            # Another process came between and took it for one that was left.
+            # Another process has just removed it as unused.
             os.close(lock)
     except OSError as error:
         raise DataError(
@@ -92,7 +92,7 @@ def _remove_if_left(folder: Path, age_s: float) -> None:
         lock = os.open(folder / _LOCK, os.O_RDWR)
     except FileNotFoundError:
         if age_s > _NEW_S:
-            # Only an empty one: without a lock, nobody knows whose content it is.
+            # Only an empty one: the owner of content without a lock is unknown.
             folder.rmdir()
         return
     try:

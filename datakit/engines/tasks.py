@@ -1,7 +1,7 @@
-"""Arrow functions over Parquet shards: one task per shard, whole or not there at all.
+"""Arrow functions over Parquet shards: one task per shard, whose output is written atomically.
 
-DuckDB runs the tasks in processes of this host, Spark on its workers: the same code and bytes. A
-task whose output exists is not run again; a process that is killed costs its task.
+DuckDB runs the tasks in processes of this host, Spark on its workers, with identical results. A
+task whose output exists is skipped; the task of a killed process runs again.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from typing import Any
 
 from datakit.errors import DataError
 
-# Rows that an Arrow function sees at once: enough for numpy, and little memory.
+# Rows per call of an Arrow function: enough for numpy, with little memory.
 BATCH_ROWS = 16384
 _TRIES = 4
 
@@ -27,7 +27,7 @@ _TRIES = 4
 class Task:
     """One output file: function is 'module:name', called with the file to write and the options.
 
-    rows: how many it reads, if that is known.
+    rows: the number that it reads, if it is known.
     """
 
     function: str
@@ -37,7 +37,7 @@ class Task:
 
 
 def run(task: Task) -> list[str]:
-    """Run a task unless its output is there; return its faults.
+    """Run a task unless its output exists; return its faults.
 
     A fault is returned and not raised, because an engine would wrap it in its own stack trace.
     """
@@ -60,7 +60,7 @@ def run(task: Task) -> list[str]:
 
 
 def map_shard(target: Path, source: str, function: str, options: Mapping[str, Any]) -> None:
-    """Write what an Arrow function makes of each batch of a Parquet file."""
+    """Write the results of an Arrow function for each batch of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -71,7 +71,7 @@ def map_shard(target: Path, source: str, function: str, options: Mapping[str, An
         writer = None
         try:
             for batch in batches:
-                # Spark keeps its own schema in a file's metadata, and would believe an old one.
+                # Spark reads its own schema from a file's metadata, which may be outdated.
                 table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
                 made = make(table, **options)
                 writer = writer or pq.ParquetWriter(target, made.schema)
@@ -111,7 +111,7 @@ def run_here(left: Sequence[Task], workers: int, done: Callable[[Task], None]) -
 def _round(
     tasks: Sequence[Task], workers: int, done: Callable[[Task], None], faults: list[str]
 ) -> list[Task]:
-    """Run tasks; return those that a killed worker left undone."""
+    """Run tasks; return the unfinished ones of killed workers."""
     # A fork would copy the engine's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
     size = min(workers, len(tasks))
@@ -135,7 +135,12 @@ def _round(
 
 
 def _end_with_parent() -> None:
-    """End this worker when the run ends, however: nobody else would stop its task."""
+    """End this worker when the run ends for any reason, since nothing else stops its task."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The steps of a data recipe. Each takes rows and returns rows, and remembers which it removed."""
+"""The steps of a data recipe. Each takes rows and returns rows, and records which it removed."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -26,7 +26,5 @@ _STEPS = {
 def find(name: str) -> Callable[[Rows, Work], Rows]:
     """Return the function of a step."""
     module, _, function = _STEPS[name].partition(":")
-    found: Callable[[Rows, Work], Rows] = getattr(
-        import_module(f"datakit.steps.{module}"), function
-    )
-    return found
+    step: Callable[[Rows, Work], Rows] = getattr(import_module(f"datakit.steps.{module}"), function)
+    return step

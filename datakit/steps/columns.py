@@ -1,4 +1,4 @@
-"""What a recipe's steps ask of columns, checked before a row is read."""
+"""Checks the columns that a recipe's steps need, before a row is read."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from datakit.steps.templates import template_faults
 from runspec.datarecipe import step_name, step_options
 
 _OWN = ("source", "prompt", "answer", "messages", "rejected")
-# Columns that a step adds. near_duplicates adds one only to mark.
+# Columns that steps add; near_duplicates adds one with action: mark.
 _ADDED = {
     "language": {"language": "string"},
     "quality": {"quality_score": "float64"},

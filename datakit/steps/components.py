@@ -1,18 +1,18 @@
-"""Connected components of pairs, found to the end, as ibis expressions on any engine."""
+"""Connected components of pairs, as ibis expressions on any engine."""
 
 from typing import Any
 
 from datakit.errors import DataError
 from datakit.rows import Work
 
-# Each round at least doubles how far a label travels; so many rounds reach across 2^40 pairs.
+# Each round at least doubles the distance of a label; this many rounds suffice for 2^40 pairs.
 _ROUNDS = 60
 
 
 def components(work: Work, pairs: Any) -> Any:
-    """Return (node, label) for each node of pairs (a, b); label is the lowest node connected to it.
+    """Return (node, label) for each node of pairs (a, b); label: the lowest node connected to it.
 
-    In each round a node takes the lowest label of its neighbours, and then its label's label.
+    In each round a node gets the lowest label of its neighbours, and then its label's label.
     """
     both = pairs.select("a", "b").union(pairs.select(a="b", b="a"))
     own = pairs.select(a="a", b="a").union(pairs.select(a="b", b="b"))

@@ -1,13 +1,14 @@
-"""Decontamination: rows that hold items of an evaluation set are removed.
+"""Decontamination: rows that contain items of an evaluation set are removed.
 
 An item of `ngram` words or more is found by its word n-grams, as for GPT-3 (Brown et al. 2020,
-appendix C), with 13 words by default. A shorter one is compared whole with each prompt, turn and
-answer by itself.
+appendix C), with 13 words by default. A shorter one is compared as a unit with each prompt, turn
+and answer.
 """
 
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from datakit.steps.filters import keep
 from runspec.datarecipe import source_type
 
 NGRAM = 13
-# Words and characters from which a short item is compared. What is asked in so many words is
-# asked on purpose; an answer of a few words is that of many questions.
+# Minimum words and characters of a short item to be compared. A question of this length is
+# specific; an answer of a few words fits many questions.
 ASKED, ANSWERED = (3, 10), (8, 32)
-# A short text that an evaluation set holds more often is a choice or a phrase, and no item.
+# A short text that occurs more often in an evaluation set is a choice or a phrase, not an item.
 MOST_TIMES = 10
+# Separates a question from the text around it in a paragraph.
+_WITHIN = r"\n|:\s"
 
 
 def decontaminate(rows: Rows, work: Work) -> Rows:
@@ -37,15 +40,15 @@ def decontaminate(rows: Rows, work: Work) -> Rows:
     names = work.options["against"]
     names = [names] if isinstance(names, str) else list(names)
     ngram = int(work.options.get("ngram", NGRAM))
-    found = [path for name in names for path in matches({"path": name}, work.base, work.where)]
-    texts = pa.array([text for path in found for text in _texts(path, work.where)], pa.string())
+    paths = [path for name in names for path in matches({"path": name}, work.base, work.where)]
+    texts = pa.array([text for path in paths for text in _texts(path, work.where)], pa.string())
     words = np.diff(split(texts).offsets.to_numpy())
     long, short = texts.filter(words >= ngram), texts.filter(words < ngram)
     hashes, _ = shingles(long, ngram)
     asked, answered = _short_items(short)
     if not len(long) and not len(asked):
         raise DataError(
-            f"{work.where}.against: {', '.join(names)}: holds no text of {ASKED[0]} words and "
+            f"{work.where}.against: {', '.join(names)}: has no text of {ASKED[0]} words and "
             f"{ASKED[1]} characters or more: give evaluation sets"
         )
     work.folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,7 @@ def decontaminate(rows: Rows, work: Work) -> Rows:
         "known": str(work.folder),
         "ngram": ngram,
         "min_hits": int(work.options.get("min_hits", 1)),
-        # A longer text is none of the short items, unless it is mostly punctuation.
+        # A longer text matches no short item, unless it is mostly punctuation.
         "longest": 64 + 2 * max(map(len, short.to_pylist()), default=0),
     }
     made = work.map(rows, "marked", "datakit.steps.decontaminate:mark", options)
@@ -67,7 +70,7 @@ def decontaminate(rows: Rows, work: Work) -> Rows:
 
 
 def _short_items(texts: Any) -> tuple[Any, Any]:
-    """Return the hashes of short items to compare with what is asked, and with answers."""
+    """Return the hashes of short items to compare with questions, and with answers."""
     import numpy as np
 
     from datakit.text import plain, weight
@@ -94,7 +97,7 @@ def _hashes(texts: Any) -> Any:
 
 
 def _texts(path: Path, where: str) -> list[str]:
-    """All texts of an evaluation set, whatever its columns: each text of a record is one."""
+    """Return all texts of an evaluation set: each text of a record, in any column."""
     kind = source_type({}, path)
     if kind == "parquet":
         import pyarrow.parquet as pq
@@ -111,15 +114,15 @@ def _texts(path: Path, where: str) -> list[str]:
             raise DataError(f"{where}.against: {path}: {error}: fix the file") from None
         return _strings(table[1:])
     if kind == "jsonl":
-        found = []
+        texts = []
         for number, line in enumerate(raw.splitlines(), 1):
             try:
-                found += _strings(json.loads(line)) if line.strip() else []
+                texts += _strings(json.loads(line)) if line.strip() else []
             except ValueError as error:
                 raise DataError(
                     f"{where}.against: {path}, line {number}: not JSON: {error}"
                 ) from None
-        return found
+        return texts
     return [line for line in raw.splitlines() if line.strip()]
 
 
@@ -135,9 +138,9 @@ def _strings(value: Any) -> list[str]:
 
 
 def mark(table: Any, known: str, ngram: int, min_hits: int, longest: int) -> Any:
-    """Return the rows with the column _seen: whether they hold evaluation items.
+    """Return the rows with the column _seen: whether they contain evaluation items.
 
-    known: the folder with the hashes. longest: characters of a text that may be a short item.
+    known: the folder with the hashes. longest: maximum characters of a short item.
     """
     import numpy as np
     import pyarrow as pa
@@ -156,15 +159,20 @@ def mark(table: Any, known: str, ngram: int, min_hits: int, longest: int) -> Any
         seen |= total[starts[1:]] - total[starts[:-1]] >= min_hits
     for name, rows, values in _parts(table):
         short = pc.less_equal(pc.utf8_length(values), longest)
-        found = np.isin(_hashes(plain(values.filter(short))), hashes[name])
-        seen[rows[short.to_numpy(zero_copy_only=False)][found]] = True
+        hits = np.isin(_hashes(plain(values.filter(short))), hashes[name])
+        seen[rows[short.to_numpy(zero_copy_only=False)][hits]] = True
     return table.append_column("_seen", pa.array(seen, pa.bool_()))
 
 
-def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield asked or answered, numbers of rows, and texts of these rows to compare by themselves.
+def _pieces(text: str) -> set[str]:
+    return {text, *text.split("\n\n"), *re.split(_WITHIN, text)}
 
-    A prompt counts whole and by its paragraphs, because an instruction may stand before a question.
+
+def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield asked or answered, numbers of rows, and texts of these rows to compare.
+
+    A prompt is compared as a unit, by paragraph, by line and by what follows a colon, because an
+    instruction or "Question: " may precede a question.
     """
     import numpy as np
     import pyarrow as pa
@@ -184,11 +192,14 @@ def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
     parts = pc.split_pattern(prompt.take(pa.array(rows)), "\n\n")
     numbers = pc.list_parent_indices(parts).to_numpy(zero_copy_only=False)
     yield "asked", rows[numbers], parts.flatten()
-    rows = rows[pc.list_value_length(parts).to_numpy(zero_copy_only=False) > 1]
-    yield "asked", rows, prompt.take(pa.array(rows))
+    several = rows[pc.list_value_length(parts).to_numpy(zero_copy_only=False) > 1]
+    yield "asked", several, prompt.take(pa.array(several))
+    rows = rows[pc.match_substring_regex(prompt.take(pa.array(rows)), _WITHIN).to_numpy(False)]
+    parts = pc.split_pattern_regex(prompt.take(pa.array(rows)), _WITHIN)
+    yield "asked", rows[pc.list_parent_indices(parts).to_numpy(False)], parts.flatten()
     rows = where(pc.is_valid(prompt))
     yield "answered", rows, pc.fill_null(answer.take(pa.array(rows)), "")
-    # A text without a prompt is a question as likely as an answer.
+    # A text without a prompt may be a question or an answer.
     rows = where(pc.is_null(prompt))
     yield "asked", rows, pc.fill_null(answer.take(pa.array(rows)), "")
     rows = where(pc.is_valid(columns["rejected"]))
@@ -204,7 +215,7 @@ def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
             (row, part)
             for row, role, content in turns
             if (role == "assistant") == (name == "answered")
-            for part in ({content, *content.split("\n\n")} if name == "asked" else (content,))
+            for part in (_pieces(content) if name == "asked" else (content,))
         ]
         rows = np.array([row for row, _ in of_role], np.int64)
         yield name, rows, pa.array([part for _, part in of_role], pa.string())

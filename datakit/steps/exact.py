@@ -1,4 +1,4 @@
-"""Exact duplicates: rows of the same text, of which the first, or the best, is kept."""
+"""Exact duplicates: of the rows with the same text the first, or the best, is kept."""
 
 from typing import Any
 
@@ -10,33 +10,27 @@ from datakit.rows import Rows, Work
 def exact_duplicates(rows: Rows, work: Work) -> Rows:
     """Keep one row of each text.
 
-    columns: what must be the same, default the text. keep: first, or a column, of which the highest
-    value is kept ("-column": the lowest). normalise: compare lower-case words only.
+    columns: those to compare, by default the text. keep: first, or a column whose highest value is
+    kept ("-column": the lowest). normalise: compare lower-case words only.
     """
     names = work.options.get("columns") or ["text"]
     names = [names] if isinstance(names, str) else list(names)
-    rank = order(rows.table, work)
     if work.options.get("normalise"):
         options = {"columns": names, "ranks": _rank_column(work)}
-        made = work.map(rows, "keys", "datakit.steps.exact:normal_keys", options)
-        keys = made.table
-        rank = order(keys, work, "_rank")
+        keys = work.map(rows, "keys", "datakit.steps.exact:normal_keys", options).table
     else:
         key = _joined(rows.table, names, work.where)
         keys = rows.table.select("_id", _key=work.engine.key(key), **_ranked(rows.table, work))
-        rank = order(keys, work, "_rank")
+    rank = order(keys, work, "_rank")
     import ibis
 
     window = ibis.window(group_by=keys["_key"], order_by=[*rank, keys["_id"].asc()])
     winners = keys.select("_id", kept_id=keys["_id"].first().over(window))
-    work.remember("removed", winners.filter(winners["_id"] != winners["kept_id"]))
-    removed = work.engine.read(work.folder / "removed")
-    left = rows.table.anti_join(removed, "_id")
-    return rows.kept(left, rows.count - work.rows_of("removed"))
+    return work.without(rows, winners.filter(winners["_id"] != winners["kept_id"]))
 
 
 def order(table: Any, work: Work, name: str | None = None) -> list[Any]:
-    """Return the order in which the best row of a group comes first, ids aside."""
+    """Return an order with the best row of a group first, without the ids."""
     chosen = _rank_column(work)
     if chosen is None:
         return []
@@ -61,7 +55,7 @@ def _joined(table: Any, names: list[str], where: str) -> Any:
     import ibis
 
     parts = [column(table, name, where).cast("string").fill_null("\x00") for name in names]
-    # A separator that no text holds: ("ab", "c") is not ("a", "bc").
+    # With a separator ("ab", "c") differs from ("a", "bc").
     return ibis.literal("\x1f").join(parts)
 
 
@@ -71,13 +65,13 @@ def normal_keys(table: Any, columns: list[str], ranks: str | None) -> Any:
 
     import pyarrow as pa
 
-    from datakit.text import texts, words_of
+    from datakit.text import split, texts
 
     keys = []
     parts = [texts(table, name) for name in columns]
-    for row in zip(*(words_of(part) for part in parts), strict=True):
-        told = "\x1f".join(" ".join(words) for words in row)
-        keys.append(hashlib.md5(told.encode(), usedforsecurity=False).hexdigest())
+    for row in zip(*(split(part).to_pylist() for part in parts), strict=True):
+        key = "\x1f".join(" ".join(words) for words in row)
+        keys.append(hashlib.md5(key.encode(), usedforsecurity=False).hexdigest())
     made = {"_id": table["_id"], "_key": pa.array(keys, pa.string())}
     if ranks:
         if ranks not in table.column_names:

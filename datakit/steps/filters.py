@@ -1,4 +1,4 @@
-"""Filters by a condition and by length. A condition that is null is not met."""
+"""Filters by a condition and by length. A condition that is null counts as false."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def length(rows: Rows, work: Work) -> Rows:
 
 
 def between(value: Any, options: Any) -> Any:
-    """Return the condition that a value is not below min and not above max, as far as given."""
+    """Return the condition that a value is between min and max, if they are given."""
     import ibis
 
     met = ibis.literal(True)
@@ -32,7 +32,7 @@ def between(value: Any, options: Any) -> Any:
 
 
 def keep(rows: Rows, work: Work, met: Any) -> Rows:
-    """Keep the rows for which a boolean expression is true, and remember the others."""
+    """Keep the rows for which a boolean expression is true, and record the others."""
     met = met.fill_null(False)
     work.remember("removed", rows.table.filter(~met).select("_id"))
     return rows.kept(rows.table.filter(met), rows.count - work.rows_of("removed"))

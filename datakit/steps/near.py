@@ -19,15 +19,15 @@ _SEED = 0x5DEECE66D
 
 
 def probability(similarity: float, bands: int = BANDS, rows: int = ROWS_PER_BAND) -> float:
-    """Return how likely a pair of a similarity becomes a candidate."""
+    """Return the probability that a pair of a similarity becomes a candidate."""
     return float(1 - (1 - similarity**rows) ** bands)
 
 
 def near_duplicates(rows: Rows, work: Work) -> Rows:
-    """Keep one row of each group of similar rows, or (action: mark) say which group a row is in.
+    """Keep one row of each group of similar rows, or (action: mark) add a column with the group.
 
-    jaccard: similarity of the sets of word n-grams from which two rows are similar. keep: as of
-    exact_duplicates. A group is a connected component of the similar pairs.
+    jaccard: minimum similarity of the sets of word n-grams. keep: as in exact_duplicates. A group
+    is a connected component of the similar pairs.
     """
     options = work.options
     name, ngram = options.get("column", "text"), options.get("ngram", NGRAM)
@@ -45,12 +45,9 @@ def near_duplicates(rows: Rows, work: Work) -> Rows:
     work.notes["similar_pairs"] = work.rows_of("similar")
     groups = work.remember("groups", components(work, similar))
     if options.get("action") == "mark":
-        tagged = rows.table.left_join(groups.select(_id="node", near_group="label"), "_id").drop(
-            "_id_right"
-        )
         work.notes["rows_in_groups"] = work.rows_of("groups")
-        marked = rows.kept(tagged, rows.count)
-        return Rows(marked.table, marked.count, None, (*rows.tags, "near_group"))
+        tags = groups.select(_id="node", near_group="label")
+        return rows.kept(rows.table.left_join(tags, "_id").drop("_id_right"), rows.count)
     import ibis
 
     members = rows.table.inner_join(groups.select(_id="node", _group="label"), "_id")
@@ -58,9 +55,7 @@ def near_duplicates(rows: Rows, work: Work) -> Rows:
         group_by=members["_group"], order_by=[*order(members, work), members["_id"].asc()]
     )
     ranked = members.select("_id", kept_id=members["_id"].first().over(window))
-    removed = work.remember("removed", ranked.filter(ranked["_id"] != ranked["kept_id"]))
-    left = rows.table.anti_join(removed, "_id")
-    return rows.kept(left, rows.count - work.rows_of("removed"))
+    return work.without(rows, ranked.filter(ranked["_id"] != ranked["kept_id"]))
 
 
 def _candidates(work: Work, keys: Any) -> Any:
@@ -84,7 +79,7 @@ def _candidates(work: Work, keys: Any) -> Any:
 
 
 def _similar(rows: Rows, work: Work, pairs: Any, how: dict[str, Any]) -> Any:
-    """The pairs whose texts are similar enough, each compared exactly."""
+    """Return the pairs whose texts are similar enough, each compared exactly."""
     from datakit.expressions import column
 
     text = rows.table.select("_id", text=column(rows.table, how["column"], work.where))
@@ -119,7 +114,7 @@ def band_keys(table: Any, column: str, ngram: int, bands: int, rows_per_band: in
     for band in range(bands):
         key = np.full(count, band, np.uint64)
         for factor, shift in factors[band]:
-            # In place, because memory traffic is what this loop costs.
+            # In place, because this loop is limited by memory bandwidth.
             mixed = hashes * factor
             mixed += shift
             mixed >>= np.uint64(32)
@@ -145,7 +140,7 @@ def similar_pairs(table: Any, ngram: int, jaccard: float) -> Any:
 
     sides = [shingles(texts(table, name), ngram) for name in ("text_a", "text_b")]
     sets = [_distinct(hashes, starts) for hashes, starts in sides]
-    # All shingles of both sides by pair: those that are there twice are shared.
+    # All shingles of both sides by pair: those that occur twice are shared.
     rows = np.concatenate([sets[0][0], sets[1][0]])
     values = np.concatenate([sets[0][1], sets[1][1]])
     places = np.lexsort((values, rows))
@@ -154,7 +149,7 @@ def similar_pairs(table: Any, ngram: int, jaccard: float) -> Any:
     count = len(table)
     shared = np.bincount(rows[1:][twice], minlength=count)
     whole = np.bincount(rows, minlength=count) - shared
-    # Whole numbers, so that a similarity that is exactly the limit counts everywhere.
+    # Integers, so that a similarity that equals the limit counts on every machine.
     kept = shared >= np.ceil(jaccard * whole - 1e-9)
     mask = pa.array(kept & (whole > 0))
     return table.select(["a", "b"]).filter(mask)

@@ -1,4 +1,4 @@
-"""The step that masks personal data, or drops the rows that hold it."""
+"""The step that masks personal data, or removes the rows with it."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -13,11 +13,11 @@ _DEFAULTS = {"email": "mask", "phone": "mask", "iban": "mask", "card": "mask", "
 
 
 def personal_data(rows: Rows, work: Work) -> Rows:
-    """Mask personal data as [EMAIL] and so on, or drop its rows.
+    """Mask personal data as [EMAIL] and so on, or remove its rows.
 
-    email, phone, iban, card, secret: mask, drop or leave. Default: mask; a row with a secret drops.
-    regions: countries whose phone numbers count without a country code. The record counts the rows
-    in which each kind was found.
+    email, phone, iban, card, secret: mask, drop or leave. Default: mask, and drop for secrets.
+    regions: countries whose phone numbers count without a country code. The record has the number
+    of rows with each kind.
     """
     given = {kind: str(how) for kind, how in work.options.items() if kind in PERSONAL}
     options = {
@@ -36,11 +36,11 @@ def personal_data(rows: Rows, work: Work) -> Rows:
 
 
 def region_faults(options: Mapping[str, Any], where: str) -> list[str]:
-    """Say which countries are not known."""
+    """Return the faults of unknown countries."""
     from phonenumbers import SUPPORTED_REGIONS
 
     return [
-        f"{where}.regions: {name!r} is no country: write ISO 3166 codes such as DE, US"
+        f"{where}.regions: {name!r} is not a country: write ISO 3166 codes such as DE, US"
         for name in options.get("regions") or []
         if name not in SUPPORTED_REGIONS
     ]
@@ -57,11 +57,11 @@ def mask(table: Any, actions: Mapping[str, str], regions: Sequence[str]) -> Any:
 
     whole = "|".join(SUSPECT.values())
     made = table
-    found: list[set[str]] = [set() for _ in range(len(table))]
+    seen: list[set[str]] = [set() for _ in range(len(table))]
     for name in ("prompt", "answer", "messages", "rejected"):
         column = table[name].cast(pa.string()).combine_chunks()
         suspect = pc.fill_null(pc.match_substring_regex(column, whole), False)
-        # Only texts in which something may be become Python objects.
+        # Only suspect texts become Python objects.
         few = column.filter(suspect)
         may = {
             kind: pc.match_substring_regex(few, pattern).to_pylist()
@@ -69,15 +69,15 @@ def mask(table: Any, actions: Mapping[str, str], regions: Sequence[str]) -> Any:
         }
         change = _masked_messages if name == "messages" else _masked
         values = [
-            change(text, actions, regions, {kind for kind in may if may[kind][place]}, found[row])
+            change(text, actions, regions, {kind for kind in may if may[kind][place]}, seen[row])
             for place, (row, text) in enumerate(
                 zip(np.flatnonzero(suspect).tolist(), few.to_pylist(), strict=True)
             )
         ]
         column = pc.replace_with_mask(column, suspect, pa.array(values, pa.string()))
         made = made.set_column(made.column_names.index(name), name, column)
-    kinds = [",".join(sorted(each)) for each in found]
-    dropped = [any(actions[kind] == "drop" for kind in each) for each in found]
+    kinds = [",".join(sorted(each)) for each in seen]
+    dropped = [any(actions[kind] == "drop" for kind in each) for each in seen]
     made = made.append_column("_personal", pa.array(kinds, pa.string()))
     return made.append_column("_dropped", pa.array(dropped, pa.bool_()))
 
@@ -89,14 +89,14 @@ def _masked(
     kinds: Collection[str],
     seen: set[str],
 ) -> str:
-    # What is left is found too: a part of it is no finding of its own.
-    found = [each for each in find(text, regions, kinds) if actions[each[2]] != "leave"]
-    seen.update(kind for _, _, kind in found)
-    return replaced(text, found, lambda kind, value: f"[{kind.upper()}]")
+    # Kinds with the action leave are found too, so that no part of them is masked as another kind.
+    findings = [each for each in find(text, regions, kinds) if actions[each[2]] != "leave"]
+    seen.update(kind for _, _, kind in findings)
+    return replaced(text, findings, lambda kind, value: f"[{kind.upper()}]")
 
 
 def _masked_messages(text: str, *how: Any) -> str:
-    # Message by message: in JSON text an escape could be taken for a part of a word.
+    # Message by message: in JSON an escape could be read as a part of a word.
     from datakit.formats import encode
 
     turns = json.loads(text)

@@ -1,4 +1,4 @@
-"""Mixtures of sources by weight, and caps on the rows of a group; the same rows each time."""
+"""Mixtures of sources by weight, and caps on the rows of a group; deterministic."""
 
 from typing import Any
 
@@ -10,20 +10,19 @@ from runspec.hints import nearest
 
 
 def mixture(rows: Rows, work: Work) -> Rows:
-    """Keep of each source as many rows as its weight says.
+    """Keep a share of the rows of each source by weight.
 
-    weights: by source; one without a weight is left out. rows: of all; default: as many as the
-    sources have without a row being used twice.
+    weights: by source; sources without a weight are left out. rows: the total; by default as many
+    as possible without using a row twice.
     """
     weights = {str(name): float(value) for name, value in work.options["weights"].items()}
     table = rows.table
-    found = work.engine.rows(table.group_by("source").agg(n=table.count()))
-    have = {row["source"]: row["n"] for row in found}
+    counts = work.engine.rows(table.group_by("source").agg(n=table.count()))
+    have = {row["source"]: row["n"] for row in counts}
     if unknown := [name for name in weights if name not in have]:
         raise DataError(
-            f"{work.where}: no row is of the source {unknown[0]!r}{nearest(unknown[0], have)}; "
-            "there "
-            f"are {', '.join(sorted(have)) or 'none'}",
+            f"{work.where}: no rows are of the source {unknown[0]!r}{nearest(unknown[0], have)}; "
+            f"there are {', '.join(sorted(have)) or 'none'}",
             exit_code=2,
         )
     whole = sum(weights.values())
@@ -53,7 +52,7 @@ def cap(rows: Rows, work: Work) -> Rows:
 
 
 def _lot(table: Any, seed: int) -> Any:
-    """A hash by which rows are chosen: it depends on what a row says, not on where it lies."""
+    """Return a hash by which rows are chosen: it depends on their content, not on their place."""
     import ibis
 
     return (ibis.literal(f"{seed}:") + text_of(table)).hexdigest("md5").asc()
@@ -65,6 +64,4 @@ def _first(rows: Rows, work: Work, group: Any, best: list[Any], limit: Any) -> R
     table = rows.table
     window = ibis.window(group_by=group, order_by=[*best, table["_id"].asc()])
     placed = table.select("_id", _place=ibis.row_number().over(window), _limit=limit)
-    work.remember("removed", placed.filter(placed["_place"] >= placed["_limit"]).select("_id"))
-    left = table.anti_join(work.engine.read(work.folder / "removed"), "_id")
-    return rows.kept(left, rows.count - work.rows_of("removed"))
+    return work.without(rows, placed.filter(placed["_place"] >= placed["_limit"]).select("_id"))

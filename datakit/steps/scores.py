@@ -1,5 +1,6 @@
-"""Scores that Arrow functions give a row: its language, and how much it reads like prose."""
+"""Scores of a row by Arrow functions: its language, and whether it reads like prose."""
 
+from functools import cache
 from typing import Any
 
 from datakit.errors import DataError
@@ -15,28 +16,26 @@ def language(rows: Rows, work: Work) -> Rows:
     wanted = work.options["keep"]
     wanted = [wanted] if isinstance(wanted, str) else [str(name) for name in wanted]
     try:
-        import py3langid.langid
+        known = _classifier().labels
     except ImportError:
         raise DataError(
             f"{work.where}: py3langid is missing: install it with: bash setup.sh --with data"
         ) from None
-    known = py3langid.langid.LanguageIdentifier.from_model_file(py3langid.langid.MODEL_FILE)
-    if unknown := [name for name in wanted if name not in list(known.labels)]:
+    if unknown := [name for name in wanted if name not in list(known)]:
         raise DataError(
             f"{work.where}: the language {unknown[0]!r} is not known: write codes such as en, de",
             exit_code=2,
         )
     options = {"column": work.options.get("column", "text")}
     made = work.map(rows, "scored", "datakit.steps.scores:add_language", options)
-    counts = made.table.group_by("language").agg(n=made.table.count())
-    found = work.engine.rows(counts)
-    found.sort(key=lambda row: (-row["n"], row["language"]))
-    work.notes["languages"] = {row["language"]: row["n"] for row in found[:20]}
+    counts = work.engine.rows(made.table.group_by("language").agg(n=made.table.count()))
+    counts.sort(key=lambda row: (-row["n"], row["language"]))
+    work.notes["languages"] = {row["language"]: row["n"] for row in counts[:20]}
     return keep(made, work, made.table.language.isin(wanted))
 
 
 def quality(rows: Rows, work: Work) -> Rows:
-    """Add the column quality_score, the share of five rules that a text meets; keep it within min.
+    """Add the column quality_score, the share of five rules that a text meets; filter by min.
 
     The rules follow Gopher's (Rae et al. 2021, table A1): mean length of words 3 to 10; at least
     0.7 of the characters that are no white space are letters; at most 0.1 symbols (# and ...) per
@@ -44,28 +43,29 @@ def quality(rows: Rows, work: Work) -> Rows:
     """
     options = {"column": work.options.get("column", "text")}
     made = work.map(rows, "scored", "datakit.steps.scores:add_quality", options)
-    return keep(
-        made, work, between(made.table.quality_score, {"min": work.options.get("min", 0.6)})
-    )
+    least = {"min": work.options.get("min", 0.6)}
+    return keep(made, work, between(made.table.quality_score, least))
 
 
 # Arrow functions -----------------------------------------------------------------------------
 
-_identifier: Any = None
+
+@cache
+def _classifier() -> Any:
+    from py3langid import langid
+
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
 
 
 def add_language(table: Any, column: str) -> Any:
     """Return the rows with the column language."""
-    global _identifier
-    import py3langid.langid as langid
     import pyarrow as pa
 
-    from datakit.text import texts
+    from datakit.text import texts, with_column
 
-    if _identifier is None:
-        _identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
-    found = [_identifier.classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
-    return _with(table, "language", pa.array(found, pa.string()))
+    classify = _classifier().classify
+    codes = [classify(text[:2000])[0] for text in texts(table, column).to_pylist()]
+    return with_column(table, "language", pa.array(codes, pa.string()))
 
 
 def add_quality(table: Any, column: str) -> Any:
@@ -74,7 +74,7 @@ def add_quality(table: Any, column: str) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from datakit.text import split, texts
+    from datakit.text import split, texts, with_column
 
     values = texts(table, column)
 
@@ -98,10 +98,4 @@ def add_quality(table: Any, column: str) -> Any:
         10 * count(r"(?m)^\s*[-*•]") < 3 * np.maximum(lines, 1),
     ]
     score = np.sum(met, axis=0) / len(met)
-    return _with(table, "quality_score", pa.array(score, pa.float64()))
-
-
-def _with(table: Any, name: str, values: Any) -> Any:
-    if name in table.column_names:
-        return table.set_column(table.column_names.index(name), name, values)
-    return table.append_column(name, values)
+    return with_column(table, "quality_score", pa.array(score, pa.float64()))

@@ -1,11 +1,12 @@
-"""Splits train, val, test: by groups, so that nothing leaks; the same for a row each time.
+"""Splits train, val, test by groups, so that nothing leaks; deterministic.
 
-A group's side is a hash of the seed and the group's key: it stays when rows are added. With
-stratify the groups of each stratum are laid in the order of that hash, and cut at the shares, so
-that each stratum has them; then rows that are added may move the cuts, unless `like` names an
-earlier set whose groups stay where they were.
+A group's split depends on a hash of the seed and the group's key, and does not change when rows are
+added. With stratify the groups of each stratum are sorted by that hash and cut at the shares, so
+that each stratum has these shares; then new rows may move the cuts, unless `like` names an earlier
+set whose groups keep their splits.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,20 @@ def split(rows: Rows, work: Work) -> Rows:
         if (key := _own_key(rows.table, work, names)) is not None:
             return rows.kept(rows.table.mutate(split=_by_hash(key, shares, work.seed)), rows.count)
         keyed = _keyed(rows, work, names)
-        told = keyed.select("_id", "_key", split=_by_hash(keyed["_key"], shares, work.seed))
+        placed = keyed.select("_id", "_key", split=_by_hash(keyed["_key"], shares, work.seed))
     else:
-        # It is read several times, and joined to what comes of it.
+        # It is read several times.
         keyed = work.remember("keys", _keyed(rows, work, names))
-        told = _laid_out(rows, work, keyed, shares)
-    sides = work.remember(SIDES, told)
-    joined = rows.table.inner_join(sides.select("_id", "split"), "_id")
-    return Rows(joined, rows.count, None, rows.tags)
+        placed = _laid_out(rows, work, keyed, shares)
+    sides = work.remember(SIDES, placed)
+    return rows.kept(rows.table.inner_join(sides.select("_id", "split"), "_id"), rows.count)
 
 
 def _own_key(table: Any, work: Work, names: list[str]) -> Any:
-    """The key of a row if it is in the row itself: its text, or the only column to group by."""
+    """Return a row's key if it is in the row itself: its text, or the only column to group by."""
     own = text_of(table).hexdigest("md5")
     if not names:
-        # The same text is never on two sides.
+        # The same text is never in two splits.
         return own
     if len(names) == 1 and names != ["near_group"]:
         return column(table, names[0], work.where).cast("string").fill_null(own)
@@ -61,17 +61,15 @@ def _keyed(rows: Rows, work: Work, names: list[str]) -> Any:
     own = text_of(table).hexdigest("md5")
     columns = {name: column(table, name, work.where).cast("string") for name in names}
     parts = work.remember("parts", table.select("_id", _own=own, **columns))
-    pairs = None
+    # Each row is in a group, even if it is the only one.
+    pairs = parts.select(a="_id", b="_id")
     for name in names:
         given = parts.filter(parts[name].notnull())
         firsts = given.group_by(name).agg(b=given["_id"].min())
-        found = given.inner_join(firsts, name).select(a="_id", b="b")
-        pairs = found if pairs is None else pairs.union(found)
-    # Each row is in a group, if only with itself.
-    pairs = parts.select(a="_id", b="_id").union(pairs)
+        pairs = pairs.union(given.inner_join(firsts, name).select(a="_id", b="b"))
     groups = components(work, work.remember("pairs", pairs))
     members = parts.inner_join(groups.select(_id="node", _group="label"), "_id")
-    # The lowest hash of its texts, not an id, so that the key outlives a change of other rows.
+    # The lowest hash of its texts, not an id, so that the key does not change with other rows.
     keys = members.group_by("_group").agg(_key=members["_own"].min())
     return work.remember("keyed", members.inner_join(keys, "_group").select("_id", "_key"))
 
@@ -83,18 +81,18 @@ def _hash(key: Any, seed: int) -> Any:
 
 
 def _by_hash(key: Any, shares: dict[str, float], seed: int) -> Any:
-    """The side of a key: 32 bits of its hash, compared as text with the ends of the shares."""
+    """Return a key's split: 32 bits of its hash, compared as text with the ends of the shares."""
+    value = _hash(key, seed)
+    return _side(shares, lambda end: value < f"{min(int(end * 2**32), 2**32 - 1):08x}")
+
+
+def _side(shares: dict[str, float], is_below: Callable[[float], Any]) -> Any:
+    """Return the name of the first share whose end, from 0 to 1, is above a value."""
     import ibis
 
-    names, ends = list(shares), list(accumulate(shares.values()))
-    value = _hash(key, seed)
-    branches = [
-        (value < f"{min(int(end * 2**32), 2**32 - 1):08x}", ibis.literal(name))
-        for name, end in zip(names[:-1], ends[:-1], strict=True)
-    ]
-    if not branches:
-        return ibis.literal(names[-1])
-    return ibis.cases(*branches, else_=ibis.literal(names[-1]))
+    *ends, (last, _) = zip(shares, accumulate(shares.values()), strict=True)
+    branches = [(is_below(end), ibis.literal(name)) for name, end in ends]
+    return ibis.cases(*branches, else_=ibis.literal(last)) if branches else ibis.literal(last)
 
 
 def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> Any:
@@ -103,11 +101,8 @@ def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> A
 
     name = work.options.get("stratify")
     table = rows.table
-    if name:
-        strata = table.select("_id", _stratum=column(table, name, work.where).cast("string"))
-        strata = strata.mutate(_stratum=strata["_stratum"].fill_null(""))
-    else:
-        strata = table.select("_id", _stratum=ibis.literal(""))
+    stratum = column(table, name, work.where) if name else ibis.literal("")
+    strata = table.select("_id", _stratum=stratum.cast("string").fill_null(""))
     both = work.remember("strata", keyed.inner_join(strata, "_id"))
     # A group's stratum is the one of most of its rows.
     counts = both.group_by("_key", "_stratum").agg(n=both.count())
@@ -130,24 +125,15 @@ def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> A
     placed = groups.mutate(
         _middle=groups.n.sum().over(laid) * 2 - groups.n, _all=groups.n.sum().over(total) * 2
     )
-    names, ends = list(shares), list(accumulate(shares.values()))
     million = 1_000_000
-    branches = [
-        (
-            placed["_middle"] * million < placed["_all"] * round(end * million),
-            ibis.literal(name),
-        )
-        for name, end in zip(names[:-1], ends[:-1], strict=True)
-    ]
-    side = (
-        ibis.cases(*branches, else_=ibis.literal(names[-1])) if branches else ibis.literal(names[0])
+    side = _side(
+        shares, lambda end: placed["_middle"] * million < placed["_all"] * round(end * million)
     )
     sided = placed.select("_key", split=side)
     if known is not None:
         sided = sided.union(stayed)
-    return keyed.inner_join(work.remember("group_sides", sided), "_key").select(
-        "_id", "_key", "split"
-    )
+    sides = work.remember("group_sides", sided)
+    return keyed.inner_join(sides, "_key").select("_id", "_key", "split")
 
 
 def _earlier(work: Work) -> Any:
@@ -158,9 +144,8 @@ def _earlier(work: Work) -> Any:
     folder = Path(work.base) / prepared.FOLDER / str(name) / prepared.CURRENT / SIDES
     if not folder.is_dir():
         raise DataError(
-            f"{work.where}: like: there is no prepared set {name!r} whose split keeps its "
-            "groups' sides "
-            "(one with stratify, or several groups): list the sets with: cookbook data show",
+            f"{work.where}: like: there is no prepared set {name!r} whose split keeps its groups' "
+            "sides (one with stratify, or several groups): list the sets with: cookbook data show",
             exit_code=2,
         )
     sides = work.engine.read(folder)

@@ -1,4 +1,4 @@
-"""Templates: prompt and answer made of a row's columns, with Jinja in its sandbox."""
+"""Templates: prompt and answer from a row's columns, with sandboxed Jinja."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from runspec.hints import nearest
 
 
 def template(rows: Rows, work: Work) -> Rows:
-    """Set the prompt and the answer, and put a system message before them, as far as given.
+    """Set the prompt, the answer and a system message, as far as they are given.
 
     A template may use each column of a row, `text`, and `messages` as a list.
     """
@@ -24,7 +24,7 @@ def _given(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def template_faults(options: Mapping[str, Any], columns: Sequence[str], where: str) -> list[str]:
-    """Return what is wrong with templates of rows with these columns."""
+    """Return the faults of templates for rows with these columns."""
     from jinja2 import TemplateSyntaxError, meta
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -50,7 +50,7 @@ def template_faults(options: Mapping[str, Any], columns: Sequence[str], where: s
 
 
 def render(table: Any, templates: Mapping[str, str], where: str) -> Any:
-    """Return the rows with rendered prompt and answer, and messages if there is more to them."""
+    """Return the rows with rendered prompt and answer, and messages if they have more turns."""
     import json
 
     import pyarrow as pa
@@ -72,7 +72,7 @@ def render(table: Any, templates: Mapping[str, str], where: str) -> Any:
         except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise DataError(f"{where}: row {row['_id']}: {error}: fix the template") from None
         if "prompt" in new:
-            # It says the whole prompt: earlier turns are in it, or are left out.
+            # It is the complete prompt: earlier turns are in it, or are dropped.
             turns = None
         prompt, answer = new.get("prompt", prompt), new.get("answer", answer)
         if turns is None and "system" in new:

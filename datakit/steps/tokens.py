@@ -3,42 +3,40 @@
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from datakit.errors import DataError
+from datakit.formats import turns_of
 from datakit.rows import Rows, Work
 from datakit.steps.filters import between, keep
 
-# Templates that print the date give the same count on each day.
+# Templates that print the date give the same count every day.
 _DATE = datetime(2024, 7, 26, tzinfo=UTC)
 
 
 def tokens(rows: Rows, work: Work) -> Rows:
-    """Add the column `tokens`, and keep the rows that have `min` to `max` of them.
+    """Add the column `tokens`, and keep the rows with `min` to `max` tokens.
 
-    tokenizer: the model's folder, with its tokenizer.json. Its chat template, if it has one, is
-    applied to the conversation first; a plain text is taken as it is.
+    tokenizer: the model's folder, with its tokenizer.json. Its chat template, if there is one, is
+    applied to the conversation first, but not to a plain text.
     """
     folder = Path(str(work.options["tokenizer"])).expanduser()
     if not (folder / "tokenizer.json").is_file():
         raise DataError(
-            f"{work.where}.tokenizer: {folder} holds no tokenizer.json: give the model's folder; "
+            f"{work.where}.tokenizer: {folder} has no tokenizer.json: give the model's folder; "
             "cookbook download gets one"
         )
     options = {"folder": str(folder), "where": work.where}
     made = work.map(rows, "counted", "datakit.steps.tokens:count", options)
     figures = made.table.tokens
-    found = work.engine.one(
-        made.table.agg(sum=figures.sum(), least=figures.min(), most=figures.max())
-    )
-    work.notes["tokens_before"] = found
+    sums = made.table.agg(sum=figures.sum(), least=figures.min(), most=figures.max())
+    work.notes["tokens_before"] = work.engine.one(sums)
     return keep(made, work, between(figures, work.options))
 
 
 # Arrow function ------------------------------------------------------------------------------
-
-_loaded: dict[str, Any] = {}
 
 
 def count(table: Any, folder: str, where: str) -> Any:
@@ -46,28 +44,17 @@ def count(table: Any, folder: str, where: str) -> Any:
     import pyarrow as pa
     from jinja2 import TemplateError
 
-    from datakit.steps.scores import _with
+    from datakit.text import with_column
 
-    if folder not in _loaded:
-        _loaded[folder] = _load(Path(folder))
-    tokenizer, template, special = _loaded[folder]
+    tokenizer, template, special = _load(folder)
     texts = []
     for row in table.select(["_id", "prompt", "answer", "messages"]).to_pylist():
-        if row["messages"]:
-            turns = json.loads(row["messages"])
-        elif row["prompt"] is None:
-            texts.append(row["answer"])
-            continue
-        else:
-            turns = [
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": row["answer"]},
-            ]
-        if template is None:
+        turns = turns_of(row)
+        if template is None or (row["prompt"] is None and not row["messages"]):
             texts.append("\n".join(turn["content"] for turn in turns))
             continue
         try:
-            told = template.render(
+            text = template.render(
                 messages=turns,
                 add_generation_prompt=False,
                 tools=None,
@@ -79,15 +66,17 @@ def count(table: Any, folder: str, where: str) -> Any:
                 f"{where}: row {row['_id']}: the chat template refuses it: {error}: filter "
                 "such rows"
             ) from None
-        texts.append(told)
-    found = tokenizer.encode_batch_fast(texts, add_special_tokens=template is None)
-    return _with(table, "tokens", pa.array([len(each.ids) for each in found], pa.int64()))
+        texts.append(text)
+    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=template is None)
+    return with_column(table, "tokens", pa.array([len(each.ids) for each in encoded], pa.int64()))
 
 
-def _load(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
+@cache
+def _load(name: str) -> tuple[Any, Any, Mapping[str, Any]]:
     from tokenizers import Tokenizer
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
+    folder = Path(name)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -8,12 +8,11 @@ from typing import Any
 
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
 from launcher.paths import DOWNLOAD_RECORD
+from launcher.recipes.own_data import FILE_SOURCES
 from runspec import prepared
 from runspec.files import read_json_or_none, sha256
 
 _AGAIN = "download it again"
-# What datasets.load_dataset takes as a source if the data are files.
-_FILE_SOURCES = {"json", "csv", "parquet", "text", "arrow"}
 
 
 def weights(context: Context) -> Iterable[Finding]:
@@ -197,7 +196,7 @@ def _prepared(key: str, folder: Path) -> Iterator[Finding]:
 
 def data_files(block: dict[str, Any]) -> list[Path]:
     """Return the files that a dataset names; wildcards and addresses are the library's to open."""
-    if block.get("source") not in _FILE_SOURCES:
+    if block.get("source") not in FILE_SOURCES:
         return []
     named = block.get("data_files")
     values = named.values() if isinstance(named, dict) else [named]
@@ -208,7 +207,7 @@ def data_files(block: dict[str, Any]) -> list[Path]:
 def on_hub(block: dict[str, Any]) -> bool:
     """Whether a dataset comes from the hub, and not from files."""
     source = block.get("source")
-    is_files = source in _FILE_SOURCES or block.get("_component_") == prepared.COMPONENT
+    is_files = source in FILE_SOURCES or block.get("_component_") == prepared.COMPONENT
     return not (is_files or (source and Path(str(source)).expanduser().exists()))
 
 

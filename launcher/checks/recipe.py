@@ -141,14 +141,21 @@ def ask_ahead(contexts: Iterable[Context]) -> None:
 
 
 def ask_for_samples(
-    context: Context, count: int, variables: Mapping[str, str]
+    context: Context, count: int, variables: Mapping[str, str], data: Sequence[Path]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Ask the trainer for the first samples as it trains them, and for their faults.
 
-    The answer on the components comes with it, and is kept.
+    The answer on the components comes with it, and is kept; so is one that shows no sample.
+    data: the files or folders that the samples are in.
     """
     config, options = _question(context)
-    (answer,) = _ask([config], *options, f"--samples={count}", variables=variables)
+    asked = (*options, f"--samples={count}")
+    kept = _kept(config, asked, data)
+    answer = None if count else read_json_or_none(kept)
+    if not isinstance(answer, dict):
+        (answer,) = _ask([config], *asked, variables=variables)
+        if not count:
+            _keep(kept, answer)
     samples, faults = answer.pop("samples", []), answer.pop("sample_faults", [])
     _keep(_kept(config, options), answer)
     return samples, faults
@@ -158,17 +165,17 @@ def _question(context: Context) -> tuple[dict[str, Any], Options]:
     """Return the config that the trainer is asked about, and the options that say for what."""
     recipe = context.recipe
     config = recipe.train_config(context.cluster.root, "run")
-    if recipe.entry.checked != "complete":
+    if recipe.entry.method is None:
         return config, ("--stock",)
     # The check of the layout tells its faults.
     with contextlib.suppress(LayoutError):
         found = Layout.of(config, context.resources.world_size)
         config = {**config, "data_parallel_shard_dim": found.shard}
-    return config, ("--objective", recipe.entry.objective)
+    return config, ("--objective", recipe.entry.method.objective)
 
 
-def _kept(config: dict[str, Any], options: Options) -> Path:
-    return paths.user_cache() / "checks" / f"{_cache_key(config, options)}.json"
+def _kept(config: dict[str, Any], options: Options, data: Sequence[Path] = ()) -> Path:
+    return paths.user_cache() / "checks" / f"{_cache_key(config, options, data)}.json"
 
 
 def _keep(kept: Path, answer: dict[str, Any]) -> None:
@@ -178,19 +185,22 @@ def _keep(kept: Path, answer: dict[str, Any]) -> None:
         write_json(kept, answer)
 
 
-def _cache_key(config: dict[str, Any], options: Options) -> str:
+def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -> str:
     """Return a hash of what the answer depends on: config, packages, trainer, files that it names.
 
-    These are the files of the model, of the tokenizer, and of an adapter to start from.
+    These are the files of the model, of the tokenizer, of an adapter to start from, and `data`; and
+    the user's own components.
     """
     checkpointer = config.get("checkpointer") or {}
     folder = Path(str(checkpointer.get("checkpoint_dir", "")))
-    named = [folder, *files.tokenizer_files(config).values()]
+    named = [folder, *files.tokenizer_files(config).values(), *data]
     if adapter := checkpointer.get("adapter_checkpoint"):
         given = (Path(str(adapter)).expanduser(), folder / str(adapter))
         named += [path if path.is_dir() else path.parent for path in given if path.exists()]
     sources = sorted((paths.REPO_ROOT / "trainer").rglob("*.py"))
     sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
+    for path in venv.own_packages().values():
+        sources += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     for path in named:
         sources += sorted(path.iterdir()) if path.is_dir() else [path] * path.is_file()
     seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]

@@ -1,23 +1,39 @@
 """The first samples of a recipe's data, as the trainer reads, cuts and packs them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.checks import Context, Finding, Skipped, failed, files, preflight, skipped
+from launcher.checks import (
+    Context,
+    Finding,
+    Skipped,
+    failed,
+    files,
+    ok,
+    preflight,
+    skipped,
+    warning,
+)
 from launcher.checks.recipe import ask_for_samples
 from launcher.errors import UsageFault
 
 SUBJECT = "samples"
+# Of JSON lines, the datasets library converts about 100 MB per second.
+SMALL_BYTES = 100e6
 
 
 def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Return the findings on a recipe's samples, and of each dataset what the trainer shows.
 
-    UsageFault if the recipe's entry is not the kit's trainer.
+    count: how many samples of each dataset are shown. With 0 the findings also say what was
+    counted, and only files are read that this takes no time for.
+    UsageFault if samples are to be shown, and the recipe's entry is not the kit's trainer.
     """
     recipe = context.recipe
     if recipe.entry.checked != "complete":
+        if not count:
+            return [], []
         raise UsageFault(
             f"--samples: {recipe.name} starts {recipe.entry_name}, and only data of the kit's own "
             "trainer can be shown: leave --samples out"
@@ -26,11 +42,26 @@ def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, An
 
     def look(context: Context) -> Iterable[Finding]:
         _check_readable(context)
-        datasets, faults = ask_for_samples(context, count, _variables(context))
+        data = _paths(context)
+        if not count:
+            _check_small(context, data)
+        datasets, faults = ask_for_samples(context, count, _variables(context), data)
         shown.extend(datasets)
-        return [_finding(context, fault) for fault in faults]
+        counted = [] if count else [found for each in datasets for found in _counted(each)]
+        return [*counted, *(_finding(context, fault) for fault in faults)]
 
     return preflight.findings(SUBJECT, look, context), shown
+
+
+def _counted(dataset: dict[str, Any]) -> Iterator[Finding]:
+    """What was counted of a dataset that is not shown, and what its chat template leaves out."""
+    key, read = dataset["key"], dataset["read"]
+    if not dataset["faulty"]:
+        which = "all" if read == dataset["samples"] else "the first"
+        lost = f"{dataset['truncated']:,} truncated, {dataset['dropped']:,} dropped"
+        yield ok(SUBJECT, f"{key}: {which} {read:,} samples can be tokenised, {lost}")
+    for note in dataset["notes"]:
+        yield warning(SUBJECT, f"{key}: {note}")
 
 
 def _finding(context: Context, fault: str) -> Finding:
@@ -52,14 +83,32 @@ def _check_readable(context: Context) -> None:
         found = preflight.findings(name, check, context)
         if any(each.state == "failed" for each in found):
             raise Skipped(f"the {name} cannot be read: see above")
-    paths = [*files.tokenizer_files(context.config).values()]
-    for key in ("dataset", "dataset_val"):
-        block = context.config.get(key)
-        if isinstance(block, dict):
-            paths += files.data_files(block)
-            paths += [Path(str(block[name])) for name in ("data_dir",) if block.get(name)]
+    paths = [*files.tokenizer_files(context.config).values(), *_paths(context)]
     if gone := [path for path in paths if not context.here(path)]:
         raise Skipped(f"{gone[0]} is only on the nodes")
+
+
+def _blocks(context: Context) -> list[dict[str, Any]]:
+    blocks = (context.config.get(key) for key in ("dataset", "dataset_val"))
+    return [block for block in blocks if isinstance(block, dict)]
+
+
+def _paths(context: Context) -> list[Path]:
+    """The files of the recipe's datasets, and the folders of prepared sets."""
+    named = [path for block in _blocks(context) for path in files.data_files(block)]
+    folders = [block["data_dir"] for block in _blocks(context) if block.get("data_dir")]
+    return [*named, *(Path(str(folder)) for folder in folders)]
+
+
+def _check_small(context: Context, paths: Iterable[Path]) -> None:
+    """Skip data that are not only files, or whose conversion by the datasets library takes long."""
+    show = "their first samples are read with: --samples 1"
+    if any(map(files.on_hub, _blocks(context))) or not paths:
+        raise Skipped(f"the data are not files on this machine; {show}")
+    inner = [each for path in paths for each in (path.iterdir() if path.is_dir() else [path])]
+    size = sum(path.stat().st_size for path in inner)
+    if size > SMALL_BYTES:
+        raise Skipped(f"the data are {size / 2**30:.1f} GiB; {show}")
 
 
 def _variables(context: Context) -> dict[str, str]:

@@ -11,6 +11,7 @@ from launcher.errors import CookbookError, nearest
 
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
+    "start": ("start", "Write a recipe for your data and model, and show what it needs."),
     "models": ("models", "List the model families, and what the trainer supports for each."),
     "recipes": ("recipes", "List the recipes, or show one with all settings resolved."),
     "doctor": ("check", "Check whether this site can run the kit."),
@@ -41,7 +42,29 @@ _COMMANDS = {
     "promote": ("registry", "Assign an alias to a version that passes its gates."),
     "registry": ("registry", "List registered models, versions and their history."),
     "track": ("track", "Write runs to MLflow or W&B."),
+    "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
+}
+
+
+# How --help groups them, with an example of each group.
+_GROUPS = {
+    "Prepare": (
+        "cookbook start faq.csv Qwen/Qwen3-8B",
+        "start recipes models download prepare data estimate check doctor",
+    ),
+    "Run": (
+        "cookbook submit llama70b_lora --nodes 2 --watch",
+        "submit sweep cancel resume replay clean",
+    ),
+    "Look": (
+        "cookbook logs last -f",
+        "status watch logs results diff report profile tensorboard track",
+    ),
+    "Deliver": (
+        "cookbook serve last",
+        "eval register promote registry serve query",
+    ),
 }
 
 
@@ -60,8 +83,9 @@ class _Lazy(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+        for title, (example, names) in _GROUPS.items():
+            with formatter.section(f"{title} ({example})"):
+                formatter.write_dl([(name, _COMMANDS[name][1]) for name in names.split()])
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

@@ -26,6 +26,7 @@ from launcher.workflows.submit import context, plan
 
 @click.command()
 @common.recipe_arguments
+@common.own_options
 @common.resource_options
 @common.flag("--local", help="Check for submit --local: Slurm is not queried.")
 @click.option(
@@ -40,6 +41,8 @@ from launcher.workflows.submit import context, plan
 @common.cluster_option
 def check(
     recipe_name: str,
+    data: str | None,
+    model: str | None,
     local: bool,
     samples: int | None,
     on_nodes: tuple[str, ...],
@@ -54,17 +57,18 @@ def check(
     """
     site = sites.load(cluster)
     executor = executors.choose(local)
-    recipe = sites.complete(recipe_file.load(recipe_name, overrides, resources), site, executor)
+    recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
+    recipe = sites.complete(recipe, site, executor)
     recipe = registered.in_recipe(recipe, site)
     for line in recipe.notes:
         note(f"note: {line}")
     checked = context(plan(recipe, site), executor, on_nodes)
     # First, as the same start of the trainer answers for the components.
-    found, shown = read_samples(checked, samples) if samples else ([], [])
+    found, shown = read_samples(checked, samples or 0)
     more = {"samples": shown} if samples else {}
     failed = _show(chain(preflight.check(checked), found), as_json, **more)
     if not as_json:
-        for line in ["", *sample_lines(shown, common.colours()), ""] if shown else []:
+        for line in ["", *sample_lines(shown, common.colours()), ""] if samples and shown else []:
             click.echo(line)
         faults = f"{failed} fault{'s' * (failed != 1)}"
         if failed > len(faults_of(found)):
@@ -109,6 +113,7 @@ def doctor(
 
 @click.command()
 @common.recipe_arguments
+@common.own_options
 @click.option("--revision", metavar="R", help="The model's branch, tag or commit. [default: main]")
 @common.flag("--allow-pickle", help="Also download pickle files, which can run code when opened.")
 @common.flag("--dry-run", help="List the files and which are missing; download nothing.")
@@ -116,6 +121,8 @@ def doctor(
 @common.cluster_option
 def download(
     recipe_name: str,
+    data: str | None,
+    model: str | None,
     overrides: tuple[str, ...],
     revision: str | None,
     allow_pickle: bool,
@@ -133,7 +140,7 @@ def download(
 
     if as_json and not dry_run:
         raise click.UsageError("--json requires --dry-run")
-    recipe, site = recipe_file.load(recipe_name, overrides), sites.load(cluster)
+    recipe, site = recipe_file.load(recipe_name, overrides, None, data, model), sites.load(cluster)
     if not dry_run:
         for record in hub.download(recipe, site, revision, allow_pickle, note):
             click.echo(str(record))

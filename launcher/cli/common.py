@@ -69,6 +69,16 @@ def recipe_arguments(command: Command) -> Command:
     return click.option("--recipe", metavar="NAME", help=words, shell_complete=complete)(called)
 
 
+def own_options(command: Command) -> Command:
+    """Add --data and --model, which take the place of the recipe's."""
+    for name, metavar, text in (
+        ("--model", "MODEL", "Your model: a folder, or ORGANISATION/NAME of the Hub."),
+        ("--data", "FILE", "Your data: CSV, JSON lines, Parquet, or prepared:NAME@SPLIT."),
+    ):
+        command = click.option(name, metavar=metavar, help=text)(command)
+    return command
+
+
 def resource_options(command: Command) -> Command:
     """Add the most common requests to Slurm to a command."""
     number = click.IntRange(min=1)

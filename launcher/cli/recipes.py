@@ -10,7 +10,7 @@ import click
 from launcher import site as sites
 from launcher import yamlfile
 from launcher.cli import completion
-from launcher.cli.common import cluster_option, recipe_arguments
+from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
 from launcher.sizing import gpus
@@ -89,6 +89,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 @click.command()
 @recipe_arguments
+@own_options
 @click.option(
     "--gpu", metavar="KIND", help="GPU type: h100-80, a100-40, l40s ... See configs/gpus.yaml."
 )
@@ -123,6 +124,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 @cluster_option
 def estimate(
     recipe_name: str,
+    data: str | None,
+    model: str | None,
     gpu: str | None,
     mfu: float,
     compare: bool,
@@ -140,7 +143,8 @@ def estimate(
     Nothing is measured, nothing is started and no GPU is needed.
     """
     site = sites.load(cluster)
-    recipe = registered.in_recipe(recipe_file.load(recipe_name, overrides, resources), site)
+    recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
+    recipe = registered.in_recipe(recipe, site)
     network = network or site.network_gbits
     found = Estimate(recipe, site.root, gpu, mfu, network, compares=compare, traces=trace)
     parts: dict[str, Any] = {}

@@ -55,6 +55,8 @@ def _counts(dataset: dict[str, Any]) -> Iterator[str]:
 
 def _head(dataset: dict[str, Any], sample: dict[str, Any]) -> str:
     part = ", part {} of {}".format(*sample["part"]) if sample["part"] else ""
+    if sample["document"]:
+        part += ", document {} of {}".format(*sample["document"])
     counts = f"{sample['tokens']:,} tokens, {sample['trained_tokens']:,} trained"
     if sample["left_out_tokens"]:
         counts += f", {sample['left_out_tokens']:,} more left out"

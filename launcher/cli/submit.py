@@ -19,6 +19,7 @@ from launcher.workflows import submit as workflow
 
 @click.command()
 @common.recipe_arguments
+@common.own_options
 @common.resource_options
 @common.flag("--profile", help="Record profiler traces for TensorBoard.")
 @click.option(
@@ -35,6 +36,8 @@ from launcher.workflows import submit as workflow
 @common.cluster_option
 def submit(
     recipe_name: str,
+    data: str | None,
+    model: str | None,
     profile: bool,
     name: str | None,
     dry_run: bool,
@@ -49,11 +52,11 @@ def submit(
 ) -> None:
     """Render a recipe's job script, check it and submit it.
 
-    KEY=VALUE overrides any key of the recipe: optimizer.lr=1e-4, dataset.data_files=my.jsonl;
+    KEY=VALUE overrides any key of the recipe: optimizer.lr=1e-4, epochs=2;
     +KEY=VALUE adds one, ~KEY removes one.
     """
     site = sites.load(cluster)
-    recipe = recipe_file.load(recipe_name, overrides, resources)
+    recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
     executor = executors.choose(local)
     recipe = sites.complete(recipe.profiled() if profile else recipe, site, executor)
     recipe = registered.in_recipe(recipe, site)

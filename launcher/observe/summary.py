@@ -143,6 +143,9 @@ def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
     yield "checkpoints", _if_there(run.path / files.CHECKPOINTS)
     yield "model", _if_there(run.path / files.EXPORT)
     yield "adapter", _if_there(run.path / files.EXPORT / files.ADAPTER)
+    if state.word == "COMPLETED" and (run.path / files.EXPORT / "config.json").is_file():
+        yield "in Python", f'AutoModelForCausalLM.from_pretrained("{run.path / files.EXPORT}")'
+        yield "", "the whole of it, also for PEFT: docs/runs.md, The exported model"
     if state.ended and state.word != "COMPLETED":
         yield "next", f"cookbook logs {run.name}; then cookbook resume {run.name}"
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import paths
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipes import stock
+from launcher.recipes import absent, stock
 from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, task_faults
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.serve import SERVE
-from runspec.keys.sft import SFT, notes
+from runspec.keys.sft import SftConfig
+from runspec.keys.train import TrainConfig, notes
 
 if TYPE_CHECKING:
     from launcher.recipes.recipe import Recipe
@@ -35,7 +36,7 @@ class Entry:
     the run, and it gets its parameters instead of a train.yaml. other_keys: its recipes may hold
     keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole config
     of the kit's trainer, with its layout and weights), "components" (only that they exist and take
-    their arguments) or "". objective: the training method of the kit's trainer, by its dotted path.
+    their arguments) or "". method: the config of a training method of the kit's trainer.
     resumes: it continues from its last checkpoint when it is started again. purpose: train,
     evaluate or serve. faults: what its table of keys does not see of a recipe. notes: what the user
     should know of keys that are accepted.
@@ -47,13 +48,17 @@ class Entry:
     own_code: bool = False
     other_keys: bool = False
     checked: str = ""
-    objective: str = ""
-    can_estimate: bool = False
+    method: type[TrainConfig] | None = None
     can_profile: bool = False
     resumes: bool = False
     purpose: str = "train"
     faults: Callable[[Mapping[str, Any]], Iterable[Fault]] = lambda config: ()
     notes: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
+
+    @property
+    def can_estimate(self) -> bool:
+        """Whether its memory and time can be computed."""
+        return self.method is not None
 
     @property
     def max_retries(self) -> int:
@@ -64,6 +69,19 @@ class Entry:
 def trainer_command(module: str) -> Callable[[Recipe, Mapping[str, Any]], str]:
     """Return the command of an entry that is a module and reads train.yaml."""
     return lambda recipe, config: f'python -m {module} "$RUN_DIR/train.yaml"'
+
+
+def method(module: str, config: type[TrainConfig]) -> Entry:
+    """Return the row of a training method of the kit's trainer: what starts it, and its config."""
+    return Entry(
+        keys={**COMMON, **config.keys()},
+        command=trainer_command(module),
+        checked="complete",
+        method=config,
+        can_profile=True,
+        resumes=True,
+        notes=notes,
+    )
 
 
 def _script(recipe: Recipe) -> Path:
@@ -94,23 +112,14 @@ def _torchtune_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
 # What torchtune's own trainers share with the kit's; they check the rest by themselves.
 _TORCHTUNE = {
     name: replace(key, unused="", refused="")
-    for name, key in SFT.items()
+    for name, key in SftConfig.keys().items()
     if key.default is not REQUIRED and "." not in name and "block" not in key.kind
     if key.kind not in ("component", "any") and not key.choices
 }
 
 # By name; a name that ends with a colon is followed by what is started: script:train.py
 ENTRIES = {
-    "sft": Entry(
-        keys={**COMMON, **SFT},
-        command=trainer_command("trainer.sft"),
-        checked="complete",
-        objective="trainer.objectives.sft.SupervisedFineTuning",
-        can_estimate=True,
-        can_profile=True,
-        resumes=True,
-        notes=notes,
-    ),
+    "sft": method("trainer.sft", SftConfig),
     "eval": Entry(
         keys={**COMMON, **EVAL},
         command=trainer_command("trainer.evaluate"),
@@ -143,12 +152,24 @@ def find(name: str) -> Entry:
     prefix, colon, target = name.partition(":")
     row = ENTRIES.get(prefix + colon)
     if row is None or (colon and not target):
+        if why := absent.ENTRIES.get(name.lower()):
+            raise RecipeFault(f"entry {name!r}: this version has no {why}")
         known = ", ".join(f"{each}..." if each.endswith(":") else each for each in ENTRIES)
         raise RecipeFault(
             f"entry {name!r} is not known{nearest(name, ENTRIES)}: it is one of {known} "
             "(cookbook recipes --key entry)"
         )
     return row
+
+
+def of(config: Mapping[str, Any]) -> Entry:
+    """Return the row of a recipe's content."""
+    return find(str(config.get("entry") or COMMON["entry"].default))
+
+
+def replaced_by(key: str) -> tuple[str, ...]:
+    """Return the older names of what a key says."""
+    return next((row.keys[key].replaces for row in ENTRIES.values() if key in row.keys), ())
 
 
 def all_keys() -> dict[str, Key]:

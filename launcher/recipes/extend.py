@@ -11,8 +11,8 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
+from launcher.recipes import entries
 from runspec.keys.key import Fault
-from runspec.keys.sft import SFT
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
@@ -69,8 +69,7 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def replace_older(config: dict[str, Any], key: str) -> None:
     """Remove other names of what a key says, which is about to be set."""
-    known = SFT.get(key)
-    for other in known.replaces if known else ():
+    for other in entries.replaced_by(key):
         config.pop(other, None)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from launcher import yamlfile
 from launcher.errors import UsageFault, nearest
+from launcher.recipes import absent
 from launcher.recipes.entries import all_keys
 from launcher.recipes.extend import replace_older
 from runspec import prepared
@@ -84,6 +85,8 @@ def _is_known(config: Mapping[str, Any], parts: list[str]) -> bool:
 
 
 def _unknown(key: str, parent: Mapping[str, Any], text: str) -> UsageFault:
+    if why := absent.KEYS.get(key.partition(".")[0]):
+        return UsageFault(f"the override {text!r}: {why}")
     block, _, name = key.rpartition(".")
     hint = nearest(name, [*parent, *children(all_keys(), block)])
     return UsageFault(

@@ -9,13 +9,14 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipes import entries, extend, override, stock, validate
-from runspec import prepared
+from launcher.recipes import absent, entries, extend, override, own, stock, validate
+from runspec import adapters, prepared
 from runspec.keys.common import COMMON
+from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
 from runspec.keys.key import Fault, unused
-from runspec.keys.sft import TRANSFORMERS, with_train_on_input
+from runspec.keys.train import with_train_on_input
 
 # The folder of secrets that a recipe names without a path.
 SECRETS = Path("~/.config/slurm-cookbook/secrets")
@@ -100,6 +101,7 @@ class Recipe:
     config: dict[str, Any]
     resources: Resources
     overrides: tuple[str, ...] = field(default=())
+    inputs: own.Inputs = field(default_factory=own.Inputs)
 
     @property
     def description(self) -> str:
@@ -107,8 +109,9 @@ class Recipe:
 
     @property
     def given_name(self) -> str:
-        """What a command line calls it: the name of one of the kit's own, else its file's path."""
-        return self.name if self.path.parent == paths.RECIPES else str(self.path)
+        """What a command line calls it: its name if it is the kit's own, else its file's path."""
+        name = self.name if self.path.parent == paths.RECIPES else str(self.path)
+        return " ".join([name, *self.inputs.options])
 
     @property
     def entry(self) -> entries.Entry:
@@ -193,7 +196,7 @@ class Recipe:
 
     @property
     def method(self) -> str:
-        """full, lora, dora, qlora or qdora, as the model block says; script for the user's own."""
+        """As `method_of` the model block; script for the user's own."""
         return "script" if self.script else method_of(self.config.get("model") or {})
 
     @property
@@ -201,7 +204,7 @@ class Recipe:
         """A line about the keys that are accepted and not used, and one for each used in part."""
         given = [f"{key.name} ({key.unused})" for key in unused(self.config, self.entry.keys)]
         not_used = [f"keys that are not used: {'; '.join(given)}"] if given else []
-        return [*not_used, *self.entry.notes(self.config)]
+        return [*self.inputs.found, *not_used, *self.entry.notes(self.config)]
 
     def profiled(self) -> Recipe:
         """Return the recipe with its profiler turned on; UsageFault if its entry has none."""
@@ -237,15 +240,11 @@ class Recipe:
 
 
 def method_of(model: Mapping[str, Any]) -> str:
-    """Return full, lora, dora, qlora or qdora, as a `model` block says."""
-    module, _, builder = str(model.get("_component_") or "").rpartition(".")
-    adapted = builder.startswith(("lora_", "qlora_"))
-    if not module.startswith("torchtune."):
-        adapted = model.get("lora_rank") is not None
-    if not adapted:
+    """Return full, or the kind of adapter that a `model` block names, with a q over an NF4 base."""
+    name = adapters.name_of(model)
+    if name is None:
         return "full"
-    quantised = model.get("quantize_base", builder.startswith("qlora_"))
-    return f"{'q' if quantised else ''}{'dora' if model.get('use_dora') else 'lora'}"
+    return f"{'q' if adapters.is_quantised(model) else ''}{name.rpartition('.')[2]}"
 
 
 def time_limit_s(text: str) -> int:
@@ -289,33 +288,35 @@ def find(name: str) -> Path:
     raise RecipeFault(fault)
 
 
-_FOLDERS_TOKENIZER = {
-    "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
-    "path": "${checkpointer.checkpoint_dir}",
-}
-
-
 def load(
-    name: str, overrides: Iterable[str] = (), resources: Mapping[str, Any] | None = None
+    name: str,
+    overrides: Iterable[str] = (),
+    resources: Mapping[str, Any] | None = None,
+    data: str | None = None,
+    model: str | None = None,
 ) -> Recipe:
     """Return the recipe with its overrides; RecipeFault lists every fault found in it.
 
     overrides are 'key.path=value' (the key must exist or be known), '+key.path=value' (adds a
-    key) or '~key.path' (removes one). resources are those given by options such as --nodes.
+    key) or '~key.path' (removes one). resources are those given by options such as --nodes. data
+    and model take the place of the recipe's own: see `launcher.recipes.own`.
     """
     path = find(name)
     config, files = extend.read(path)
+    if why := absent.other_tool(config):
+        raise RecipeFault(f"{path} {why}")
     for key in prepared.BLOCKS:
         if key in config:
             config[key] = prepared.expanded(config[key], config.get("dataset"))
     overrides = tuple(overrides)
-    texts = override.apply(config, overrides)
+    inputs, texts = _own_inputs(config, path, overrides, data, model)
+    texts += override.apply(config, overrides)
+    own.use_whole_paths(config, overrides)
     options = {key: value for key, value in (resources or {}).items() if value is not None}
     asked = config.get("resources")
     if asked is None or isinstance(asked, dict):
         config["resources"] = (asked or {}) | options
-    model = config.get("model")
-    builder = str(model.get("_component_") or "") if isinstance(model, dict) else ""
+    builder = _builder(config)
     if not config.get("entry"):
         config["entry"] = stock.entry_of(path, builder) or COMMON["entry"].default
     if stock.config_name(path):
@@ -323,13 +324,13 @@ def load(
         for key in ("dataset", "dataset_val"):
             if key in config:
                 config[key] = with_train_on_input(config[key], True)
-    if config["entry"] == COMMON["entry"].default and builder in ("", TRANSFORMERS):
+    if _is_trained(config) and builder in ("", TRANSFORMERS):
         # A model folder has its tokenizer.
-        config.setdefault("tokenizer", dict(_FOLDERS_TOKENIZER))
-    recipe = Recipe(path.stem, path, config, Resources(), overrides)
+        config.setdefault("tokenizer", dict(own.FOLDERS_TOKENIZER))
+    recipe = Recipe(path.stem, path, config, Resources(), overrides, inputs)
     resolved, faults = recipe.resolve(paths.REPO_ROOT, "unset")
     try:
-        faults += validate.faults(resolved, recipe.entry)
+        faults += [*validate.faults(resolved, recipe.entry), *own.mixes(resolved)]
     except UsageFault as fault:
         faults += [Fault("entry", text) for text in fault.faults]
     texts += [
@@ -337,7 +338,36 @@ def load(
     ]
     if texts:
         raise RecipeFault(list(dict.fromkeys(texts)))
-    return Recipe(path.stem, path, config, Resources.of(resolved["resources"]), overrides)
+    return replace(recipe, resources=Resources.of(resolved["resources"]))
+
+
+def _own_inputs(
+    config: dict[str, Any],
+    path: Path,
+    overrides: tuple[str, ...],
+    data: str | None,
+    model: str | None,
+) -> tuple[own.Inputs, list[str]]:
+    """Put the user's data and model into config; return what was found, and the faults."""
+    entry = config.get("entry") or stock.entry_of(path, _builder(config)) or COMMON["entry"].default
+    if entries.find(str(entry)).checked != "complete":
+        named = [option for option, name in (("--data", data), ("--model", model)) if name]
+        words = f"{path.name} starts {entry}, which has keys of its own: leave it out"
+        return own.Inputs(), [f"{each}: {words}" for each in named]
+    return own.use(config, overrides, data, model, method_of(config.get("model") or {}))
+
+
+def _builder(config: Mapping[str, Any]) -> str:
+    model = config.get("model")
+    return str(model.get("_component_") or "") if isinstance(model, dict) else ""
+
+
+def _is_trained(config: Mapping[str, Any]) -> bool:
+    """Whether a method of the kit's trainer reads it; a wrong entry is told by `validate`."""
+    try:
+        return entries.of(config).method is not None
+    except RecipeFault:
+        return False
 
 
 def _place(

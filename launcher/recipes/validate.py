@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launcher.recipes import absent
 from launcher.recipes.entries import Entry
 from runspec.keys.key import Fault
 from runspec.keys.key import faults as key_faults
@@ -20,8 +21,11 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     A recipe of torchtune's may hold keys of its own; torchtune checks them.
     """
     known = entry.keys
+    missing = {key: absent.KEYS[key] for key in config.keys() - known if key in absent.KEYS}
+    yield from (Fault(key, f"{key}: {why}") for key, why in missing.items())
+    given = {key: value for key, value in config.items() if key not in missing}
     yield from key_faults(
-        {key: value for key, value in config.items() if key in known or not entry.other_keys}, known
+        {key: value for key, value in given.items() if key in known or not entry.other_keys}, known
     )
     yield from entry.faults(config)
     yield from variable_faults(config.get("env"), "env")

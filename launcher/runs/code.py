@@ -18,7 +18,7 @@ from runspec import files
 
 # What jobs run, and what submits them again: cookbook replay.
 _PARTS = ("configs", "datakit", "launcher", "runspec", "serving", "slurm", "templates", "trainer")
-_FOLDER = "code"
+FOLDER = "code"
 # In a copy: where it comes from.
 _ORIGIN = "origin.json"
 _SHOWN_OF_HASH = 12
@@ -68,10 +68,10 @@ def present(root: Path) -> Code:
     """
     before = os.umask(0o027)
     try:
-        return _kept(root / _FOLDER, _content())
+        return _kept(root / FOLDER, _content())
     except OSError as error:
         raise RunFault(
-            f"cannot copy the kit's code to {root / _FOLDER}: {error.filename or ''}: "
+            f"cannot copy the kit's code to {root / FOLDER}: {error.filename or ''}: "
             f"{error.strerror or error}: check the disk, or set COOKBOOK_ROOT"
         ) from error
     finally:

@@ -52,10 +52,18 @@ def half_made(path: Path, named: bool = True) -> Iterator[Path]:
 
 def remove_left(root: Path) -> None:
     """Remove the half-made folders whose command has ended."""
-    for path in root.glob(f"{_PREFIX}*"):
+    for path in left(root):
         with suppress(OSError):
-            if _is_left(path):
-                shutil.rmtree(path)
+            shutil.rmtree(path)
+
+
+def left(root: Path) -> list[Path]:
+    """Return the half-made folders whose command has ended."""
+    found = []
+    for path in sorted(root.glob(f"{_PREFIX}*")):
+        with suppress(OSError):
+            found += [path] if _is_left(path) else []
+    return found
 
 
 def _is_left(path: Path) -> bool:

@@ -70,7 +70,7 @@ def fault(folder: Path) -> str | None:
 
 
 def copy(folder: Path, target: Path) -> None:
-    """Copy the files of folder, or one file, to target, which must not exist; links are followed."""
+    """Copy a folder's files, or one file, to target, which must not exist; follow links."""
     try:
         if folder.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -141,19 +141,23 @@ def _saved_by_experts(step: StepConfig, block: Block) -> float:
 
 
 def _saved_by_adapters(step: StepConfig, block: Block) -> float:
-    t, e = step.tokens, step.element_bytes
-    saved = 0.0
+    t, e, kind = step.tokens, step.element_bytes, step.adapter
+    if kind is None:
+        return 0.0
+    # Between the blocks a rank has its own part of the sequence.
+    own = e * _own_tokens(step)
+    saved = sum(own * step.adapter_size(sizes, {}, block) for sizes in kind.saved_of("block"))
     for _, matrix in step.adapted(block):
         tp, by_row = step.split_of(matrix), matrix.role == "row"
-        if matrix.role == "expert":
-            saved += e * expert_rows(step, block) * step.lora_rank
-            continue
-        saved += e * t * step.lora_rank
-        if step.dropout:
+        if step.dropout and matrix.role != "expert":
             saved += (1 + e) * t * matrix.inputs / (tp if by_row else 1)
-        if step.is_dora and not (step.compiled and matrix.part == "mlp"):
-            # The sum that the magnitude scales; a matrix split by rows has a share of all of it.
-            saved += e * t * matrix.outputs / (1 if by_row else tp)
+        for sizes in kind.saved_of(*matrix.owners):
+            if sizes != ("out",):
+                rows = expert_rows(step, block) if matrix.role == "expert" else t
+                saved += e * rows * step.adapter_size(sizes, {}, block)
+            elif not (step.compiled and matrix.part == "mlp"):
+                # The sum that is scaled; a matrix split by rows has a share of all of it.
+                saved += e * t * matrix.outputs / (1 if by_row else tp)
     return saved
 
 

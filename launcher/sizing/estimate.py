@@ -26,6 +26,7 @@ COMPARED_NODES = (1, 2, 4, 8)
 _SMALLER = {
     "weights": "more GPUs to shard over, or QLoRA,",
     "gradients": "more GPUs to shard over, LoRA, or sync_each_micro_batch=true",
+    "frozen models": "more GPUs to shard over, or an adapter, which is turned off instead,",
     "optimizer": "more GPUs to shard over, an 8-bit AdamW, or LoRA",
     "activations": "activation checkpointing, a smaller batch, or tensor parallelism",
     "logits and loss": "LinearCrossEntropy, a smaller batch, or tensor parallelism",
@@ -78,10 +79,10 @@ class Estimate:
         gpu: a name of configs/gpus.yaml. network_gbits: per GPU between nodes; None for the usual.
         compares, traces: whether `compared` and `traced` are wanted; else they are empty.
         """
-        if not recipe.entry.can_estimate:
+        if recipe.entry.method is None:
             raise UsageFault(
                 f"{recipe.name} cannot be estimated: it starts {recipe.entry_name}, and only the "
-                "kit's own trainer (entry: sft) can be computed"
+                "kit's own training methods can be computed"
             )
         self.name, self.description = recipe.name, recipe.description
         config = recipe.resolved(root, "run")
@@ -101,7 +102,7 @@ class Estimate:
         self.traced: dict[str, Any] | None = None
         if traces:
             self.traced = trace(
-                recipe.train_config(root, "run"), recipe.entry.objective, step.layout.ranks
+                recipe.train_config(root, "run"), recipe.entry.method.objective, step.layout.ranks
             )
 
     def as_json(self) -> dict[str, Any]:
@@ -118,7 +119,9 @@ class Estimate:
             "terms_gib": {k: round(v / GIB, 3) for k, v in found.terms.items() if v},
             "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in found.phases.items()},
             "layout": vars(step.layout),
-            "step": {k: v for k, v in asdict(step).items() if k not in ("shape", "layout")},
+            "step": {
+                k: v for k, v in asdict(step).items() if k not in ("shape", "layout", "teacher")
+            },
             "parameters": step.total,
             "active_parameters": step.shape.active_parameters,
             "trainable": step.trainable,
@@ -270,7 +273,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     yield (
         f"\nTime at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured\n"
         f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"
-        f"  {'time':<14} {_duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours\n"
+        f"  {'time':<14} {duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours\n"
         f"  {'of':<20} {estimate.tokens_are}\n"
         "Disk\n"
         f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
@@ -308,8 +311,9 @@ def _size(size: float) -> str:
     return f"{size / GIB:8.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:8.2f} MiB"
 
 
-def _duration(hours: float) -> str:
+def duration(hours: float) -> str:
+    """Return a time as a person writes it: 12 s, 5 min, 3 h 05 min."""
     minutes = round(hours * 60)
     if minutes < 1:
-        return f"{hours * 3600:.0f} s"
+        return f"{max(hours * 3600, 1):.0f} s"
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"

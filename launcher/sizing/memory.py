@@ -72,6 +72,10 @@ class _Phases:
             "optimizer": self.on_gpu * self.trained_here * state_bytes(step),
             "rotary tables": tables,
         }
+        self.frozen = [_Phases(each) for each in step.frozen_models]
+        if self.frozen:
+            parts = ("weights", "rotary tables")
+            self.state["frozen models"] = sum(f.state[p] for f in self.frozen for p in parts)
         self.gradients = self._reduced(self.trained_here)
         # Between micro-steps nothing is reduced: each rank holds all gradients, in fp32.
         self.unreduced = step.accumulation > 1 and step.fsdp and not step.sync_each
@@ -98,6 +102,8 @@ class _Phases:
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         depth = self.step.shape.layers
+        for number, model in enumerate(self.frozen, 1):
+            yield f"frozen model {number}, forward", self._frozen_forward(model)
         yield from self._forward()
         yield from self._loss()
         # The last two, the first, and the last one of each kind and of those computed again.
@@ -130,6 +136,14 @@ class _Phases:
     def _reduced(self, trained_here: float) -> float:
         """Bytes of the gradients of so many numbers of this rank's shards, reduced."""
         return self.on_gpu * trained_here * self.step.weight_bytes
+
+    def _frozen_forward(self, other: "_Phases") -> Terms:
+        """A pass that keeps nothing: two layers gathered, and the output layer without a slope."""
+        kinds = (each.block for each in other.units.blocks)
+        working = max(activations.forward_working(other.step, block) for block in kinds)
+        gathered = other.root + 2 * other.layer
+        logits = loss_memory(other.step).made
+        return self._terms(self.accumulated, other.entry, gathered, logits=logits, working=working)
 
     def _forward(self) -> Iterator[tuple[str, Terms]]:
         """First layer: the root and the first unit after it lie gathered twice, in the
@@ -235,4 +249,5 @@ def host_bytes(step: StepConfig) -> float:
     if not step.cpu_offload:
         return 0.0
     there = StepMemory(replace(step, cpu_offload=False)).phases["optimizer step"]
-    return step.gpus_per_node * (there["weights"] + there["gradients"] + there["optimizer"])
+    held = ("weights", "gradients", "optimizer", "frozen models")
+    return step.gpus_per_node * sum(there.get(name, 0.0) for name in held)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, StepConfig
-from runspec.keys.sft import TRANSFORMERS
+from runspec.keys.fields import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
     if method == "full":
         step = replace(step, lora_rank=0, lora_targets=(), lora_output=False, dropout=False)
     if method == "full" or step.lora_targets:
-        return replace(step, method=method)
-    return replace(step, method=method, lora_rank=_RANK, lora_targets=(*step.shape.names,))
+        return replace(step, method=method, own=None)
+    targets = (*step.shape.names,)
+    return replace(step, method=method, own=None, lora_rank=_RANK, lora_targets=targets)
 
 
 # Any other move takes fields of the step.
@@ -265,7 +266,7 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     if step.shape.experts:
         yield {"layout": [(step.layout.tensor_parallel, 1, n) for n in spreads(step)[1:]]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
-    if not step.is_quantised:
+    if not step.is_quantised and step.own is None:
         yield {"method": ["qdora" if step.is_dora else "qlora"]}
     # Offloading reduces after every micro-step, as no GPU could hold all gradients.
     yield {"fields": [{"cpu_offload": True, "sync_each": True}]}

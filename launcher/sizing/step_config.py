@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeFault
+from launcher.recipes import entries
 from launcher.recipes.recipe import method_of
 from launcher.sizing.model import shape_of
+from runspec import adapters
+from runspec.adapters import KINDS, Adapter
 from runspec.flops import of_shape
-from runspec.keys.sft import TRANSFORMERS, recomputed, uncompiled_experts
+from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError, StepFacts
 from runspec.shape import Block, Matrix, Part, Role, Shape
 from runspec.step import offloads, reduces_each
@@ -27,7 +32,7 @@ class StepConfig:
     """One training step: a model, what is trained of it, a layout, rows and ways to save memory."""
 
     shape: Shape
-    method: str  # full, lora, dora, qlora or qdora
+    method: str  # full, lora, dora, qlora, qdora, or the class of an adapter of one's own
     layout: Layout = field(default_factory=Layout)
     gpus_per_node: int = 8
     builder: str = ""  # of the model, as the recipe names it
@@ -44,9 +49,11 @@ class StepConfig:
     loss: str = "chunked"  # plain, chunked or linear
     chunks: int = 8  # 0: the linear loss chooses itself
     sync_each: bool = False  # gradients are reduced after every micro-step
+    own: Adapter | None = None  # of a kind of one's own
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
+    own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
     cpu_offload: bool = False
     activation_offload: bool = False
@@ -54,6 +61,9 @@ class StepConfig:
     apart: tuple[str, ...] = ()  # tok_embeddings, output: FSDP units of their own
     fp8: bool = False  # the products of the blocks' linear layers
     updated_by: str = ""  # the optimizer's component
+    has_reference: bool = False  # the policy's own model runs forward a second time, frozen
+    keeps_reference: bool = False  # as a second model even if there is an adapter to turn off
+    teacher: Shape | None = None  # a frozen model that runs forward
 
     def faults(self) -> list[str]:
         """Return why the trainer would refuse the step, by the rules that it asks itself."""
@@ -67,7 +77,7 @@ class StepConfig:
             experts=shape.experts,
             linear=shape.linear,
             sharded=self.fsdp or layout.tensor_parallel > 1,
-            vectors=self.is_full or self.is_dora,
+            vectors=self.adapter is None or self.adapter.vectors,
             dropout=adapted and self.dropout,
             quantised=self.is_quantised,
             fp8=self.fp8,
@@ -76,6 +86,25 @@ class StepConfig:
             longest=shape.longest,
             optimizer=self.updated_by,
         ).faults()
+
+    @property
+    def frozen_passes(self) -> tuple[Shape, ...]:
+        """The models that run forward, without gradients, in each micro-step."""
+        reference = (self.shape,) if self.has_reference else ()
+        return reference if self.teacher is None else (*reference, self.teacher)
+
+    @property
+    def frozen_models(self) -> tuple[StepConfig, ...]:
+        """The models that are held beside the policy, each as a step of its own."""
+        own = replace(
+            self, fp32_master=False, has_reference=False, keeps_reference=False, teacher=None
+        )
+        held = self.has_reference and (self.is_full or self.keeps_reference)
+        reference = (own,) if held else ()
+        if self.teacher is None:
+            return reference
+        teacher = replace(own, shape=self.teacher, method="full", lora_targets=())
+        return (*reference, replace(teacher, lora_output=False))
 
     @property
     def nodes(self) -> int:
@@ -106,6 +135,11 @@ class StepConfig:
     def is_quantised(self) -> bool:
         """Whether the layers' base weights are NF4."""
         return self.method.startswith("q")
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained instead of all weights."""
+        return self.own or KINDS.get(self.method.removeprefix("q"))
 
     @property
     def is_dora(self) -> bool:
@@ -143,9 +177,27 @@ class StepConfig:
         """The matrices of a block that have an adapter."""
         return [(n, m) for n, m in block.matrices.items() if n in self.lora_targets]
 
+    def adapter_size(
+        self, sizes: Iterable[str], known: Mapping[str, float], block: Block | None = None
+    ) -> float:
+        """Numbers of a parameter of the adapter, of these sizes.
+
+        Args:
+            known: the sizes of the matrix that it belongs to. block: that it belongs to.
+        """
+        keys = block.attention.kv_width if block and block.attention else 0
+        own = {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": keys}
+        return prod({**own, **known, **dict(self.own_sizes)}[size] for size in sizes)
+
+    def _numbers(
+        self, owners: Iterable[str], known: Mapping[str, float], block: Block | None = None
+    ) -> int:
+        parts = {} if self.adapter is None else self.adapter.parts_of(*owners)
+        return int(sum(self.adapter_size(sizes, known, block) for sizes in parts.values()))
+
     def _adapter(self, matrix: Matrix) -> int:
-        magnitudes = matrix.outputs if self.is_dora else 0
-        return matrix.count * (self.lora_rank * (matrix.inputs + matrix.outputs) + magnitudes)
+        sizes = {"in": matrix.inputs, "out": matrix.outputs}
+        return matrix.count * self._numbers(matrix.owners, sizes)
 
     @property
     def trainable(self) -> int:
@@ -157,7 +209,9 @@ class StepConfig:
             for block, count in self.shape.blocks
             for _, matrix in self.adapted(block)
         )
-        return layers + (self._adapter(self.shape.output) if self.lora_output else 0)
+        layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
+        output = self._adapter(self.shape.output) if self.lora_output else 0
+        return layers + output + self._numbers(["model"], {})
 
     @property
     def total(self) -> int:
@@ -199,8 +253,15 @@ class TokenFlops:
         self.backward = (both.token + attention) / layers - self.forward
         self.recomputed = step.recomputed_share * self.forward
         self.output = both.target
-        self.model = both.of(1, 1) + attention
+        self.frozen = sum(_forward(shape, length) for shape in step.frozen_passes)
+        self.model = both.of(1, 1) + attention + self.frozen
         self.hardware = self.model + layers * self.recomputed
+
+
+def _forward(shape: Shape, length: int) -> float:
+    """FLOPs per token of a forward pass alone, without adapters."""
+    found = of_shape(shape, True, {}, backward=False)
+    return found.of(1, 1) + found.attention((length,)) / length
 
 
 # By the trainer's names of what FSDP may gather by itself, those here.
@@ -228,14 +289,17 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
             "tokenizer.max_seq_len is not set, and the longest sample decides the memory: set "
             "tokenizer.max_seq_len=4096, or what your data need"
         )
-    layers = recomputed(config)
+    layers, method = recomputed(config), entries.of(config).method or TrainConfig
+    # In a packed row the documents of a sample share it; else each is a row.
+    rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
+    folder = config.get(method.teacher_key) if method.teacher_key else None
     step = StepConfig(
         shape=shape,
         method=method_of(model),
         layout=layout,
         gpus_per_node=gpus_per_node,
         builder=str(model.get("_component_") or TRANSFORMERS),
-        batch=int(config.get("batch_size") or 1),
+        batch=rows * int(config.get("batch_size") or 1),
         length=int(length),
         accumulation=int(config.get("gradient_accumulation_steps") or 1),
         element_bytes=4 if config.get("dtype") == "fp32" else 2,
@@ -250,9 +314,12 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         fp8=bool(config.get("enable_fp8_training")),
         updated_by=str(_block(config, "optimizer").get("_component_") or ""),
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
-        **_lora(model, shape),
+        **_adapter(model, shape, faults),
         **_optimizer(_block(config, "optimizer")),
-        **_loss(_block(config, "loss")),
+        **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
+        has_reference=method.has_reference,
+        keeps_reference=bool(_block(config, "checkpointer").get("adapter_checkpoint")),
+        teacher=shape_of({}, Path(str(folder))) if folder else None,
     )
     if faults := faults + step.faults():
         raise RecipeFault(faults)
@@ -264,21 +331,32 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _lora(model: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    if method_of(model) == "full":
+def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[str, Any]:
+    name, own = adapters.name_of(model), None
+    if name is None:
         return {}
-    if str(model.get("_component_") or "").startswith("torchtune."):
+    if name not in KINDS:
+        try:
+            own = adapters.declared(name)
+        except ValueError as error:
+            faults.append(str(error))
+            return {}
+    if adapters.own_adapters(model):
+        kind, named = own or KINDS[name], set(model.get("lora_modules") or ())
+        every = {n: m for block, _ in shape.blocks for n, m in block.matrices.items()}
+        targets = [
+            name
+            for name, matrix in every.items()
+            if matrix.part != "router" and kind.parts_of(*matrix.owners)
+            if not named or ("experts" if matrix.part == "experts" else _last(name)) in named
+        ]
+    else:
         named = set(model.get("lora_attn_modules") or ())
         mlp = bool(model.get("apply_lora_to_mlp"))
         targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
-    else:
-        named = set(model.get("lora_modules") or ())
-        targets = [
-            name
-            for name, part in shape.names.items()
-            if not named or ("experts" if part == "experts" else _last(name)) in named
-        ]
     return {
+        "own": own,
+        "own_sizes": () if own is None else own.numbers(model),
         "lora_rank": int(model.get("lora_rank") or 8),
         "lora_targets": tuple(targets),
         "lora_output": bool(model.get("apply_lora_to_output")),

@@ -6,7 +6,8 @@ for the best of its three protocols (NCCL, src/graph/tuning.cc, ncclTopoTuneMode
 Matrix products run at a given share of the GPU's peak. What FSDP gathers for the next layer and
 reduces of the last one goes on beside a layer's computation; what does not end with it is waited
 for, and so are a step's first gathers and last reductions. Everything that tensor parallelism
-sends is waited for. Nothing is measured.
+sends is waited for. Of a frozen model beside the policy the products count, and not what it sends.
+Nothing is measured.
 """
 
 from __future__ import annotations
@@ -220,7 +221,8 @@ def step_time(step: StepConfig, gpu: Gpu, links: Links, share: float) -> StepTim
     per_flop = step.tokens / step.layout.tensor_parallel / (gpu.bf16_tflops * 1e12 * share)
     forward = flops.forward * per_flop
     backward = (flops.backward + flops.recomputed) * per_flop + _elements_s(step, gpu)
-    computing = micro_steps * (depth * (forward + backward) + flops.output * per_flop)
+    once = flops.output + flops.frozen
+    computing = micro_steps * (depth * (forward + backward) + once * per_flop)
 
     sent = _traffic(step, links)
     fore = sent["forward"] / (depth * micro_steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
@@ -139,7 +140,7 @@ def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
     embedding, output = Unit.over(shards, [_table(step)]), Unit.over(shards, _output(step))
-    root = Unit.over(shards, [_vector(step, Vector(step.shape.dim))])
+    root = Unit.over(shards, [_vector(step, Vector(step.shape.dim)), *_added(step, "model")])
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
     apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
@@ -153,6 +154,7 @@ def units_of(step: StepConfig) -> Units:
 
 def _block(step: StepConfig, block: Block, number: int) -> BlockUnits:
     own, spread = [_vector(step, vector) for vector in block.vectors], list[Parameter]()
+    own += _added(step, "block", block)
     for name, matrix in block.matrices.items():
         apart = matrix.role == "expert" and step.layout.expert_parallel > 1
         (spread if apart else own).extend(_matrix(step, name, matrix))
@@ -192,19 +194,29 @@ def _split(step: StepConfig, matrix: Matrix) -> tuple[float, float]:
 
 
 def _adapter(step: StepConfig, matrix: Matrix) -> Iterator[Parameter]:
-    """LoRA's A [rank, inputs] and B [outputs, rank], and DoRA's magnitude [outputs]."""
-    e, rank, by_row = step.element_bytes, step.lora_rank, matrix.role == "row"
+    """What the kind of adapter adds to a matrix."""
+    e, along = step.element_bytes, "in" if matrix.role == "row" else "out"
     rows, width = _split(step, matrix)
     whole = step.partial_gradient(matrix)
     if matrix.role == "expert":
         for size in (matrix.inputs, matrix.outputs):
-            numbers = rank * size
-            yield Parameter(rows, numbers, numbers * e, True, whole, (size, rank))
+            numbers = step.lora_rank * size
+            yield Parameter(rows, numbers, numbers * e, True, whole, (size, step.lora_rank))
         return
-    yield Parameter(rank, width, width * e, True, shared=whole or not by_row)
-    yield Parameter(rows, rank, rank * e, True, shared=whole or by_row)
-    if step.is_dora:
-        yield Parameter(rows, 1, e, True, shared=whole or by_row)
+    for sizes in step.adapter.parts_of(*matrix.owners).values() if step.adapter else ():
+        known = {"in": width, "out": rows}
+        first, inner = (step.adapter_size(part, known) for part in (sizes[:1], sizes[1:]))
+        yield Parameter(first, inner, inner * e, True, whole or along not in sizes)
+
+
+def _added(step: StepConfig, owner: str, block: Block | None = None) -> Iterator[Parameter]:
+    """What the kind of adapter adds to a block, or to the model."""
+    tp = step.layout.tensor_parallel
+    for sizes in step.adapter.parts_of(owner).values() if step.adapter else ():
+        # Keys and values are split by heads.
+        parts = (step.adapter_size((n,), {}, block) / (tp if n == "kv" else 1) for n in sizes[1:])
+        rows, width = step.adapter_size(sizes[:1], {}, block), prod(parts)
+        yield Parameter(rows, width, width * step.element_bytes, True, shared="kv" not in sizes)
 
 
 def _table(step: StepConfig) -> Parameter:

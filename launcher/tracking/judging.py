@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ class Subject:
     """What gates judge: a version's folder and its evaluations, newest first.
 
     compared: the folder of the version behind each alias, None if the alias names none.
+    promoted: the hash of its weights when it passed the gates, if that is known.
     """
 
     label: str
     folder: Path
     results: Sequence[Mapping[str, Any]]
     compared: Mapping[str, Path | None]
+    promoted: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -196,10 +198,16 @@ def _not_worse(
     other = subject.compared.get(alias)
     if other is None:
         return Verdict(True, f"{name}: there is no {alias} yet to compare with")
+    weights = content_sha256(other)
+    if subject.promoted.get(alias, weights) != weights:
+        return Verdict(
+            False,
+            f"{name}: {other}, the {alias}, has changed since it was promoted: restore it, or move "
+            f"the alias back with: cookbook promote NAME --rollback {alias}",
+        )
     if other.resolve() == subject.folder.resolve():
         return Verdict(True, f"{name}: it is the {alias} itself")
     suite, task, metric = name.split(".", 2)
-    weights = content_sha256(other)
     for result in counting:
         if (result.get("against") or {}).get("weights_sha256") != weights:
             continue

@@ -174,17 +174,19 @@ def set_alias(
     number: int,
     why: str | None,
     evaluations: Sequence[str] = (),
+    weights_sha256: str | None = None,
 ) -> None:
     """Let an alias name a version, and record who did it, when, why, and what it named before.
 
     Args:
         evaluations: the runs whose figures let it through the gates.
+        weights_sha256: the hash of the weights that the gates judged.
     """
     if alias not in ALIASES:
         raise UsageFault(f"the alias {alias!r} is not one of {', '.join(ALIASES)}")
     before = aliases_of(client, name).get(alias)
     client.set_registered_model_alias(name, alias, str(number))
-    _record(store, name, alias, number, before, why, evaluations)
+    _record(store, name, alias, number, before, why, evaluations, weights_sha256)
 
 
 def previous(store: Store, name: str, alias: str, now: int | None) -> int | None:
@@ -194,6 +196,16 @@ def previous(store: Store, name: str, alias: str, now: int | None) -> int | None
         if each.get("version") == now and each.get("before") not in (None, now):
             return int(each["before"])
     return None
+
+
+def judged_weights(store: Store, name: str, number: int) -> str | None:
+    """Return the hash of a version's weights when it last passed gates, None if it is not known."""
+    hashes = [
+        each["weights_sha256"]
+        for each in history(store, name)
+        if each.get("version") == number and each.get("weights_sha256")
+    ]
+    return str(hashes[-1]) if hashes else None
 
 
 def history(store: Store, name: str) -> list[dict[str, Any]]:
@@ -213,12 +225,15 @@ def _record(
     before: int | None,
     why: str | None,
     evaluations: Sequence[str] = (),
+    weights_sha256: str | None = None,
 ) -> None:
     line = {"time": time.time(), "user": getpass.getuser(), "model": name, "change": change}
     store.folder.mkdir(parents=True, exist_ok=True)
     line |= {"version": number, "before": before, "why": why}
     if evaluations:
         line["evaluations"] = list(evaluations)
+    if weights_sha256:
+        line["weights_sha256"] = weights_sha256
     files.append_json_line(store.history, line)
 
 

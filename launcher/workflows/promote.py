@@ -81,6 +81,7 @@ def promote(
         if present.get(alias) == chosen.number:
             raise UsageFault(f"{name} v{chosen.number} is already the {alias}")
         evaluations: list[str] = []
+        weights: str | None = None
         if alias in rules.aliases:
             subject = judging.Subject(
                 f"{name} v{chosen.number}",
@@ -92,10 +93,16 @@ def promote(
                     else None
                     for each in registry.ALIASES
                 },
+                {
+                    each: sha256
+                    for each, named in present.items()
+                    if (sha256 := registry.judged_weights(store, name, named))
+                },
             )
             failed = []
             for verdict in judging.judge(rules, subject):
                 text = verdict.text.replace("models:/NAME@", f"models:/{name}@")
+                text = text.replace("promote NAME", f"promote {name}")
                 text = text.replace(
                     "cookbook eval ...", f"cookbook eval models:/{name}/{chosen.number}"
                 )
@@ -105,8 +112,9 @@ def promote(
             if failed:
                 head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
                 raise GateFault([f"{head} {text}" for text in dict.fromkeys(failed)])
+            weights = subject.weights_sha256
         by = list(dict.fromkeys(evaluations))
-        registry.set_alias(client, store, name, alias, chosen.number, why, by)
+        registry.set_alias(client, store, name, alias, chosen.number, why, by, weights)
         return registry.version(client, name, alias)
 
 

@@ -57,7 +57,7 @@ def prepare(run: Run, site: Site, say: Callable[[str], None]) -> Replay:
         words = f"{run.name} has no {files.PROVENANCE} and {files.RECIPE}"
         raise UsageFault(f"{words}, so it cannot be replayed: submit your own recipe")
     config = yamlfile.load(recipe)
-    if entries.find(str(config.get("entry") or "sft")).own_code:
+    if entries.of(config).own_code:
         words = f"{run.name} ran its own script, which replay does not support"
         raise UsageFault(f"{words}: its code is in {run.path / files.CODE}; submit it from there")
     kit = _code(run, site, say)

@@ -26,8 +26,8 @@ from launcher.workflows import models
 from launcher.workflows import submit as submission
 from launcher.workflows.cancel import cancel
 from launcher.workflows.endpoint import Endpoint, Served
+from runspec import adapters, files
 from runspec import endpoint as endpoints
-from runspec import files
 
 Say = Callable[[str], None]
 _POLL_S = 1.0
@@ -167,6 +167,9 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     adapter = files.read_json_or_none(folder / "adapter_config.json")
     if engine == "transformers" or not isinstance(adapter, dict):
         return []
+    kind = adapter.get("peft_type") or adapters.LORA.peft_type
+    if kind != adapters.LORA.peft_type:
+        return [f"{folder}: engine={engine} serves no {kind} adapters; set engine=transformers"]
     ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
     rank, alpha = float(adapter.get("r") or 8), float(adapter.get("lora_alpha") or 8)
     power = 0.5 if adapter.get("use_rslora") else 1.0

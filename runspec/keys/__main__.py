@@ -5,9 +5,16 @@ from collections.abc import Iterable
 
 from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, TASK
-from runspec.keys.key import REQUIRED, Key, may_change
+from runspec.keys.key import REQUIRED, Key, keys_of, may_change
 from runspec.keys.serve import SERVE
-from runspec.keys.sft import GROUPS, SFT
+from runspec.keys.sft import SftConfig
+from runspec.keys.train import GROUPS, TrainConfig
+
+# The training methods by their entries; a section has the keys that are a method's own.
+METHODS = {"sft": SftConfig}
+_KNOWN = {**COMMON, **SCRIPT, **EVAL, **TASK, **SERVE}
+for _method in METHODS.values():
+    _KNOWN |= _method.keys()
 
 _INTRODUCTION = """\
 # The keys of a recipe
@@ -29,9 +36,14 @@ torchtune configs contain it, but it has no effect.
 def markdown() -> str:
     """Return the page."""
     sections = [_section("Every recipe", COMMON.values())]
-    for title, keys in GROUPS.items():
-        sections.append(_section(f"`entry: sft`. {title}", (SFT[k.name] for k in keys)))
+    for group in GROUPS:
+        title = f"Every training method of the kit. {str(group.__doc__).rstrip('.')}"
+        sections.append(_section(title, keys_of(group).values()))
     sections += [
+        _section(f"`entry: {name}`", method.own_keys().values()) for name, method in METHODS.items()
+    ]
+    sections += [
+        _section("Every training method of the kit. Other keys of torchtune", TrainConfig.ignored),
         _section("`entry: eval`", EVAL.values()),
         _section("`entry: eval`. A task, under `tasks.NAME`", TASK.values()),
         _section("`entry: serve`", SERVE.values()),
@@ -49,11 +61,7 @@ def _row(key: Key) -> str:
     default = "required"
     if key.default is not REQUIRED:
         default = "" if key.default is None else f"`{json.dumps(key.default)}`"
-    change = (
-        "may change"
-        if may_change({**COMMON, **SFT, **SCRIPT, **EVAL, **TASK, **SERVE}, key.name)
-        else "same"
-    )
+    change = "may change" if may_change(_KNOWN, key.name) else "same"
     text = f"{key.help} Not used: {key.unused}." if key.unused else key.help
     text = f"{key.help} Refused: {key.refused}." if key.refused else text
     return f"| `{key.name}` | {key.expects} | {default} | {change} | {text} |\n"

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from runspec.hints import nearest
@@ -222,3 +222,28 @@ def may_change(keys: Keys, name: str) -> bool:
     A key is as the table says of it, or of a block around it.
     """
     return any(keys[each].may_change for each in keys if f"{name}.".startswith(f"{each}."))
+
+
+# Keys as the fields of a class --------------------------------------------------------------------
+
+
+def setting(
+    kind: str, help: str, default: Any = None, inner: Iterable[Key] = (), **more: Any
+) -> Any:
+    """Return a field of a config's class that is a key of a recipe.
+
+    inner: the keys of its block, by their own names. more: the other fields of Key.
+    """
+    return field(metadata={"key": Key("", kind, help, default, **more), "inner": tuple(inner)})
+
+
+def keys_of(config: type) -> dict[str, Key]:
+    """Return the keys that the fields of a config's class are, and those in its `ignored`."""
+    found: list[Key] = []
+    for each in fields(config):
+        if "key" in each.metadata:
+            found.append(replace(each.metadata["key"], name=each.name))
+            found += [replace(k, name=f"{each.name}.{k.name}") for k in each.metadata["inner"]]
+    found += getattr(config, "ignored", ())
+    # What is not used may be anything.
+    return {key.name: replace(key, may_change=key.may_change or bool(key.unused)) for key in found}

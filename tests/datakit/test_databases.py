@@ -86,7 +86,7 @@ def test_ranges_of_a_query_are_read_as_they_come(tmp_path, duck, url):
     limited = run(tmp_path, [], duck, work="limited", sources=[{**split, "max_rows": 12}])
     assert limited.rows.count == 12
     text = {**split, "partition_by": "question"}
-    with pytest.raises(DataError, match="partition_by: question is no number but str"):
+    with pytest.raises(DataError, match="partition_by: question is not a number but str"):
         run(tmp_path, [], duck, work="text", sources=[text])
     # A query that gives other rows when its ranges are read than when they were counted.
     with psycopg.connect(url.replace("postgres://", "postgresql://"), autocommit=True) as con:

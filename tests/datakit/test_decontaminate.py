@@ -50,7 +50,7 @@ ITEMS = (
 def test_short_items_by_the_forms_of_rows(tmp_path, duck, form):
     (tmp_path / "eval.csv").write_text(ITEMS)
     asked = ["who wrote  FAUST", "What is 12-7, Jo?", "What is 12+7, Jo?", "你叫什么名字？"]
-    asked += ["Who wrote Faust, and when?", "42", "A"]
+    asked += ["Who wrote Faust, and when?", "42", "A", "Question: Who wrote Faust?\nAnswer:"]
     records = {
         "qa": [qa(text, "Goethe, I think.") for text in asked],
         "messages": [
@@ -68,7 +68,7 @@ def test_short_items_by_the_forms_of_rows(tmp_path, duck, form):
     }
     lines(tmp_path / "data.jsonl", records[form])
     made = run(tmp_path, [{"decontaminate": "eval.csv"}], duck, source={"format": form})
-    assert numbers(made, duck) == {3, 5, 6, 7}
+    assert numbers(made, duck) == ({3, 5, 6, 7, 8} if form == "text" else {3, 5, 6, 7})
 
 
 def test_answers_need_more_words_than_questions(tmp_path, duck):
@@ -93,5 +93,5 @@ def test_phrases_of_many_items_are_no_items(tmp_path, duck):
     lines(tmp_path / "eval.jsonl", items)
     assert numbers(run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck), duck) == {1}
     lines(tmp_path / "eval.jsonl", [{"answer": "yes"}, {"answer": "42"}])
-    with pytest.raises(DataError, match="holds no text of 3 words and 10 characters or more"):
+    with pytest.raises(DataError, match="has no text of 3 words and 10 characters or more"):
         run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck)

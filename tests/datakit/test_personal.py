@@ -80,6 +80,7 @@ def test_planted_values_are_masked_and_numbers_are_not(tmp_path, duck):
         ("at 212 555 0187, (212) 555-0187 x2", "at [PHONE], [PHONE] x2"),
         ("call 5550187; 5550187", "call [PHONE]; 5550187"),
         ("(+49 89 123456) +49 (0)89 123456", "([PHONE]) [PHONE]"),
+        (f"github_pat_11{'aB3_' * 15} and sk_live_{'aB3d' * 6}", "[SECRET] and [SECRET]"),
         ("Kunden-Nr. 089 123456, ORCID 0000-0002-1825-0097", None),
         ("1 234 567 890, 01.02.2026 - 03.04.2026, 192.168.100.200", None),
         ("2020 2021 2022 2023, 4006381333931, 3.14159265358979", None),
@@ -98,7 +99,7 @@ def test_countries_of_phone_numbers_can_be_chosen(tmp_path, duck):
     lines(tmp_path / "data.jsonl", [qa("q", text) for text in texts])
     made = run(tmp_path, [{"personal_data": {"regions": ["DE"]}}], duck)
     assert answers(made, duck) == ["at 212 555 0187", "ruf [PHONE] an", "[PHONE]"]
-    with pytest.raises(DataError, match=r"steps.0.personal_data.regions: 'UK' is no country"):
+    with pytest.raises(DataError, match=r"steps.0.personal_data.regions: 'UK' is not a country"):
         run(tmp_path, [{"personal_data": {"regions": ["UK"]}}], duck)
     source = {"path": "data.jsonl", "format": "qa"}
     config = {"sources": [source], "steps": [{"personal_data": {"regions": "DE"}}]}

@@ -29,7 +29,7 @@ def slow(target: Path, gate: str) -> None:
 def test_rows_and_time_left_are_said(tmp_path, monkeypatch, duck):
     monkeypatch.setenv("RUN_DIR", str(tmp_path))
     monkeypatch.setattr(progress, "_EVERY_S", 0.02)
-    monkeypatch.setattr(progress, "_SAID_EVERY_S", 0.05)
+    monkeypatch.setattr(progress, "_PRINT_EVERY_S", 0.05)
     said: list[str] = []
     monkeypatch.setattr(duck, "progress", Progress(4, said.append))
     duck.progress.begin("03-tokens", 99)

@@ -158,7 +158,7 @@ def test_kept_values_of_every_type(tmp_path, duck):
 def test_kept_values_that_do_not_fit_are_bad_rows(tmp_path, duck, value, kind):
     lines(tmp_path / "data.jsonl", [qa("q", "a", n=value), qa("q", "a", n="1")])
     made = run(tmp_path, [], duck, source={"keep": {"n": kind}}, max_bad_share=0.5)
-    assert made.rows.count == 1 and made.bad[0]["reason"].startswith(f"'n' is no {kind}")
+    assert made.rows.count == 1 and made.bad[0]["reason"].startswith(f"'n' is not of type {kind}")
 
 
 def test_a_file_of_several_tasks(tmp_path, duck, monkeypatch):

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datakit import openers
-from datakit.errors import DataError
+from datakit import formats, openers
+from datakit.errors import BadRow, DataError
 from tests.datakit.kit import lines, qa, rows, run
 
 CHAT = [
@@ -89,14 +89,33 @@ def test_blocks_of_a_large_file_keep_the_numbers_of_lines(tmp_path, duck, monkey
 
 BAD = [
     ('{"question": "q", "answer": ', "is not JSON"),
-    ("[1]", "is JSON, but no object"),
+    ("[1]", "is JSON, but not an object"),
     ('{"question": "q"}', "has no column 'answer', only question"),
     ('{"question": "q", "answer": null}', "'answer' is null"),
-    ('{"question": "q", "answer": 5}', "'answer' is no text but int"),
+    ('{"question": "q", "answer": 5}', "'answer' is not a text but int"),
     ('{"question": " ", "answer": "a"}', "'question' is empty"),
     ('{"question": "\\ud800", "answer": "a"}', "half of a surrogate pair"),
-    ('{"question": "q", "answer": "a", "n": "x"}', "'n' is no whole: 'x'"),
+    ('{"question": "q", "answer": "a", "n": "x"}', "'n' is not of type whole: 'x'"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"tool_calls": [{"function": {"name": "f"}}]}, "has tool_calls, which prepared sets do"),
+        ({"reasoning_content": "hm", "weight": 0}, "has reasoning_content, weight 0, which"),
+        ({"weight": 1, "tool_calls": None, "thinking": ""}, None),
+    ],
+)
+def test_what_a_message_would_lose_makes_a_bad_row(more, told):
+    read = formats.reader("messages", {})
+    record = {"messages": [*CHAT[:2], CHAT[2] | more], "tools": []}
+    if told is None:
+        assert read(record).answer == "hi"
+        record |= {"tools": [{"type": "function"}]}
+        told = "the conversation has tools"
+    with pytest.raises(BadRow, match=told):
+        read(record)
 
 
 def test_bad_rows_are_kept_aside_and_stop_the_run_past_a_share(tmp_path, duck):
@@ -143,7 +162,9 @@ def test_a_file_that_is_cut_short(tmp_path, duck):
     pq.write_table(pa.Table.from_pylist([qa(f"q{n}", "a" * 99) for n in range(999)]), path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
-    with pytest.raises(DataError, match=r"data.parquet is no whole Parquet file .*: copy it again"):
+    with pytest.raises(
+        DataError, match=r"data.parquet is not a complete Parquet file .*: copy it again"
+    ):
         run(tmp_path, [], duck, source={"path": "data.parquet"})
     path.write_bytes(whole[:500] + bytes(800) + whole[1300:])
     with pytest.raises(DataError, match=r"data.parquet: cannot be read: .*: copy it again"):
@@ -173,7 +194,7 @@ def test_columns_that_are_all_null(tmp_path, duck):
         made = run(tmp_path, steps, duck, work=f"w-{name}", source=source)
         assert made.rows.count == 30
         assert {row["split"] for row in rows(made, duck)} == {"train", "test"}
-        with pytest.raises(DataError, match=r"filter: no row is left; the step removed 30"):
+        with pytest.raises(DataError, match=r"filter: no rows are left; the step removed 30"):
             run(tmp_path, [{"filter": "quality > 0"}], duck, work=f"f-{name}", source=source)
     with pytest.raises(DataError, match=r"data.parquet, line 1: 'user' is null"):
         source = {"path": "data.parquet", "columns": {"answer": "user"}}

@@ -126,7 +126,7 @@ def test_executors_read_tables_and_queries(tmp_path, duck, monkeypatch):
     spark = SparkEngine(2**30, tmp_path, 2, None, None)
     said: list[str] = []
     monkeypatch.setattr(progress, "_EVERY_S", 0.05)
-    monkeypatch.setattr(progress, "_SAID_EVERY_S", 0.1)
+    monkeypatch.setattr(progress, "_PRINT_EVERY_S", 0.1)
     try:
         spark.progress = progress.Progress(3, said.append)
         found = [

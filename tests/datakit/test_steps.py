@@ -43,7 +43,7 @@ def test_tokens_are_those_of_the_model_s_own_chat_template(tmp_path, duck):
     step = {"tokens": {"tokenizer": str(tmp_path / "model")}}
     (row,) = rows(run(tmp_path, [step], duck, work="plain", source=source), duck)
     assert row["tokens"] == len(tokenizer("Where is it?", add_special_tokens=False)["input_ids"])
-    with pytest.raises(DataError, match=r"holds no tokenizer.json: give the model's folder"):
+    with pytest.raises(DataError, match=r"has no tokenizer.json: give the model's folder"):
         run(tmp_path, [{"tokens": {"tokenizer": str(tmp_path)}}], duck, work="none")
 
 
@@ -70,7 +70,7 @@ def test_conditions_and_lengths(tmp_path, duck):
         ("qualty > 1", "no column 'qualty' (did you mean quality?)"),
         ("__import__('os').system('id')", "cannot be used in a condition"),
         ("quality >", "cannot read the condition"),
-        ("quality + 1", "is no condition"),
+        ("quality + 1", "is not a condition"),
         ("quality == [1]", "cannot be used in a condition"),
         ("len(quality) > 2", "does not fit its columns"),
     ],

@@ -37,7 +37,7 @@ def test_a_delta_table(tmp_path, duck):
     source = {"path": "table", "type": "delta", **KEEP}
     made = run(tmp_path, [], duck, source=source, max_bad_share=0.5)
     check(made, duck, "table, version 1")
-    with pytest.raises(DataError, match="nothing is no Delta table"):
+    with pytest.raises(DataError, match="nothing is not a table of Delta"):
         run(tmp_path, [], duck, work="other", source={**source, "path": "nothing"})
 
 
@@ -61,7 +61,7 @@ def test_an_iceberg_table(tmp_path, duck):
         tmp_path, [], duck, work="again", source={**source, "path": folder}, max_bad_share=0.5
     )
     check(again, duck, "snapshot")
-    with pytest.raises(DataError, match="nothing is no Iceberg table"):
+    with pytest.raises(DataError, match="nothing is not a table of Iceberg"):
         run(tmp_path, [], duck, work="other", source={**source, "path": "nothing"})
 
 
@@ -113,6 +113,10 @@ def test_versions_of_a_delta_table(tmp_path, duck):
         assert made.inputs[0].origin.endswith("table, version 1")
     with pytest.raises(DataError, match=r"cannot be read as a Delta table at version=9: "):
         run(tmp_path, [], duck, work="none", source={**source, "version": 9})
+    with pytest.raises(DataError, match=r"at timestamp=2020-01-01: its first version is of 2"):
+        run(tmp_path, [], duck, work="none", source={**source, "timestamp": "2020-01-01"})
+    with pytest.raises(DataError, match=rf"{path} is a table: set path={path} and type=delta"):
+        run(tmp_path, [], duck, work="none", source={"path": "table"})
     # A file that vacuum has removed.
     source = {**source, "keep": {"answer": "text"}, "format": "text", "columns": {"text": "answer"}}
     next(path.glob("*.parquet")).unlink()
@@ -184,7 +188,7 @@ def test_what_is_not_read_of_a_table_is_named(tmp_path, duck):
         run(tmp_path, [], duck, source={"path": "table", "type": "delta"})
     assert len(error.value.faults) == 1
     lake.write(tmp_path / "empty", [], fields)
-    with pytest.raises(DataError, match=r"source 'empty': the table holds no row"):
+    with pytest.raises(DataError, match=r"source 'empty': the table has no rows"):
         run(tmp_path, [], duck, source={"path": "empty", "type": "delta"})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runspec.files import read_json_lines
-from slurm import attempt, words
+from slurm import attempt, job_log
 from slurm.faults import first_error, on_nodes, slurm_errors
 
 HEAD = "127.0.0.1"
@@ -184,7 +184,7 @@ STAMP = "CANCELLED AT 2026-11-22T13:00:53"
     ],
 )
 def test_slurms_line_tells_why_a_job_ends(said, state):
-    assert words.ended(f"attempt 0 on n1\n{said}\nterminated\n", "11") == state
+    assert job_log.ended(f"attempt 0 on n1\n{said}\nterminated\n", "11") == state
 
 
 def test_only_what_was_said_in_this_attempt_counts(run_dir):

@@ -8,7 +8,7 @@ import pytest
 
 from runspec.files import read_json_lines
 from slurm import attempt, faults
-from slurm.retry import decide
+from slurm.retry import AttemptEnd, decide
 from trainer.errors import (
     ConfigError,
     Fault,
@@ -52,7 +52,7 @@ def judged(**changes):
         "fruitless": 1,
         "max_retries": 3,
     }
-    verdict = decide(**{**given, **changes})
+    verdict = decide(AttemptEnd(**{**given, **changes}))
     return verdict.state, verdict.next, verdict.cause
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from launcher import checks, paths
 from launcher import site as cluster
 from launcher.checks import Finding, files, preflight
+from launcher.checks import recipe as recipe_checks
 from launcher.checks.scheduler import partition
 from launcher.executors import choose, slurm
 from launcher.recipes import recipe
@@ -29,6 +31,24 @@ def found(check: str, name: str, overrides: list[str], site=None, **options) -> 
     findings = preflight.findings(check, LOOKS[check], context)
     assert {each.subject for each in findings} == {check}
     return findings
+
+
+def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
+    """As after git pull, or pip install by hand; a build's own mark is no other version."""
+    packages = tmp_path / "lib/python3.11/site-packages"
+    for name in ("torch-2.13.0+cpu", "python_stdnum-2.1", "of_their_own-1.0"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.touch(0o755)
+    monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path))
+    (finding,) = found("virtual environment", "demo", [])
+    assert finding.state == "warning" and finding.remedy == "bash setup.sh"
+    assert "python_stdnum 2.1 (pinned: 2.2)" in finding.words and "torch" not in finding.words
+    # setup.sh --torch keeps its own pins there.
+    (tmp_path / "constraints.txt").write_text("torch==2.11.0\npython-stdnum==2.1\n")
+    (finding,) = found("virtual environment", "demo", [])
+    assert "torch 2.13.0+cpu (pinned: 2.11.0)" in finding.words
 
 
 @pytest.fixture
@@ -176,6 +196,19 @@ def test_a_checked_recipe_with_one_more_number_is_checked_again(demo_model: Path
     assert one.state == "failed" and "run_val_every_n_steps: needs dataset_val" in one.words
 
 
+def test_a_changed_component_of_ones_own_is_checked_again(tmp_path: Path, monkeypatch):
+    file = tmp_path / "own_losses" / "loss.py"
+    file.parent.mkdir()
+    monkeypatch.setenv("COOKBOOK_COMPONENTS", "own_losses")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    kept = []
+    for text in ("", "", "class Loss: ...\n"):
+        file.write_text(text)
+        os.utime(file, (1, 1))
+        kept.append(recipe_checks._kept({}, ()))
+    assert kept[0] == kept[1] != kept[2]
+
+
 @pytest.mark.long
 def test_a_replaced_tokenizer_is_checked_again(demo_model: Path, tmp_path: Path):
     file = tmp_path / "tokenizer.json"
@@ -208,7 +241,8 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this run")
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
-    assert [row["subject"] for row in rows] == [name for name, _, _ in preflight.CHECKS]
+    made = [*(name for name, _, _ in preflight.CHECKS), "samples"]
+    assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 
 
@@ -218,17 +252,18 @@ def test_a_waiting_job_says_why_in_plain_words(kit: Kit):
     _, first = kit.submit(*size, "--nodes", "2", "--no-check")
     _, second = kit.submit(*size, "--nodes", "1", "--no-check")
     try:
-        told = until(lambda: _pending(kit, second), 30)
-        assert told.startswith("waiting: ")
-        assert "the nodes that it needs are busy" in told or "other jobs come first" in told
+        why = until(lambda: _pending(kit, second), 30)
+        assert "the nodes that it needs are busy" in why or "other jobs come first" in why
     finally:
         for run in (second, first):
             kit.cookbook("cancel", run.name)
 
 
 def _pending(kit: Kit, run: Path) -> str:
-    told = kit.status(run)
-    return told["detail"] if told["state"] == "PENDING" else ""
+    """Why the run waits; "" until Slurm says it, which may be after it has planned the start."""
+    status = kit.status(run)
+    waits = status["state"] == "PENDING" and status["detail"].startswith("waiting: ")
+    return status["detail"] if waits else ""
 
 
 # What Slurm says, replayed -------------------------------------------------------------------

@@ -70,6 +70,12 @@ def test_an_adapter_whose_scale_is_ignored(tmp_path, settings, engine, field):
     )
 
 
+def test_an_adapter_that_is_no_lora_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    (fault,) = serve.adapter_faults("vllm", tmp_path)
+    assert "engine=vllm serves no IA3 adapters" in fault
+
+
 def served_run(endpoint: Endpoint, limit: str, began_s_ago: float) -> Run:
     run = Run(endpoint.folder.parents[1] / "runs" / "20260102-030405-serve-intent-0a1b")
     run.path.mkdir(parents=True)

@@ -242,7 +242,7 @@ def test_a_model_that_the_trainer_refuses_is_refused(user: Kit, mixtral, tmp_pat
         ),
         (
             ["entry=torchtune:full_finetune_distributed"],
-            "only the kit's own trainer (entry: sft) can be computed",
+            "only the kit's own training methods can be computed",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from launcher.site import Site, complete
 from runspec.keys.__main__ import markdown
 from runspec.keys.common import COMMON
 from runspec.keys.key import KINDS, REQUIRED, may_change
-from runspec.keys.sft import recomputed
+from runspec.keys.train import recomputed
 
 MODELS = ["llama1b", "llama3b", "llama8b", "llama70b", "qwen7b", "qwen32b", "qwen72b"]
 MODELS += ["mistral7b", "gemma9b", "phi4"]

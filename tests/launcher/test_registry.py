@@ -183,6 +183,25 @@ def test_only_the_evaluation_that_a_gate_asks_for_counts(site):
     assert made.number == 1
 
 
+def test_a_champion_whose_files_were_replaced_is_no_measure(site):
+    """The same folder, registered again with other weights, is not the champion itself."""
+    run, told = finished_run(site.root, 6), lambda _: None
+    export, file = run.path / "export", site.root / "gates.yaml"
+    evaluated(run, 0.9)
+    workflow.register(site, models.resolve(site, run.name), "same", copy=False)
+    workflow.promote(site, "same", "champion", None, file, None, told)
+    workflow.promote(site, "same", "staging", 1, file, None, told)
+    weights = export / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"w")
+    evaluated(run, 0.6, against=export)
+    workflow.register(site, models.resolve(site, run.name), "same", copy=False)
+    with pytest.raises(GateFault) as error:
+        workflow.promote(site, "same", "champion", None, file, None, told)
+    (fault,) = error.value.faults
+    assert f"{export}, the champion, has changed since it was promoted: restore it" in fault
+    assert "cookbook promote same --rollback champion" in fault
+
+
 def test_an_evaluation_is_printed_as_gates(tmp_path):
     run = finished_run(tmp_path, 1)
     evaluated(run, 1.0)

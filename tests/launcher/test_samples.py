@@ -75,7 +75,13 @@ def test_on_a_terminal_they_have_a_colour():
         {"trained": False, "text": "Why?\n\x1b[2J"},
         {"trained": True, "text": "So.\nAnd so. \u200d"},
     ]
-    sample = {"number": 1, "origin": "a.jsonl, line 1", "part": [1, 2], "tokens": 3}
+    sample = {
+        "number": 1,
+        "origin": "a.jsonl, line 1",
+        "part": [1, 2],
+        "document": None,
+        "tokens": 3,
+    }
     sample |= {"trained_tokens": 2, "left_out_tokens": 4, "spans": spans}
     dataset = counts | {
         "key": "dataset",

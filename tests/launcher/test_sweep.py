@@ -264,7 +264,7 @@ def test_faults_of_cells_are_told_once_and_nothing_is_left(user: Kit, study):
 def test_the_small_sweep_without_slurm(user: Kit, tmp_path):
     whole = yamlfile.load(paths.SWEEPS / "demo_settings.yaml")
     cells = [whole["list"][number] for number in (0, 2, 4)]
-    early = {**whole["early_stop"], "after_steps": 20, "others": 1, "every_s": 1.0}
+    early = {**whole["early_stop"], "after_steps": 20, "others": 1, "every_s": 0.1}
     path = written(tmp_path, **{**whole, "list": cells, "early_stop": early, "parallel": 1})
     begun = user.cookbook("sweep", path, "--local", "--json", "epochs=2", timeout=600)
     told = json.loads(begun.stdout)

@@ -259,6 +259,15 @@ def test_stop_strings_are_cut_and_end_the_generation(served):
 
 
 @pytest.mark.long
+def test_an_answer_ends_where_the_models_positions_end(served):
+    """The next request waits for it, also if nobody waits for it any more."""
+    client, _ = served
+    given = {"messages": ASKED, "model": "any", "max_tokens": 10**9}
+    found = client.chat.completions.create(**given, logit_bias={"2": -100})
+    assert found.usage.total_tokens == 512 and found.choices[0].finish_reason == "length"
+
+
+@pytest.mark.long
 def test_what_the_chat_template_refuses_is_the_clients_error(served):
     client, _ = served
     with pytest.raises(openai.BadRequestError, match="two in a row"):

@@ -11,20 +11,20 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from serving import source, stats
-from serving.journal import Journal, read, recover
+from serving.journal import Journal, read, recover, turn_over
 
 # Accepts a request, says so, answers it, says so; and again.
 WRITER = """
 import sys, time
 from pathlib import Path
-from serving.journal import Journal
+from serving.journal import Journal, turn_over
 journal = Journal(Path(sys.argv[1]))
 for k in range(100_000):
     journal.accepted({"request_id": f"r{k}", "time": time.time(), "messages": [], "model": "m"})
     print(f"accepted r{k}", flush=True)
     journal.answered(f"r{k}", {"answer": "x", "status": 200, "latency_s": 0.1})
     if k % 50 == 49:
-        journal.rotate()
+        turn_over(*journal.switch())
 """
 
 
@@ -60,7 +60,9 @@ def test_a_living_journal_is_read_and_left_alone(tmp_path):
     journal.answered("r1", answer())
     assert recover(tmp_path) == 0
     assert {each["request_id"]: each["status"] for each in read(tmp_path)} == {"r1": 200, "r2": 0}
-    journal.rotate()
+    before = journal.switch()
+    assert before is not None
+    turn_over(*before)
     (file,) = tmp_path.glob("requests-*.parquet")
     assert pq.read_table(file).column("request_id").to_pylist() == ["r1"]
     journal.answered("r2", answer())

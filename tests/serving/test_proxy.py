@@ -200,6 +200,9 @@ def test_a_request_of_a_million_tokens_is_refused_before_it_is_read_whole(tmp_pa
         async with client.post(url, json=ask("job " * 200_000)) as answer:
             assert answer.status == 400
             assert "has 200,000 tokens, and the model takes 100" in await answer.text()
+        async with client.post(url, json=ask("job") | {"max_tokens": 101}) as answer:
+            assert answer.status == 400
+            assert "max_tokens is 101, and the model takes 100 tokens" in await answer.text()
         assert not server.heard and not list(read(log))
 
     front(tmp_path, check, count=lambda text: len(text.split()))

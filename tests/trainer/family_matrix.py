@@ -7,6 +7,7 @@ from tests.trainer.transformers_cases import FAMILIES, write
 from tests.trainer.transformers_runs import EP, LORA, TP, config_of
 from trainer import check
 from trainer.config import read_yaml
+from trainer.objectives.sft import SupervisedFineTuning
 
 QLORA = LORA | {"quantize_base": True}
 # By the column's name: what a config asks for.
@@ -42,6 +43,8 @@ def row(family: str, folder: Path, dataset: Path, tokenizer: Path) -> tuple[Path
     source = write(family, folder / family, tokenizer, **even)
     found: dict[str, Any] = {}
     for name, changes in ASKED.items():
-        faults = check.faults(read_yaml(config_of(folder / name, source, dataset, **changes)))
+        faults = check.faults(
+            read_yaml(config_of(folder / name, source, dataset, **changes)), SupervisedFineTuning
+        )
         found[name] = faults[0] if faults else True
     return source, found

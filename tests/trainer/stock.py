@@ -3,6 +3,7 @@
 from omegaconf import OmegaConf
 
 from benchmarks.peers.torchtune import RECIPES, stock_recipe
+from trainer.layers.adapters.lora import LoRA
 from trainer.storage import weights
 
 
@@ -13,6 +14,6 @@ def main(arguments: list[str]) -> None:
     recipe = stock_recipe(*RECIPES[method, False])(cfg=config)
     recipe.setup(cfg=config)
     # torchtune draws the adapter from the global random state; both must start from the same one.
-    weights.initialise_adapter(recipe._model, config.seed)
+    weights.initialise_adapter(recipe._model, config.seed, LoRA({}))
     recipe.train()
     recipe.cleanup()

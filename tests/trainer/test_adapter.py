@@ -14,7 +14,6 @@ from tests.trainer.runs import MODEL_SIZES, lora_model, metrics, train, write_co
 from trainer import check
 from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
-from trainer.layers import lora
 from trainer.loop import Trainer
 from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
@@ -77,8 +76,9 @@ def test_torchtunes_names_and_fused_matrices(
     """torchtune's file has the parameters' own names; ours of a fused matrix has blocks."""
     try:
         trainer = build(config(tmp_path / "one", model_folder, dataset, exported / "adapter"))
-        named = weights.named_parameters(trainer.model.module)
-        tensors = {n: p.detach().clone() for n, p in named if lora.is_adapter(n)}
+        module = trainer.model.module
+        named = weights.named_parameters(module)
+        tensors = {n: p.detach().clone() for n, p in named if module.is_adapter(n)}
         save_file(tensors, tmp_path / "tune.safetensors")
         for parameter in trainer.model.trainable:
             parameter.detach().zero_()
@@ -132,7 +132,7 @@ def test_pefts_scale_is_kept_and_exported(
     model = {"lora_rank": 4, "lora_alpha": 8, "use_dora": use_dora}
     model = lora_model(use_dora=use_dora) if source == "torchtune" else model
     path = config(tmp_path / "run", model_folder, dataset, given, model=model)
-    assert check.faults(read_yaml(path)) == []
+    assert check.faults(read_yaml(path), SupervisedFineTuning) == []
     try:
         trainer = build(path)
         module = trainer.model.module.eval()
@@ -172,13 +172,13 @@ def test_what_changes_pefts_function_is_refused_by_name(
     content = json.loads(file.read_text()) | {"use_other": {"a": 1}, "not_used": None}
     file.write_text(json.dumps(content))
     path = config(tmp_path / "run", model_folder, dataset, given)
-    refused = "\n".join(check.faults(read_yaml(path)))
+    refused = "\n".join(check.faults(read_yaml(path), SupervisedFineTuning))
     assert re.search(told, refused) or "rank_pattern" in settings
     assert "use_other={'a': 1}, which is not supported" in refused and "not_used" not in refused
     file.write_text(json.dumps({k: v for k, v in content.items() if k != "use_other"}))
-    assert re.search(told, "\n".join(check.faults(read_yaml(path))))
+    assert re.search(told, "\n".join(check.faults(read_yaml(path), SupervisedFineTuning)))
     file.unlink()
-    assert "has no adapter_config.json" in check.faults(read_yaml(path))[0]
+    assert "has no adapter_config.json" in check.faults(read_yaml(path), SupervisedFineTuning)[0]
 
 
 @pytest.mark.parametrize(

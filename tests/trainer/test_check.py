@@ -11,11 +11,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from launcher.errors import RecipeFault
 from launcher.recipes import recipe, stock
 from launcher.sizing.step_config import step_of
+from runspec.keys.sft import SftConfig
 from runspec.layout import NEED_WHOLE_PARAMETERS
 from tests.trainer.forks import run
 from tests.trainer.runs import lora_model, write_config
 from trainer import check
 from trainer.config import read_yaml
+from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel.fake import fake_world
 
 
@@ -37,7 +39,12 @@ LARGE = {
 )
 def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> None:
     """Without the models' files: each component is there, and the model can be built and split."""
-    assert check.faults(recipe.load(name).train_config(tmp_path, str(tmp_path / "run"))) == []
+    assert (
+        check.faults(
+            recipe.load(name).train_config(tmp_path, str(tmp_path / "run")), SupervisedFineTuning
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,9 @@ def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> No
 def test_a_fault_is_found_before_a_rank_starts(content: dict, change: dict, told: str) -> None:
     for key, value in change.items():
         content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
-    assert any(told in fault for fault in check.faults(content)), check.faults(content)
+    assert any(told in fault for fault in check.faults(content, SupervisedFineTuning)), (
+        check.faults(content, SupervisedFineTuning)
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_an_optimizer_is_tried_in_its_layout(
     content["data_parallel_shard_dim"] = shard
     if lora:
         content["model"] = lora_model()
-    found = check.faults(content)
+    found = check.faults(content, SupervisedFineTuning)
     assert found == [] if told is None else told in found[0] and len(found) == 1
 
 
@@ -132,25 +141,25 @@ def test_the_estimate_refuses_what_check_refuses(
     config |= {"data_parallel_replicate_dim": 1, "data_parallel_shard_dim": shard}
     with pytest.raises(RecipeFault) as refused:
         step_of(config, 1, ranks)
-    assert check.faults(config) == refused.value.faults
+    assert check.faults(config, SupervisedFineTuning) == refused.value.faults
 
 
 def test_dora_on_the_output_layer_needs_a_loss_with_logits(content: dict) -> None:
     content["model"] = lora_model(use_dora=True, apply_lora_to_output=True)
     content["loss"] = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
-    (fault,) = check.faults(content)
+    (fault,) = check.faults(content, SupervisedFineTuning)
     assert "knows no DoRA on the output head; set model.apply_lora_to_output=False" in fault
     content["loss"] = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-    assert check.faults(content) == []
+    assert check.faults(content, SupervisedFineTuning) == []
 
 
 def test_a_sound_config_has_no_fault(content: dict) -> None:
-    assert check.faults(content) == []
+    assert check.faults(content, SupervisedFineTuning) == []
 
 
 def test_a_model_that_is_not_whole_is_told(content: dict, tmp_path: Path) -> None:
     content["checkpointer"]["checkpoint_dir"] = str(tmp_path)
-    (fault, *_) = check.faults(content)
+    (fault, *_) = check.faults(content, SupervisedFineTuning)
     assert "holds no *.safetensors file" in fault
 
 
@@ -158,7 +167,7 @@ def test_the_command_answers_in_json(content: dict, tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     content["bathc_size"] = 3
     path.write_text(yaml.safe_dump(content))
-    done = run("trainer.check", path)
+    done = run("trainer.check", path, "--objective", SftConfig.objective)
     (fault,) = json.loads(done.stdout)["faults"]
     assert "did you mean batch_size" in fault and done.returncode == 0
 

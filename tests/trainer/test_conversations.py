@@ -13,7 +13,7 @@ from trainer.config import load
 from trainer.config import read_yaml as load_yaml
 from trainer.data import batches, conversations
 from trainer.data.preview import previews
-from trainer.data.source import sample as _sample
+from trainer.data.source import Document, sample
 from trainer.data.tokenizers import HuggingFaceTokenizer, hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.parallel import world as distributed
@@ -65,6 +65,11 @@ TRIMMED = """
 {%- if add_generation_prompt %}<s>assistant\n{% endif %}"""
 
 TOOLS = [{"type": "function", "function": {"name": "jobs", "parameters": {"type": "object"}}}]
+
+
+def _sample(samples: Any, index: int, limit: int | None) -> Document:
+    ((tokens, trained),), _ = sample(samples, index, limit)
+    return tokens, trained
 
 
 def call(name: str, arguments: str) -> dict[str, Any]:

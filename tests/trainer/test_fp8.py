@@ -22,9 +22,9 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
-from trainer.config import KEYS, load
+from trainer.config import TrainConfig, load
 from trainer.errors import ConfigError
-from trainer.layers import fp8, lora
+from trainer.layers import fp8, linear
 from trainer.loop import Trainer
 from trainer.models.build import empty_module
 from trainer.objectives.sft import SupervisedFineTuning
@@ -36,7 +36,7 @@ ROWWISE = FP8 | {"fp8_recipe_name": "rowwise"}
 BF16 = FP8 | {"enable_fp8_training": False}
 LORA = {"model": lora_model()}
 CPU = torch.device("cpu")
-FP8_RECIPES = KEYS["fp8_recipe_name"].choices
+FP8_RECIPES = TrainConfig.keys()["fp8_recipe_name"].choices
 # Of losses that fall from 7 to 4.7 in six steps. Seen: 0.027 for full training, 0.006 for LoRA.
 LOSS_TOLERANCE = 0.04
 
@@ -88,7 +88,7 @@ def test_a_layer_that_is_too_narrow_multiplies_as_without_fp8() -> None:
     model = torch.nn.ModuleDict({"gate": torch.nn.Linear(64, 1), "up": torch.nn.Linear(64, 32)})
     x = torch.randn(16, 64)
     plain = {name: layer(x) for name, layer in model.items()}
-    lora.use_fp8(model, ["gate", "up"], "tensorwise")
+    linear.use_fp8(model, ["gate", "up"], "tensorwise", frozen=False)
     assert torch.equal(model["gate"](x), plain["gate"])
     assert not torch.equal(model["up"](x), plain["up"])
 

@@ -1,20 +1,22 @@
 """A method of one file trains through everything that the kit has, and no file of it knows it."""
 
 import json
-import math
+import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from pyarrow import Table, parquet
 from safetensors.torch import load_file
 
 from launcher.cli import cookbook
 from launcher.recipes import entries
-from runspec.keys.common import COMMON
-from runspec.keys.sft import SFT
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.step_config import step_of
 from tests.trainer.runs import (
     ROOT,
     assert_same_curve,
@@ -23,93 +25,276 @@ from tests.trainer.runs import (
     kill_rank,
     lora_model,
     metrics,
+    reopen,
     start,
     wait_for_step,
     write_config,
 )
-from tests.trainer.toy_objective import Z_WEIGHT
+from tests.trainer.toy_objective import PreferFirst, ToyConfig
+from tests.trainer.toy_teacher import ImitationConfig
+from trainer.config import parse, read_yaml
+from trainer.data import batches
+from trainer.data.preview import previews
+from trainer.data.source import PREPARED
+from trainer.layers.batch import IGNORE_INDEX
+from trainer.parallel import world as distributed
+from trainer.trace import trace
 
-MODULE = "tests.trainer.toy_objective"
+MODULE, TEACHER = "tests.trainer.toy_objective", "tests.trainer.toy_teacher"
+LORA = lora_model(lora_dropout=0.0)
+PACKED_LENGTH = 96
+LONG = pytest.mark.long
+# By name: ranks, the run that it equals, changes to the config.
+RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
+    "lora": (1, None, {"model": LORA}),
+    "lora-packed": (1, "lora", {"model": LORA, "row_length": PACKED_LENGTH, "shuffle": False}),
+    "lora-fsdp": (2, "lora", {"model": LORA, "batch_size": 4}),
+    "lora-tensor": (2, "lora", {"model": LORA, "tensor_parallel_dim": 2}),
+    "full": (1, None, {}),
+    "full-fsdp": (2, "full", {"batch_size": 2, "gradient_accumulation_steps": 2}),
+    "full-tensor": (2, "full", {"tensor_parallel_dim": 2}),
+    "qdora": (1, None, {"model": LORA | {"use_dora": True, "quantize_base": True}}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def allowed() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COOKBOOK_COMPONENTS", MODULE)
+        yield
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    rows = [{"text": f"Node {i} is up, " + "very " * (i % 5) + "fast."} for i in range(24)]
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [
+        {
+            "question": f"Is node {i} up?",
+            "first": "Yes, it is " + "very " * (i % 5) + "fast.",
+            "second": "No" + ", really" * (i % 3) + ".",
+            "weight": 1.0 + i % 2,
+        }
+        for i in range(32)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def config(folder: Path, model_folder: Path, texts: Path, **changes: Any) -> Path:
+def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Path:
     standard = {
-        "model": lora_model(lora_dropout=0.0),
-        "max_steps": 6,
-        "save_every_n_steps": 3,
+        "max_steps": 4,
+        "save_every_n_steps": 2,
+        "run_val_every_n_steps": 2,
+        "dataset_val": {"split": "train[24:]"},
         "data_cache_dir": str(folder.parent / "tokens"),
     }
-    path = write_config(folder, model_folder, texts, **standard | changes)
+    path = write_config(folder, model_folder, pairs, **standard | changes)
     content = yaml.safe_load(path.read_text())
     content["dataset"] = {
-        "_component_": "torchtune.datasets.text_completion_dataset",
+        "_component_": f"{MODULE}.Pairs",
         "source": "json",
-        "data_files": str(texts),
-        "split": "train",
+        "data_files": str(pairs),
+        "split": "train[:24]",
+        "packed": "row_length" in changes,
     }
     path.write_text(yaml.safe_dump(content))
     return path
 
 
-def test_it_trains_the_same_on_every_layout_resumes_and_exports(
-    tmp_path: Path, model_folder: Path, texts: Path
-) -> None:
-    one = config(tmp_path / "one", model_folder, texts)
-    finish(start(one, module=MODULE))
-    for name, changes in (
-        ("fsdp", {"batch_size": 4}),
-        ("tensor", {"tensor_parallel_dim": 2}),
-    ):
-        path = config(tmp_path / name, model_folder, texts, **changes)
-        finish(start(path, ranks=2, module=MODULE))
-        assert_same_curve(tmp_path / name, tmp_path / "one", 1e-4)
-    lines = metrics(tmp_path / "one")
-    for own, other in zip(lines, metrics(tmp_path / "fsdp"), strict=True):
-        assert own["z_loss"] == pytest.approx(other["z_loss"], rel=1e-4)
-        assert own["loss"] == pytest.approx(own["cross_entropy"] + 1e-3 * own["z_loss"], rel=1e-5)
-    # A mean over documents of many tokens each, which begins near the logarithm of the vocabulary.
-    assert lines[0]["cross_entropy"] > 5 * math.log(1024)
-    assert lines[-1]["loss"] < lines[0]["loss"]
-    assert (tmp_path / "one/export/adapter/adapter_model.safetensors").is_file()
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Path) -> Path:
+    """The folder in which every run lies by its name."""
+    folder = tmp_path_factory.mktemp("toy")
+    for name, (ranks, _, changes) in RUNS.items():
+        path = config(folder / name, model_folder, pairs, **changes)
+        output = finish(start(path, ranks, module=MODULE))
+        frozen = "frozen, " if name.startswith("full") else "the policy with its adapter off"
+        assert f"reference  {frozen}" in output
+    return folder
 
-    killed = config(tmp_path / "killed", model_folder, texts, max_steps=40, epochs=40)
-    whole = config(tmp_path / "whole", model_folder, texts, max_steps=40, epochs=40)
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_begins_at_its_reference_and_learns(name: str, root: Path) -> None:
+    first, *_, last = metrics(root / name)
+    assert first["margin"] == first["pairs/preferred"] == 0.0, "policy and reference are the same"
+    assert first["loss"] == first["weight"] > 1
+    assert last["margin"] > 0.05 and last["loss"] < first["loss"]
+    assert last["val_margin"] > 0 and 0 < last["val_pairs/preferred"] <= 1
+    assert last["val_loss"] < 1.5
+
+
+@pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
+def test_every_layout_equals_the_single_process(name: str, root: Path) -> None:
+    wanted = RUNS[name][1]
+    if "packed" not in name:
+        assert_same_curve(root / name, root / str(wanted), 2e-5, 1e-4)
+        for own, other in zip(metrics(root / name), metrics(root / str(wanted)), strict=True):
+            assert own["margin"] == pytest.approx(other["margin"], abs=2e-5)
+            assert own.get("val_margin") == pytest.approx(other.get("val_margin"), abs=2e-5)
+
+
+def test_a_packed_row_holds_whole_pairs(model_folder: Path, pairs: Path, tmp_path: Path) -> None:
+
+    changes = {"row_length": PACKED_LENGTH, "batch_size": 2}
+    path = config(tmp_path / "packed", model_folder, pairs, **changes)
+    world = distributed.start("cpu")
+    try:
+        data = batches.build(parse(read_yaml(path), ToyConfig), world, PreferFirst.form)
+        (batch,) = next(data.training.from_step(0))
+    finally:
+        distributed.stop()
+    rows = data.training.rows
+    assert len(rows) < len(rows.samples) and rows.samples.documents.max() <= PACKED_LENGTH // 2
+    assert batch.documents_per_sample == 2 and len(batch.lengths) == 2 * batch.sample_count
+    tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+    # Padding is a document of the mask, too.
+    own = [
+        (begin, end)
+        for begin, end in pairwise(batch.documents.cu_seqlens.tolist())
+        if (labels[begin:end] != IGNORE_INDEX).any()
+    ]
+    assert [end - begin for begin, end in own] == list(batch.lengths)
+    for (first, _), (second, _) in zip(own[::2], own[1::2], strict=True):
+        assert tokens[first : first + 5].equal(tokens[second : second + 5]), "one question"
+    for position, document in zip(batch.trained, batch.document_index, strict=True):
+        begin, end = own[document]
+        assert begin <= position < end - 1
+    assert set(batch.numbers.tolist()) <= {1.0, 2.0} and len(batch.numbers) == batch.sample_count
+
+
+def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    folder = tmp_path / "prepared/mine/1/data/train"
+    folder.mkdir(parents=True)
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    parquet.write_table(Table.from_pylist(rows), folder / "part-0.parquet")
+    (folder.parents[1] / "card.json").write_text(json.dumps({"format": "preference"}))
+    content = read_yaml(config(tmp_path / "run", model_folder, pairs)) | {"dataset_val": None}
+    del content["run_val_every_n_steps"]
+    content["dataset"] = {"_component_": PREPARED, "data_dir": str(folder)}
+    (found,), faults = previews(parse(content, ToyConfig), 1, PreferFirst.form)
+    assert faults == [] and [each["document"] for each in found["shown"]] == [[1, 2], [2, 2]]
+    trained = [span["text"] for each in found["shown"] for span in each["spans"][1:]]
+    assert trained == [" Yes, it is fast.<|end|>", " No.<|end|>"]
+    _, (fault,) = previews(parse(content), 1)
+    assert "holds preference pairs, which this method does not train on" in fault
+
+
+def test_an_adapter_that_training_goes_on_from_is_in_the_reference(
+    root: Path, tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    adapter = root / "lora/export/adapter/adapter_model.safetensors"
+    own = {"checkpoint_dir": str(model_folder), "adapter_checkpoint": str(adapter)}
+    changes = {"model": LORA, "checkpointer": own, "max_steps": 2, "batch_size": 4}
+    path = config(tmp_path, model_folder, pairs, **changes)
+    assert "reference  frozen, " in finish(start(path, 2, module=MODULE))
+    first, last = metrics(tmp_path)
+    assert first["margin"] == 0.0 < last["margin"]
+    # Of the model with its adapter off the policy is no longer the same.
+    assert first["loss"] == first["weight"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(LORA, id="lora"), pytest.param(None, id="full", marks=pytest.mark.long)],
+)
+def test_a_killed_run_resumes_the_same(
+    model: Any, tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    changes = {"max_steps": 30, "epochs": 40, "row_length": PACKED_LENGTH, "batch_size": 2}
+    changes |= {"model": model} if model else {}
+    killed, whole = (
+        config(tmp_path / name, model_folder, pairs, **changes) for name in ("killed", "whole")
+    )
     finish(start(whole, module=MODULE))
     process = start(killed, module=MODULE)
-    wait_for_step(killed, 7, process)
+    wait_for_step(killed, 5, process)
     kill_rank(process, 0)
     finish(process, status=None)
-    assert "resuming from checkpoints/step_" in finish(start(killed, attempt=1, module=MODULE))
+    content = yaml.safe_load(killed.read_text())
+    killed.write_text(yaml.safe_dump(content | {"hinge": 2.0}))
+    refused = finish(start(killed, attempt=1, module=MODULE), status=None)
+    assert "hinge may not change at resume" in refused
+    killed.write_text(yaml.safe_dump(content))
+    assert "resuming from checkpoints/step_" in finish(start(killed, attempt=2, module=MODULE))
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     tensors = [load_file(tmp_path / n / "export/model.safetensors") for n in ("killed", "whole")]
     assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
 
 
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        pytest.param({}, {}, id="second model"),
+        pytest.param(LORA, {}, id="adapter off"),
+        pytest.param({}, {"tensor_parallel_dim": 2}, id="tensor parallel", marks=LONG),
+        pytest.param({}, {"enable_activation_checkpointing": True}, id="recomputed", marks=LONG),
+    ],
+)
+def test_the_closed_form_knows_its_frozen_models(
+    model: dict[str, Any],
+    more: dict[str, Any],
+    tmp_path: Path,
+    model_folder: Path,
+    pairs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(entries.ENTRIES, "toy_objective", entries.method(MODULE, ToyConfig))
+    wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, **more}
+    path = config(tmp_path, model_folder, pairs, **changes)
+    content = read_yaml(path)
+    content["model"] |= model | wide
+    traced = trace(parse(content, ToyConfig), 2)
+    step = step_of(content | {"entry": "toy_objective"}, 1, 2)
+    found = StepMemory(step)
+    assert found.peak == pytest.approx(traced.peak, rel=0.06)
+    alone = StepMemory(step_of(content, 1, 2))
+    held = found.terms.get("frozen models", 0.0)
+    assert held == pytest.approx(0 if model else alone.terms["weights"], rel=0.1)
+    assert 1.2 < step.flops.model / step_of(content, 1, 2).flops.model < 1.55
+
+
+@pytest.mark.long
+def test_a_teacher_comes_from_another_folder(
+    root: Path, tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = root / "full/export"
+    names = {"one": {}, "fsdp": {"batch_size": 4}, "tensor": {"tensor_parallel_dim": 2}}
+    for name, changes in names.items():
+        changes = {"teacher_dir": str(teacher), "max_steps": 4, **changes}
+        changes["optimizer"] = {"_component_": "torch.optim.AdamW", "lr": 3e-4}
+        path = write_config(tmp_path / name, model_folder, dataset, **changes)
+        output = finish(start(path, 1 if name == "one" else 2, module=TEACHER))
+        assert "teacher    frozen, " in output
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-4)
+    lines = metrics(tmp_path / "one")
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    monkeypatch.setitem(entries.ENTRIES, "toy", entries.method(TEACHER, ImitationConfig))
+    content = read_yaml(tmp_path / "one/train.yaml")
+    content["tokenizer"]["max_seq_len"] = 64
+    traced = trace(parse(content, ImitationConfig), 1)
+    found = StepMemory(step_of(content | {"entry": "toy"}, 1, 1))
+    assert found.peak == pytest.approx(traced.peak, rel=0.1)
+    path = tmp_path / "one/train.yaml"
+    for attempt, (folder, status) in enumerate({"full": 0, "lora": None}.items(), 1):
+        shutil.copytree(root / folder / "export", tmp_path / folder)
+        path.write_text(yaml.safe_dump(content | {"teacher_dir": str(tmp_path / folder)}))
+        reopen(tmp_path / "one")
+        said = finish(start(path, attempt=attempt, module=TEACHER), status)
+    # The same weights under another name went on; others do not.
+    assert "teacher_weights may not change at resume" in said
+
+
 @pytest.mark.long
 def test_it_is_submitted_by_one_row_of_the_table(
-    tmp_path: Path, model_folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_folder: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By cookbook submit --local: the real job script, torchrun and two ranks."""
-    row = entries.Entry(
-        COMMON | SFT | {"z_weight": Z_WEIGHT},
-        entries.trainer_command(MODULE),
-        checked="complete",
-        objective=f"{MODULE}.NextTokenWithZLoss",
-        can_estimate=True,
-        resumes=True,
-    )
-    monkeypatch.setitem(entries.ENTRIES, "toy_objective", row)
+    monkeypatch.setitem(entries.ENTRIES, "toy_objective", entries.method(MODULE, ToyConfig))
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
-    monkeypatch.setenv("COOKBOOK_COMPONENTS", MODULE)
-    content = yaml.safe_load(config(tmp_path / "own", model_folder, texts).read_text())
+    content = yaml.safe_load(config(tmp_path / "own", model_folder, pairs, model=LORA).read_text())
     del content["output_dir"]
     resources = {"nodes": 1, "gpus_per_node": 2, "cpus_per_gpu": 1, "time": "00:10:00"}
     content |= {"entry": "toy_objective", "resources": resources, "max_steps": 2}
@@ -123,26 +308,37 @@ def test_it_is_submitted_by_one_row_of_the_table(
     def said(result: Result) -> str:
         return result.output + str(result.exception)
 
-    estimated = run("estimate", str(recipe), "--gpu", "h100-80", "--trace", "--json")
-    assert estimated.exit_code == 0, estimated.output + repr(estimated.exception)
-    refused = run("check", str(recipe), "--local", "z_weight=2")
-    assert refused.exit_code == 1 and "z_weight: must be at most 1" in said(refused)
-    unknown = run("check", str(recipe), "z_wait=1")
-    assert "unknown key 'z_wait' (did you mean z_weight?)" in said(unknown)
-    done = run("submit", str(recipe), "--local", "--watch", "z_weight=0.5")
-    assert done.exit_code == 0, done.output + repr(done.exception)
+    for model in ([], ["model._component_=torchtune.models.llama3.llama3", *_WITHOUT_LORA]):
+        options = ("--gpu", "h100-80", "--trace", "--json")
+        estimated = run("estimate", str(recipe), *options, *model)
+        assert estimated.exit_code == 0, said(estimated)
+        found = json.loads(estimated.stdout)
+        assert found["traced"]["weights"] > (1.5 if model else 0) * 4 * found["parameters"] / 2
+    refused = run("check", str(recipe), "--local", "hinge=11")
+    assert refused.exit_code == 1 and "hinge: must be at most 10" in said(refused)
+    unknown = run("check", str(recipe), "hing=1")
+    assert "unknown key 'hing' (did you mean hinge?)" in said(unknown)
+    other = run("check", str(recipe), "--local", "dataset._component_=torchtune.datasets.x")
+    assert other.exit_code == 1 and "torchtune.datasets" in said(other)
+    shown = run("check", str(recipe), "--local", "--samples", "1")
+    assert "document 1 of 2" in said(shown) and "[[ Yes, it is fast." in said(shown)
+    done = run("submit", str(recipe), "--local", "--watch", "hinge=0.5")
+    assert done.exit_code == 0, said(done)
     (folder,) = (tmp_path / "shared/runs").glob("*-toy-*")
     assert json.loads((folder / "progress.json").read_text())["state"] == "finished"
-    for line in metrics(folder):
-        assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.5 * line["z_loss"], rel=1e-5)
+    first = metrics(folder)[0]
+    assert first["margin"] == 0.0 and first["loss"] == 0.5 * first["weight"]
     assert (folder / "export/adapter/adapter_model.safetensors").is_file()
 
 
+_WITHOUT_LORA = [f"~model.{key}" for key in LORA if key.startswith(("lora_", "apply_lora"))]
+
+
 def test_no_file_of_the_kit_knows_it() -> None:
+    names = ["hinge", "PreferFirst", "Imitation", "toy_objective", "toy_teacher"]
+    patterns = [part for name in names for part in ("-e", name)]
+    folders = ["trainer", "launcher", "runspec", "slurm", "configs"]
     found = subprocess.run(
-        ["grep", "-rl", "--include=*.py", "-e", "z_loss", "-e", "toy_objective", "trainer"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        ["grep", "-rlw", *patterns, *folders], cwd=ROOT, capture_output=True, text=True
     )
     assert found.stdout == ""

@@ -30,7 +30,9 @@ from tests.trainer.runs import (
 from trainer import config as configs
 from trainer import sft
 from trainer.errors import ConfigError
-from trainer.layers import lora, nf4
+from trainer.layers import linear, nf4
+from trainer.layers.adapters import lora, lora_linear
+from trainer.layers.adapters.base import method
 from trainer.models import build as models
 from trainer.models.torchtune.compat import DoRALinear
 from trainer.parallel import tensor_parallel
@@ -167,8 +169,6 @@ def test_dora_layer_is_torchtunes(quantised: bool) -> None:
     if quantised:
         layer.weight = nn.Parameter(dequantised(layer.weight.detach()))
     layer.initialize_dora_magnitude()
-    first = lora.row_norms(layer.weight.detach(), quantised)
-    torch.testing.assert_close(first, layer.weight.norm(dim=1))
     with torch.no_grad():
         layer.magnitude += torch.randn(96) * 0.1
     layer.weight.requires_grad_(False)
@@ -177,18 +177,19 @@ def test_dora_layer_is_torchtunes(quantised: bool) -> None:
     gradient = torch.randn(2, 5, 96)
     wanted = layer(x)
     wanted_gradients = torch.autograd.grad(wanted, moved, gradient)
-    own = lora.AdaptedLinear(layer, rank=4, alpha=8, use_dora=True)
+    own = lora_linear.LowRankLinear(layer, rank=4, alpha=8, use_dora=True)
     for name in ("lora_a", "lora_b", "magnitude"):
         setattr(own, name, getattr(layer, name))
     if quantised:
         own.weight = nn.Parameter(nf4.quantise(layer.weight), requires_grad=False)
         own.register_buffer("nf4_table", nf4.table())
+    torch.testing.assert_close(lora_linear.row_norms(own), layer.weight.norm(dim=1))
     found = own(x)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     found_gradients = torch.autograd.grad(found, moved, gradient)
     for one, other in zip(found_gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
-    merged = nn.functional.linear(x, lora.merged(own, torch.float32))
+    merged = nn.functional.linear(x, linear.merged(own, "weight", torch.float32))
     torch.testing.assert_close(merged, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -241,7 +242,7 @@ def test_checkpoints_hold_the_adapter_only(single: Path) -> None:
     held = {key for key in metadata.state_dict_metadata if key.startswith("model.")}
     # 3 blocks, 7 layers in each.
     assert len(held) == 3 * 7 * 3
-    assert all(lora.is_adapter(key) for key in held)
+    assert all(lora.DoRA({}).owns(key) for key in held)
 
 
 def test_parameters_count_as_many_weights_as_they_stand_for(
@@ -289,7 +290,7 @@ def test_builders_with_and_without_quantize_base(world: distributed.World) -> No
     ):
         with torch.device("meta"):
             module = models.empty_module(block)
-        assert lora.method(module) == wanted
+        assert method(module) == wanted
     for block, fault in (
         ({"_component_": "torchtune.models.llama3.llama3"}, "only adapters can be trained"),
         (lora_model(embed_dim=96), "NF4 needs inputs in blocks of 64, .* with 96 inputs"),

@@ -11,6 +11,7 @@ from tests.trainer.runs import metrics, reopen, train, write_config
 from trainer import check, optimizers
 from trainer.config import read_yaml
 from trainer.errors import ConfigError
+from trainer.objectives.sft import SupervisedFineTuning
 
 TORCH = "torch.optim.lr_scheduler."
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
@@ -66,7 +67,7 @@ def test_a_schedule_of_torch_is_resumed_bitwise(name: str) -> None:
 def test_check_takes_it(name: str, tmp_path: Path, model_folder: Path, dataset: Path) -> None:
     block = {"_component_": f"{TORCH}{name}", **SCHEDULES[name]}
     path = write_config(tmp_path, model_folder, dataset, lr_scheduler=block)
-    assert check.faults(read_yaml(path)) == []
+    assert check.faults(read_yaml(path), SupervisedFineTuning) == []
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_what_cannot_work_is_refused(
     block: dict[str, Any], told: str, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
     path = write_config(tmp_path, model_folder, dataset, lr_scheduler=block)
-    (fault,) = check.faults(read_yaml(path))
+    (fault,) = check.faults(read_yaml(path), SupervisedFineTuning)
     assert fault.startswith("lr_scheduler: ") and told in fault
 
 

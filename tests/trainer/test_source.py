@@ -234,3 +234,27 @@ def test_a_weight_that_torchtune_would_not_see_is_refused(build: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         build([{"messages": turns(1, 0)}], CHAT | {"train_on_input": True})
     assert "line 1: message 4 (assistant) has the weight 0, which torchtune's" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("block", "row", "told"),
+    [
+        ("sharegpt", {"from": "gpt", "value": None}, "message 2 (gpt) has no text in 'value'"),
+        ("sharegpt", {"from": "bot", "value": "Hm."}, "message 2 is from 'bot'; known: system, "),
+        ("instruct", {"q": "Why?", "a": None}, "there is no 'a'"),
+    ],
+)
+def test_what_stops_torchtunes_classes_is_named_by_line(
+    block: str, row: dict, told: str, build: Any
+) -> None:
+    if block == "instruct":
+        column_map = {"input": "q", "output": "a"}
+        given = {"_component_": "torchtune.datasets.instruct_dataset", "column_map": column_map}
+        rows = [{"q": "Why?", "a": "So."}, row]
+    else:
+        asked, column = {"from": "human", "value": "Hm?"}, "messages"
+        given = CHAT | {"conversation_style": "sharegpt"}
+        rows = [{column: [asked, {"from": "gpt", "value": "Hm."}]}, {column: [asked, row]}]
+    with pytest.raises(ConfigError) as caught:
+        build(rows, given)
+    assert f"rows.jsonl, line 2: {told}" in str(caught.value)

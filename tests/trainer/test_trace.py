@@ -16,10 +16,10 @@ from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import trace as ask_for_trace
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, step_of
+from runspec.keys.sft import SftConfig
 from tests.trainer.transformers_cases import write
 from tests.trainer.transformers_runs import BY_OPERATION, TP, config_of
 from trainer import config as configs
-from trainer.objectives.base import SFT, named
 from trainer.trace import Traced, estimate, trace
 
 ROOT = Path(__file__).parents[2]
@@ -214,7 +214,7 @@ def test_the_closed_form_knows_dora_and_packed_rows(model, split, packed) -> Non
 @pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.named)])
 def test_two_depths_tell_the_whole_model(ranks) -> None:
     config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=ranks // 8))
-    whole, told = trace(config, ranks), estimate(config, ranks, named(SFT))
+    whole, told = trace(config, ranks), estimate(config, ranks)
     assert told.layers == whole.layers == 16
     assert abs(told.peak - whole.peak) <= 0.002 * GIB
     assert told.weights == pytest.approx(whole.weights, abs=64)
@@ -226,7 +226,16 @@ def test_70b_is_traced_to_its_full_depth(tmp_path) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(config))
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.trace", str(file), "--ranks", "16"],
+        [
+            sys.executable,
+            "-m",
+            "trainer.trace",
+            str(file),
+            "--ranks",
+            "16",
+            "--objective",
+            SftConfig.objective,
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -275,5 +284,5 @@ def test_the_closed_form_is_near_the_trace_over_the_catalogue(name: str, tmp_pat
     resources = loaded.resources
     step = step_of(config, resources.nodes, resources.gpus_per_node)
     # In a process of its own, as for a user: torch keeps the layouts of earlier ones in a process.
-    traced = ask_for_trace(config, SFT, resources.world_size)
+    traced = ask_for_trace(config, SftConfig.objective, resources.world_size)
     assert StepMemory(step).peak == pytest.approx(traced["peak"], rel=0.05)

@@ -64,6 +64,7 @@ from trainer.layers.loss import TokenLoss
 from trainer.metrics import model_flops
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
+from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 from trainer.storage import export as exports
 
@@ -136,7 +137,8 @@ def test_adamw_equals_a_plain_loop(
     labels[0, :20] = -100
     trained = (labels.flatten() != -100).nonzero().flatten()
     count = len(trained)
-    batch = MicroBatch(TOKENS, labels, trained, TOKENS.numel(), count, (1,))
+    owners, numbers = torch.zeros_like(trained), torch.zeros(1)
+    batch = MicroBatch(TOKENS, labels, trained, TOKENS.numel(), count, (1,), owners, numbers)
     steps = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
     curves: list[list[float]] = [[], []]
     for _ in range(20):
@@ -272,7 +274,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
     source.mkdir()
     (source / "config.json").write_text(json.dumps({"model_type": kind, **SIZES, **settings}))
     (source / "model.safetensors").symlink_to(model_folder / "model.safetensors")
-    faults = check.faults(read_yaml(config_of(tmp_path, source, dataset)))
+    faults = check.faults(read_yaml(config_of(tmp_path, source, dataset)), SupervisedFineTuning)
     assert any(told in fault for fault in faults), faults
 
 
@@ -304,7 +306,9 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
 def test_what_a_family_cannot_do_is_refused(
     family: str, changes: dict[str, Any], told: str, tmp_path: Path, sources: dict, dataset: Path
 ) -> None:
-    faults = check.faults(read_yaml(config_of(tmp_path, sources[family], dataset, **changes)))
+    faults = check.faults(
+        read_yaml(config_of(tmp_path, sources[family], dataset, **changes)), SupervisedFineTuning
+    )
     assert any(told in fault for fault in faults), faults
 
 
@@ -313,12 +317,15 @@ def test_linear_attention_of_another_kind_is_neither_packed_nor_split(
 ) -> None:
     source = write("qwen3.5", tmp_path / "source", sources["llama3"], hidden_act="gelu")
     config = config_of(tmp_path / "run", source, dataset, row_length=64, **TP)
-    faults = check.faults(read_yaml(config))
+    faults = check.faults(read_yaml(config), SupervisedFineTuning)
     assert [fault.partition(":")[0] for fault in faults] == [
         "tensor_parallel_dim",
         "dataset.packed",
     ]
-    assert check.faults(read_yaml(config_of(tmp_path / "run", source, dataset))) == []
+    assert (
+        check.faults(read_yaml(config_of(tmp_path / "run", source, dataset)), SupervisedFineTuning)
+        == []
+    )
 
 
 def test_an_adapter_is_no_base(tmp_path: Path, dataset: Path) -> None:

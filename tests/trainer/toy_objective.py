@@ -1,64 +1,97 @@
-"""A training method in one file: the next token of raw text, with a z-loss on the logits.
+"""A training method in one file: of two answers to a question, prefer the first.
 
 torchrun ... -m tests.trainer.toy_objective <run>/train.yaml
 
-The z-loss (log sum exp of the logits, squared) keeps logits from drifting (PaLM, Chowdhery et al.
-2022, arXiv 2204.02311, section 5). Its weight is a key of the method. The loss is a mean over
-documents, not over tokens.
+With a(answer) the mean log-probability of its tokens and a_ref that of the policy before training,
+the loss of a pair is weight x relu(hinge - D), D = (a - a_ref)(first) - (a - a_ref)(second).
 """
 
 import sys
-from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
 
-from runspec.keys.key import Key
+from runspec.keys.key import setting
+from runspec.keys.train import TrainConfig
 from trainer import start
-from trainer.config import KEYS, TrainConfig
-from trainer.data import batches
-from trainer.data.batches import Data, MicroBatch
-from trainer.models import build
+from trainer.data.form import SampleForm
+from trainer.layers.batch import IGNORE_INDEX, MicroBatch
+from trainer.layers.log_probs import document_sums, token_log_probs
 from trainer.objectives.base import LossSum, Models, Objective
 
-Z_WEIGHT = Key("z_weight", "number", "Weight of the z-loss.", 1e-3)
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ToyConfig(TrainConfig):
+    """Keys of the method, and what the launcher knows of it."""
+
+    objective: ClassVar[str] = "tests.trainer.toy_objective.PreferFirst"
+    documents_per_sample: ClassVar[int] = 2
+    fused_loss: ClassVar[bool] = True
+    has_reference: ClassVar[bool] = True
+
+    hinge: float = setting("number", "Margin from which a pair has no loss.", 1.0)
 
 
-class NextTokenWithZLoss(Objective):
-    """The dataset gives raw text (torchtune.datasets.text_completion_dataset)."""
+class Pairs(Dataset):
+    """Records of JSON lines with a question, a first and a second answer, and perhaps a weight."""
 
-    keys: ClassVar[Mapping[str, Key]] = {**KEYS, "z_weight": Z_WEIGHT}
+    def __init__(self, tokenizer: Any, *, source: str, data_files: Any, split: str) -> None:
+        from datasets import load_dataset
+
+        self._tokenizer = tokenizer
+        self._data = load_dataset(source, data_files=data_files, split=split)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        record = self._data[index]
+        sample: dict[str, Any] = {"weight": record.get("weight") or 1.0}
+        question = self._tokenizer.encode(record["question"], add_bos=True)
+        for name in ("first", "second"):
+            answer = self._tokenizer.encode(" " + record[name], add_eos=True)
+            sample[f"{name}_tokens"] = question + answer
+            sample[f"{name}_labels"] = [IGNORE_INDEX] * len(question) + answer
+        return sample
+
+
+class PreferFirst(Objective):
+    """The mean over pairs; its figures: D, the share of pairs with D > 0, the weight."""
+
+    config_class: ClassVar[type[TrainConfig]] = ToyConfig
+    form: ClassVar[SampleForm] = SampleForm(
+        documents=(("first_tokens", "first_labels"), ("second_tokens", "second_labels")),
+        number="weight",
+        preferences="tests.trainer.toy_objective.Pairs",
+    )
+    normaliser = "samples"
 
     @classmethod
-    def faults(cls, config: TrainConfig) -> list[str]:
-        return [] if config.z_weight <= 1 else ["z_weight: must be at most 1"]
-
-    def build_data(self) -> Data:
-        return batches.build(self.config, self.world)
-
-    def build_models(self, data: Data) -> Models:
-        return Models(build.build(self.config, self.world, data_faults=data.faults))
+    def faults(cls, config: ToyConfig) -> list[str]:
+        own = [] if config.hinge <= 10 else ["hinge: must be at most 10"]
+        return super().faults(config) + own
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         batch = batch.to(self.world.device)
-        logits = models.policy.module(batch.tokens, mask=batch.documents, input_pos=batch.positions)
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
-        logits = logits.float().flatten(0, 1)[batch.trained]
-        targets = batch.labels.flatten()[batch.trained]
-        cross_entropy = F.cross_entropy(logits, targets, reduction="sum")
-        z_loss = torch.logsumexp(logits, dim=-1).square().sum()
-        total = cross_entropy + self.config.z_weight * z_loss
-        return LossSum(total, {"cross_entropy": cross_entropy.detach(), "z_loss": z_loss.detach()})
+        with models.as_reference() as reference:
+            before = self._means(reference, batch)
+        margin = (self._means(models.policy.module, batch) - before) @ before.new_tensor([1, -1])
+        total = (batch.numbers * torch.relu(self.config.hinge - margin)).sum()
+        margin = margin.detach()
+        figures = {"margin": margin, "pairs/preferred": margin > 0, "weight": batch.numbers}
+        return LossSum(total, {name: value.sum() for name, value in figures.items()})
 
-    def target_count(self, batch: MicroBatch) -> int:
-        return len(batch.lengths)
+    def _means(self, model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+        """The mean log-probability of each answer's tokens, [pairs, 2]."""
+        log_probs = token_log_probs(model, batch, compile_chunks=self.config.compile)
+        counts = document_sums(torch.ones_like(log_probs), batch)
+        return document_sums(log_probs, batch) / counts.clamp_min(1)
 
 
 def main(arguments: list[str]) -> int:
-    return start.main(arguments, NextTokenWithZLoss)
+    return start.main(arguments, PreferFirst)
 
 
 if __name__ == "__main__":

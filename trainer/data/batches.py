@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import TrainConfig, instantiate
 from trainer.data import packing, tokenizers
+from trainer.data.form import SINGLE, SampleForm
 from trainer.data.tokenised import TokenisedDataset, open_dataset
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, Documents, MicroBatch
@@ -21,16 +22,26 @@ WORKERS_ON_GPU = 2
 
 
 class Row(NamedTuple):
-    """One row of a batch: its documents as (tokens, trained), and whether they count."""
+    """Samples of one packed row, or one sample: its documents as (tokens, trained).
+
+    counted: whether they count. numbers: of the samples.
+    """
 
     documents: list[tuple[np.ndarray, np.ndarray]]
     counted: bool
+    numbers: list[float]
 
 
 class Samples(Protocol):
-    """Tokenised samples: lengths int64 [samples]; by index (tokens [n], trained bool [n])."""
+    """Tokenised samples by index: (tokens [n], trained bool [n]) of their documents in turn.
+
+    lengths: int64 [samples]. documents: of each document, int64 [samples, documents]. numbers:
+    float64 [samples].
+    """
 
     lengths: np.ndarray
+    documents: np.ndarray
+    numbers: np.ndarray
 
     def __len__(self) -> int: ...
 
@@ -38,9 +49,10 @@ class Samples(Protocol):
 
 
 class Rows(Dataset):
-    """The rows of batches: one sample per row, or whole samples packed to one length.
+    """The rows of batches: one document per row, or whole samples packed to one length.
 
-    Index ~i is row i with every label masked.
+    By index the samples of a packed row, else a sample, whose documents are a row each; ~i is i
+    with every label masked.
 
     Args:
         row_length: tokens of a packed row; None packs nothing.
@@ -71,7 +83,15 @@ class Rows(Dataset):
     def __getitem__(self, index: int) -> Row:
         row = index if index >= 0 else ~index
         members = self._order[self._begins[row] : self._begins[row + 1]]
-        return Row([self.samples[int(member)] for member in members], index >= 0)
+        found = [document for member in members for document in self._documents(int(member))]
+        return Row(found, index >= 0, self.samples.numbers[members].tolist())
+
+    def _documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        tokens, trained = self.samples[index]
+        if self.samples.documents.shape[1] == 1:
+            return [(tokens, trained)]
+        ends = np.cumsum(self.samples.documents[index])[:-1]
+        return list(zip(np.split(tokens, ends), np.split(trained, ends), strict=True))
 
     @property
     def filled(self) -> float:
@@ -81,15 +101,20 @@ class Rows(Dataset):
     def collate(self, rows: list[Row]) -> MicroBatch:
         """A batch of rows. The last token of a document never predicts the next one's first."""
         packed = self.length is not None
+        numbered = [number for row in rows if row.counted for number in row.numbers]
+        if not packed:
+            rows = [Row([own], row.counted, []) for row in rows for own in row.documents]
         longest = self.length or max(len(tokens) for row in rows for tokens, _ in row.documents)
         shape = len(rows), longest + -longest % self._multiple
         tokens = np.full(shape, self._pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         positions, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
-        begins = []
+        begins, firsts, documents_so_far = [], [], 0
         for line, row in enumerate(rows):
             lengths = [len(own) for own, _ in row.documents]
             end = sum(lengths)
+            firsts.append(documents_so_far)
+            documents_so_far += len(lengths) * row.counted
             tokens[line, :end] = np.concatenate([own for own, _ in row.documents])
             if row.counted:
                 trained = np.concatenate([trained for _, trained in row.documents])
@@ -110,6 +135,11 @@ class Rows(Dataset):
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
             trained=torch.from_numpy(trained_at),
+            document_index=torch.from_numpy(
+                numbers.ravel()[trained_at] + np.asarray(firsts)[trained_at // shape[1]]
+            ),
+            documents_per_sample=self.samples.documents.shape[1],
+            numbers=torch.tensor(numbered),
             token_count=sum(counted),
             target_count=len(trained_at),
             lengths=tuple(counted),
@@ -217,8 +247,11 @@ class Data:
         return found
 
 
-def build(config: TrainConfig, world: World) -> Data:
+def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
     """Tokenise the datasets that `config` names, or find them tokenised, and lay out the batches.
+
+    Args:
+        form: what the method reads of a sample.
 
     Raises:
         ConfigError: tokenizer or dataset cannot be opened, a sample cannot be tokenised, a
@@ -229,7 +262,7 @@ def build(config: TrainConfig, world: World) -> Data:
     seed = config.seed if config.shuffle else None
 
     def rows(key: str, block: dict[str, Any], packing_seed: int | None) -> Rows:
-        samples = open_dataset(key, block, config, world, tokenizer)
+        samples = open_dataset(key, block, config, world, tokenizer, form)
         world.on_all(lambda: _check_targets(key, samples, world))
         for note in samples.notes(config.tokenizer.get("max_seq_len")):
             world.say(f"note: {key}: {note}")
@@ -318,16 +351,17 @@ def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:
 
 def _faults(key: str, rows: Rows, vocab_size: int, max_seq_len: int) -> list[str]:
     samples, found = rows.samples, []
-    longest = int(samples.lengths.argmax())
+    lengths = samples.documents.max(1)
+    longest = int(lengths.argmax())
     if rows.length is not None and rows.length > max_seq_len:
         found.append(
             f"{key}.packed: rows of {rows.length} tokens, the model takes {max_seq_len}; "
             f"set tokenizer.max_seq_len={max_seq_len}"
         )
-    elif samples.lengths[longest] > max_seq_len:
+    elif lengths[longest] > max_seq_len:
         found.append(
-            f"{key}: {int((samples.lengths > max_seq_len).sum()):,} of {len(samples):,} samples "
-            f"are too long: {samples.origin(longest)} has {samples.lengths[longest]} tokens, "
+            f"{key}: {int((lengths > max_seq_len).sum()):,} of {len(samples):,} samples "
+            f"are too long: {samples.origin(longest)} has {lengths[longest]} tokens, "
             f"the model takes {max_seq_len}; set tokenizer.max_seq_len={max_seq_len}"
         )
     if samples.highest_token >= vocab_size:

@@ -11,6 +11,7 @@ from typing import Any
 # Sources of datasets.load_dataset that are kinds of files, not names.
 FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
 JSON_LINES = (".json", ".jsonl")
+TABLES = {".csv": ",", ".tsv": "\t"}
 
 
 def data_files(block: dict[str, Any]) -> list[Path]:
@@ -45,7 +46,7 @@ def of_sample(block: dict[str, Any], index: int, row: dict[str, Any] | None = No
     for path in paths:
         for number, (line, record) in enumerate(_records(path)):
             at_index = is_whole and number == index
-            if at_index if row is None else _filled(record) == _filled(row):
+            if at_index if row is None else _same(record, row, path):
                 return f"{path}, line {line}"
     return f"{block.get('source')}, split {split}, sample {index} (counted from 0)"
 
@@ -72,9 +73,10 @@ def broken_line(block: dict[str, Any]) -> str | None:
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line, columns) of each record of a JSON lines or CSV file; of another file nothing."""
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        if path.suffix == ".csv":
-            reader = csv.DictReader(file)
+    # A byte order mark is no part of the first column's name.
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        if path.suffix in TABLES:
+            reader = csv.DictReader(file, delimiter=TABLES[path.suffix])
             begin = 2
             for record in reader:
                 yield begin, record
@@ -87,6 +89,15 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     return
                 if isinstance(record, dict):
                     yield number, record
+
+
+def _same(record: dict[str, Any], row: dict[str, Any], path: Path) -> bool:
+    """Whether a row of the dataset is this record of a file."""
+    if path.suffix in TABLES:
+        # All of a table's cells are text here, and `datasets` makes numbers of some.
+        texts_of = {key: value for key, value in row.items() if isinstance(value, str)}
+        return bool(texts_of) and all(record.get(key) == text for key, text in texts_of.items())
+    return _filled(record) == _filled(row)
 
 
 def _filled(record: dict[str, Any]) -> dict[str, Any]:

@@ -32,11 +32,12 @@ def prepared_dataset(tokenizer: Any, *, data_dir: str, **block: Any) -> Any:
     return instantiate("dataset", by_files({"data_dir": data_dir, **block}), tokenizer)
 
 
-def by_files(block: Mapping[str, Any]) -> dict[str, Any]:
+def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
     """Return a dataset block that names the files of a prepared split, and how they are read.
 
     Args:
         block: has `data_dir`, the folder of the split's Parquet files.
+        preferences: the component that reads preference pairs; "" refuses them.
 
     Raises:
         ConfigError: as prepared_dataset.
@@ -49,7 +50,8 @@ def by_files(block: Mapping[str, Any]) -> dict[str, Any]:
         there = sorted(path.name for path in version.glob("[!_]*/")) if version.is_dir() else []
         words = f"it has {', '.join(there)}" if there else "prepare it with: cookbook prepare"
         raise ConfigError(f"dataset: no prepared set {name} with a split {folder.name}: {words}")
-    read = _BY_FORMAT.get(_card(folder)["format"])
+    pairs = {"preference": {"_component_": preferences}} if preferences else {}
+    read = (_BY_FORMAT | pairs).get(_card(folder)["format"])
     if read is None:
         raise ConfigError(
             f"dataset: {folder} holds preference pairs, which this method does not train on: "

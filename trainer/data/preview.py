@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data.batches import Row, Rows, packed_rows
+from trainer.data.batches import Rows, packed_rows
+from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Piece, Source, omission_notes, open_source, read_block
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
@@ -30,6 +31,8 @@ class FirstSamples:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
         self.lengths = np.array([len(piece.tokens) for piece in pieces], dtype=np.int64)
+        self.documents = np.array([piece.lengths for piece in pieces], dtype=np.int64)
+        self.numbers = np.array([piece.number for piece in pieces])
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -40,11 +43,14 @@ class FirstSamples:
         return piece.tokens, piece.trained
 
 
-def previews(config: TrainConfig, count: int) -> tuple[list[dict[str, Any]], list[str]]:
+def previews(
+    config: TrainConfig, count: int, form: SampleForm = SINGLE
+) -> tuple[list[dict[str, Any]], list[str]]:
     """What training sees of dataset and dataset_val, and what keeps it from being seen.
 
     Args:
         count: how many samples of each are decoded; the first FIRST are counted.
+        form: what the method reads of a sample.
 
     Returns:
         For each dataset that can be read a JSON object, see `_preview`; and the faults of tokenizer
@@ -60,7 +66,8 @@ def previews(config: TrainConfig, count: int) -> tuple[list[dict[str, Any]], lis
         block = getattr(config, key)
         if block is not None:
             try:
-                source = open_source(key, read_block(block), tokenizer)
+                limit = form.limit(block, config.tokenizer.get("max_seq_len"))
+                source = open_source(key, read_block(block, form), tokenizer, form, limit)
                 found.append(_preview(source, config, block, tokenizer, count, faults))
             except ConfigError as error:
                 faults += error.faults
@@ -113,6 +120,7 @@ def _preview(
         "faulty": wrong,
         "max_seq_len": config.tokenizer.get("max_seq_len"),
         "tokens": int(samples.lengths.sum()),
+        "longest": int(samples.lengths.max(initial=0)),
         "trained_tokens": sum(targets),
         "truncated": sum(piece.left_out > 0 for piece in pieces),
         "left_out_tokens": sum(piece.left_out for piece in pieces),
@@ -122,26 +130,50 @@ def _preview(
         "rows": rows,
         "notes": omission_notes(source.omissions, read),
         "shown": [
-            {
-                "number": number + 1,
-                "origin": source.origin(places[number][0]),
-                "part": list(places[number][1:]) if places[number][2] > 1 else None,
-                "tokens": len(pieces[number].tokens),
-                "trained_tokens": targets[number],
-                "left_out_tokens": pieces[number].left_out,
-                "spans": spans(tokenizer, pieces[number].tokens.tolist(), labels[number]),
-            }
+            shown
             for number in range(min(count, len(pieces)))
+            for shown in _shown(
+                source, tokenizer, pieces[number], labels[number], number, places[number]
+            )
         ],
     }
 
 
+def _shown(
+    source: Source,
+    tokenizer: Any,
+    piece: Piece,
+    labels: np.ndarray,
+    number: int,
+    place: tuple[int, int, int],
+) -> Iterator[dict[str, Any]]:
+    """Each document of a sample, decoded.
+
+    Args:
+        place: the sample, and which part of how many this is of it.
+    """
+    ends = np.cumsum(piece.lengths)
+    for which, (begin, end) in enumerate(zip(ends - piece.lengths, ends, strict=True), 1):
+        own = labels[begin:end]
+        yield {
+            "number": number + 1,
+            "origin": source.origin(place[0]),
+            "part": list(place[1:]) if place[2] > 1 else None,
+            "document": [which, len(ends)] if len(ends) > 1 else None,
+            "tokens": int(end - begin),
+            "trained_tokens": int((own != IGNORE_INDEX).sum()),
+            "left_out_tokens": piece.left_out,
+            "spans": spans(tokenizer, piece.tokens[begin:end].tolist(), own),
+        }
+
+
 def _labels(rows: Rows, index: int) -> np.ndarray:
     """The label of each token of a sample, as in its batch: what the token before it predicts."""
-    batch = rows.collate([Row(rows[index].documents, counted=True)])
-    length = len(rows[index].documents[0][0])
-    labels = batch.labels[0].numpy()
-    return np.concatenate([[IGNORE_INDEX], labels[: length - 1]])
+    batch = rows.collate([rows[index]])
+    found = []
+    for labels, length in zip(batch.labels.numpy(), batch.lengths, strict=True):
+        found += [[IGNORE_INDEX], labels[: length - 1]]
+    return np.concatenate(found)
 
 
 def spans(tokenizer: Any, tokens: list[int], labels: np.ndarray) -> list[dict[str, Any]]:

@@ -12,24 +12,34 @@ import numpy as np
 
 from trainer.config import instantiate
 from trainer.data import origin, tokenizers
+from trainer.data.form import SINGLE, SampleForm
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
 PREPARED = "trainer.data.prepared.prepared_dataset"
 CHAT = "torchtune.datasets.chat_dataset"
 CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
+# torchtune's for messages of {from, value}.
+SHAREGPT_ROLES = ("system", "human", "gpt")
+
+
+# Tokens int32 [n], and bool [n], which of them are trained.
+Document = tuple[np.ndarray, np.ndarray]
 
 
 class Piece(NamedTuple):
-    """What is trained as one sample.
+    """What is trained as one sample: its documents, one after the other.
 
     tokens: int32 [n]. trained: bool [n], which of them are trained, if another comes before them.
-    left_out: how many tokens of the sample were cut off behind these.
+    left_out: how many tokens of the sample were cut off behind these. lengths: tokens of each
+    document. number: the sample's, see SampleForm.
     """
 
     tokens: np.ndarray
     trained: np.ndarray
     left_out: int
+    lengths: tuple[int, ...]
+    number: float = 0.0
 
 
 class Source:
@@ -38,14 +48,22 @@ class Source:
     Args:
         key, block: of the config; in messages, and to name the file and line of a sample.
         samples: by index, mappings with the `tokens` and the `labels` of a sample.
-        tokenizer: the one that `samples` calls. Its `max_seq_len` cuts samples, if it has one.
+        tokenizer: the one that `samples` calls. Its `max_seq_len` cuts documents, if it has one.
+        form: what the method reads of a sample.
 
     omissions: what the chat template left out of the samples that were read, in how many of them,
     and where the first of these is.
     """
 
-    def __init__(self, key: str, block: dict[str, Any], samples: Any, tokenizer: Any) -> None:
-        self.key, self.block = key, block
+    def __init__(
+        self,
+        key: str,
+        block: dict[str, Any],
+        samples: Any,
+        tokenizer: Any,
+        form: SampleForm = SINGLE,
+    ) -> None:
+        self.key, self.block, self.form = key, block, form
         self._samples, self._tokenizer = samples, tokenizer
         self._limit: int | None = getattr(tokenizer, "max_seq_len", None)
         # torchtune's class cannot be imported here: it would bring all of its datasets.
@@ -71,17 +89,19 @@ class Source:
             ConfigError: the sample cannot be tokenised; names its file and line.
         """
         try:
-            tokens, trained = self._whole(index)
+            documents, number = self._whole(index)
             for what in getattr(self._tokenizer, "take_left_out", frozenset)():
                 count, first = self.omissions.get(what) or (0, self.origin(index))
                 self.omissions[what] = count + 1, first
-            if self._limit is None or len(tokens) <= self._limit:
-                return [Piece(tokens, trained, 0)]
+            length = sum(len(tokens) for tokens, _ in documents)
+            if self._limit is None or max(len(t) for t, _ in documents) <= self._limit:
+                return [_piece(documents, 0, number)]
             if self.is_text and self._limit > 1:
-                return _split(tokens, trained, self._limit)
+                return _split(*documents[0], self._limit)
             # Once more, as each tokenizer has its own way to end what it cuts.
-            cut = sample(self._samples, index, self._limit)
-            return [Piece(*cut, left_out=len(tokens) - len(cut[0]))]
+            cut, number = self._read(index, self._limit)
+            left_out = length - sum(len(tokens) for tokens, _ in cut)
+            return [_piece(cut, left_out, number)]
         except ConfigError as error:
             raise ConfigError(f"{self.key}: {self.origin(index)}: {error}") from error
 
@@ -89,14 +109,17 @@ class Source:
         """Where a sample comes from: file and line, or source, split and index."""
         return origin.of_sample(self.block, index, _row(self._samples, index))
 
-    def _whole(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def _whole(self, index: int) -> tuple[list[Document], float]:
         if self._limit is None:
-            return sample(self._samples, index, None)
+            return self._read(index, None)
         self._tokenizer.max_seq_len = None
         try:
-            return sample(self._samples, index, None)
+            return self._read(index, None)
         finally:
             self._tokenizer.max_seq_len = self._limit
+
+    def _read(self, index: int, limit: int | None) -> tuple[list[Document], float]:
+        return sample(self._samples, index, limit, self.form)
 
 
 def omission_notes(omissions: Mapping[str, tuple[int, str]], count: int) -> list[str]:
@@ -107,17 +130,28 @@ def omission_notes(omissions: Mapping[str, tuple[int, str]], count: int) -> list
     ]
 
 
+def _piece(documents: list[Document], left_out: int, number: float) -> Piece:
+    lengths = tuple(len(tokens) for tokens, _ in documents)
+    if len(documents) == 1:
+        return Piece(*documents[0], left_out, lengths, number)
+    tokens, trained = (np.concatenate(parts) for parts in zip(*documents, strict=True))
+    return Piece(tokens, trained, left_out, lengths, number)
+
+
 def _split(tokens: np.ndarray, trained: np.ndarray, limit: int) -> list[Piece]:
     pieces = []
     for begin in range(0, len(tokens) - 1, limit - 1):
         own = trained[begin : begin + limit].copy()
         own[0] &= begin == 0
-        pieces.append(Piece(tokens[begin : begin + limit], own, 0))
+        pieces.append(Piece(tokens[begin : begin + limit], own, 0, (len(own),)))
     return pieces
 
 
-def read_block(block: dict[str, Any]) -> dict[str, Any]:
+def read_block(block: dict[str, Any], form: SampleForm = SINGLE) -> dict[str, Any]:
     """A dataset's block without the trainer's own keys, and with the files of a prepared set.
+
+    Args:
+        form: what the method reads of a sample.
 
     Raises:
         ConfigError: the prepared set is not there, or of another method.
@@ -126,12 +160,22 @@ def read_block(block: dict[str, Any]) -> dict[str, Any]:
     if block["_component_"] == PREPARED:
         from trainer.data import prepared  # other runs do not pay for it
 
-        block = prepared.by_files(block)
+        block = prepared.by_files(block, form.preferences)
     return block
 
 
-def open_source(key: str, block: dict[str, Any], tokenizer: Any) -> Source:
+def open_source(
+    key: str,
+    block: dict[str, Any],
+    tokenizer: Any,
+    form: SampleForm = SINGLE,
+    limit: int | None = None,
+) -> Source:
     """Open the dataset of a block that `read_block` returned.
+
+    Args:
+        form: what the method reads of a sample.
+        limit: tokens at which a document is cut; None leaves it to the tokenizer.
 
     Raises:
         ConfigError: it cannot be opened, or is empty.
@@ -142,6 +186,8 @@ def open_source(key: str, block: dict[str, Any], tokenizer: Any) -> Source:
     disable_progress_bars()
     # Its own, as `Source` changes the limit.
     tokenizer = copy.copy(tokenizer)
+    if limit is not None:
+        tokenizer.max_seq_len = limit
     try:
         samples = instantiate(key, _with_own_template(block, tokenizer), tokenizer)
     except StopIteration:
@@ -157,7 +203,7 @@ def open_source(key: str, block: dict[str, Any], tokenizer: Any) -> Source:
     if len(samples) == 0:
         split = f" (split {block['split']})" if "split" in block else ""
         raise ConfigError(f"{key}: holds no sample{split}")
-    return Source(key, block, samples, tokenizer)
+    return Source(key, block, samples, tokenizer, form)
 
 
 def _with_own_template(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -174,19 +220,39 @@ def _with_own_template(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     return others | {"_component_": CONVERSATIONS}
 
 
-def sample(samples: Any, index: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [n], trained bool [n]) of a sample, `limit` tokens at most.
+def sample(
+    samples: Any, index: int, limit: int | None, form: SampleForm = SINGLE
+) -> tuple[list[Document], float]:
+    """The documents of a sample, of `limit` tokens at most each, and the sample's number.
 
     Raises:
-        ConfigError: a message or column is missing, or the labels are not the tokens.
+        ConfigError: a message, column or key is missing, or the labels are not the tokens.
     """
     try:
         _check_contents(samples, index)
         made = samples[index]
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+    except (
+        AssertionError,  # of torchtune's messages
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ConfigError,
+    ) as error:
         raise ConfigError(_reason(samples, index, error)) from error
-    tokens = np.asarray(made["tokens"], dtype=np.int32)[:limit]
-    labels = np.asarray(made["labels"], dtype=np.int64)[:limit]
+    wanted = {key for keys in form.documents for key in keys} | ({form.number} - {""})
+    if missing := sorted(wanted - made.keys()):
+        raise ConfigError(
+            f"its component gives {', '.join(map(str, made))}, and the method needs "
+            f"{', '.join(missing)}; set dataset._component_ to one for the method"
+        )
+    documents = [_document(made[t], made[labels], limit) for t, labels in form.documents]
+    return documents, float(made[form.number]) if form.number else 0.0
+
+
+def _document(tokens: Any, labels: Any, limit: int | None) -> Document:
+    tokens = np.asarray(tokens, dtype=np.int32)[:limit]
+    labels = np.asarray(labels, dtype=np.int64)[:limit]
     trained = labels != IGNORE_INDEX
     if tokens.ndim != 1 or not len(tokens) or tokens.shape != labels.shape:
         raise ConfigError("holds no tokens, or not as many labels as tokens")
@@ -196,25 +262,46 @@ def sample(samples: Any, index: int, limit: int | None) -> tuple[np.ndarray, np.
 
 
 def _check_contents(samples: Any, index: int) -> None:
-    """Refuse what torchtune's class would not see of a message.
+    """Refuse what torchtune's classes do not see of a message, or stop at without saying where.
 
-    It repeats the message before one without content, and trains an answer whose weight is 0.
+    OpenAI's repeats the message before one without content, and trains an answer whose weight is 0.
     """
     transform = getattr(samples, "_message_transform", None)
-    if type(transform).__name__ != "OpenAIToMessages":
+    check = {"OpenAIToMessages": _openai_fault, "ShareGPTToMessages": _sharegpt_fault}.get(
+        type(transform).__name__
+    )
+    if check is None:
         return
-    messages = (_row(samples, index) or {}).get(transform._column_map["messages"]) or []
-    for number, message in enumerate(messages, 1):
-        fault = ""
-        if not isinstance(message["content"], str | list):
-            fault = "no content, and torchtune's tokenizers know no tool calls"
-        elif message.get("weight") not in (None, 1):
-            fault = f"the weight {message['weight']!r}, which torchtune's tokenizers do not know"
-        if fault:
-            raise ConfigError(
-                f"message {number} ({message['role']}) has {fault}; leave the tokenizer block and "
-                "train_on_input out, so that the model folder's chat template is used"
-            )
+    row, column = _row(samples, index) or {}, next(iter(transform._column_map.values()))
+    if column in row and not isinstance(row[column], list):
+        raise ConfigError(f"the column {column!r} holds no list of messages")
+    for number, message in enumerate(row.get(column) or [], 1):
+        if fault := check(message):
+            raise ConfigError(f"message {number} {fault}")
+
+
+def _openai_fault(message: Mapping[str, Any]) -> str | None:
+    remedy = (
+        "leave the tokenizer block and train_on_input out, so that the model folder's chat "
+        "template is used"
+    )
+    if not isinstance(message.get("content"), str | list):
+        what = "no content, and torchtune's tokenizers know no tool calls"
+    elif message.get("weight") not in (None, 1):
+        what = f"the weight {message['weight']!r}, which torchtune's tokenizers do not know"
+    else:
+        return None
+    return f"({message.get('role')}) has {what}; {remedy}"
+
+
+def _sharegpt_fault(message: Mapping[str, Any]) -> str | None:
+    role = message.get("from")
+    if role not in SHAREGPT_ROLES:
+        return (
+            f"is from {role!r}; known: {', '.join(SHAREGPT_ROLES)}; others, such as tool calls, "
+            "need conversation_style=openai"
+        )
+    return None if isinstance(message.get("value"), str) else f"({role}) has no text in 'value'"
 
 
 def _row(samples: Any, index: int) -> dict[str, Any] | None:

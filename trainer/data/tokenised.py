@@ -22,12 +22,15 @@ import numpy as np
 from runspec import files
 from trainer.config import TrainConfig
 from trainer.data import origin, source
-from trainer.data.source import Source, omission_notes, open_source
+from trainer.data.form import SINGLE, SampleForm
+from trainer.data.source import Piece, Source, omission_notes, open_source
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
-FORMAT = 3
+FORMAT = 4
 META = "meta.json"
+# Of a table of samples, int64; beside them the lengths of the documents, and a number.
+COLUMNS = ("length", "targets", "fingerprint", "source", "left_out")
 TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
@@ -44,7 +47,8 @@ class TokenisedDataset:
     lengths: tokens of each sample, int64 [samples]. targets: how many of them are predicted and
     trained. fingerprints: a 64-bit hash of each sample's tokens and mask. sources: the index of
     each in the dataset, of which a long text has several. left_out: how many tokens were cut off
-    behind it. omissions: see Source.
+    behind it. documents: tokens of each document of each sample, int64 [samples, documents].
+    numbers: of each sample, float64 [samples]; see SampleForm. omissions: see Source.
 
     Raises:
         ConfigError: files are missing or cut short.
@@ -60,13 +64,16 @@ class TokenisedDataset:
         self.omissions: dict[str, tuple[int, str]] = meta["omissions"]
         tables = [np.load(folder / SAMPLES.format(number)) for number in meta["parts"]]
         self._parts = [
-            _mapped(folder / TOKENS.format(number), table[:, 0])
+            _mapped(folder / TOKENS.format(number), table["length"])
             for number, table in zip(meta["parts"], tables, strict=True)
         ]
-        columns = np.concatenate(tables).T.copy()
-        self.lengths, self.targets, self.fingerprints, self.sources, self.left_out = columns
+        whole = np.concatenate(tables)
+        self.lengths, self.targets, self.fingerprints, self.sources, self.left_out = (
+            whole[name].copy() for name in COLUMNS
+        )
+        self.documents, self.numbers = whole["documents"].copy(), whole["number"].copy()
         self._part_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
-        self._begins = np.concatenate([np.cumsum(t[:, 0]) - t[:, 0] for t in tables])
+        self._begins = np.concatenate([np.cumsum(t["length"]) - t["length"] for t in tables])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -112,33 +119,49 @@ class TokenisedDataset:
 
 
 def open_dataset(
-    key: str, block: dict[str, Any], config: TrainConfig, world: World, tokenizer: Any
+    key: str,
+    block: dict[str, Any],
+    config: TrainConfig,
+    world: World,
+    tokenizer: Any,
+    form: SampleForm = SINGLE,
 ) -> TokenisedDataset:
     """The tokenised dataset that `block` names; all ranks call this together.
 
     Args:
         key: the config's key, for messages.
+        form: what the method reads of a sample.
 
     Raises:
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
     """
-    block = source.read_block(block)
+    limit = form.limit(block, config.tokenizer.get("max_seq_len"))
+    block = source.read_block(block, form)
+
+    def open_it() -> Source:
+        return open_source(key, block, tokenizer, form, limit)
 
     def find() -> tuple[Path, Source | None]:
         # Data of the hub changes under one name: only the opened dataset tells its version.
-        opened = None if origin.data_files(block) else open_source(key, block, tokenizer)
-        return config.data_cache / _name(block, config.tokenizer, opened), opened
+        opened = None if origin.data_files(block) else open_it()
+        return config.data_cache / _name(block, config.tokenizer, form, limit, opened), opened
 
     folder, opened = world.on_main(find) or (None, None)
     folder = world.gather(folder)[0]
     if not world.gather((folder / META).is_file())[0]:
         # Rank 0 first, so that one process alone converts the files.
-        first = world.on_main(lambda: opened or open_source(key, block, tokenizer))
-        make(world.on_all(lambda: first or open_source(key, block, tokenizer)), folder, world)
+        first = world.on_main(lambda: opened or open_it())
+        make(world.on_all(lambda: first or open_it()), folder, world)
     return world.on_all(lambda: TokenisedDataset(_seen(folder), block))
 
 
-def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Source | None) -> str:
+def _name(
+    block: dict[str, Any],
+    tokenizer_block: dict[str, Any],
+    form: SampleForm,
+    limit: int | None,
+    opened: Source | None,
+) -> str:
     """The folder's name: a hash of all that the tokens depend on."""
     content = {
         "format": FORMAT,
@@ -146,6 +169,7 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Source
         "code": [files.sha256(Path(__file__).with_name(name)) for name in _makers(block)],
         "dataset": block,
         "tokenizer": tokenizer_block,
+        "form": [form.documents, form.number, limit],
         "data": [files.sha256(path) for path in origin.data_files(block)],
         "tokenizer_files": [files.sha256(path) for path in _tokenizer_files(tokenizer_block)],
         # The addresses of files on the hub hold the commit.
@@ -158,7 +182,7 @@ def _name(block: dict[str, Any], tokenizer_block: dict[str, Any], opened: Source
 def _makers(block: dict[str, Any]) -> tuple[str, ...]:
     """The modules beside this one that decide on a sample's tokens."""
     conversations = block["_component_"] in (source.CHAT, source.CONVERSATIONS)
-    own = ("source.py", "tokenizers.py", "spans.py", "marks.py")
+    own = ("source.py", "form.py", "tokenizers.py", "spans.py", "marks.py")
     return (*own, *(("conversations.py",) if conversations else ()))
 
 
@@ -263,15 +287,19 @@ def _write_part(folder: Path, samples: Source, world: World) -> tuple[int, int] 
     indices = range(count * rank // world.size, count * (rank + 1) // world.size)
     if not indices:
         return None
-    table: list[tuple[int, ...]] = []
+    table: list[tuple[Any, ...]] = []
     highest = (-1, 0)
     last_said = time.monotonic()
     paths = [folder / name.format(rank) for name in (TOKENS, SAMPLES)]
     with open(paths[0], "wb") as file:
         for done, index in enumerate(indices, 1):
-            for tokens, trained, left_out in samples.pieces(index):
-                fingerprint = _fingerprint(tokens, trained)
-                table.append((len(tokens), trained[1:].sum(), fingerprint, index, left_out))
+            for piece in samples.pieces(index):
+                tokens, trained = piece.tokens, piece.trained
+                first = np.cumsum((0, *piece.lengths[:-1]))
+                # No token before a document's first one predicts it.
+                targets = trained.sum() - trained[first].sum()
+                facts = (len(tokens), targets, _fingerprint(piece), index, piece.left_out)
+                table.append((*facts, piece.lengths, piece.number))
                 highest = max(highest, (int(tokens.max()), index), key=lambda pair: pair[0])
                 file.write(np.where(trained, tokens, ~tokens).tobytes())
             if time.monotonic() - last_said > PROGRESS_EVERY_S:
@@ -279,14 +307,21 @@ def _write_part(folder: Path, samples: Source, world: World) -> tuple[int, int] 
                 world.say(
                     f"tokenising {samples.key}: {done:,} of {len(indices):,} samples of this rank"
                 )
-    np.save(paths[1], np.array(table, dtype=np.int64))
+    columns = [
+        *((name, np.int64) for name in COLUMNS),
+        ("documents", np.int64, (samples.form.count,)),
+    ]
+    np.save(paths[1], np.array(table, dtype=[*columns, ("number", np.float64)]))
     for path in paths:
         files.fsync_path(path)
     return highest
 
 
-def _fingerprint(tokens: np.ndarray, trained: np.ndarray) -> int:
-    digest = hashlib.blake2b(tokens.tobytes() + trained.tobytes(), digest_size=8).digest()
+def _fingerprint(piece: Piece) -> int:
+    content = piece.tokens.tobytes() + piece.trained.tobytes()
+    if len(piece.lengths) > 1 or piece.number:
+        content += repr((piece.lengths, piece.number)).encode()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

@@ -38,7 +38,10 @@ class MicroBatch:
     trained: int64 [target_count], the indices of the trained positions in the flattened labels.
     They are counted before the batch reaches the GPU, because counting there waits for it.
     token_count: real input tokens. target_count: trained labels. lengths: real tokens of each
-    document.
+    document that counts; the documents of a sample are neighbours.
+    document_index: int64 [target_count], which of these documents a trained position belongs to.
+    documents_per_sample: how many of them are a sample. numbers: fp32 [samples], which the method
+    reads with each sample; see trainer.data.form.
     positions: int64 [batch, sequence], the position of each token in its document; documents:
     which document it belongs to. Both are None if rows are not packed; packed rows all have the
     same length.
@@ -50,8 +53,16 @@ class MicroBatch:
     token_count: int
     target_count: int
     lengths: tuple[int, ...]
+    document_index: torch.Tensor
+    numbers: torch.Tensor
+    documents_per_sample: int = 1
     positions: torch.Tensor | None = None
     documents: Documents | None = None
+
+    @property
+    def sample_count(self) -> int:
+        """Samples that count."""
+        return len(self.lengths) // self.documents_per_sample
 
     def pin_memory(self) -> "MicroBatch":
         """Return the batch in pinned memory; the DataLoader calls this."""

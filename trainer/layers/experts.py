@@ -1,8 +1,8 @@
-"""Routed experts: the tokens of each through grouped matrix products, with LoRA and NF4.
+"""Routed experts: the tokens of each through grouped matrix products, with adapters and NF4.
 
 All experts of a layer are one tensor per matrix, [experts, out, in] or, transposed, [experts, in,
 out]. Tokens are sorted by expert, so that one product per matrix serves them all and no token is
-dropped. LoRA gives each expert an A and a B of its own, as PEFT's `target_parameters` does.
+dropped.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,27 +23,6 @@ NAME = "experts"
 MULTIPLE = 8
 
 
-class Adapter(nn.Module):
-    """LoRA of one matrix of all experts: `lora_a` [experts, rank, in], `lora_b` [experts, out,
-    rank]."""
-
-    def __init__(self, weight: torch.Tensor, rank: int, transposed: bool) -> None:
-        super().__init__()
-        count, outputs, inputs = weight.shape
-        if transposed:
-            outputs, inputs = inputs, outputs
-        self.lora_a = _Stack(weight.new_empty(count, rank, inputs))
-        self.lora_b = _Stack(weight.new_empty(count, outputs, rank))
-
-
-class _Stack(nn.Module):
-    """Holds a parameter, so that its name ends as that of a linear layer's adapter."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-
 def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transposed: bool) -> None:
     """Let `layer` compute its experts here, in place.
 
@@ -53,8 +32,9 @@ def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transpose
         transposed: the matrices are [experts, in, out].
     """
     layer.activation, layer.transposed = activation, transposed
+    # By matrix, what an adapter adds to its product: see trainer.layers.adapters.lora_experts.
     layer.adapters: nn.ModuleDict = nn.ModuleDict()
-    layer.rank, layer.scaling, layer.use_rslora = 0, 1.0, False
+    layer.adapter_enabled = True
     # Set by trainer.parallel: these experts are a part of all; gradients are one rank's part.
     layer.exchange, layer.partial_gradient = None, False
     patch_forward(layer, forward)
@@ -65,13 +45,6 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if hasattr(module, "transposed") and hasattr(module, MATRICES[0]):
             yield name, module
-
-
-def add_adapters(layer: nn.Module, rank: int, alpha: float) -> None:
-    """Give both matrices an adapter; on the meta device."""
-    layer.rank, layer.scaling = rank, alpha / rank
-    for name in MATRICES:
-        layer.adapters[name] = Adapter(getattr(layer, name), rank, layer.transposed)
 
 
 def quantise(layer: nn.Module) -> None:
@@ -130,11 +103,8 @@ def _product(
         out = _Packed.apply(x, weight, layer.nf4_table, ends, layer.transposed)
     else:
         out = grouped(x, weight if layer.transposed else weight.transpose(1, 2), ends)
-    if name in layer.adapters:
-        adapter = layer.adapters[name]
-        a, b = part(adapter.lora_a.weight), part(adapter.lora_b.weight)
-        inner = grouped(x, a.transpose(1, 2), ends) * layer.scaling
-        out = out + grouped(inner, b.transpose(1, 2), ends)
+    if name in layer.adapters and layer.adapter_enabled:
+        out = out + layer.adapters[name](x, ends, part, layer.scaling)
     bias = getattr(layer, name + BIAS, None)
     return out if bias is None else out + part(bias)[ids]
 
@@ -262,42 +232,7 @@ def merged(layer: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
         weight = nf4.dequantise(weight, layer.nf4_table, dtype)
     if name not in layer.adapters:
         return weight.to(dtype)
-    a, b = adapter_tensors(layer, name)
-    update = layer.scaling * (b.float() @ a.float())
+    update = layer.scaling * layer.adapters[name].update()
     if layer.transposed:
         update = update.transpose(1, 2)
     return (weight.float() + update).to(dtype)
-
-
-def adapter_tensors(layer: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix's whole A and B; all ranks call this together."""
-    adapter = layer.adapters[name]
-    parts = (adapter.lora_a.weight, adapter.lora_b.weight)
-    return tuple(full_tensor(part.detach()) for part in parts)
-
-
-def to_peft(
-    a: torch.Tensor, b: torch.Tensor, transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [experts, rank, in] and B [experts, out, rank] as PEFT's lora_A and lora_B.
-
-    PEFT (0.18, ParamWrapper.get_delta_weight) takes the weight for [experts, in, out] whatever it
-    is: lora_A is [experts x rank, in] and lora_B [out, rank x experts].
-    """
-    if not transposed:
-        a, b = b.transpose(1, 2), a.transpose(1, 2)
-    return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
-
-
-def from_peft(
-    a: torch.Tensor, b: torch.Tensor, count: int, transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `to_peft`."""
-    a, b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count)).permute(2, 0, 1)
-    return (a, b) if transposed else (b.transpose(1, 2), a.transpose(1, 2))
-
-
-def peft_places(name: str) -> dict[str, str]:
-    """By matrix, where PEFT keeps the adapter of the experts `name`: one wraps the other."""
-    inner, outer = MATRICES
-    return {inner: f"{name}.base_layer", outer: name}

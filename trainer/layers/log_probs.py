@@ -5,19 +5,20 @@ Tokens go through the output head in chunks, as in Liger Kernel (arXiv 2410.1098
 (4704 for 4740.3 in bf16), and takes neither a split vocabulary nor LoRA.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runspec.step import loss_tokens
 from trainer.errors import ConfigError
-from trainer.layers.lora import AdaptedLinear
+from trainer.layers.adapters.base import AdaptedLinear
+from trainer.layers.batch import MicroBatch
+from trainer.layers.linear import own_part
 from trainer.parallel.activations import compiled
 from trainer.parallel.sharded import local
 
@@ -55,17 +56,31 @@ def factors(model: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> 
     head = model.output_head
     weight = model.embedding.weight if head is None else head.weight
     pairs = [(rows, local(weight))]
-    if isinstance(head, AdaptedLinear) and head.magnitude is None:
-        # A sees the whole input, but only this rank's rows of B send a gradient back to it.
-        a, b = local(head.lora_a.weight, partial_gradient=True), local(head.lora_b.weight)
-        pairs.append((head.scaling * F.linear(head.dropout(rows), a), b))
-    elif not isinstance(head, nn.Linear | None) or getattr(head, "bias", None) is not None:
+    added = head.factors(rows, own_part(head)) if isinstance(head, AdaptedLinear) else []
+    if added is not None:
+        pairs += added
+    known = isinstance(head, nn.Linear | AdaptedLinear | None) and added is not None
+    if not known or getattr(head, "bias", None) is not None:
         raise ConfigError(
-            f"loss: LinearCrossEntropy knows no output head of kind {type(head).__name__}; "
+            f"loss: a loss without logits knows no output head of kind {type(head).__name__}; "
             "set loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
         )
     group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
     return Factors(pairs, group, model.output_softcap)
+
+
+def head_faults(block: Mapping[str, Any], instead: str) -> list[str]:
+    """Why `factors` cannot take the output head of the model that a `model` block names.
+
+    Args:
+        instead: what else the config may say.
+    """
+    if block.get("use_dora") and block.get("apply_lora_to_output"):
+        return [
+            "loss: a loss without logits knows no DoRA on the output head; set "
+            f"model.apply_lora_to_output=False{instead}"
+        ]
+    return []
 
 
 def linear_log_probs(
@@ -91,6 +106,38 @@ def linear_log_probs(
         [tokens], fp32 (fp64 for fp64 inputs).
     """
     return _LogProbs.apply(*_arguments(made_of, targets, chunks, compile_chunks))
+
+
+def token_log_probs(
+    model: nn.Module, batch: MicroBatch, *, compile_chunks: bool = False
+) -> torch.Tensor:
+    """The log-probability of each trained token of a batch, in a forward pass without logits.
+
+    Args:
+        model: a Decoder whose output head stays with its root (num_output_chunks 1).
+        batch: on the model's device.
+
+    Returns:
+        [target_count], fp32, in the order of `batch.trained`; each rank of a split vocabulary has
+        all of them.
+    """
+    targets = batch.labels.flatten().index_select(0, batch.trained)
+
+    def output(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        made_of = factors(model, hidden, batch.trained)
+        return linear_log_probs(made_of, targets, compile_chunks=compile_chunks)
+
+    return model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
+
+
+def document_sums(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """The sum over each document's trained tokens of `values`, [target_count].
+
+    Returns:
+        [samples, documents per sample], in the dtype of `values`; 0 for a document without one.
+    """
+    sums = values.new_zeros(len(batch.lengths)).index_add(0, batch.document_index, values)
+    return sums.view(-1, batch.documents_per_sample)
 
 
 def linear_cross_entropy(

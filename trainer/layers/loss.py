@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from trainer.config import TrainConfig, instantiate
+from runspec.keys.sft import SftConfig
+from trainer.config import instantiate
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
-from trainer.layers.log_probs import factors, linear_cross_entropy, own_columns
+from trainer.layers.log_probs import factors, head_faults, linear_cross_entropy, own_columns
 from trainer.parallel.sharded import full_tensor, local
 
 SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
@@ -61,7 +62,7 @@ class TokenLoss:
             know the model's kind of output head.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: SftConfig) -> None:
         block = config.loss
         if block["_component_"] in LATER_NAMES:
             block = block | {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
@@ -79,12 +80,9 @@ class TokenLoss:
             # It reads the output head's weight by itself, so that FSDP must keep it with the root.
             self.output_chunks = 1
             self._component.compiled = config.compile
-            if config.model.get("use_dora") and config.model.get("apply_lora_to_output"):
-                raise ConfigError(
-                    "loss: LinearCrossEntropy knows no DoRA on the output head; set "
-                    "model.apply_lora_to_output=False, or "
-                    "loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
-                )
+            other = ", or loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
+            if faults := head_faults(config.model, other):
+                raise ConfigError(*faults)
 
     def __call__(self, model: nn.Module, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Summed loss, a scalar in fp32 with a graph behind it, also if no token is trained.

@@ -16,6 +16,14 @@ def patch_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.__class__ = _subclass(type(module), forward)
 
 
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass (module, ...) of `module` that `patch_forward` has replaced by `forward`."""
+    kinds = type(module).__mro__
+    index = next(i for i, kind in enumerate(kinds) if kind.__dict__.get("patched") is forward)
+    return kinds[index + 1].forward
+
+
 @cache
 def _subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    return type(kind.__name__, (kind,), {"forward": forward})
+    # transformers wraps the forward pass of each subclass of a block.
+    return type(kind.__name__, (kind,), {"forward": forward, "patched": forward})

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from runspec.keys.sft import TRANSFORMERS
+from runspec.adapters import LORA, is_built_in, own_adapters
+from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
-from trainer.layers import attention, fp8, lora, nf4
+from trainer.layers import attention, fp8, linear, nf4
+from trainer.layers.adapters import base as adapters
 from trainer.models.decoder import Decoder, Role
 from trainer.parallel import activations, fsdp, tensor_parallel
 from trainer.parallel.world import World
@@ -31,8 +33,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SOURCES = {"torchtune.": "trainer.models.torchtune.decoder"}
 # Makes the model that its folder's config.json names, if no component is given.
 FROM_FOLDER = "trainer.models.transformers.source"
-# Keys of a `model` block for a Decoder; torchtune's builders add adapters themselves.
-ADAPTER_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def build(
     world: World,
     output_chunks: int = 0,
     data_faults: Callable[[int, int], list[str]] | None = None,
+    frozen: bool = False,
 ) -> Model:
     """Build, shard and fill the model that `config` names.
 
@@ -75,29 +76,39 @@ def build(
     Args:
         output_chunks: in how many chunks the model gives its logits (0: whole).
         data_faults: see `fitting`.
+        frozen: nothing of it is trained.
 
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
     world.on_all(lambda: _check_dtypes(config, world.device))
     source, module = world.on_all(lambda: fitting(config, data_faults))
-    lay_out(module, config, world, output_chunks)
+    lay_out(module, config, world, output_chunks, frozen)
     allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     world.on_all(lambda: weights.load(module, source))
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
-    module.train()
-    return Model(module, lora.method(module), DTYPES[config.dtype])
+    module.train(not frozen)
+    return Model(module, adapters.method(module), DTYPES[config.dtype])
 
 
-def lay_out(module: Decoder, config: TrainConfig, world: World, output_chunks: int = 0) -> None:
+def lay_out(
+    module: Decoder,
+    config: TrainConfig,
+    world: World,
+    output_chunks: int = 0,
+    frozen: bool = False,
+) -> None:
     """Freeze, split, checkpoint and shard `module` in place as `config` says.
 
     Args:
         module: on the meta device, from `empty`.
         output_chunks: in how many chunks the model gives its logits (0: whole).
+        frozen: nothing of it is trained.
     """
     freeze_base(module)
+    if frozen:
+        module.requires_grad_(False)
     if not config.train_router:
         for router in module.routers():
             router.requires_grad_(False)
@@ -122,11 +133,10 @@ def lay_out(module: Decoder, config: TrainConfig, world: World, output_chunks: i
         fsdp.shard(module, mesh, DTYPES[config.dtype], config, expert_mesh)
 
 
-def freeze_base(module: nn.Module) -> None:
+def freeze_base(module: Decoder) -> None:
     """Let only the adapter be trained, or everything if there is no adapter."""
-    adapted = lora.method(module) != "full"
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not adapted or lora.is_adapter(name))
+        parameter.requires_grad_(module.adapter is None or module.is_adapter(name))
 
 
 def empty(config: TrainConfig) -> Decoder:
@@ -139,13 +149,20 @@ def empty(config: TrainConfig) -> Decoder:
     finally:
         torch.set_default_dtype(before)
     if config.fp8_recipe is not None:
-        lora.use_fp8(module, module.linear_layers(), config.fp8_recipe)
+        names, frozen = module.linear_layers(), module.adapter is not None
+        linear.use_fp8(module, names, config.fp8_recipe, frozen)
     return module
 
 
 def own_keys(block: dict[str, Any]) -> set[str]:
-    """The keys of a `model` block that the trainer reads and does not pass to the component."""
-    return {"quantize_base"} if _source(block) else {"quantize_base", *ADAPTER_KEYS}
+    """The keys of a `model` block that the trainer reads and does not pass to the component.
+
+    Raises:
+        ConfigError: there is no such kind of adapter.
+    """
+    kind = adapters.kind_of(block) if own_adapters(block) else None
+    keys = LORA.keys if kind is None else kind.declared.keys
+    return {"quantize_base", "adapter", *(keys if own_adapters(block) else ())}
 
 
 def _source(block: dict[str, Any]) -> str | None:
@@ -167,7 +184,7 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
         ConfigError: the component returns no decoder, or one that cannot be quantised; or nothing
             can be made of the folder.
     """
-    quantised = block.get("quantize_base", False)
+    quantised, kind = block.get("quantize_base", False), adapters.kind_of(block)
     ours = own_keys(block)
     plain = {key: value for key, value in block.items() if key not in ours}
     if block["_component_"] == TRANSFORMERS:
@@ -177,7 +194,6 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
                 f"{', '.join(sorted(ours))}"
             )
         model = importlib.import_module(FROM_FOLDER).empty(folder)
-        _add_adapters(model, block)
     else:
         builder = component("model", block["_component_"])
         # A qlora_* builder is the lora_* one with this keyword set.
@@ -186,13 +202,14 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
         if "quantize_base" in inspect.signature(builder).parameters:
             plain["quantize_base"] = False
         model = _adopted(instantiate("model", plain), block)
+    _add_adapter(model, block, kind)
     if quantised:
         _quantise(model)
     return model
 
 
 def _adopted(model: Any, block: dict[str, Any]) -> Decoder:
-    """What a component returned as a decoder, with its adapters."""
+    """What a component returned as a decoder."""
     if source := _source(block):
         return importlib.import_module(source).adopt(model)
     if not isinstance(model, Decoder):
@@ -200,54 +217,30 @@ def _adopted(model: Any, block: dict[str, Any]) -> Decoder:
             f"model: {block['_component_']} returns a {type(model).__name__}, not a "
             "trainer.models.decoder.Decoder"
         )
-    _add_adapters(model, block)
     return model
 
 
-def _add_adapters(model: Decoder, block: dict[str, Any]) -> None:
-    """Add adapters to the linear layers of the blocks, or to those that `lora_modules` names."""
-    rank = block.get("lora_rank")
-    if rank is None:
-        if given := [key for key in ADAPTER_KEYS if key in block]:
+def _add_adapter(model: Decoder, block: dict[str, Any], kind: adapters.AdapterKind | None) -> None:
+    """Add an adapter of the kind, or recognise the one that torchtune's builder has added."""
+    if kind is None:
+        if given := [k for k in LORA.keys if block.get(k) is not None and own_adapters(block)]:
             raise ConfigError(f"model.{given[0]}: needs model.lora_rank")
-        return
-    from trainer.layers import experts
+    elif is_built_in(block):
+        from trainer.layers.adapters import lora
 
-    layers = {name: name.rpartition(".")[2] for name in model.linear_layers()}
-    routed = [layer for _, layer in experts.layers(model)]
-    known = {*layers.values(), *([experts.NAME] if routed else [])}
-    wanted = set(block.get("lora_modules") or known)
-    if unknown := wanted - known:
-        raise ConfigError(
-            f"model.lora_modules: no layer {', '.join(sorted(unknown))}; has "
-            f"{', '.join(sorted(known))}"
-        )
-    alpha, dropout = block.get("lora_alpha", 2 * rank), block.get("lora_dropout", 0.0)
-    use_dora = block.get("use_dora", False)
-    if experts.NAME in wanted:
-        _check_expert_adapters(use_dora, dropout, known - {experts.NAME})
-        for layer in routed:
-            experts.add_adapters(layer, rank, alpha)
-    for name in [name for name, last in layers.items() if last in wanted]:
-        base = model.get_submodule(name)
-        model.set_submodule(name, lora.AdaptedLinear(base, rank, alpha, dropout, use_dora))
-
-
-def _check_expert_adapters(use_dora: bool, dropout: float, others: set[str]) -> None:
-    """PEFT has neither for weights of several experts."""
-    given = {"use_dora": use_dora, "lora_dropout": dropout}
-    if wrong := [key for key, value in given.items() if value]:
-        raise ConfigError(
-            *(
-                f"model.{key}: is not possible for the experts; leave it out, or leave the experts "
-                f"out: model.lora_modules=[{','.join(sorted(others))}]"
-                for key in wrong
+        model.adapter = found = lora.built_in(model, kind.settings)
+        if found is not None and type(found) is not type(kind):
+            raise ConfigError(
+                f"model.adapter: {block['_component_']} adds {found.declared.title} itself; leave "
+                "model.adapter out, or name a builder without lora_"
             )
-        )
+    else:
+        kind.add(model)
+        model.adapter = kind
 
 
 def _quantise(model: Decoder) -> None:
-    if lora.method(model) == "full":
+    if model.adapter is None:
         raise ConfigError(
             "model.quantize_base: only adapters can be trained over a quantised base; "
             "set model.lora_rank or use a lora_* builder, or set model.quantize_base=False"
@@ -260,7 +253,7 @@ def _quantise(model: Decoder) -> None:
     weights_of += [getattr(layer, name) for layer in routed for name in experts.MATRICES]
     if faults := nf4.faults(weights_of):
         raise ConfigError(*faults)
-    lora.quantise(model, names)
+    linear.quantise(model, names)
     for layer in routed:
         experts.quantise(layer)
 
@@ -307,8 +300,14 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         )
     if config.dataset.get("packed") and not module.packs:
         faults.append(
-            "dataset.packed: in this model's layers of linear attention a packed document would see "
-            "those before it; set dataset.packed=False"
+            "dataset.packed: in this model's linear attention a packed document would see those "
+            "before it; set dataset.packed=False"
+        )
+    kind = None if module.adapter is None else module.adapter.declared
+    if kind is not None and not kind.merges and not config.save_adapter_weights_only:
+        faults.append(
+            f"save_adapter_weights_only: {kind.title} cannot be merged into the base weights; set "
+            "save_adapter_weights_only=True"
         )
     if config.expert_parallel_dim > 1:
         # Imported late, as it is seldom needed and a rank is to start fast.

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.config import TrainConfig
-from trainer.layers import lora
+from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
 
 
 class Role(Enum):
@@ -64,13 +64,14 @@ class Role(Enum):
 class Decoder(nn.Module, ABC):
     """A causal language model.
 
-    Its attention layers use trainer.layers.attention.DocumentAttention, which keeps the documents of
-    packed rows apart. It is built on the meta device.
+    Its attention layers use trainer.layers.attention.DocumentAttention, which keeps the documents
+    of packed rows apart. It is built on the meta device.
 
     Attributes:
         blocks: the transformer blocks, in order. Each is compiled, checkpointed and sharded by
             itself, and takes its input [batch, sequence, dim] as its first argument.
         title: what the log calls it; None for the component that made it.
+        adapter: the kind of its adapter; None if all weights are trained.
         embedding: has a weight [vocabulary, dim].
         final_norm: between the last block and the output.
         output_head: a linear layer with or without an adapter; None if the embedding's weight is
@@ -89,6 +90,7 @@ class Decoder(nn.Module, ABC):
 
     blocks: nn.ModuleList
     title: str | None = None
+    adapter: AdapterKind | None = None
     embedding: nn.Module
     final_norm: nn.Module
     output_head: nn.Module | None
@@ -192,10 +194,14 @@ class Decoder(nn.Module, ABC):
             name
             for name, layer in self.named_modules()
             if name.startswith(f"{prefix}.")
-            and isinstance(layer, nn.Linear | lora.AdaptedLinear)
-            and not name.endswith((".lora_a", ".lora_b"))
+            and isinstance(layer, nn.Linear | AdaptedLinear)
+            and not self.is_adapter(f"{name}.weight")
             and (not roles or any(fnmatchcase(name, pattern) for pattern in wanted))
         ]
+
+    def is_adapter(self, parameter: str) -> bool:
+        """True for the name of a parameter that an adapter adds."""
+        return self.adapter is not None and self.adapter.owns(parameter)
 
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
         """Make the model compute what config.json says; return what differs, one line per fault.

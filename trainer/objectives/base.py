@@ -1,38 +1,41 @@
-"""What a training method is: its data, its models, its loss, and what must stay the same."""
+"""What a training method is: its config, data, models and loss, and what must stay the same."""
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from runspec.keys.key import Key
-from trainer.config import KEYS, TrainConfig
+from runspec.keys.train import TrainConfig
+from trainer.data import batches
 from trainer.data.batches import Data, MicroBatch
+from trainer.data.form import SINGLE, SampleForm
 from trainer.errors import ConfigError
-from trainer.layers.lora import adapted_layers
+from trainer.layers import log_probs
+from trainer.layers.adapters.base import disabled
 from trainer.models.build import Model
+from trainer.models.builder import Builder
 from trainer.models.decoder import Decoder
+from trainer.parallel import fsdp
 from trainer.parallel.world import World
 from trainer.storage.weights import SafetensorsSource
-
-# The method of a config that names none.
-SFT = "trainer.objectives.sft.SupervisedFineTuning"
 
 
 @dataclass(frozen=True)
 class Models:
     """The models of a method: the one that is trained, and frozen ones beside it.
 
-    reference: the policy as it was before training, for preference tuning.
-    teacher: the model to imitate, for distillation.
+    reference: the policy as it was before training, if that is a model of its own. teacher: the
+    model to imitate. fingerprints: of the frozen models' weights, by name.
     """
 
     policy: Model
     reference: Model | None = None
     teacher: Model | None = None
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def modules(self) -> list[Decoder]:
@@ -40,13 +43,44 @@ class Models:
         models = (self.policy, self.reference, self.teacher)
         return [model.module for model in models if model is not None]
 
+    @contextmanager
+    def as_reference(self) -> Iterator[Decoder]:
+        """The policy as it was before training, for forward passes without gradients.
+
+        Call it before the policy's own pass over a batch: FSDP gathers ahead, in the backward pass,
+        what the last forward pass used.
+        """
+        if self.reference is None:
+            with torch.no_grad(), disabled(self.policy.module):
+                yield self.policy.module
+        else:
+            with self._frozen(self.reference) as module:
+                yield module
+
+    @contextmanager
+    def as_teacher(self) -> Iterator[Decoder]:
+        """The teacher, for forward passes without gradients; see `as_reference`."""
+        if self.teacher is None:
+            raise RuntimeError("the method's config names no teacher_key")
+        with self._frozen(self.teacher) as module:
+            yield module
+
+    @contextmanager
+    def _frozen(self, model: Model) -> Iterator[Decoder]:
+        with torch.no_grad():
+            yield model.module
+        # Its embedding and output head would stay gathered until the next step.
+        fsdp.reshard(model.module)
+
 
 class LossSum(NamedTuple):
-    """The loss of a micro-batch, summed over its `target_count` targets.
+    """The loss of a micro-batch, summed over the targets that `Objective.target_count` counts.
 
     total: a scalar, fp32, with a graph behind it even if there is no target.
     metrics: further sums over the same targets by name, detached scalars; the same names in every
-    micro-batch. Each is logged under its name, as the mean over all targets of the step.
+    micro-batch. Each is logged under its name, as the mean over all targets of the step, and under
+    val_ and its name as that over all targets of dataset_val. A name with a slash is in the group
+    before it in TensorBoard.
     """
 
     total: torch.Tensor
@@ -61,49 +95,70 @@ class Objective(ABC):
     step.
 
     Attributes:
-        keys: the keys of its configs.
-        output_chunks: in how many chunks the policy gives its logits (0: whole).
+        config_class: its keys, and what the launcher knows of it: whether it has a reference or a
+            teacher, and how many documents a sample has.
+        form: what it reads of a sample, and which documents stay together.
+        normaliser: what the loss is a mean over: trained tokens, documents, or samples, such as
+            pairs.
     """
 
-    keys: ClassVar[Mapping[str, Key]] = KEYS
-    output_chunks: int = 0
+    config_class: ClassVar[type[TrainConfig]]
+    form: ClassVar[SampleForm] = SINGLE
+    normaliser: ClassVar[Literal["tokens", "documents", "samples"]] = "tokens"
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world
 
     @classmethod
-    def faults(cls, config: TrainConfig) -> list[str]:
+    def faults(cls, config: Any) -> list[str]:
         """What of a config the method cannot use, one line each; read by `trainer.check`.
 
         Weights and data are not read.
         """
-        return []
+        return log_probs.head_faults(config.model, "") if config.fused_loss else []
 
-    @abstractmethod
+    @property
+    def output_chunks(self) -> int:
+        """In how many chunks the policy gives its logits; 0: whole, 1: it is asked for none."""
+        return int(self.config.fused_loss)
+
     def build_data(self) -> Data:
         """The batches; raises ConfigError if the data cannot be read or used."""
+        return batches.build(self.config, self.world, self.form)
 
-    @abstractmethod
-    def build_models(self, data: Data) -> Models:
-        """The models, laid out over the ranks; raises ConfigError if they do not fit the data."""
+    def build_models(self, builder: Builder) -> Models:
+        """The models that the config names, laid out over the ranks.
+
+        Raises:
+            ConfigError: they do not fit the data, or their folders are incomplete.
+        """
+        chunks, config = self.world.on_all(lambda: self.output_chunks), self.config
+        policy, reference, teacher = builder.policy(chunks), None, None
+        if config.has_reference:
+            reference = builder.reference(policy, chunks)
+        if config.teacher_key:
+            teacher = builder.teacher(getattr(config, config.teacher_key), chunks)
+        return Models(policy, reference, teacher, dict(builder.fingerprints))
 
     @abstractmethod
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         """The loss of one micro-batch, which is in CPU memory.
 
         Under tensor parallelism the loop calls it inside `vocabulary_split_loss`. `trainer.trace`
-        calls it with a policy alone, on fake tensors.
+        calls it on fake tensors.
         """
 
     def target_count(self, batch: MicroBatch) -> int:
-        """The number by which the summed loss of a micro-batch becomes a mean: trained tokens."""
-        return batch.target_count
+        """The number by which the summed loss of a micro-batch becomes a mean."""
+        if self.normaliser == "tokens":
+            return batch.target_count
+        return len(batch.lengths) if self.normaliser == "documents" else batch.sample_count
 
     def identity(self, models: Models, data: Data) -> dict[str, Any]:
         """What must stay the same between a checkpoint and the start that resumes it, by key."""
-        config, batches = self.config, data.training
-        base = None
-        if models.policy.method != "full":
+        config, training = self.config, data.training
+        base, adapter = None, models.policy.module.adapter
+        if adapter is not None:
             # Which base model an adapter belongs to: its checkpoints do not hold that.
             source = config.checkpointer
             found = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
@@ -112,19 +167,33 @@ class Objective(ABC):
             "method": models.policy.method,
             "model": config.model,
             "base_weights": base,
-            "lora_scaling": sorted({m.scaling for m in adapted_layers(models.policy.module)}),
+            **({} if adapter is None else adapter.identity(models.policy.module)),
             "dtype": config.dtype,
             "master_weights": config.master_weights,
             "fp8_recipe_name": config.fp8_recipe,
             "optimizer._component_": config.optimizer["_component_"],
             "seed": config.seed,
             "shuffle": config.shuffle,
-            **{key: getattr(config, key) for key in self.keys if key not in KEYS},
-            "dataset_size": batches.size,
-            "dataset_sha256": batches.rows.samples.sha256,
-            "packed_row_length": batches.rows.length,
-            "samples_per_step": batches.samples_per_step,
-            "steps_per_epoch": batches.steps_per_epoch,
+            **self.own_values(may_change=False),
+            **{f"{name}_weights": sha for name, sha in models.fingerprints.items()},
+            "dataset_size": training.size,
+            "dataset_sha256": training.rows.samples.sha256,
+            "packed_row_length": training.rows.length,
+            "samples_per_step": training.samples_per_step,
+            "steps_per_epoch": training.steps_per_epoch,
+        }
+
+    def own_values(self, may_change: bool) -> dict[str, Any]:
+        """The values of the keys that the method adds, and that may, or may not, change at resume.
+
+        A teacher's folder is in neither: its weights count, whatever it is called.
+        """
+        own = self.config_class.own_keys()
+        return {
+            name: getattr(self.config, name)
+            for name, key in own.items()
+            if "." not in name and key.may_change == may_change
+            if name != self.config.teacher_key
         }
 
 

@@ -98,7 +98,7 @@ def missing_for_compile(device: torch.device) -> str | None:
 
 
 def _exchanges_tokens(block: nn.Module) -> bool:
-    """Whether a block's experts are spread over ranks; see runspec.keys.sft.uncompiled_experts."""
+    """Whether a block's experts are spread over ranks; see `uncompiled_experts`."""
     return any(getattr(module, "exchange", None) is not None for module in block.modules())
 
 

@@ -18,22 +18,28 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import loss_parallel
 
 from runspec.layout import StepFacts
-from trainer.layers import lora, nf4
-from trainer.layers.patch import patch_forward
+from trainer.layers import linear, nf4
+from trainer.layers.adapters.base import AdaptedLinear
+from trainer.layers.patch import patch_forward, replaced
 from trainer.models.decoder import Decoder, Role
 from trainer.parallel.sharded import local
 
 SEQUENCE = Shard(1)
-# A parameter -> what this rank computes with.
-LocalPart = Callable[[torch.Tensor], torch.Tensor]
 # The argument of a block's parts in transformers' models, where it is given by name.
 HIDDEN = "hidden_states"
 # The placements of a column-split layer's parameters.
-COLUMN = dict.fromkeys(("weight", "bias", "lora_b.weight", "magnitude"), Shard(0))
+COLUMN = dict.fromkeys(("weight", "bias"), Shard(0))
 
 
 def _embedding(layer: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
@@ -57,8 +63,8 @@ def _summed(layer: nn.Module, to: Shard | Replicate, partial_sum: torch.Tensor) 
 
 def _replicated(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A norm or a linear layer on this rank's tokens or heads, which stay this rank's."""
-    if isinstance(layer, nn.Linear | lora.AdaptedLinear):
-        return _with_bias(layer, _product(layer, x, _partial, _partial, _partial), _partial)
+    if isinstance(layer, nn.Linear | AdaptedLinear):
+        return _with_bias(layer, linear.product(layer, x))
     (scale,) = layer.parameters()
     scale = _partial(scale).float()
     if getattr(layer, "unit_offset", False):
@@ -71,31 +77,12 @@ def _partial(parameter: torch.Tensor) -> torch.Tensor:
     return local(parameter, partial_gradient=True)
 
 
-def _product(
-    layer: nn.Module,
-    x: torch.Tensor,
-    weight: LocalPart,
-    a: LocalPart,
-    b: LocalPart,
-    total: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The product of a linear layer with or without an adapter, without its bias.
-
-    Args:
-        weight, a, b: how the local tensor is taken of the base, of A, and of B and the magnitude.
-        total: as in `lora.adapted`.
-    """
-    own = weight(layer.weight)
-    if not isinstance(layer, lora.AdaptedLinear):
-        return lora.base(layer, x, own)
-    magnitude = None if layer.magnitude is None else b(layer.magnitude)
-    return lora.adapted(
-        layer, x, own, a(layer.lora_a.weight), b(layer.lora_b.weight), magnitude, total
-    )
-
-
-def _with_bias(layer: nn.Module, out: torch.Tensor, bias: LocalPart) -> torch.Tensor:
-    return out if layer.bias is None else out + bias(layer.bias)
+def _with_bias(layer: nn.Module, out: torch.Tensor) -> torch.Tensor:
+    if layer.bias is None:
+        return out
+    own = linear.own_part(layer)
+    adapted = isinstance(layer, AdaptedLinear)
+    return out + (layer.added_bias(own) if adapted else own("bias", layer.bias))
 
 
 def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +103,7 @@ def _gather(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args = (_whole(layer, args[0]), *args[1:])
     else:
         kwargs = kwargs | {HIDDEN: _whole(layer, kwargs[HIDDEN])}
-    return super(_patched(layer, _gather), layer).forward(*args, **kwargs)
+    return replaced(layer, _gather)(layer, *args, **kwargs)
 
 
 def _split_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -134,8 +121,7 @@ def _split_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _column(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, in] to this rank's [batch, sequence, out / ranks]."""
-    # A sees the whole input, but only this rank's rows of B send a gradient back to it.
-    return _with_bias(layer, _product(layer, x, local, _partial, local), local)
+    return _with_bias(layer, linear.product(layer, x))
 
 
 def _fused(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -181,9 +167,9 @@ def _exchanged(
 
 def _row(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """This rank's [batch, sequence, in / ranks] to its [batch, sequence / ranks, out]."""
-    # B is linear: the ranks' outputs of A need no sum of their own before it.
-    out = _product(layer, x, local, local, _partial, partial(_summed, layer, Replicate()))
-    return _with_bias(layer, _summed(layer, SEQUENCE, out), _partial)
+    # LoRA's B is linear: the ranks' outputs of A need no sum of their own before it.
+    out = linear.product(layer, x, partial(_summed, layer, Replicate()))
+    return _with_bias(layer, _summed(layer, SEQUENCE, out))
 
 
 def _output(layer: nn.Module, x: torch.Tensor) -> DTensor:
@@ -194,9 +180,7 @@ def _output(layer: nn.Module, x: torch.Tensor) -> DTensor:
 
 def _own_forward(layer: nn.Module, *args: torch.Tensor) -> object:
     """A module's own forward pass, on this rank's tokens or heads."""
-    kinds = type(layer).__mro__
-    own = kinds[kinds.index(_patched(layer, _own_forward)) + 1]
-    return own.forward(_Local(layer), *args)
+    return replaced(layer, _own_forward)(_Local(layer), *args)
 
 
 class _Local:
@@ -213,10 +197,6 @@ class _Local:
         return getattr(self._module, name) if parameter is None else _partial(parameter)
 
 
-def _patched(layer: nn.Module, forward: Callable[..., Any]) -> type[nn.Module]:
-    return next(kind for kind in type(layer).__mro__ if kind.__dict__.get("forward") is forward)
-
-
 # By role: the forward pass (module, input) -> output, in which tensors are this rank's and the
 # module has its mesh, or None: it stays as it is; and the placements of the parameters that are not
 # replicated.
@@ -225,7 +205,7 @@ STYLES: dict[Role, tuple[Callable[..., Any] | None, dict[str, Shard]]] = {
     Role.OUTPUT: (_output, COLUMN),
     Role.COLUMN: (_column, COLUMN),
     Role.FUSED: (_fused, COLUMN),
-    Role.ROW: (_row, {"weight": Shard(1), "lora_a.weight": Shard(1)}),
+    Role.ROW: (_row, {"weight": Shard(1)}),
     Role.NORM: (_norm, {}),
     Role.GATHER: (_gather, {}),
     Role.REPLICATED: (_replicated, {}),
@@ -233,6 +213,8 @@ STYLES: dict[Role, tuple[Callable[..., Any] | None, dict[str, Shard]]] = {
     Role.HEADS: (None, dict.fromkeys(("sinks", "A_log", "dt_bias"), Shard(0))),
     Role.WHOLE: (_own_forward, {}),
 }
+# The sizes of an adapter's parameters along which a linear layer's role splits them.
+ALONG = {Role.OUTPUT: "out", Role.COLUMN: "out", Role.FUSED: "out", Role.ROW: "in"}
 
 
 def split(model: Decoder, mesh: DeviceMesh) -> None:
@@ -245,6 +227,7 @@ def split(model: Decoder, mesh: DeviceMesh) -> None:
         model: on the meta device, before activation checkpointing; `faults` found none in it.
     """
     model.prepare_split(mesh.size())
+    _split_adapter(model, mesh)
     modules = list(model.named_modules())
     for pattern, role in model.roles().items():
         for module in (module for name, module in modules if fnmatchcase(name, pattern)):
@@ -252,6 +235,16 @@ def split(model: Decoder, mesh: DeviceMesh) -> None:
                 _replicate_experts(module, mesh)
             else:
                 _split_module(module, mesh, role)
+
+
+def _split_adapter(model: Decoder, mesh: DeviceMesh) -> None:
+    """Split what an adapter adds to blocks and to the model: along the heads' keys and values."""
+    parts = {} if model.adapter is None else model.adapter.declared.parts_of("block", "model")
+    for owner in model.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if sizes := parts.get(name):
+                placement = Shard(sizes.index("kv")) if "kv" in sizes else Replicate()
+                _distribute_one(owner, name, parameter, mesh, placement)
 
 
 def _replicate_experts(layer: nn.Module, mesh: DeviceMesh) -> None:
@@ -263,6 +256,10 @@ def _replicate_experts(layer: nn.Module, mesh: DeviceMesh) -> None:
 
 def _split_module(module: nn.Module, mesh: DeviceMesh, role: Role) -> None:
     forward, placements = STYLES[role]
+    if along := ALONG.get(role):
+        parts = getattr(module, "parts", {}).items()
+        placements = placements | {n: Shard(s.index(along)) for n, s in parts if along in s}
+    module.split_parameters = frozenset(placements)
     _distribute(module, mesh, placements, role not in (Role.GATHER, Role.HEADS))
     module.tensor_parallel_mesh = mesh
     if role is Role.FUSED:
@@ -275,11 +272,18 @@ def _distribute(
     module: nn.Module, mesh: DeviceMesh, placements: dict[str, Shard], with_inner: bool = True
 ) -> None:
     for name, parameter in list(module.named_parameters(recurse=with_inner)):
-        # Every rank fills its own part later, so none needs to send it.
-        placement = placements.get(name, Replicate())
-        split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        owner, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner), last, nn.Parameter(split, parameter.requires_grad))
+        if not isinstance(parameter, DTensor):
+            owner, _, last = name.rpartition(".")
+            placement = placements.get(name, Replicate())
+            _distribute_one(module.get_submodule(owner), last, parameter, mesh, placement)
+
+
+def _distribute_one(
+    owner: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement
+) -> None:
+    # Every rank fills its own part later, so none needs to send it.
+    split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+    setattr(owner, name, nn.Parameter(split, parameter.requires_grad))
 
 
 def faults(model: Decoder, ranks: int) -> list[str]:
@@ -292,13 +296,12 @@ def faults(model: Decoder, ranks: int) -> list[str]:
     weights = [model.get_submodule(name).weight for name in model.linear_layers(Role.ROW)]
     # Of a packed weight the second dimension is that of its blocks.
     packed = {(w.shape[1] * nf4.BLOCK, w.shape[0], True) for w in weights if nf4.is_packed(w)}
-    adapted = [m for m in model.modules() if isinstance(m, lora.AdaptedLinear)]
     return StepFacts(
         tensor_parallel=ranks,
         sizes=sizes,
         linear=packed,
         quantised=bool(packed),
-        dropout=any(isinstance(layer.dropout, nn.Dropout) for layer in adapted),
+        dropout=model.adapter is not None and model.adapter.dropout,
     ).faults()
 
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from runspec import files
 from runspec.keys.key import may_change
-from runspec.keys.sft import SFT
+from runspec.keys.train import TrainConfig
 from trainer.errors import CheckpointError, ConfigError
 from trainer.parallel.world import TIMEOUT, World
 from trainer.storage.committed import CommittedCheckpoints, TrainerState, hashes
@@ -274,7 +274,8 @@ class Checkpoints:
             changes = [
                 text
                 for text in state.changes(settings)
-                if text.startswith("optimizer.") and not may_change(SFT, text.partition(" ")[0])
+                if text.startswith("optimizer.")
+                and not may_change(TrainConfig.keys(), text.partition(" ")[0])
             ]
             raise ConfigError(
                 f"optimizer: checkpoints/step_{step} has no {missing} of a parameter, which the "

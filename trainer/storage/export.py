@@ -3,7 +3,6 @@
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -11,16 +10,14 @@ from safetensors.torch import save_file
 
 from runspec import files
 from trainer.config import TrainConfig
-from trainer.layers import experts, lora, nf4
+from trainer.layers import experts, linear, nf4
+from trainer.layers.adapters.base import AdaptedLinear
 from trainer.models.build import Model
 from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
-from trainer.storage import adapter as adapters
-from trainer.storage import peft_config, weights
+from trainer.storage import adapter, weights
 
 MAX_SHARD_BYTES = 4 * 2**30
-# By module of transformers' class: its adapter's rank, and the factor of B A.
-Scales = dict[str, tuple[int, float]]
 # Files of a model folder, besides the weights, that are right for the trained model too.
 COPIED = (
     "config.json",
@@ -44,15 +41,15 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     """Write <output_dir>/export and return it; all ranks call this together.
 
     Tensors are gathered and written one at a time; rank 0 writes, in files of at most 4 GiB (or
-    one tensor). LoRA and DoRA are merged (see `lora.merged` for a quantised base), and the adapter
-    by itself lies in `adapter/`; with `save_adapter_weights_only` the merged weights are left out.
+    one tensor). An adapter is merged (see `linear.merged` for a quantised base), and by itself it
+    lies in `adapter/`; with `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / files.EXPORT
     temporary = config.output_dir / f".tmp_{files.EXPORT}"
     world.on_main(lambda: _prepare(temporary, config.model_folder, model.dtype))
     if not config.save_adapter_weights_only:
         _write_model(model, config, temporary, world)
-    if model.method != "full":
+    if model.module.adapter is not None:
         _write_adapter(model, config, temporary / files.ADAPTER, world)
     world.on_main(lambda: _commit(temporary, final))
     return final
@@ -144,8 +141,8 @@ def _whole(
     layer = layers[owner]
     if last in experts.MATRICES and hasattr(layer, "transposed"):
         return experts.merged(layer, last, model.dtype)
-    if (last == "weight" and isinstance(layer, lora.AdaptedLinear)) or nf4.is_packed(parameter):
-        return lora.merged(layer, model.dtype)
+    if isinstance(layer, AdaptedLinear) or nf4.is_packed(parameter):
+        return linear.merged(layer, last, model.dtype)
     return full_tensor(parameter.detach())
 
 
@@ -155,99 +152,19 @@ def _layers(model: Model) -> dict[str, torch.nn.Module]:
 
 @torch.no_grad()
 def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
-    tensors, scales = _peft_tensors(model)
-    of_experts, expert_scales = _expert_tensors(model)
-    settings = _peft_config(model, scales, expert_scales, config)
-    tensors |= of_experts
+    kind, hub = model.module.adapter, weights.hub_tensors(model.module)
+    tensors, fields = kind.to_peft(model.module, hub, model.dtype)
+    settings = {
+        "peft_type": kind.declared.peft_type or kind.declared.title.upper(),
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(config.model_folder),
+        **fields,
+        "inference_mode": True,
+    }
 
     def write() -> None:
         folder.mkdir()
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        files.write_json(folder / "adapter_config.json", settings)
+        save_file(tensors, folder / adapter.FILE, metadata={"format": "pt"})
+        files.write_json(folder / adapter.SETTINGS, settings)
 
     world.on_main(write)
-
-
-def _peft_tensors(model: Model) -> tuple[dict[str, torch.Tensor], Scales]:
-    """PEFT's tensors by name, and the rank and factor of each module that has an adapter.
-
-    If one tensor of the hub holds the rows of several layers, their adapters become one: the A's
-    one below the other, and the B's as the blocks of a block-diagonal B. Rows without an adapter
-    have zeros in it, and in DoRA the norm that they have as their magnitude.
-    """
-    decoder, layers = model.module, _layers(model)
-    tensors, scales = {}, {}
-    for key, parts in weights.hub_tensors(decoder).items():
-        own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
-        adapted = [layer for layer in own.values() if isinstance(layer, lora.AdaptedLinear)]
-        if not adapted:
-            continue
-        module = decoder.peft_name(key).removesuffix(".weight")
-        place = adapters.PEFT_PREFIX + module
-        a = torch.cat([full_tensor(layer.lora_a.weight).cpu() for layer in adapted])
-        b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
-        row = column = 0
-        for name, parameter in parts:
-            if own[name] in adapted:
-                block = full_tensor(own[name].lora_b.weight).cpu()
-                end = row + block.shape[0], column + block.shape[1]
-                b[row : end[0], column : end[1]] = decoder.to_hub(name, block)
-                column = end[1]
-            row += parameter.shape[0]
-        tensors[f"{place}.lora_A.weight"] = a.to(model.dtype)
-        tensors[f"{place}.lora_B.weight"] = b.to(model.dtype)
-        if adapted[0].magnitude is not None:
-            magnitudes = [
-                decoder.to_hub(name, _magnitude(layer, model.dtype)) for name, layer in own.items()
-            ]
-            tensors[f"{place}.lora_magnitude_vector"] = torch.cat(magnitudes)
-        scales[module] = len(a), adapted[0].scaling
-    return tensors, scales
-
-
-def _expert_tensors(model: Model) -> tuple[dict[str, torch.Tensor], Scales]:
-    """The same of the experts' adapters; a module is one of their matrices."""
-    tensors, scales = {}, {}
-    for name, layer in experts.layers(model.module):
-        if not layer.adapters:
-            continue
-        module = model.module.peft_module(weights.plain_name(name))
-        for matrix, place in experts.peft_places(f"{adapters.PEFT_PREFIX}{module}").items():
-            parts = experts.adapter_tensors(layer, matrix)
-            a, b = experts.to_peft(*(part.cpu() for part in parts), layer.transposed)
-            tensors[f"{place}.lora_A.weight"] = a.to(model.dtype)
-            tensors[f"{place}.lora_B.weight"] = b.to(model.dtype)
-            scales[f"{module}.{matrix}"] = layer.rank, layer.scaling
-    return tensors, scales
-
-
-def _magnitude(layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """DoRA's magnitude of a layer's rows, [out]; for a layer without DoRA the norms of its rows."""
-    if isinstance(layer, lora.AdaptedLinear):
-        return full_tensor(layer.magnitude).cpu()
-    return lora.row_norms(lora.merged(layer, dtype), quantised=False).to(dtype).cpu()
-
-
-def _peft_config(
-    model: Model, scales: Scales, expert_scales: Scales, config: TrainConfig
-) -> dict[str, Any]:
-    layer = lora.adapted_layers(model.module)[0]
-    # Other parts of a model of several may have layers with the same last names.
-    whole = bool(model.module.carried_tensors)
-    targets = scales if whole else sorted({name.rpartition(".")[2] for name in scales})
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(config.model_folder),
-        **peft_config.fields(scales | expert_scales, layer.rank, layer.use_rslora),
-        "use_dora": "DoRA" in model.method,
-        "lora_dropout": getattr(getattr(layer, "dropout", None), "p", 0.0),
-        "target_modules": list(targets) or None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    if expert_scales:
-        kinds = (".".join(name.split(".")[-3:]) for name in expert_scales)
-        settings["target_parameters"] = list(dict.fromkeys(kinds))
-    return settings

@@ -17,7 +17,9 @@ from torch import nn
 from runspec.files import read_json
 from runspec.storage import ABSENT, patiently
 from trainer.errors import ConfigError
-from trainer.layers import lora, nf4
+from trainer.layers import nf4
+from trainer.layers.adapters.base import AdapterKind
+from trainer.layers.adapters.base import plain_name as plain_name
 from trainer.models.decoder import Decoder
 from trainer.parallel.sharded import local_part
 
@@ -45,11 +47,6 @@ SHOWN_TENSORS = 8
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without the part that activation checkpointing adds."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters by their plain names."""
     for name, parameter in module.named_parameters():
@@ -64,7 +61,7 @@ def hub_tensors(module: Decoder) -> dict[str | None, Parts]:
     """
     found: dict[str | None, Parts] = {}
     for name, parameter in named_parameters(module):
-        if not lora.is_adapter(name) and not module.hub_pieces(name):
+        if not module.is_adapter(name) and not module.hub_pieces(name):
             found.setdefault(module.hub_name(name), []).append((name, parameter))
     for name, buffer in module.held_buffers().items():
         found[module.hub_name(name)] = [(name, buffer)]
@@ -260,17 +257,11 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
     """Fill the base weights of `module`; each rank copies its own part of each tensor.
 
     At most one whole tensor is in memory at a time, or one parameter that the hub has in pieces, if
-    these lie together. What is NF4 in the model is quantised here,
-    and DoRA's magnitudes, which are the norms of the base weights' rows at first, are filled too.
+    these lie together. What is NF4 in the model is quantised here.
     """
     parts_of, pieces = hub_tensors(module), hub_pieces(module)
     missing = Counter(piece.name for piece in pieces.values())
     wholes: dict[str, torch.Tensor] = {}
-    magnitudes = {
-        f"{plain_name(name)}.weight": layer.magnitude
-        for name, layer in module.named_modules()
-        if isinstance(layer, lora.AdaptedLinear) and layer.magnitude is not None
-    }
     for key, tensor in source.read():
         if piece := pieces.get(key):
             shape = nf4.dense_shape(piece.parameter)
@@ -285,29 +276,25 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
         sizes = [parameter.shape[0] for _, parameter in parts]
         split = tensor.split(sizes) if parts else ()
         for (name, parameter), rows in zip(parts, split, strict=True):
-            full = module.from_hub(name, rows)
-            fill(parameter, full)
-            if name in magnitudes:
-                _fill_magnitude(magnitudes[name], full, nf4.is_packed(parameter))
+            fill(parameter, module.from_hub(name, rows))
 
 
 @torch.no_grad()
-def initialise_adapter(module: nn.Module, seed: int) -> None:
-    """Fill A by Kaiming uniform and B by zeros, the same on any number of ranks.
+def initialise_adapter(module: Decoder, seed: int, kind: AdapterKind | None = None) -> None:
+    """Fill an adapter with its kind's first values, the same on any number of ranks.
 
-    Source: Hu et al. 2021 (arXiv 2106.09685); each A has a generator of its own, seeded by
-    `seed` and its name.
+    Each parameter has a generator of its own, seeded by `seed` and its name. All ranks call this
+    together, after `load`.
+
+    Args:
+        kind: the module's own if None.
     """
-    for name, parameter in named_parameters(module):
-        if not name.endswith(lora.ADAPTER_PARTS[:2]):
-            continue
-        full = torch.zeros(parameter.shape, dtype=torch.float32)
-        if name.endswith(lora.ADAPTER_PARTS[0]):
-            digest = hashlib.sha256(json.dumps([seed, name]).encode()).digest()
+    kind = kind or module.adapter
+    for name, parameter in module.named_parameters():
+        if kind is not None and kind.owns(name):
+            digest = hashlib.sha256(json.dumps([seed, plain_name(name)]).encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            bound = 1 / math.sqrt(parameter.shape[-1])
-            full.uniform_(-bound, bound, generator=generator)
-        fill(parameter, full)
+            fill(parameter, kind.first_value(module, name, parameter.shape, generator))
 
 
 def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:
@@ -319,10 +306,3 @@ def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:
         target.copy_(nf4.quantise(part.flatten(-2).to(target.device)))
     else:
         target.copy_(local_part(parameter, full))
-
-
-def _fill_magnitude(magnitude: nn.Parameter, full: torch.Tensor, quantised: bool) -> None:
-    target = magnitude.to_local() if hasattr(magnitude, "to_local") else magnitude
-    # Whole rows, also if the weight's columns are split.
-    rows = local_part(magnitude, full)
-    target.copy_(lora.row_norms(rows.to(target.device), quantised))

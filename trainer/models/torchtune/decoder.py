@@ -8,8 +8,8 @@ from torch import nn
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
+from trainer.layers.adapters.lora_linear import LowRankLinear
 from trainer.layers.attention import DocumentAttention, Mask
-from trainer.layers.lora import AdaptedLinear
 from trainer.layers.patch import patch_forward
 from trainer.models.decoder import Decoder, Role
 from trainer.models.torchtune import compat, fit, hub
@@ -80,10 +80,10 @@ def _attention(
     return layer.output_proj(layer.core(query, key, value, mask).flatten(2))
 
 
-def _own_adapter(layer: nn.Module) -> AdaptedLinear:
+def _own_adapter(layer: nn.Module) -> LowRankLinear:
     rank, use_dora = layer.lora_a.out_features, isinstance(layer, compat.DoRALinear)
     alpha = layer.scaling * rank if use_dora else layer.alpha
-    return AdaptedLinear(layer, rank, alpha, getattr(layer.dropout, "p", 0.0), use_dora)
+    return LowRankLinear(layer, rank, alpha, getattr(layer.dropout, "p", 0.0), use_dora)
 
 
 class TorchtuneDecoder(Decoder, compat.TransformerDecoder):

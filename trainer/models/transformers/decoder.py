@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from runspec.layout import longest_row
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers import delta, lora, nf4
+from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, head, rope
@@ -130,15 +130,16 @@ class TransformersDecoder(Decoder):
             if (inner := getattr(layer, "k_proj", None)) is not None:
                 # Of what all layers have in common: Gemma 4's have different numbers.
                 keys = math.gcd(keys, inner.out_features // layer.document_attention.head_dim)
-        linear = {"linear_num_key_heads": layer.num_k_heads for _, layer in delta.layers(self)}
         heads, config = self.config.num_attention_heads, self.config
-        return {
+        sizes = {
             "num_heads": heads,
             "num_kv_heads": keys or getattr(config, "num_key_value_heads", None) or heads,
-            **linear,
             # Where all layers have experts, no MLP is split.
             "intermediate_dim": getattr(config, "intermediate_size", None) or heads,
         }
+        for _, layer in delta.layers(self):
+            sizes["linear_num_key_heads"] = layer.num_k_heads
+        return sizes
 
     def prepare_split(self, ranks: int) -> None:
         """See `Decoder.prepare_split`."""
@@ -241,7 +242,7 @@ class TransformersDecoder(Decoder):
             for name, parameter in named_parameters(self)
             if "layers" in name and parameter.ndim > 1 and name not in linear
             if not isinstance(self.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
-            if not lora.is_adapter(name) and not name.endswith(routed.BIAS)
+            if not self.is_adapter(name) and not name.endswith(routed.BIAS)
         }
 
     def peft_name(self, tensor: str) -> str:

@@ -79,8 +79,8 @@ def _faults(content: dict[str, Any]) -> list[str]:
     if kind not in names and "text_config" not in content:
         if "auto_map" in content:
             return [
-                f"the {kind} model needs the code in its folder (auto_map), and code of a folder is "
-                f"never run; choose a model whose class transformers {version} has"
+                f"the {kind} model needs the code in its folder (auto_map), and code of a folder "
+                f"is never run; choose a model whose class transformers {version} has"
             ]
         return [
             f"transformers {version} has no causal language model for config.json's model_type "

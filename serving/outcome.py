@@ -1,12 +1,12 @@
-"""What is learned of an answer while it is passed on: its text, its tokens, its times."""
+"""The outcome of a request, collected while its answer is passed on: text, tokens, times."""
 
 import json
 import time
 from typing import Any
 
 
-class Told:
-    """What is learned of one answer."""
+class Outcome:
+    """The outcome of one request."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -18,7 +18,7 @@ class Told:
         self._parts: list[bytes] = []
 
     def text_came(self) -> None:
-        """Note when the first text came."""
+        """Note the time of the first text."""
         if self.first is None:
             self.first = time.perf_counter() - self.began
 

@@ -1,11 +1,11 @@
-"""Records as they are needed: a value of a wrong type must not end a run.
+"""The types of the fields in records: a value of a wrong type must not end a run.
 
 Standard library only.
 """
 
 from typing import Any
 
-# The types of the fields by which the job decides.
+# Fields that decide what the job does.
 _TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("attempt", "restart_count", "saved_at_start", "job_log_bytes"), int),
     **dict.fromkeys(("saved", "minutes", "rank", "node_rank", "checkpoint_step"), int),
@@ -18,7 +18,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def well_typed(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without the fields whose type is wrong: they count as missing."""
+    """Return a record without the fields of a wrong type: they count as missing."""
     return {
         key: value
         for key, value in record.items()

@@ -1,14 +1,15 @@
-"""What Slurm says about the end of a job and of its steps, in the job's log.
+"""Reads from the job's log why Slurm ended a job or its steps.
 
-Its state is COMPLETING by the time that the job script hears of the end; the lines that slurmstepd
-and srun have written tell why. Standard library only.
+The job's state is COMPLETING when the job script is told of the end; the lines of slurmstepd and
+srun give the reason. Standard library only.
 """
 
+import os
 import re
 import time
 from pathlib import Path
 
-# States that say that the job ends, and not why.
+# States that do not give the reason of an end.
 UNCLEAR = frozenset({"", "COMPLETING", "RUNNING", "UNKNOWN", "PENDING"})
 
 # slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-22T13:00:53 DUE TO TIME LIMIT ***
@@ -24,7 +25,7 @@ _REASONS = {
     "NODE FAILURE": "NODE_FAIL",
     "JOB REQUEUE": "REQUEUED",
 }
-# They come before the script's TERM, but through another process.
+# These lines are written before the script's TERM is sent, but by another process.
 _WAIT_S = 3.0
 
 # srun: error: n2: task 1: Killed
@@ -37,14 +38,14 @@ _OUT_OF_MEMORY = re.compile(
     r"^.*(?:oom[-_ ]kill|Out Of Memory|[Ee]xceeded (?:job |step )?memory limit).*$", re.MULTILINE
 )
 # slurmstepd-n1: error: ..., or srun: error: n1: task 0: Out Of Memory
-_SPEAKER = re.compile(r"(?:slurmstepd-([\w.-]+): |srun: error: ([\w.-]+): tasks? [\d,-]+: )")
+_SENDER = re.compile(r"(?:slurmstepd-([\w.-]+): |srun: error: ([\w.-]+): tasks? [\d,-]+: )")
 
 # Names with one list of numbers, as in n[01-03,7]-ib.
 _HOSTS = re.compile(r"([^\s,\[\]]*)(?:\[([\d,-]+)\])?([^\s,\[\]]*)(?:,|$)")
 
-# What srun says if it could not start a step because the controller did not answer, or because the
-# job's last start, on a node that was given up, still has one.
-_AWAY = re.compile(
+# From srun if it could not start a step because the controller did not answer, or because the job's
+# last start, on a node that was given up, still has one.
+_NOT_STARTED = re.compile(
     r"^srun: error: (.*(?:Unable to contact slurm controller|Socket timed out|"
     r"Unable to create step|"
     r"Unable to confirm allocation|Connection refused|Communication connection failure|"
@@ -54,10 +55,10 @@ _AWAY = re.compile(
 
 
 def since(log: Path, start: int) -> str:
-    """Return what a log holds from a byte on, "" if it cannot be read."""
+    """Return a log's text from a byte on, "" if it cannot be read; start: negative from the end."""
     try:
         with log.open("rb") as file:
-            file.seek(start)
+            file.seek(start if start >= 0 else max(0, file.seek(0, os.SEEK_END) + start))
             return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
@@ -65,29 +66,31 @@ def since(log: Path, start: int) -> str:
 
 def ended(text: str, job_id: str) -> str | None:
     """Return Slurm's state for the reason of a job's end: TIMEOUT, PREEMPTED, CANCELLED ..."""
-    found = re.findall(_ENDED.format(job=re.escape(job_id)), text)
-    return _REASONS.get(found[-1].strip() or None, found[-1]) if found else None
+    reasons = re.findall(_ENDED.format(job=re.escape(job_id)), text)
+    return _REASONS.get(reasons[-1].strip() or None, reasons[-1]) if reasons else None
 
 
 def wait_for_end(log: Path, start: int, job_id: str) -> str:
-    """Return the same once the log says it, UNKNOWN if it does not within seconds."""
+    """Return the same once it is in the log, UNKNOWN if it is not within seconds."""
     deadline = time.monotonic() + _WAIT_S
-    while (found := ended(since(log, start), job_id)) is None:
+    while (state := ended(since(log, start), job_id)) is None:
         if time.monotonic() >= deadline:
             return "UNKNOWN"
         time.sleep(0.1)
-    return found
+    return state
 
 
 def first_task(text: str) -> tuple[str, str, str] | None:
     """Return node, task and end of the first task that srun reports, None if it reports none."""
-    found = _TASK.search(text)
-    return found.groups() if found else None  # type: ignore[return-value]
+    line = _TASK.search(text)
+    return (line[1], line[2], line[3]) if line else None
 
 
 def lost_nodes(text: str) -> list[str]:
     """Return the nodes that Slurm lost while a step ran on them, each once."""
-    return list(dict.fromkeys(name for said in _NODE_FAILURE.findall(text) for name in hosts(said)))
+    return list(
+        dict.fromkeys(name for names in _NODE_FAILURE.findall(text) for name in hosts(names))
+    )
 
 
 def hosts(names: str) -> list[str]:
@@ -106,14 +109,14 @@ def out_of_memory(text: str) -> tuple[str, str | None] | None:
 
     The node is None if the line names none.
     """
-    found = _OUT_OF_MEMORY.search(text)
-    if not found:
+    line = _OUT_OF_MEMORY.search(text)
+    if not line:
         return None
-    speaker = _SPEAKER.search(found.group())
-    return found.group().strip(), (speaker[1] or speaker[2]) if speaker else None
+    sender = _SENDER.search(line.group())
+    return line.group().strip(), (sender[1] or sender[2]) if sender else None
 
 
 def not_started(text: str) -> str:
-    """Return srun's words if Slurm did not let it start a step, else ""."""
-    found = _AWAY.search(text)
-    return found.group(1) if found else ""
+    """Return srun's message if it could not start a step, else ""."""
+    line = _NOT_STARTED.search(text)
+    return line[1] if line else ""

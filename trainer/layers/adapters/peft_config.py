@@ -7,13 +7,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from runspec.files import read_json_or_none
-from trainer.errors import ConfigError
-
-NAME = "adapter_config.json"
 # LoraConfig's own values for what a file leaves out.
 DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
 PATTERNS = ("rank_pattern", "alpha_pattern")
@@ -70,21 +65,6 @@ class PeftConfig:
             default if content.get(name) is None else content[name]
             for name, default in DEFAULTS.items()
         )
-
-    @classmethod
-    def beside(cls, path: Path) -> "PeftConfig | None":
-        """Return the one beside an adapter's file; None if there is none.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
-        file = path.with_name(NAME)
-        if not file.exists():
-            return None
-        content = read_json_or_none(file)
-        if not isinstance(content, dict):
-            raise ConfigError(f"{file} is no JSON object; copy it again from where it was made")
-        return cls(content)
 
     def unsupported(self) -> Iterator[str]:
         """Yield field=value of each field that makes another function of the adapter than LoRA."""

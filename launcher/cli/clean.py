@@ -1,0 +1,59 @@
+"""cookbook clean"""
+
+import json
+import sys
+from collections import defaultdict
+
+import click
+
+from launcher import site as sites
+from launcher.cli import common
+from launcher.workflows import clean as workflow
+
+_DAY_S = 86400
+
+
+@click.command()
+@common.flag("--yes", help="Remove them.")
+@click.option(
+    "--older",
+    type=click.IntRange(min=0),
+    default=7,
+    show_default=True,
+    metavar="DAYS",
+    help="Tokenised data that no run has used for so many days.",
+)
+@common.json_option
+@common.cluster_option
+def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
+    """List what can be removed without losing anything, with its size; --yes removes it.
+
+    These are caches, tokenised data, code that no run uses, what killed commands left, and
+    checkpoints that training has put aside as damaged. Runs, models and datasets stay.
+    """
+    items = workflow.find(sites.load(cluster).root, older * _DAY_S)
+    kept = workflow.remove(items) if yes else []
+    if as_json:
+        rows = [{"reason": i.reason, "path": str(i.path), "bytes": i.size} for i in items]
+        click.echo(json.dumps({"items": rows, "removed": yes, "kept": [str(i.path) for i in kept]}))
+        sys.exit(1 if kept else 0)
+    by_reason = defaultdict(list)
+    for item in items:
+        by_reason[item.reason].append(item)
+    for reason, group in by_reason.items():
+        click.echo(f"{_mib(sum(item.size for item in group))}  {reason}")
+        for item in group:
+            click.echo(f"  {_mib(item.size)}  {item.path}")
+    total = _mib(sum(item.size for item in items)).strip()
+    for item in kept:
+        click.echo(f"error: {item.path} cannot be removed: check its permissions", err=True)
+    if not items:
+        click.echo("nothing to remove")
+    else:
+        then = "removed" if yes else "in all; remove it with: cookbook clean --yes"
+        click.echo(f"{total} {then}")
+    sys.exit(1 if kept else 0)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:10,.1f} MiB"

@@ -1,0 +1,67 @@
+"""cookbook start"""
+
+import json
+from pathlib import Path
+
+import click
+
+from launcher import executors
+from launcher import site as sites
+from launcher.cli import common
+from launcher.cli.common import note
+from launcher.cli.samples import lines as sample_lines
+from launcher.workflows import start as workflow
+
+
+@click.command()
+@click.argument("data")
+@click.argument("model", default=workflow.MODEL)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The recipe's file. [default: the data's name with .yaml, here]",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Number of samples to print.",
+)
+@common.json_option
+@common.cluster_option
+def start(
+    data: str, model: str, output: Path | None, samples: int, as_json: bool, cluster: str | None
+) -> None:
+    """Write a recipe that fine-tunes MODEL on DATA, and show what it needs.
+
+    DATA is a CSV, JSON lines, JSON, Parquet or text file, or prepared:NAME@SPLIT. MODEL is a
+    folder, or ORGANISATION/NAME of the Hugging Face Hub. The columns, the length of rows, the
+    number of steps and the number of GPUs follow from the data and the model; every line of the
+    recipe can be changed.
+
+    Example: cookbook start faq.csv Qwen/Qwen3-8B
+    """
+    site = sites.load(cluster)
+    file = (output or workflow.default_file(data)).absolute()
+    made = workflow.draft(data, model, file, site, executors.choose(True), samples)
+    file.write_text(made.text, encoding="utf-8")
+    needs = workflow.needs(made, site)
+    if as_json:
+        found = {"recipe": str(file), "form": made.form, "needs": needs, "samples": made.datasets}
+        faults = [each.line for each in made.findings]
+        click.echo(json.dumps({**found, "notes": faults, "next": [*workflow.next_commands(made)]}))
+        return
+    click.echo(made.form)
+    for line in workflow.needs_lines(needs):
+        click.echo(line)
+    for line in ["", *sample_lines(made.datasets, common.colours()), ""] if made.datasets else []:
+        click.echo(line)
+    for finding in made.findings:
+        note(f"{finding.state}: {finding.line}")
+    click.echo(f"wrote {file}; next:")
+    for command in workflow.next_commands(made):
+        click.echo(f"  {command}")

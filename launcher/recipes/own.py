@@ -1,0 +1,207 @@
+"""The user's own data and model in any recipe: --data, --model, and dataset.data_files= alone."""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launcher import yamlfile
+from launcher.errors import UsageFault
+from launcher.recipes import own_data
+from runspec import prepared
+from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.key import Fault
+
+FOLDERS_TOKENIZER = {
+    "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+    "path": "${checkpointer.checkpoint_dir}",
+}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+# What a dataset block says of rows, wherever these come from.
+_OF_ROWS = ("packed", "split_across_pack")
+# The keys of an adapter that every model takes.
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "quantize_base")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the user named beside the recipe: the options, and a line on what was found in each."""
+
+    options: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
+
+
+def use(
+    config: dict[str, Any],
+    overrides: Sequence[str],
+    data: str | None,
+    model: str | None,
+    method: str,
+) -> tuple[Inputs, list[str]]:
+    """Put data and model into config; return what was found, and the faults.
+
+    A local file in dataset.data_files decides the source as --data does: else it would be looked
+    for in the recipe's dataset of the hub.
+
+    Args:
+        overrides: of the recipe, which are applied later.
+        method: the recipe's: full, lora, dora, qlora or qdora; it stays.
+    """
+    given = _by_key(overrides)
+    tasks: list[Callable[[], str]] = []
+    if data:
+        tasks.append(lambda: _use_data(config, data, given))
+    else:
+        tasks += [
+            partial(_replace, config, key, file, given)
+            for key, file in _files(config, given).items()
+        ]
+    if model:
+        tasks.append(lambda: f"the model is {_use_model(config, model, method)}")
+    found, faults = [], []
+    for task in tasks:
+        try:
+            found.append(task())
+        except UsageFault as fault:
+            faults += fault.faults
+    named = (("--model", model), ("--data", data))
+    options = tuple(f"{option} {shlex.quote(name)}" for option, name in named if name)
+    return Inputs(options, tuple(found)), faults
+
+
+def use_whole_paths(config: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Let a file that was typed count from the shell's folder: a job runs in another."""
+    for key in prepared.BLOCKS:
+        block = config.get(key)
+        if not isinstance(block, dict) or f"{key}.data_files" not in _by_key(overrides):
+            continue
+        if own_data.is_local(block.get("data_files")):
+            names = block["data_files"]
+            whole = [str(Path(name).expanduser().absolute()) for name in own_data.listed(names)]
+            block["data_files"] = whole if isinstance(names, list) else whole[0]
+
+
+def _use_data(config: dict[str, Any], name: str, overrides: Mapping[str, str]) -> str:
+    """Put a file, or prepared:NAME@SPLIT, in the place of the recipe's dataset; return its form."""
+    if other := [key for key in overrides if key in ("dataset", "dataset.data_files")]:
+        raise UsageFault(f"--data and {other[0]}= both name the data: leave one out")
+    changed = any(key.split(".")[0] == "dataset_val" for key in overrides)
+    if config.get("dataset_val") and not changed:
+        raise UsageFault(
+            f"--data {name}: the recipe's dataset_val is of its own dataset: give "
+            "dataset_val.split=train[95%:] with dataset.split=train[:95%], or leave it out with "
+            "~dataset_val"
+        )
+    return _replace(config, "dataset", name, overrides)
+
+
+def _files(config: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return the local file that an override names alone, by its block."""
+    found = {}
+    for key in prepared.BLOCKS:
+        text = overrides.get(f"{key}.data_files")
+        sources = {f"{key}{part}" for part in ("", ".source", "._component_", ".data_dir")}
+        if text is None or sources & overrides.keys():
+            continue
+        source = {**_block(config, "dataset"), **_block(config, key)}.get("source")
+        given = yamlfile.parse(text.partition("=")[2], f"the override {text!r}")
+        if source not in own_data.FILE_SOURCES and own_data.is_local(given):
+            found[key] = own_data.listed(given)[0]
+    return found
+
+
+def _use_model(config: dict[str, Any], name: str, method: str) -> str:
+    """Put a model folder, or a model of the hub, in the place of the recipe's; return its name.
+
+    Args:
+        method: the recipe's: full, lora, dora, qlora or qdora; it stays.
+
+    Raises:
+        UsageFault: it is neither a folder with a config.json nor a name of the hub.
+    """
+    folder = Path(name).expanduser()
+    checkpointer = {
+        key: value for key, value in _block(config, "checkpointer").items() if key == "_component_"
+    }
+    hub = {k: v for k, v in _block(config, "hub").items() if k != "model"}
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UsageFault(f"--model {name} has no config.json: give a model's folder")
+        checkpointer["checkpoint_dir"] = str(folder.absolute())
+        shown = folder.absolute().name
+    elif _HUB_NAME.fullmatch(name) and not name.startswith((".", "/", "~")):
+        shown = name.partition("@")[0].rpartition("/")[2]
+        hub["model"] = name
+        checkpointer["checkpoint_dir"] = f"${{models_root}}/{shown}"
+    else:
+        raise UsageFault(
+            f"--model {name} is no folder, and no ORGANISATION/NAME of the Hugging Face Hub"
+        )
+    before = _block(config, "model")
+    model: dict[str, Any] = {"_component_": TRANSFORMERS}
+    if method != "full":
+        model |= {"lora_rank": 8} | {k: before[k] for k in _OF_ADAPTERS if k in before}
+        model |= {"quantize_base": True} if method.startswith("q") else {}
+    length = _block(config, "tokenizer").get("max_seq_len")
+    config["model"], config["checkpointer"] = model, checkpointer
+    config["tokenizer"] = FOLDERS_TOKENIZER | ({"max_seq_len": length} if length else {})
+    config.pop("hub", None)
+    # It makes the recipe's own model.
+    config.pop("prepare", None)
+    if hub:
+        config["hub"] = hub
+    return shown
+
+
+def mixes(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the faults of datasets that name the user's files and a dataset of the hub at once."""
+    for key in prepared.BLOCKS:
+        own = _block(config, key)
+        block = {**_block(config, "dataset"), **own}
+        source, files = block.get("source"), block.get("data_files")
+        if (
+            not {"source", "data_files"} & own.keys()
+            or not isinstance(source, str)
+            or not own_data.is_local(files)
+        ):
+            continue
+        if source not in own_data.FILE_SOURCES and not Path(source).expanduser().exists():
+            yield Fault(
+                f"{key}.data_files",
+                f"{key}.data_files names your file {files}, and {key}.source the hub's dataset "
+                f"{source}: set {key}.source=json (or csv, parquet), or leave data_files out",
+            )
+
+
+def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str, str]) -> str:
+    before = {**_block(config, "dataset"), **_block(config, key)}
+    if prepared.reference(name):
+        config[key] = prepared.expanded(name, before)
+        form = f"{name}, made by cookbook prepare"
+    else:
+        text = overrides.get(f"{key}.column_map", "")
+        columns = yamlfile.parse(text.partition("=")[2], text) if text else None
+        if columns and not (isinstance(columns, dict) and {"input", "output"} <= columns.keys()):
+            raise UsageFault(f"{text!r}: write {key}.column_map='{{input: A, output: B}}'")
+        found = own_data.read(name, columns)
+        config[key] = {**found.block, **{k: before[k] for k in _OF_ROWS if k in before}}
+        form = found.summary
+    if key == "dataset":
+        hub = {k: v for k, v in _block(config, "hub").items() if k != "dataset"}
+        config.pop("hub", None)
+        if hub:
+            config["hub"] = hub
+    return form
+
+
+def _block(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the texts of overrides by the key that they set or remove."""
+    return {text.lstrip("~+").partition("=")[0]: text for text in overrides}

@@ -1,0 +1,233 @@
+"""A data file of the user's own as a dataset block: format and columns come from its records."""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from launcher import venv
+from launcher.errors import UsageFault
+
+# What datasets.load_dataset takes as a source if the data are files.
+FILE_SOURCES = frozenset({"json", "csv", "parquet", "text", "arrow"})
+_SUFFIXES = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+# Whose turns in a chat are questions.
+_ASKING = ("user", "human")
+# So many records are read to find the format.
+_READ = 200
+# Usual names of the columns of a question and of its answer; the first that a file has counts.
+_INPUTS = ("prompt", "question", "instruction", "input", "query", "user", "problem")
+_OUTPUTS = ("completion", "response", "answer", "output", "assistant", "solution", "target")
+_TEXTS = ("text", "content")
+_KNOWN = (
+    "messages (a list of role and content), conversations (a list of from and value), "
+    "instruction + input + output, two columns such as prompt and response, or text"
+)
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file, and what was found in its first records.
+
+    source: as datasets.load_dataset takes it. form: the format in words. block: the keys of a
+    dataset block, without packing. unused: columns that are not trained. questions: the first ones,
+    as a user would ask them; empty for plain text.
+    """
+
+    path: Path
+    source: str
+    form: str
+    block: dict[str, Any]
+    unused: tuple[str, ...]
+    questions: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """One line for the user."""
+        unused = f"; not used: {', '.join(self.unused)}" if self.unused else ""
+        return f"{self.path.name} has {self.form}{unused}"
+
+
+def read(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
+    """Return what a file holds, from its first 200 records.
+
+    Args:
+        column_map: {input: COLUMN, output: COLUMN}, if the user names the columns.
+
+    Raises:
+        UsageFault: it cannot be read, or its columns do not say how to train on it.
+    """
+    path = Path(name).expanduser().absolute()
+    if path.is_dir():
+        raise UsageFault(f"--data {name} is a folder: give a file, or prepared:NAME@SPLIT")
+    source = _SUFFIXES.get(path.suffix.lower())
+    if source is None:
+        known = ", ".join(_SUFFIXES)
+        raise UsageFault(
+            f"--data {name}: its name must end in one of {known}: rename or convert it"
+        )
+    try:
+        records = list(islice(_records(path, source), _READ))
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageFault(f"{path} cannot be read: {why.splitlines()[0]}") from error
+    if not records:
+        raise UsageFault(f"{path} has no record: give a file with data")
+    form, block, used = _form(path, records, column_map)
+    columns = dict.fromkeys(column for record in records for column in record)
+    block = {**block, "source": source, "data_files": str(path), "split": "train"}
+    if path.suffix.lower() == ".tsv":
+        block["sep"] = "\t"
+    unused = tuple(name for name in columns if name not in used)
+    return DataFile(path, source, form, block, unused, tuple(_questions(block, records)))
+
+
+def _questions(block: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator[str]:
+    """The first questions of records in a form of `_form`."""
+    columns, column = block.get("column_map"), block.get("conversation_column")
+    for record in records[:3]:
+        if columns:
+            parts = [record.get(name) for role, name in columns.items() if role != "output"]
+            text = "\n".join(str(part) for part in parts if part)
+        else:
+            turns = (record.get(column) or []) if column else []
+            asked = [turn for turn in turns if (turn.get("role") or turn.get("from")) in _ASKING]
+            first = asked[0] if asked else {}
+            text = str(first.get("content") or first.get("value") or "")
+        if text:
+            yield text
+
+
+def is_local(value: Any) -> bool:
+    """Whether data_files names files of a filesystem, and not those of a dataset of the hub."""
+    return bool(value) and all(
+        isinstance(name, str)
+        and "://" not in name
+        and (name.startswith(("/", "~", "./", "../")) or Path(name).exists())
+        for name in listed(value)
+    )
+
+
+def listed(value: Any) -> list[Any]:
+    """Return data_files as a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def _records(path: Path, source: str) -> Iterator[dict[str, Any]]:
+    if source == "parquet":
+        yield from _parquet_records(path)
+        return
+    # A byte order mark is no part of the first column's name.
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        if source == "csv":
+            rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            yield from ({str(k): v for k, v in row.items()} for row in rows)
+        elif source == "text":
+            yield from ({"text": line.rstrip("\n")} for line in file if line.strip())
+        else:
+            yield from _json_records(path, file)
+
+
+def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The first records, by another process: pyarrow takes long to import."""
+    path.open("rb").close()
+    done = venv.run_module("datakit.head", str(path), str(_READ))
+    if done.returncode != 0:
+        raise ValueError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    yield from map(json.loads, done.stdout.splitlines())
+
+
+def _json_records(path: Path, file: Any) -> Iterator[dict[str, Any]]:
+    """The objects of JSON lines, or of one JSON array."""
+    lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    for number, line in lines:
+        if line.lstrip().startswith("["):
+            file.seek(0)
+            values: Any = json.loads(file.read().lstrip("\ufeff"))
+            yield from (value for value in values if isinstance(value, dict))
+            return
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"line {number} is not a JSON object")
+        yield value
+
+
+def _form(
+    path: Path, records: list[dict[str, Any]], column_map: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any], set[str]]:
+    """Return the format in words, the block, and the columns that it uses."""
+    columns = list(dict.fromkeys(column for record in records for column in record))
+    if column_map:
+        named = {str(column_map.get(role)) for role in ("input", "output")}
+        if absent := sorted(named - set(columns)):
+            raise UsageFault(
+                f"dataset.column_map names {', '.join(absent)}, and {path} has {', '.join(columns)}"
+            )
+        return _pair(str(column_map["input"]), str(column_map["output"]))
+    by_lower = {column.lower(): column for column in reversed(columns)}
+    if chosen := {"chosen", "rejected"} & by_lower.keys():
+        raise UsageFault(
+            f"{path} has preference data (column {', '.join(sorted(chosen))}), and this version "
+            "trains by supervised fine-tuning only: to train the preferred answers, give them as "
+            "a column of their own and name it: dataset.column_map='{input: prompt, output: ...}'"
+        )
+    for column in columns:
+        value = next((r[column] for r in records if r.get(column)), None)
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and {"role", "content"} <= first.keys():
+            return _chat(column, "openai", "role and content")
+        if isinstance(first, dict) and {"from", "value"} <= first.keys():
+            return _chat(column, "sharegpt", "from and value")
+    if {"instruction", "input", "output"} <= by_lower.keys():
+        alpaca = {name: by_lower[name] for name in ("instruction", "input", "output")}
+        block = {
+            "_component_": "torchtune.datasets.alpaca_dataset",
+            "column_map": alpaca,
+            "train_on_input": False,
+        }
+        return "instructions (instruction, input, output)", block, set(alpaca.values())
+    inputs = [by_lower[name] for name in _INPUTS if name in by_lower]
+    outputs = [by_lower[name] for name in _OUTPUTS if name in by_lower]
+    if inputs and outputs:
+        return _pair(inputs[0], outputs[0])
+    if texts := [by_lower[name] for name in _TEXTS if name in by_lower]:
+        block = {"_component_": "torchtune.datasets.text_completion_dataset", "column": texts[0]}
+        return f"plain text (column {texts[0]}), all of it trained", block, {texts[0]}
+    raise UsageFault(
+        f"{path} has the columns {', '.join(columns)}, and the kit knows {_KNOWN}: rename them, or "
+        f"name the two to use: dataset.column_map='{{input: {columns[0]}, output: {columns[-1]}}}'"
+    )
+
+
+def _pair(question: str, answer: str) -> tuple[str, dict[str, Any], set[str]]:
+    block = {
+        "_component_": "torchtune.datasets.instruct_dataset",
+        "column_map": {"input": question, "output": answer},
+        "train_on_input": False,
+    }
+    words = f"questions and answers (columns {question} and {answer}), the answers trained"
+    return words, block, {question, answer}
+
+
+def _chat(column: str, style: str, parts: str) -> tuple[str, dict[str, Any], set[str]]:
+    block = {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "conversation_column": column,
+        "conversation_style": style,
+        "train_on_input": False,
+    }
+    return f"chats (column {column}: {parts}), the answers trained", block, {column, "tools"}

@@ -1,0 +1,277 @@
+"""From a data file and a model to a recipe: what cookbook start writes.
+
+The settings follow from the data: their form, number and length, counted by the trainer's own code,
+and from the memory that the model needs, which is computed.
+"""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from launcher import render
+from launcher.checks import Finding, samples
+from launcher.errors import CookbookError, UsageFault
+from launcher.executors import Executor
+from launcher.recipes import own, own_data
+from launcher.recipes import recipe as recipes
+from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
+from launcher.site import Site, complete
+from launcher.sizing.estimate import Estimate, duration
+from launcher.sizing.step_config import GIB
+from launcher.workflows.submit import context, plan
+from runspec import prepared
+
+MODEL = "Qwen/Qwen3-0.6B"
+# Rows are at most so long unless the recipe is changed: longer ones need much more memory.
+_LENGTHS = (512, 1024, 2048, 4096)
+# Fewer steps than this teach little: then each sample is a row of its own.
+_FEW_STEPS = 50
+_COMPILED_FROM = 300
+_MANY_SAMPLES = 20_000
+_VALIDATED_FROM = 200
+_GPUS = (1, 2, 4, 8)
+_BASES = ("hub_lora", "hub_qlora")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A recipe that is not written yet, and what is known of it.
+
+    estimate: None if nothing is known of the model before it is downloaded. datasets: as the
+    trainer shows their first samples. findings: why they could not be read.
+    """
+
+    file: Path
+    text: str
+    form: str
+    downloads: bool
+    estimate: Estimate | None
+    tokens: int
+    datasets: list[dict[str, Any]]
+    findings: list[Finding]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the template needs and the data decide."""
+
+    base: str = _BASES[0]
+    gpus: int = 1
+    length: int = _LENGTHS[-1]
+    length_is: str = "longer samples are truncated"
+    packed: bool = True
+    packed_is: str = "whole samples packed in rows of max_seq_len"
+    validates: bool = False
+    epochs: int = 1
+    batch: int = 1
+    warmup: int = 10
+    compile: bool = True
+    steps_are: str = "passes over the data"
+
+
+def draft(
+    data: str, model: str, file: Path, site: Site, executor: Executor, shown: int = 3
+) -> Draft:
+    """Return a recipe for data and model, as `file` will hold it; nothing is written.
+
+    Args:
+        data: a file, or prepared:NAME@SPLIT.
+        model: a folder, or ORGANISATION/NAME of the hub.
+        shown: how many samples are decoded.
+
+    Raises:
+        UsageFault: the data or the model cannot be used.
+    """
+    if not NAME.match(file.stem):
+        raise UsageFault(f"the name {file.stem!r} may contain only {NAME_RULE}: choose another")
+    if file.exists():
+        raise UsageFault(f"{file} exists: choose another name with --output, or remove it")
+    block, form, questions = _data(data)
+    config: dict[str, Any] = {}
+    _, faults = own.use(config, (), None, model, "lora")
+    if faults:
+        raise UsageFault(faults)
+    folder = str(config["checkpointer"]["checkpoint_dir"])
+    downloads = not Path(folder.replace("${models_root}", str(site.root / "models"))).is_dir()
+    values = {
+        "command": shlex.join(["cookbook", "start", data, model]),
+        "file": file.name,
+        "hub": (config.get("hub") or {}).get("model"),
+        "checkpoint_dir": folder,
+        "downloads": downloads,
+        "form": form,
+        "dataset": block,
+        "questions": questions,
+        "time": "04:00:00",
+    }
+    with TemporaryDirectory() as place:
+        drafts = _Drafts(Path(place) / file.name, values, Path(folder).name, site)
+        settings = _Settings()
+        # Whole samples first: their lengths decide.
+        open_end = drafts.load(replace(settings, packed=False), "~tokenizer.max_seq_len")
+        planned = plan(complete(open_end, site, executor), site)
+        checked = context(planned, executor)
+        findings, datasets = samples.read(checked, shown)
+        settings = drafts.fitting(_by_data(settings, datasets))
+        if datasets:
+            settings = _by_steps(settings, datasets[0])
+        recipe = drafts.load(settings)
+        estimate = drafts.estimate(recipe)
+        tokens = settings.epochs * _tokens(datasets[0]) if datasets else 0
+        text = drafts.text(settings)
+    return Draft(file, text, form, downloads, estimate, tokens, datasets, findings)
+
+
+def _data(data: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """Return the dataset block, the form in words, and the first questions."""
+    if prepared.reference(data):
+        return prepared.expanded(data), f"{data}, made by cookbook prepare", ()
+    found = own_data.read(data)
+    return found.block, found.summary, found.questions
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """Writes drafts to a file of its own, to load them as any recipe."""
+
+    path: Path
+    values: dict[str, Any]
+    model: str
+    site: Site
+
+    def text(self, settings: _Settings) -> str:
+        method = {"hub_lora": "LoRA", "hub_qlora": "QLoRA"}[settings.base]
+        title = f"{method} of {self.model} on {self.path.stem}"
+        return render.template("start.yaml.j2").render(**vars(settings), **self.values, title=title)
+
+    def load(self, settings: _Settings, *overrides: str) -> Recipe:
+        self.path.write_text(self.text(settings), encoding="utf-8")
+        return recipes.load(str(self.path), overrides)
+
+    def estimate(self, recipe: Recipe) -> Estimate | None:
+        """What a recipe needs; None if its model is not known here."""
+        try:
+            return Estimate(recipe, self.site.root, self.site.gpu)
+        except CookbookError:
+            return None
+
+    def fitting(self, settings: _Settings) -> _Settings:
+        """LoRA on the fewest GPUs of a node on which it fits, else QLoRA; else 8 GPUs."""
+        for base in _BASES:
+            for gpus in _GPUS:
+                tried = replace(settings, base=base, gpus=gpus)
+                found = self.estimate(self.load(tried))
+                if found is None:
+                    return settings
+                if found.fits:
+                    return tried
+        return replace(settings, base=_BASES[-1], gpus=_GPUS[-1])
+
+
+def _by_data(settings: _Settings, datasets: list[dict[str, Any]]) -> _Settings:
+    """The length of rows, from the longest of the first samples."""
+    if not datasets:
+        return settings
+    longest = datasets[0]["longest"]
+    length = next((each for each in _LENGTHS if each >= longest), _LENGTHS[-1])
+    seen = f"the longest of the first {datasets[0]['read']:,} samples has {longest:,} tokens"
+    return replace(settings, length=length, length_is=seen)
+
+
+def _by_steps(settings: _Settings, dataset: dict[str, Any]) -> _Settings:
+    """Epochs, packing and batch, so that there are enough steps to learn from."""
+    count = dataset["samples"]
+    validates = count >= _VALIDATED_FROM
+    trained = count * 19 // 20 if validates else count
+    epochs = 1 if count >= _MANY_SAMPLES else 3
+    # Rows of the greatest length cost least; with few data they would be too few.
+    rows = _tokens(dataset) / _LENGTHS[-1]
+    packed = epochs * rows / settings.gpus >= _FEW_STEPS
+    if packed:
+        per_epoch = ceil(rows / settings.gpus)
+        changed = replace(settings, length=_LENGTHS[-1])
+    else:
+        batch = next(n for n in (8, 4, 2, 1) if n == 1 or epochs * trained / n >= _FEW_STEPS)
+        per_epoch = ceil(trained / (batch * settings.gpus))
+        reason = "few data: packed, there would be too few steps to learn from"
+        changed = replace(settings, packed=False, packed_is=reason, batch=batch)
+    steps = epochs * per_epoch
+    return replace(
+        changed,
+        validates=validates,
+        epochs=epochs,
+        warmup=max(1, steps // 20),
+        compile=steps >= _COMPILED_FROM,
+        steps_are=f"about {steps:,} steps",
+    )
+
+
+def _tokens(dataset: dict[str, Any]) -> int:
+    """About how many tokens an epoch has, from the mean of the first samples."""
+    mean: float = dataset["tokens"] / max(dataset["read"], 1)
+    return ceil(mean * int(dataset["samples"]))
+
+
+def next_commands(made: Draft) -> Iterator[str]:
+    """Yield what to type next."""
+    name = shlex.quote(made.file.name if made.file.parent == Path.cwd() else str(made.file))
+    if made.downloads:
+        yield f"cookbook download {name}"
+        if not made.datasets:
+            yield f"cookbook check {name} --samples 3"
+    yield f"cookbook submit {name} --watch"
+
+
+def needs(made: Draft, site: Site) -> dict[str, Any]:
+    """Return what the training needs, computed; empty if the model is not known here."""
+    estimate = made.estimate
+    if estimate is None:
+        return {}
+    found: dict[str, Any] = {
+        "gpu": estimate.gpu.name,
+        "gpus": estimate.step.layout.ranks,
+        "peak_gib": round(estimate.memory.peak / GIB, 2),
+        "usable_gib": round(estimate.gpu.usable_gib, 2),
+        "fits": estimate.fits,
+    }
+    if made.tokens:
+        hours = estimate.hours * made.tokens / estimate.tokens
+        found |= {"tokens": made.tokens, "hours": hours, "gpu_hours": hours * found["gpus"]}
+        if site.gpu_hour_price is not None:
+            found["cost"] = round(found["gpu_hours"] * site.gpu_hour_price, 2)
+            found["currency"] = site.currency or ""
+    return found
+
+
+def needs_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the same as a person reads it."""
+    if not found:
+        yield "memory and time: not known before the model is downloaded"
+        return
+    fits = "fits" if found["fits"] else "does not fit"
+    yield (
+        f"memory  {found['peak_gib']} of {found['usable_gib']} GiB per GPU on {found['gpus']} x "
+        f"{found['gpu']}: {fits}; computed, not measured"
+    )
+    if "tokens" in found:
+        cost = f", {found['cost']:.2f} {found['currency']}".rstrip() if "cost" in found else ""
+        yield (
+            f"time    {duration(found['hours'])} for {found['tokens']:,} tokens, "
+            f"{_gpu_hours(found['gpu_hours'])}{cost}; computed, without start-up"
+        )
+
+
+def _gpu_hours(hours: float) -> str:
+    return f"{hours:.2g} GPU-hours" if hours >= 0.01 else "less than 0.01 GPU-hours"
+
+
+def default_file(data: str) -> Path:
+    """Return where the recipe goes if nothing else is asked for: here, by the data's name."""
+    reference = prepared.reference(data)
+    stem = reference[0] if reference else Path(data).stem
+    cleaned = "".join(c if NAME.match(f"a{c}") else "_" for c in stem).lstrip("._-")
+    return Path.cwd() / f"{cleaned or 'mine'}.yaml"

@@ -1,0 +1,137 @@
+"""Kinds of adapters: what each adds to a model, which sizing counts and the trainer makes.
+
+`model.adapter` names a kind: one of `KINDS`, or the dotted path of a class of your own, a
+trainer.layers.adapters.base.AdapterKind, whose `declared = Adapter(...)` has literals only: it is
+read here without an import, as the launcher never imports torch.
+"""
+
+import ast
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+# What a parameter belongs to, then its sizes.
+Sizes = tuple[str, ...]
+# Prefixes of torchtune's builders that add LoRA or DoRA themselves.
+BUILT_IN = ("lora_", "qlora_")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One kind of adapter.
+
+    Attributes:
+        title: the method's name; over an NF4 base with a Q before it.
+        parts: by the end of a parameter's name, what it belongs to (each chosen "linear" layer, or
+            each "row" or "column" layer among them; each "block"; the "model") and its sizes: "in"
+            and "out" of the linear layer, "kv" (the width of all keys), "dim" (that of the
+            stream), or a key of the model block, such as lora_rank.
+        saved: what else each of these keeps of a token for the backward pass, in the same terms.
+        keys: the keys of the model block that it reads.
+        merges: the base weights can hold it; if not, it is exported by itself only.
+        peft_type: PEFT's name of it, in adapter_config.json.
+    """
+
+    title: str
+    parts: Mapping[str, Sizes]
+    saved: tuple[Sizes, ...] = ()
+    keys: tuple[str, ...] = ()
+    merges: bool = False
+    peft_type: str = ""
+
+    def parts_of(self, *owners: str) -> dict[str, Sizes]:
+        """The sizes of the parameters that belong to one of `owners`, by name."""
+        return {name: of[1:] for name, of in self.parts.items() if of[0] in owners}
+
+    def saved_of(self, *owners: str) -> list[Sizes]:
+        """What one of `owners` keeps of a token."""
+        return [of[1:] for of in self.saved if of[0] in owners]
+
+    def numbers(self, model: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+        """The whole numbers among the values that a model block gives its keys."""
+        given = ((key, model.get(key)) for key in self.keys)
+        return tuple((key, value) for key, value in given if type(value) is int)
+
+    @property
+    def vectors(self) -> bool:
+        """Whether not all parameters are matrices."""
+        return any(len(sizes) < 3 for sizes in self.parts.values())
+
+
+LORA = Adapter(
+    "LoRA",
+    {
+        "lora_a.weight": ("linear", "lora_rank", "in"),
+        "lora_b.weight": ("linear", "out", "lora_rank"),
+    },
+    saved=(("linear", "lora_rank"),),
+    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora"),
+    merges=True,
+    peft_type="LORA",
+)
+DORA = replace(
+    LORA,
+    title="DoRA",
+    parts={**LORA.parts, "magnitude": ("linear", "out")},
+    # The sum that the magnitude scales.
+    saved=(*LORA.saved, ("linear", "out")),
+)
+KINDS = {"lora": LORA, "dora": DORA}
+
+
+def name_of(model: Mapping[str, Any]) -> str | None:
+    """Return the kind that a `model` block names; None if all weights are trained."""
+    name = model.get("adapter")
+    if name is None and (is_built_in(model) or (own_adapters(model) and model.get("lora_rank"))):
+        name = "lora"
+    return "dora" if name == "lora" and model.get("use_dora") else name
+
+
+def is_built_in(model: Mapping[str, Any]) -> bool:
+    """Whether the model's builder, torchtune's, adds LoRA or DoRA itself."""
+    module, _, builder = str(model.get("_component_") or "").rpartition(".")
+    return module.startswith("torchtune.") and builder.startswith(BUILT_IN)
+
+
+def is_quantised(model: Mapping[str, Any]) -> bool:
+    """Whether the base weights are kept in NF4."""
+    builder = str(model.get("_component_") or "").rpartition(".")[2]
+    return bool(model.get("quantize_base", builder.startswith("qlora_")))
+
+
+def own_adapters(model: Mapping[str, Any]) -> bool:
+    """Whether the keys of adapters are the trainer's own, and no arguments of a builder."""
+    torchtunes = str(model.get("_component_") or "").startswith("torchtune.")
+    return not torchtunes or (model.get("adapter") is not None and not is_built_in(model))
+
+
+def declared(dotted: str) -> Adapter:
+    """Read what a class at a dotted path declares; its file is not imported.
+
+    Raises:
+        ValueError: there is no such class, or it declares nothing.
+    """
+    *parents, module, name = ["", *dotted.split(".")]
+    places = [Path(folder, *parents) / module for folder in (str(Path.cwd()), *sys.path)]
+    found = (file for place in places for file in (place / "__init__.py", Path(f"{place}.py")))
+    file = next((file for file in found if file.is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"model.adapter: there is no {dotted}; give one of {', '.join(KINDS)}, or the dotted "
+            "path of a class in this folder, in PYTHONPATH, or installed"
+        )
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+    body = classes[0].body if classes else []
+    values = (n.value for n in body if isinstance(n, ast.Assign | ast.AnnAssign))
+    calls = (value for value in values if isinstance(value, ast.Call))
+    call = next((c for c in calls if ast.unparse(c.func).endswith("Adapter")), None)
+    if call is None:
+        raise ValueError(f"model.adapter: {dotted} has no `declared = Adapter(...)`")
+    try:
+        named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return Adapter(*map(ast.literal_eval, call.args), **named)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"model.adapter: {dotted} declares no literals: {error}") from None

@@ -1,0 +1,404 @@
+"""The keys that all training methods of the kit share, in groups.
+
+Each is a field: its type, its kind, a line of help, its default. It has torchtune's name if
+torchtune has the key.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from runspec.keys.key import REQUIRED, Key, setting
+
+# model._component_ of a model that its folder's config.json names: transformers has the code.
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ModelKeys:
+    """Model."""
+
+    model: dict[str, Any] = setting(
+        "open block",
+        "The model and its adapters. Without _component_ (or with transformers) the config.json "
+        "in checkpointer.checkpoint_dir defines the model, and model.lora_rank trains adapters. "
+        "With a torchtune builder, a plain one trains all weights, lora_* trains adapters, and "
+        "qlora_* trains adapters on a 4-bit base.",
+        {"_component_": TRANSFORMERS},
+        inner=(
+            Key("_component_", "text", "transformers, or a builder's dotted path.", TRANSFORMERS),
+            Key(
+                "adapter",
+                "text",
+                "What is trained instead of all weights: lora, dora, or the dotted path of an "
+                "adapter of your own. Default: lora if lora_rank is set, or if the builder is "
+                "torchtune's lora_*.",
+            ),
+            Key(
+                "lora_modules",
+                "texts",
+                "Linear layers that get LoRA, by the last part of their names, such as q_proj; "
+                "not for torchtune builders. Default: all linear layers of the blocks.",
+            ),
+            Key(
+                "lora_attn_modules",
+                "texts",
+                "LoRA on q_proj, k_proj, v_proj, output_proj; for torchtune builders.",
+            ),
+            Key(
+                "apply_lora_to_mlp",
+                "flag",
+                "Also LoRA on the MLP layers; for torchtune builders.",
+                False,
+            ),
+            Key(
+                "lora_rank",
+                "positive",
+                "LoRA rank: a higher rank learns more and needs more memory. Default: 8 for "
+                "torchtune's lora_*, else no LoRA.",
+            ),
+            Key(
+                "lora_alpha",
+                "number",
+                "LoRA updates are scaled by lora_alpha / lora_rank. Default: 16 for torchtune's "
+                "lora_*, else twice the rank.",
+            ),
+            Key("lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
+            Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
+            Key(
+                "quantize_base",
+                "flag",
+                "Keep the frozen base in 4 bits (NF4), as qlora_* does.",
+                False,
+            ),
+        ),
+    )
+    tokenizer: dict[str, Any] = setting(
+        "component",
+        "Builder of the tokenizer, with its chat template.",
+        REQUIRED,
+        inner=(
+            Key("path", "text", "Folder or file of the tokenizer."),
+            Key(
+                "max_seq_len",
+                "positive",
+                "Maximum sample length, or length of a packed row, in tokens. A longer sample "
+                "is truncated; a plain text is split.",
+            ),
+        ),
+    )
+    checkpointer: dict[str, Any] = setting(
+        "open block",
+        "The model's folder.",
+        REQUIRED,
+        inner=(
+            Key(
+                "checkpoint_dir",
+                "text",
+                "Folder of config.json and weights.",
+                REQUIRED,
+                may_change=True,
+            ),
+            Key(
+                "checkpoint_files",
+                "any",
+                "Weight files. Default: all *.safetensors in it.",
+                may_change=True,
+            ),
+            Key(
+                "model_type",
+                "text",
+                "torchtune's name of the model family: LLAMA3.",
+                may_change=True,
+            ),
+            Key("adapter_checkpoint", "text", "Adapter to start from (safetensors)."),
+            Key(
+                "recipe_checkpoint",
+                "text",
+                "State of a torchtune run.",
+                refused=(
+                    "the trainer cannot read the state of a torchtune run; start from its "
+                    "weights with checkpointer.checkpoint_dir, or from its adapter with "
+                    "checkpointer.adapter_checkpoint"
+                ),
+            ),
+            Key(
+                "output_dir",
+                "text",
+                "Folder for checkpoints.",
+                unused="checkpoints go to the run's directory",
+            ),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DataKeys:
+    """Data."""
+
+    dataset: dict[str, Any] = setting(
+        "component",
+        "Builder of the dataset and its arguments; or prepared:NAME@SPLIT, from cookbook prepare.",
+        REQUIRED,
+        inner=(
+            Key("data_dir", "text", "Folder of a split that cookbook prepare made."),
+            Key("source", "text", "Dataset on the Hub; or json, csv, parquet, text."),
+            Key("data_files", "any", "Your own files: /shared/my.jsonl, or a list."),
+            Key("split", "text", "Split, or a part of one: train[:95%].", "train"),
+            Key("train_on_input", "flag", "Also train on the prompt tokens.", False),
+            Key("train_on", "all | last | marked", "Which answers of a conversation are trained."),
+            Key("train_on_reasoning", "flag", "Train on the answers' reasoning. Default: true."),
+            Key(
+                "packed",
+                "flag",
+                "Pack whole samples into rows of tokenizer.max_seq_len tokens. Samples do not "
+                "attend to each other; batch_size then counts rows.",
+                False,
+            ),
+            Key(
+                "split_across_pack",
+                "flag",
+                "Fill rows by cutting samples.",
+                False,
+                unused=("samples are packed whole; only a plain text longer than a row is split"),
+            ),
+        ),
+    )
+    dataset_val: dict[str, Any] | None = setting(
+        "open block",
+        "Validation dataset; keys that it does not set are those of dataset: "
+        "dataset_val.split=test.",
+        may_change=True,
+    )
+    data_cache_dir: str | None = setting(
+        "text", "Folder for tokenised data. Default: runs/.data_cache.", may_change=True
+    )
+    shuffle: bool = setting("flag", "Shuffle the samples in each epoch.", True)
+    seed: int = setting("count", "Seed of the order of samples, of dropout and of new adapters.", 0)
+    num_workers: int | None = setting(
+        "count", "Processes per rank that prefetch data. Default: 2 with GPUs.", may_change=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TrainingKeys:
+    """Training."""
+
+    batch_size: int = setting(
+        "positive",
+        "Samples or packed rows per micro-step and GPU (per group of tensor-parallel GPUs).",
+        REQUIRED,
+    )
+    batch_size_val: int | None = setting(
+        "positive", "The same for validation. Default: batch_size.", may_change=True
+    )
+    gradient_accumulation_steps: int = setting("positive", "Micro-steps per optimizer step.", 1)
+    epochs: int = setting("positive", "Passes over the dataset.", 1, may_change=True)
+    max_steps: int | None = setting(
+        "positive", "Maximum number of optimizer steps.", may_change=True
+    )
+    max_steps_per_epoch: int | None = setting(
+        "positive", "Maximum number of optimizer steps per epoch."
+    )
+    optimizer: dict[str, Any] = setting(
+        "component",
+        "The optimizer and its arguments.",
+        REQUIRED,
+        inner=(
+            Key("lr", "rate", "Learning rate.", may_change=True),
+            Key("weight_decay", "rate", "Weight decay.", may_change=True),
+            Key("betas", "list", "Adam's decay rates: [0.9, 0.95].", may_change=True),
+            Key("eps", "rate", "Adam's epsilon.", may_change=True),
+        ),
+    )
+    lr_scheduler: dict[str, Any] | None = setting(
+        "component",
+        "Learning rate schedule, stepped after each optimizer step. Default: a constant rate.",
+        may_change=True,
+        inner=(Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),),
+    )
+    router_aux_loss_coef: float = setting(
+        "rate", "Weight of the load-balancing loss of the experts.", 0.0
+    )
+    train_router: bool = setting(
+        "flag", "Train the router of the experts, in full fine-tuning.", True
+    )
+    clip_grad_norm: float | None = setting(
+        "number", "Maximum gradient norm. Default: no clipping.", may_change=True
+    )
+    max_non_finite_steps: int = setting(
+        "positive", "Consecutive NaN or infinite steps that end the run.", 3, may_change=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PrecisionKeys:
+    """Memory and precision."""
+
+    device: str = setting(
+        "auto | cuda | cpu", "auto: GPUs if there are any, else CPUs.", "auto", may_change=True
+    )
+    dtype: str = setting("bf16 | fp32", "Data type of weights and computation.", "bf16")
+    master_weights: str | None = setting(
+        "fp32", "Keep trained weights and optimizer state in fp32."
+    )
+    activation_checkpointing: int | str | None = setting(
+        "layers",
+        "What the backward pass recomputes: none; full, every layer; n, every n-th layer; op, "
+        "in each layer all but matrix products and attention. Default: none.",
+        may_change=True,
+        replaces=("enable_activation_checkpointing", "ac_mode"),
+    )
+    enable_activation_checkpointing: bool = setting(
+        "flag",
+        "Same as activation_checkpointing=full.",
+        False,
+        may_change=True,
+        replaces=("activation_checkpointing",),
+    )
+    ac_mode: str | None = setting(
+        "none | full | selective",
+        "torchtune's form of activation_checkpointing; see ac_option.",
+        may_change=True,
+        replaces=("activation_checkpointing",),
+    )
+    ac_option: Any = setting("any", "With ac_mode=selective: op or n.", may_change=True)
+    enable_activation_offloading: bool = setting(
+        "flag", "Keep inputs of recomputed layers in CPU memory.", False, may_change=True
+    )
+    compile: bool = setting(
+        "flag",
+        "torch.compile each layer; the first step takes a minute longer.",
+        False,
+        may_change=True,
+    )
+    enable_fp8_training: bool = setting(
+        "flag", "Matrix products in fp8 (H100, L40S and later).", False
+    )
+    fp8_recipe_name: str = setting(
+        "tensorwise | rowwise", "Scale per tensor or per row.", "tensorwise"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LayoutKeys:
+    """Layout over GPUs."""
+
+    tensor_parallel_dim: int = setting(
+        "positive", "GPUs of a node that split each layer.", 1, may_change=True
+    )
+    expert_parallel_dim: int = setting(
+        "positive", "GPUs over which the experts of a layer are distributed.", 1, may_change=True
+    )
+    data_parallel_replicate_dim: int = setting(
+        "positive", "Data-parallel replicas (HSDP).", 1, may_change=True
+    )
+    data_parallel_shard_dim: int = setting(
+        "dimension",
+        "GPUs over which FSDP shards each replica; -1: all remaining GPUs.",
+        -1,
+        may_change=True,
+    )
+    sync_each_micro_batch: bool | None = setting(
+        "flag",
+        "Reduce gradients after each micro-step: more traffic, less memory. Default: true with "
+        "fsdp_cpu_offload.",
+        may_change=True,
+    )
+    custom_sharded_layers: list[str] | None = setting(
+        "texts", "Layers to shard separately: tok_embeddings.", may_change=True
+    )
+    fsdp_cpu_offload: bool = setting(
+        "flag", "Keep weights, gradients and optimizer state in CPU memory.", False, may_change=True
+    )
+    fsdp: dict[str, Any] | None = setting(
+        "block",
+        "torchtune's older block.",
+        may_change=True,
+        inner=(Key("cpu_offload", "flag", "Same as fsdp_cpu_offload.", False),),
+    )
+    fsdp_reshard_after_forward: bool = setting(
+        "flag", "Gather weights again for the backward pass.", True, may_change=True
+    )
+    fsdp_prefetch: int | None = setting(
+        "count", "Blocks to prefetch. Default: FSDP's own choice.", may_change=True
+    )
+    fsdp_reduce_dtype: str = setting("fp32 | bf16", "Data type of the gradient reduction.", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CheckpointKeys:
+    """Checkpoints and export."""
+
+    save_every_n_steps: int | None = setting(
+        "count", "Steps between checkpoints. Default: only at the end.", may_change=True
+    )
+    save_every_minutes: float | None = setting(
+        "number", "Minutes between checkpoints.", may_change=True
+    )
+    keep_last_n_checkpoints: int = setting(
+        "positive", "Newest checkpoints to keep.", 2, may_change=True
+    )
+    enable_async_checkpointing: bool = setting(
+        "flag", "Continue training while a checkpoint is written.", False, may_change=True
+    )
+    export_checkpoint: str | None = setting(
+        "best | last",
+        "Checkpoint to export; best: lowest validation loss. Default: best with dataset_val.",
+        may_change=True,
+    )
+    save_adapter_weights_only: bool = setting(
+        "flag", "Export the adapter, not the merged model.", False, may_change=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LoggingKeys:
+    """Logging and profiling."""
+
+    log_every_n_steps: int = setting(
+        "positive", "Steps between lines of metrics.", 1, may_change=True
+    )
+    run_val_every_n_steps: int | None = setting(
+        "positive", "Steps between validations. Default: an epoch.", may_change=True
+    )
+    cudnn_deterministic_mode: int | None = setting(
+        "count", "0 off, 1 warn, 2 fail, as torch's debug mode.", may_change=True
+    )
+    generate: dict[str, Any] | None = setting(
+        "block",
+        "Prompts that the trained model answers.",
+        may_change=True,
+        inner=(
+            Key("prompts", "texts", "The prompts.", REQUIRED),
+            Key("max_new_tokens", "positive", "Maximum answer length in tokens.", 128),
+        ),
+    )
+    profiler: dict[str, Any] | None = setting(
+        "block",
+        "torch.profiler. Option: --profile.",
+        may_change=True,
+        inner=(
+            Key("enabled", "flag", "Record traces for TensorBoard.", False),
+            Key("cpu", "flag", "Record operations on the CPU.", True),
+            Key("cuda", "flag", "Record kernels on the GPU.", True),
+            Key("profile_memory", "flag", "Record memory.", False),
+            Key("with_stack", "flag", "Record Python's call stacks.", False),
+            Key("record_shapes", "flag", "Record shapes of tensors.", True),
+            Key("with_flops", "flag", "Count FLOPs.", False),
+            Key("wait_steps", "count", "Steps before the warm-up of each cycle.", 5),
+            Key("warmup_steps", "count", "Steps that are recorded and dropped.", 3),
+            Key("active_steps", "positive", "Steps that are recorded and kept.", 2),
+            Key("num_cycles", "count", "Number of cycles; 0: until the end.", 1),
+            Key("steps", "steps", "First and last step to record, instead of cycles."),
+            Key("ranks", "ranks", "Ranks to record. Default: the first of each node."),
+            Key("memory_snapshot", "flag", "Record a snapshot for torch's memory viewer.", False),
+            Key("_component_", "text", "torchtune's profiler; torch.profiler is used."),
+            Key(
+                "output_dir",
+                "text",
+                "Folder for traces.",
+                unused="traces go to the run's directory",
+            ),
+            Key("xpu", "flag", "Record Intel GPUs.", False, unused="Intel GPUs are not supported"),
+        ),
+    )

@@ -1,0 +1,235 @@
+"""The config that every training method of the kit has: shared keys, and what the launcher asks.
+
+A method's own class is in a file beside this one. docs/keys.md is made of these classes.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from runspec.keys.fields import (
+    CheckpointKeys,
+    DataKeys,
+    LayoutKeys,
+    LoggingKeys,
+    ModelKeys,
+    PrecisionKeys,
+    TrainingKeys,
+)
+from runspec.keys.key import Key, keys_of
+from runspec.layout import FP8_MULTIPLE
+
+GROUPS = (
+    ModelKeys,
+    DataKeys,
+    TrainingKeys,
+    PrecisionKeys,
+    LayoutKeys,
+    CheckpointKeys,
+    LoggingKeys,
+)
+# Builders of torchtune's whose train_on_input is true if a config leaves it out; here it is false.
+TRAINS_PROMPTS = (
+    "torchtune.datasets.alpaca_dataset",
+    "torchtune.datasets.alpaca_cleaned_dataset",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TrainConfig(
+    ModelKeys,
+    DataKeys,
+    TrainingKeys,
+    PrecisionKeys,
+    LayoutKeys,
+    CheckpointKeys,
+    LoggingKeys,
+):
+    """A checked train.yaml: a field for each key that is used (see docs/keys.md).
+
+    A method's class adds fields, by `setting`, and says in class attributes what the launcher must
+    know of the method without importing it.
+
+    dataset_val holds what it takes from dataset; activation_checkpointing is as `recomputed`
+    returns it. notes: about keys that are not used.
+
+    Attributes:
+        objective: dotted path of the trainer's class of the method.
+        documents_per_sample: documents that lie together in a batch, such as the two of a pair.
+        fused_loss: the loss goes through the output head in chunks (trainer.layers.log_probs); else
+            the key `loss` says how.
+        has_reference: the method compares with the policy before training: the policy with its
+            adapter off, or a frozen second model.
+        teacher_key: the key that names the folder of a frozen model that is only run forward.
+    """
+
+    objective: ClassVar[str] = ""
+    documents_per_sample: ClassVar[int] = 1
+    fused_loss: ClassVar[bool] = False
+    has_reference: ClassVar[bool] = False
+    teacher_key: ClassVar[str] = ""
+    # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
+    ignored: ClassVar[tuple[Key, ...]] = (
+        Key(
+            "resume_from_checkpoint",
+            "flag",
+            "Continue a torchtune run.",
+            False,
+            refused=(
+                "a run resumes automatically after a fault; resume an ended run with cookbook "
+                "resume RUN; to start from an adapter set checkpointer.adapter_checkpoint"
+            ),
+        ),
+        Key(
+            "collate_fn",
+            "torchtune.data.padded_collate_sft | torchtune.data.padded_collate_packed",
+            "How samples become a batch.",
+            unused="the trainer makes batches by itself, with the same result",
+        ),
+        Key(
+            "optimizer_in_bwd",
+            "flag",
+            "Step the optimizer during the backward pass.",
+            False,
+            unused="the optimizer steps after the backward pass",
+        ),
+        Key(
+            "low_cpu_ram",
+            "flag",
+            "Load the model with less CPU memory.",
+            False,
+            unused="weights are always read tensor by tensor",
+        ),
+        Key(
+            "tensor_parallel_plan",
+            "open block",
+            "How tensor parallelism splits layers.",
+            unused="the trainer uses its own plan",
+        ),
+        Key(
+            "memory_efficient_fsdp_wrap",
+            "flag",
+            "Shard embedding and output separately.",
+            False,
+            unused="each block is sharded separately; see custom_sharded_layers",
+        ),
+        Key(
+            "metric_logger",
+            "open block",
+            "torchtune's logger.",
+            unused="metrics go to metrics.jsonl and TensorBoard",
+        ),
+        Key(
+            "log_peak_memory_stats",
+            "flag",
+            "Log peak memory.",
+            False,
+            unused="peak memory is always logged",
+        ),
+    )
+
+    output_dir: Path
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def keys(cls) -> dict[str, Key]:
+        """The keys of the method."""
+        return keys_of(cls)
+
+    @classmethod
+    def own_keys(cls) -> dict[str, Key]:
+        """The keys that the method adds to those that all methods share."""
+        shared = keys_of(TrainConfig)
+        return {name: key for name, key in keys_of(cls).items() if name not in shared}
+
+    @property
+    def model_folder(self) -> Path:
+        """The Hugging Face folder that the weights come from."""
+        return Path(self.checkpointer["checkpoint_dir"])
+
+    @property
+    def fp8_recipe(self) -> str | None:
+        """How the products of the blocks are scaled in fp8; None without it."""
+        return self.fp8_recipe_name if self.enable_fp8_training else None
+
+    @property
+    def row_multiple(self) -> int:
+        """What the length of every row must be divisible by, for tensor parallelism and fp8."""
+        return math.lcm(self.tensor_parallel_dim, FP8_MULTIPLE if self.enable_fp8_training else 1)
+
+    @property
+    def data_cache(self) -> Path:
+        """The folder of tokenised datasets; beside the run directories if none is given."""
+        if self.data_cache_dir is None:
+            return self.output_dir.parent / ".data_cache"
+        return Path(self.data_cache_dir).expanduser().absolute()
+
+
+def with_train_on_input(block: Any, value: bool) -> Any:
+    """Return a dataset block with train_on_input set, if torchtune has another default for it."""
+    open_choice = isinstance(block, dict) and block.get("train_on_input") is None
+    if open_choice and block.get("_component_") in TRAINS_PROMPTS:
+        return {**block, "train_on_input": value}
+    return block
+
+
+def recomputed(config: Mapping[str, Any]) -> int | str | None:
+    """Return what the backward pass recomputes, from the one key or from torchtune's three.
+
+    n: every n-th layer (1: all). "op": all but matrix products and attention. None: nothing.
+    """
+    mode = config.get("activation_checkpointing") or config.get("ac_mode")
+    if mode == "selective":
+        mode = config.get("ac_option")
+    if mode is None:
+        mode = "full" if config.get("enable_activation_checkpointing") else "none"
+    if mode in ("none", "full", "op"):
+        return {"none": None, "full": 1, "op": "op"}[str(mode)]
+    return int(mode) if str(mode).isdigit() else None
+
+
+def uncompiled_experts(config: Mapping[str, Any]) -> bool:
+    """Whether blocks with experts stay uncompiled, although `compile` is set.
+
+    The exchange of tokens between ranks ends a compiled graph, and "op" needs a whole one.
+    """
+    ranks = config.get("expert_parallel_dim")
+    spread = isinstance(ranks, int) and ranks > 1
+    return config.get("compile") is True and spread and recomputed(config) == "op"
+
+
+def notes(config: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each key that does something else than one may expect of it."""
+    for name in ("dataset", "dataset_val"):
+        block = config.get(name)
+        if not isinstance(block, dict):
+            continue
+        if block.get("train_on_input") is True:
+            yield (
+                f"{name}.train_on_input: true, so the prompts are also trained; set "
+                f"{name}.train_on_input=False to train the answers only"
+            )
+        elif with_train_on_input(block, False) is not block:
+            yield (
+                f"{name}.train_on_input: not set, so only the answers are trained; torchtune's "
+                f"{block['_component_'].rpartition('.')[2]} would also train the prompts: "
+                f"{name}.train_on_input=True"
+            )
+    saved, validated = config.get("save_every_n_steps"), config.get("run_val_every_n_steps")
+    if isinstance(saved, int) and isinstance(validated, int) and validated and saved % validated:
+        yield (
+            "save_every_n_steps: only a checkpoint at a multiple of run_val_every_n_steps has a "
+            "val_loss and can be the best"
+        )
+    if config.get("enable_fp8_training") and not config.get("compile"):
+        yield (
+            "enable_fp8_training: without compile its casts cost more time than its matrix "
+            "products save; set compile=True"
+        )
+    if uncompiled_experts(config):
+        yield (
+            "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "
+            "activation_checkpointing=op; with full, a number or none they are"
+        )

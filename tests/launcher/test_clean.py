@@ -1,0 +1,76 @@
+"""cookbook clean: what can go, with its size; and what stays."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from launcher import paths
+from launcher.cli import cookbook
+from launcher.runs import code
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "shared"
+
+
+def aged(path: Path, days: float) -> Path:
+    """A file, as if written and read last so many days ago."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(8192))
+    then = time.time() - days * 86400
+    for each in (path, *path.parents[:2]):
+        os.utime(each, (then, then))
+    return path
+
+
+def clean(*arguments: str) -> Result:
+    return CliRunner().invoke(cookbook, ["clean", *arguments])
+
+
+def test_what_can_be_made_again_goes_and_runs_stay(root: Path):
+    run = root / "runs/20260101-000000-mine-abcd"
+    stays = [
+        aged(run / "checkpoints/step_5/shard", 90),
+        aged(run / "recipe.yaml", 90),
+        aged(root / "models/base/model.safetensors", 90),
+        aged(root / "runs/.data_cache/new/tokens", 1),
+        aged(root / "code/used/trainer/sft.py", 90),
+        aged(root / "code/young/trainer/sft.py", 0),
+    ]
+    (run / "submission.json").write_text("{}")
+    code.link(run, code.Code(root / "code/used"))
+    goes = [
+        aged(root / "runs/.data_cache/old/tokens", 30),
+        aged(root / "code/unused/trainer/sft.py", 30),
+        aged(root / "runs/.tmp-20260101-000000-mine-ffff/recipe.yaml", 30),
+        aged(run / "checkpoints/damaged_step_3/shard", 30),
+        aged(paths.user_cache() / "checks/answer.json", 0),
+    ]
+    listed = clean()
+    assert listed.exit_code == 0, listed.output + repr(listed.exception)
+    assert "remove it with: cookbook clean --yes" in listed.output
+    assert all(path.exists() for path in (*stays, *goes))
+    found = json.loads(clean("--json").output)
+    assert not found["removed"]
+    assert len(found["items"]) == len(goes)
+    for item in found["items"]:
+        assert any(path.is_relative_to(item["path"]) for path in goes)
+        assert item["path"] in listed.output
+    assert all(item["bytes"] >= 8192 for item in found["items"])
+    assert clean("--yes").exit_code == 0
+    assert all(path.exists() for path in stays) and not any(path.exists() for path in goes)
+    assert clean().output == "nothing to remove\n"
+
+
+def test_data_that_a_run_uses_stay(root: Path):
+    """By default what was used within a week; --older sets it."""
+    tokens = aged(root / "runs/.data_cache/recent/tokens", 3)
+    assert clean("--yes").output == "nothing to remove\n" and tokens.exists()
+    assert clean("--yes", "--older", "2").exit_code == 0 and not tokens.exists()

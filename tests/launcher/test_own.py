@@ -1,0 +1,210 @@
+"""--data, --model and dataset.data_files=: the user's own files in any recipe."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.errors import UsageFault
+from launcher.recipes import own_data
+from launcher.recipes import recipe as recipes
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHARE = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+HUB = "HuggingFaceH4/ultrachat_200k"
+
+
+def written(path: Path, records: list[dict[str, Any]]) -> str:
+    """The records as a file of the kind that its name says."""
+    if path.suffix == ".csv":
+        with path.open("w", encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictWriter(file, list(records[0]))
+            rows.writeheader()
+            rows.writerows(records)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records))
+    elif path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("record", "builder", "keys"),
+    [
+        (
+            {"id": "1", "Question": "a", "answer": "b"},
+            "instruct_dataset",
+            {"column_map": {"input": "Question", "output": "answer"}},
+        ),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            "alpaca_dataset",
+            {"column_map": {"instruction": "instruction", "input": "input", "output": "output"}},
+        ),
+        ({"text": "a b c"}, "text_completion_dataset", {"column": "text"}),
+        (
+            {"messages": CHAT},
+            "chat_dataset",
+            {"conversation_column": "messages", "conversation_style": "openai"},
+        ),
+        (
+            {"dialog": SHARE},
+            "chat_dataset",
+            {"conversation_column": "dialog", "conversation_style": "sharegpt"},
+        ),
+    ],
+)
+def test_the_format_is_found(tmp_path, suffix, record, builder, keys):
+    if suffix == ".csv" and isinstance(next(iter(record.values())), list):
+        return  # no cell of a CSV file is a list
+    file = written(tmp_path / f"mine{suffix}", [record] * 3)
+    found = own_data.read(file)
+    assert found.block.items() >= {"data_files": file, "split": "train", **keys}.items()
+    assert found.block["_component_"] == f"torchtune.datasets.{builder}"
+    assert found.block["source"] == suffix.removeprefix(".").removesuffix("l")
+    assert found.unused == (("id",) if "id" in record else ())
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "has no record"),
+        ('{"a": 1}\n{"a": \n', "line 2 is not JSON"),
+        ('"a"\n', "line 1 is not a JSON object"),
+        ('{"chosen": "a", "rejected": "b"}\n', "has preference data (column chosen, rejected)"),
+        ('{"frage": "a", "antwort": "b"}\n', "column_map='{input: frage, output: antwort}'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, content, reason):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(content)
+    with pytest.raises(UsageFault) as raised:
+        own_data.read(str(file))
+    assert reason in str(raised.value) and str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["--data", "override"])
+def test_a_file_takes_the_place_of_the_recipes_dataset(tmp_path, monkeypatch, how):
+    """Without the recipe's source, its split and its dataset of the hub, but packed as it is."""
+    monkeypatch.chdir(tmp_path)
+    file = written(tmp_path / "mine.csv", [{"question": "a", "answer": "b"}])
+    overrides = () if how == "--data" else ("dataset.data_files=mine.csv",)
+    recipe = recipes.load("llama8b_lora", overrides, data=None if overrides else "mine.csv")
+    block = recipe.config["dataset"]
+    assert block["packed"] is True and block["data_files"] == file
+    assert (block["source"], block["split"]) == ("csv", "train")
+    assert "dataset" not in recipe.config["hub"] and recipe.config["hub"]["model"]
+    assert "questions and answers (columns question and answer)" in recipe.notes[0]
+
+
+def test_columns_with_other_names(tmp_path):
+    file = written(tmp_path / "mine.csv", [{"frage": "a", "antwort": "b"}])
+    columns = "dataset.column_map={input: frage, output: antwort}"
+    recipe = recipes.load("llama8b_lora", (columns,), data=file)
+    assert recipe.config["dataset"]["column_map"] == {"input": "frage", "output": "antwort"}
+    with pytest.raises(UsageFault, match=r"column_map names reply, and .* has frage, antwort"):
+        recipes.load("llama8b_lora", (columns.replace("antwort", "reply"),), data=file)
+
+
+@pytest.mark.parametrize("name", ["llama8b_qlora", "qwen3_8b_lora", "demo"])
+def test_a_model_takes_the_place_of_the_recipes_own(tmp_path, name):
+    """The method and the length of rows stay; the class is the one that config.json names."""
+    before = recipes.load(name)
+    (tmp_path / "config.json").write_text("{}")
+    mine = recipes.load(name, model=str(tmp_path))
+    assert mine.method == before.method
+    assert mine.config["model"]["_component_"] == "transformers"
+    assert mine.config["checkpointer"]["checkpoint_dir"] == str(tmp_path)
+    length = before.config["tokenizer"]["max_seq_len"]
+    assert mine.config["tokenizer"]["max_seq_len"] == length
+    assert "prepare" not in mine.config and "model" not in mine.config.get("hub", {})
+    hub = recipes.load(name, model="Qwen/Qwen3-0.6B@main")
+    assert hub.config["hub"]["model"] == "Qwen/Qwen3-0.6B@main"
+    assert hub.config["checkpointer"]["checkpoint_dir"] == "${models_root}/Qwen3-0.6B"
+    assert hub.given_name == f"{name} --model Qwen/Qwen3-0.6B@main"
+
+
+def test_all_faults_of_data_and_model_come_at_once(tmp_path):
+    with pytest.raises(UsageFault) as raised:
+        recipes.load("llama8b_lora", ("epochs=none",), data="none.csv", model="none")
+    faults = "\n".join(raised.value.faults)
+    for part in ("none.csv cannot be read: No such file", "--model none is no folder", "epochs"):
+        assert part in faults
+    with pytest.raises(UsageFault, match=r"--data and dataset.data_files= both name the data"):
+        recipes.load("demo", ("dataset.data_files=a.csv",), data="b.csv")
+    with pytest.raises(UsageFault, match=r"--data: own.yaml starts script:train.py"):
+        script = tmp_path / "own.yaml"
+        (tmp_path / "train.py").touch()
+        script.write_text("entry: script:train.py\nresources: {nodes: 1}\n")
+        recipes.load(str(script), data="none.csv")
+
+
+def test_a_file_and_a_dataset_of_the_hub_exclude_each_other(tmp_path):
+    file = written(tmp_path / "mine.jsonl", [{"messages": CHAT}])
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: llama8b_lora\ndataset:\n  data_files: {file}\n")
+    with pytest.raises(UsageFault) as raised:
+        recipes.load(str(recipe))
+    (fault,) = raised.value.faults
+    assert f"names your file {file}, and dataset.source the hub's dataset {HUB}" in fault
+    assert f"{recipe}, line 3" in fault
+    recipes.load(str(recipe), ("dataset.source=json", "dataset.split=train"))
+    # Files within a dataset of the hub are none of this machine.
+    recipes.load("llama8b_lora", ("dataset.data_files=data/train-*.parquet",))
+
+
+def test_validation_data_of_the_recipe_are_not_left_with_other_training_data(tmp_path):
+    file = written(tmp_path / "mine.jsonl", [{"messages": CHAT}])
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: llama8b_lora\ndataset_val: {split: test_sft}\n")
+    with pytest.raises(UsageFault, match="the recipe's dataset_val is of its own dataset"):
+        recipes.load(str(recipe), data=file)
+    parts = ("dataset.split=train[:95%]", "dataset_val.split=train[95%:]")
+    assert recipes.load(str(recipe), parts, data=file).config["dataset"]["source"] == "json"
+
+
+@pytest.mark.parametrize(
+    ("content", "tool"),
+    [
+        ("base_model: a/b\nsequence_len: 8\nadapter: lora\n", "axolotl"),
+        ("model_name_or_path: a/b\nstage: sft\n", "LLaMA-Factory"),
+        ("model_name_or_path: a/b\ndataset_name: c/d\n", "TRL"),
+        ("checkpoint_dir: a/b\ntrain: {epochs: 1}\nprecision: bf16-true\n", "LitGPT"),
+        (
+            "model: {pretrained_model_name_or_path: a/b}\nstep_scheduler: {}\ndistributed: {}\n",
+            "NeMo Automodel",
+        ),
+    ],
+)
+def test_another_tools_file_is_named(tmp_path, content, tool):
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(content)
+    with pytest.raises(UsageFault) as raised:
+        recipes.load(str(recipe))
+    (fault,) = raised.value.faults
+    assert fault.startswith(f"{recipe} is a config of {tool}")
+    assert "cookbook start FILE a/b" in fault and "docs/scripts.md" in fault
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("entry=dpo", "this version has no preference tuning: use entry: torchtune:lora_dpo"),
+        ("+container=my.sif", "not in containers: load modules with job_setup"),
+        ("environment.dependencies=[trl]", "recipes install no packages"),
+        ("optimizer.Lr=1", "did you mean lr?"),
+    ],
+)
+def test_what_this_version_does_not_have_is_said_with_the_way_on(override, reason):
+    with pytest.raises(UsageFault) as raised:
+        recipes.load("demo", (override,))
+    (fault,) = raised.value.faults
+    assert reason in fault

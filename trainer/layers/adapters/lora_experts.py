@@ -1,0 +1,85 @@
+"""LoRA of routed experts: an A and a B for each expert, as PEFT's `target_parameters` does."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from trainer.layers import experts
+from trainer.parallel.sharded import full_tensor
+
+
+class ExpertsLoRA(nn.Module):
+    """LoRA of one matrix of all experts: `lora_a` [experts, rank, in], `lora_b` [experts, out,
+    rank]."""
+
+    def __init__(self, weight: torch.Tensor, rank: int, transposed: bool) -> None:
+        super().__init__()
+        count, outputs, inputs = weight.shape
+        if transposed:
+            outputs, inputs = inputs, outputs
+        self.lora_a = _Stack(weight.new_empty(count, rank, inputs))
+        self.lora_b = _Stack(weight.new_empty(count, outputs, rank))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        ends: torch.Tensor,
+        part: Callable[[torch.Tensor], torch.Tensor],
+        scaling: float,
+    ) -> torch.Tensor:
+        """What it adds to the product of x, sorted by expert; `ends` is where each one's ends."""
+        a, b = part(self.lora_a.weight), part(self.lora_b.weight)
+        inner = experts.grouped(x, a.transpose(1, 2), ends) * scaling
+        return experts.grouped(inner, b.transpose(1, 2), ends)
+
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole A and B; all ranks call this together."""
+        return full_tensor(self.lora_a.weight.detach()), full_tensor(self.lora_b.weight.detach())
+
+    def update(self) -> torch.Tensor:
+        """B A, fp32 [experts, out, in]; all ranks call this together."""
+        a, b = self.whole()
+        return b.float() @ a.float()
+
+
+class _Stack(nn.Module):
+    """Holds a parameter, so that its name ends as that of a linear layer's adapter."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def add(layer: nn.Module, rank: int, alpha: float) -> None:
+    """Give both matrices of an expert layer LoRA; on the meta device."""
+    layer.rank, layer.scaling, layer.use_rslora = rank, alpha / rank, False
+    for name in experts.MATRICES:
+        layer.adapters[name] = ExpertsLoRA(getattr(layer, name), rank, layer.transposed)
+
+
+def to_peft(
+    a: torch.Tensor, b: torch.Tensor, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [experts, rank, in] and B [experts, out, rank] as PEFT's lora_A and lora_B.
+
+    PEFT (0.18, ParamWrapper.get_delta_weight) takes the weight for [experts, in, out] whatever it
+    is: lora_A is [experts x rank, in] and lora_B [out, rank x experts].
+    """
+    if not transposed:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
+
+
+def from_peft(
+    a: torch.Tensor, b: torch.Tensor, count: int, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `to_peft`."""
+    a, b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count)).permute(2, 0, 1)
+    return (a, b) if transposed else (b.transpose(1, 2), a.transpose(1, 2))
+
+
+def peft_places(name: str) -> dict[str, str]:
+    """By matrix, where PEFT keeps the adapter of the experts `name`: one wraps the other."""
+    inner, outer = experts.MATRICES
+    return {inner: f"{name}.base_layer", outer: name}

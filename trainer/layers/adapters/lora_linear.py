@@ -1,0 +1,120 @@
+"""Linear layers with LoRA or DoRA.
+
+LoRA: W x + s B A x (Hu et al. 2021, arXiv 2106.09685). DoRA: (m / ||W + s B A||) (W x + s B A x)
+with the norms of the rows held constant in the backward pass, as in section 4.3 of its paper
+(Liu et al. 2024, arXiv 2402.09353). With both W may be NF4 (QLoRA, QDoRA).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runspec import adapters
+from trainer.layers import linear
+from trainer.layers.adapters.base import AdaptedLinear, Own
+from trainer.parallel.sharded import full_tensor
+
+
+class LowRankLinear(AdaptedLinear):
+    """A linear layer with `lora_a`, `lora_b`, and for DoRA `magnitude`.
+
+    Args:
+        base: has a weight [out, in] and a bias [out] or None, which become this layer's own.
+        rank, alpha: the adapter's; s = alpha / rank.
+        dropout: probability, on the adapter's input.
+        use_dora: add the magnitude, [out], which begins as `row_norms`.
+    """
+
+    def __init__(
+        self, base: nn.Module, rank: int, alpha: float, dropout: float = 0.0, use_dora: bool = False
+    ) -> None:
+        super().__init__(base, (adapters.DORA if use_dora else adapters.LORA).parts_of("linear"))
+        weight, like = base.weight, {"device": base.weight.device, "dtype": base.weight.dtype}
+        magnitude = nn.Parameter(torch.empty(weight.shape[0], **like)) if use_dora else None
+        self.register_parameter("magnitude", magnitude)
+        # A loaded adapter may have another factor: see peft_config.
+        self.rank, self.scaling, self.use_rslora = rank, alpha / rank, False
+        self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
+        self.lora_a = nn.Linear(weight.shape[1], rank, bias=False, **like)
+        self.lora_b = nn.Linear(rank, weight.shape[0], bias=False, **like)
+        nn.init.zeros_(self.lora_b.weight)
+
+    def _factors(self, x: torch.Tensor, own: Own) -> tuple[torch.Tensor, torch.Tensor]:
+        # The factor meets r numbers per token, not all outputs, in the backward pass too.
+        inner = F.linear(self.dropout(x), own("lora_a.weight", self.lora_a.weight)) * self.scaling
+        return inner, own("lora_b.weight", self.lora_b.weight)
+
+    def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """The scaled A x, and B."""
+        if not self.adapter_enabled:
+            return []
+        return [self._factors(x, own)] if self.magnitude is None else None
+
+    def adapted(
+        self,
+        x: torch.Tensor,
+        own: Own,
+        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """[..., in] to [..., out] by base and adapter, without bias."""
+        weight = own("weight", self.weight)
+        if not self.adapter_enabled:
+            return linear.base(self, x, weight)
+        inner, b = self._factors(x, own)
+        out = linear.base(self, x, weight) + F.linear(inner, b)
+        if self.magnitude is None:
+            return out
+        squares = self._squares(weight, own("lora_a.weight", self.lora_a.weight), b)
+        if total is not None:
+            squares = total(squares)
+        # A row of zeros stays one; rounded like the magnitude, the ratio is exactly 1 at first.
+        magnitude = own("magnitude", self.magnitude)
+        norms = squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt().to(magnitude.dtype)
+        return out * (magnitude / norms)
+
+    @torch.no_grad()
+    def _squares(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Sum of squares of each row of W + s B A, [out] in fp32.
+
+        Multiplied out as ||w||^2 + 2 s b.(W A') + s^2 b (A A') b', so that B A is never made.
+        """
+        dense = linear.dense(self, weight, a.dtype)
+        own = torch.linalg.vector_norm(dense, dim=1, dtype=torch.float32)
+        cross = F.linear(dense, a).float()
+        a, b = a.float(), b.float()
+        return (
+            own.square()
+            + 2 * self.scaling * (cross * b).sum(1)
+            + self.scaling**2 * (F.linear(b, a @ a.T) * b).sum(1)
+        )
+
+    def merge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole weight with the adapter in it, fp32; a bias stays as it is."""
+        if name != "weight":
+            return tensor
+        a, b = full_tensor(self.lora_a.weight.detach()), full_tensor(self.lora_b.weight.detach())
+        result = tensor.float() + self.scaling * (b.float() @ a.float())
+        if self.magnitude is not None:
+            magnitude = full_tensor(self.magnitude.detach())
+            norms = torch.linalg.vector_norm(result, dim=1).to(magnitude.dtype)
+            result *= (magnitude / norms).float()[:, None]
+        return result
+
+    @property
+    def products(self) -> tuple[float, float]:
+        """Numbers of A and of B."""
+        return self.lora_a.weight.numel(), self.lora_b.weight.numel()
+
+
+def row_norms(layer: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The norms [out] (fp32) of the rows of a layer's base weight: DoRA's first magnitude."""
+    weight = linear.dense(layer, full_tensor(layer.weight.detach()), dtype)
+    return torch.linalg.vector_norm(weight.to(dtype), dim=1, dtype=torch.float32)
+
+
+def adapted_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers with an adapter, experts too; each has `rank`, `scaling`, `use_rslora`."""
+    modules = list(model.modules())
+    return [m for m in modules if isinstance(m, LowRankLinear) or len(getattr(m, "adapters", ()))]

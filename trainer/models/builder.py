@@ -1,0 +1,108 @@
+"""The models of a method: the policy, and frozen ones beside it that are laid out like it."""
+
+from dataclasses import replace
+from typing import Any
+
+from runspec import files
+from runspec.keys.fields import TRANSFORMERS
+from trainer.config import TrainConfig
+from trainer.data.batches import Data
+from trainer.errors import ConfigError
+from trainer.models import build
+from trainer.models.build import Model
+from trainer.parallel.world import World
+from trainer.storage.weights import SafetensorsSource
+
+
+def teacher_config(config: TrainConfig, folder: str) -> TrainConfig:
+    """The config of a frozen model of another folder, of the class that its config.json names."""
+    return replace(
+        config,
+        model={"_component_": TRANSFORMERS},
+        checkpointer={"checkpoint_dir": folder},
+        router_aux_loss_coef=0.0,
+        train_router=True,
+    )
+
+
+class Builder:
+    """Makes the models of a run; `trainer.trace` has one whose models are on fake tensors.
+
+    Args:
+        data: whose samples the models must know the tokens of.
+
+    fingerprints: of the weights of each frozen model that was made, by its name, and of the adapter
+    that the reference has.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, data: Data) -> None:
+        self.config, self.world, self._data = config, world, data
+        self.fingerprints: dict[str, str] = {}
+
+    def policy(self, output_chunks: int = 0) -> Model:
+        """The model that is trained.
+
+        Args:
+            output_chunks: in how many chunks it gives its logits; 0: whole.
+
+        Raises:
+            ConfigError: the model folder is missing, incomplete, or holds another model; or the
+                model does not fit the data.
+        """
+        return self._built(self.config, output_chunks, frozen=False)
+
+    def reference(self, policy: Model, output_chunks: int = 0) -> Model | None:
+        """The policy as it is before training; None if that is the policy with its adapter off.
+
+        An adapter that training goes on from is a part of it: then it is a model of its own, as in
+        full fine-tuning.
+        """
+        start = self.config.checkpointer.get("adapter_checkpoint")
+        if policy.method != "full" and start is None:
+            return None
+        model = self._frozen("reference", self.config, output_chunks)
+        if start is not None:
+            self._load_adapter(model)
+        return model
+
+    def teacher(self, folder: str, output_chunks: int = 0) -> Model:
+        """The model of another folder, of whatever class its config.json names; nothing is trained.
+
+        Raises:
+            ConfigError: as `policy`.
+        """
+        return self._frozen("teacher", teacher_config(self.config, folder), output_chunks)
+
+    def _frozen(self, name: str, config: TrainConfig, output_chunks: int) -> Model:
+        # Without a backward pass nothing is kept for one, nothing updated, no layer needed twice.
+        unused: dict[str, Any] = {
+            "master_weights": None,
+            "activation_checkpointing": None,
+            "enable_activation_offloading": False,
+            "custom_sharded_layers": None,
+            "fsdp_reshard_after_forward": True,
+        }
+        try:
+            model = self._built(replace(config, **unused), output_chunks, frozen=True)
+        except ConfigError as error:
+            raise ConfigError(*(f"{name}: {fault}" for fault in error.faults)) from None
+        self.fingerprints[name] = self._fingerprint(config)
+        return model
+
+    def _built(self, config: TrainConfig, output_chunks: int, frozen: bool) -> Model:
+        faults = self._data.faults
+        return build.build(config, self.world, output_chunks, faults, frozen)
+
+    def _load_adapter(self, model: Model) -> None:
+        from trainer.storage import adapter  # seldom needed, and a rank is to start fast
+
+        path = self.world.on_all(lambda: adapter.load(model, self.config))
+        sha256 = self.world.on_main(lambda: files.sha256(path))
+        self.fingerprints["reference_adapter"] = self.world.gather(sha256)[0]
+
+    def _fingerprint(self, config: TrainConfig) -> str:
+        def read() -> str:
+            return SafetensorsSource.open(config.checkpointer).fingerprint()
+
+        found: str = self.world.gather(self.world.on_main(read))[0]
+        return found
