@@ -8,7 +8,7 @@ those of the catalogue in configs/descriptions, others in the user's cache.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,16 +81,17 @@ class Subject:
         text = json.dumps(self.of, sort_keys=True)
         return f"{self.title}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
-    def find(self, place: Path, packages: Mapping[str, str]) -> Shape | None:
-        """Return its shape as kept in a folder; None without one that these packages would make.
+    def find(
+        self, place: Path, fits: Callable[[str, str], bool] = lambda _, __: True
+    ) -> Shape | None:
+        """Return its shape as kept in a folder; None without one.
 
-        packages: those that are installed, with their versions; others may have any.
+        fits: (package that it was made with, its version) -> whether that is installed.
         """
         key = self.file_name.rpartition("-")[2]
         for file in sorted(place.glob(f"*-{key}")):
             found = read_json(file) or {}
-            made_with = found.get("packages", {}).items()
-            if all(packages.get(name, version) == version for name, version in made_with):
+            if all(fits(*each) for each in found.get("packages", {}).items()):
                 return Shape.of(found["shape"])
         return None
 

@@ -20,7 +20,8 @@ Part = Literal["attention", "mlp", "router", "experts", "shared", "output"]
 Role = Literal["column", "fused", "row", "replicated", "expert"]
 
 
-@dataclass(frozen=True)
+# Here and below none is shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, repr=False)
 class Matrix:
     """A weight [outputs, inputs], or `count` of them, of which a token meets `active`.
 
@@ -56,7 +57,7 @@ class Matrix:
         return self.part in ("attention", "mlp", "output") and self.role != "replicated"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Vector:
     """A parameter [rows, width] that is no matrix: a norm's scale, sinks, a convolution.
 
@@ -69,7 +70,7 @@ class Vector:
     features: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attention:
     """Softmax attention, as its layer calls the kernel.
 
@@ -103,7 +104,7 @@ class Attention:
         return self.heads * self.value_dim
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GatedDelta:
     """Linear attention: a gated delta rule (arXiv 2412.06464).
 
@@ -133,7 +134,7 @@ class GatedDelta:
         return self.value_width * self.key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Block:
     """One kind of block.
 
@@ -192,7 +193,7 @@ class Block:
         return self.parameters - sum(idle)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Shape:
     """A decoder.
 

@@ -34,7 +34,7 @@ MIXTRAL = {
 
 def published(name: str) -> Shape:
     """The shipped shape of a model in configs/shapes."""
-    found = Subject({}, PUBLISHED / name).find(SHIPPED, {})
+    found = Subject({}, PUBLISHED / name).find(SHIPPED)
     assert found is not None, f"no description of {name}: python -m trainer.describe"
     return found
 

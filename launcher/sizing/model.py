@@ -35,14 +35,18 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
         )
     if found := _told.get(subject.file_name):
         return found
-    packages, kept = venv.packages(), paths.user_cache() / "models"
+    site, kept = venv.site_packages(), paths.user_cache() / "models"
+
+    def fits(name: str, version: str) -> bool:
+        return site is None or (site / f"{name}-{version}.dist-info").is_dir()
+
     for place in (SHIPPED, kept):
-        if found := subject.find(place, packages):
+        if found := subject.find(place, fits):
             return found
     content = _ask(subject)
     if subject.package or own:
         # Of any other package nobody knows whether it changes.
-        subject.keep(kept, content, packages)
+        subject.keep(kept, content, venv.packages())
     return _told.setdefault(subject.file_name, Shape.of(content))
 
 

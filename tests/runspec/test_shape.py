@@ -111,10 +111,12 @@ def test_a_description_is_kept_and_found_by_what_it_is_of(tmp_path):
     shape, versions = replace(demo(), unsplit=("a reason",), wide_norms=False), {"torchtune": "1"}
     subject = Subject({"_component_": "torchtune.models.llama3.lora_llama3", **DEMO}, None)
     subject.keep(tmp_path, shape.as_json(), versions)
-    assert subject.find(tmp_path, {}) == subject.find(tmp_path, versions) == shape
-    assert subject.find(tmp_path, {"torchtune": "2"}) is None
+    assert subject.find(tmp_path) == shape
+    fits = {("torchtune", "1")}
+    assert subject.find(tmp_path, lambda *made_with: made_with in fits) == shape
+    assert subject.find(tmp_path, lambda *made_with: made_with not in fits) is None
     other = Subject(subject.model | {"num_layers": 4}, None)
-    assert other.find(tmp_path, {}) is None
+    assert other.find(tmp_path) is None
     assert Shape.of(json.loads(json.dumps(shape.as_json()))) == shape
 
 
@@ -123,4 +125,4 @@ def test_adapters_and_quantisation_change_no_base_model():
     base = {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}
     lora = {"_component_": "torchtune.models.llama3_1.qlora_llama3_1_8b", **adapter}
     assert base_of(lora | {"use_dora": True, "quantize_base": True}) == base
-    assert Subject(lora, None).find(SHIPPED, {}).parameters == 8_030_261_248
+    assert Subject(lora, None).find(SHIPPED).parameters == 8_030_261_248
