@@ -49,11 +49,11 @@ def _environment(templates: Path) -> jinja2.Environment:
     )
     environment.filters["q"] = lambda value: shlex.quote(str(value))
     environment.filters["directive"] = _directive
+    # YAML reads JSON; jinja's own tojson escapes what HTML may not hold.
+    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters["secret_lines"] = lambda secrets: "\n".join(
         f"{name}={path}" for name, path in secrets.items()
     )
-    # YAML reads JSON; jinja's own tojson escapes what HTML may not hold.
-    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment
 
 

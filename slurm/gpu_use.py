@@ -101,7 +101,7 @@ def main() -> None:
                     file.write(json.dumps(line_of(seen, time.time(), node)) + "\n")
                 seen, due = [], time.monotonic() + LINE_S
     except OSError:
-        return  # a full disk: training goes on without
+        return  # a full disk: training continues without
     finally:
         tool.kill()
         tool.wait()

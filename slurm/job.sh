@@ -86,8 +86,8 @@ not_begun() {
 
 # Returns true if another job exists, or if Slurm does not respond.
 job_runs() {
-  local words
-  if words=$(squeue --noheader --jobs="$1" --format=%T 2>&1); then [ -n "$words" ]; else [[ $words != *"Invalid job id"* ]]; fi
+  local answer
+  if answer=$(squeue --noheader --jobs="$1" --format=%T 2>&1); then [ -n "$answer" ]; else [[ $answer != *"Invalid job id"* ]]; fi
 }
 
 # Sets HOSTS, the nodes of the allocation that the next attempt uses. Returns false if the job is
@@ -131,15 +131,15 @@ enough_nodes_without() {
 
 # A run survives a controller that is down for minutes, for example during a restart or a move.
 await_controller() {
-  local since=$SECONDS said=''
+  local since=$SECONDS reported=''
   until timeout 20 scontrol --oneliner show job "$SLURM_JOB_ID" >/dev/null 2>&1; do
     if ((SECONDS - since > ${CONTROLLER_WAIT_S:-600})); then
       fail "Slurm's controller has not answered for $((SECONDS - since)) s: once it does, continue with: cookbook resume ${RUN_DIR##*/}"
       NEXT=failed
       return 1
     fi
-    [ -n "$said" ] || record_once waiting --message "waiting for Slurm's controller, which does not answer, up to ${CONTROLLER_WAIT_S:-600} s"
-    said=yes
+    [ -n "$reported" ] || record_once waiting --message "waiting for Slurm's controller, which does not answer, up to ${CONTROLLER_WAIT_S:-600} s"
+    reported=yes
     sleep 2
   done
 }
@@ -360,7 +360,7 @@ succeed() {
 # Requeues the job, which ends this script: all state has been written before. Waits if the controller
 # is down, or if Slurm is still cleaning up the job.
 requeue() {
-  local since=$SECONDS answer='' said=''
+  local since=$SECONDS answer='' reported=''
   [ -z "${SUCCESSOR:-}" ] || succeed
   while ((SECONDS - since <= ${CONTROLLER_WAIT_S:-600})); do
     # Slurm may have just requeued it because it lost a node.
@@ -375,8 +375,8 @@ requeue() {
     trap terminated TERM
     case $answer in *"Invalid job id"* | *denied* | *disabled*) break ;; esac
     # Without output, Slurm's TERM may have ended scontrol.
-    [ -n "$said" ] || [ -z "$answer" ] || record_once waiting --message "waiting to go back into the queue, up to ${CONTROLLER_WAIT_S:-600} s: $answer"
-    said=$answer
+    [ -n "$reported" ] || [ -z "$answer" ] || record_once waiting --message "waiting to go back into the queue, up to ${CONTROLLER_WAIT_S:-600} s: $answer"
+    reported=$answer
     sleep 2
   done
   if submit_successor; then succeed; fi

@@ -6,7 +6,7 @@ Standard library only.
 import socket
 from contextlib import suppress
 
-# Below the range from which the kernel takes ports itself, so that nobody gets one by chance.
+# Below the kernel's ephemeral ports, so that no other process gets one by chance.
 _PORTS = range(20000, 32000)
 
 

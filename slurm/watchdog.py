@@ -3,8 +3,8 @@
 It also ends processes that remain after the run is finished, and ranks that srun cannot end, and
 asks the ranks to stop when the run has used its GPU-hours. slurm/job.sh starts it beside
 each attempt, again if it dies, with RUN_DIR, LOGS, ATTEMPT, JOB_PID, HANG_TIMEOUT_S, SIGNAL_LEAD_S
-and MAX_GPU_HOURS set. PID is srun, or what starts the nodes if there is no Slurm. Standard library
-only.
+and MAX_GPU_HOURS set. PID is srun, or without Slurm the process that starts the nodes. Standard
+library only.
 """
 
 import math
@@ -25,7 +25,7 @@ from slurm.history import used_up
 POLL_S = 1.0
 # A hang is at least this many median steps, or longest saves.
 SLOW_STEPS = 5
-# Until two steps are done nobody knows how long one takes, and the second may compile, too.
+# Before two steps are done their duration is unknown, and the second may compile, too.
 UNKNOWN_S = 600.0
 # How long the ranks may take to write their stacks, and srun to end before it is killed. Without
 # Slurm that is torchrun, which waits for its ranks for 30 s.

@@ -350,7 +350,7 @@ def _own_inputs(
 ) -> tuple[own.Inputs, list[str]]:
     """Put the user's data and model into config; return what was found, and the faults."""
     entry = config.get("entry") or stock.entry_of(path, _builder(config)) or COMMON["entry"].default
-    if entries.find(str(entry)).checked != "complete":
+    if not _is_trained({"entry": entry}):
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
         words = f"{path.name} starts {entry}, which has keys of its own: leave it out"
         return own.Inputs(), [f"{each}: {words}" for each in named]
