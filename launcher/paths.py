@@ -16,7 +16,6 @@ CLUSTERS = Path(os.environ.get("COOKBOOK_CLUSTERS") or REPO_ROOT / "configs" / "
 EVALS = REPO_ROOT / "configs" / "evals"
 GATES = REPO_ROOT / "configs" / "gates"
 SERVE = REPO_ROOT / "configs" / "serve"
-FAMILIES = REPO_ROOT / "configs" / "families.yaml"
 GPUS = REPO_ROOT / "configs" / "gpus.yaml"
 TEMPLATES = REPO_ROOT / "templates"
 # What cookbook download writes into a model's folder.

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from runspec.shape import Shape
+from runspec.shape import Block, Matrix, Shape
 
 
 @dataclass(frozen=True)
@@ -167,31 +167,30 @@ def of_shape(
 
     Args:
         full: every weight is trained; else LoRA's adapters alone.
-        ranks: the adapters' rank by matrix of `shape`; "output" for the output layer.
+        ranks: the adapters' rank by matrix of its blocks; "output" for the output layer.
         backward: False counts the forward pass alone.
     """
 
-    def linear(name: str, shape: Shape) -> Linear:
-        matrix = shape.output if name == "output" else shape.matrices[name]
+    def linear(name: str, matrix: Matrix) -> Linear:
         rank = matrix.active * ranks.get(name, 0)
-        adapter = rank * matrix.adapter_inputs, rank * matrix.outputs
+        adapter = rank * matrix.inputs, rank * matrix.outputs
         return Linear(matrix.active_parameters, full, adapter)
 
-    found = count((), linear("output", shape), trained_before=True, backward=backward)
+    output = linear("output", shape.output)
+    found = count((), output, trained_before=True, backward=backward)
     for block, number in shape.blocks:
-        found += number * count(
-            [[linear(name, block) for name in block.matrices], _attention(block)],
-            Linear(0.0, False),
-            trained_before=True,
-            backward=backward,
-        )
+        layers = [linear(name, matrix) for name, matrix in block.matrices.items()]
+        stages = [layers, _attention(block)]
+        nothing = Linear(0.0, False)
+        found += number * count(stages, nothing, trained_before=True, backward=backward)
     return found
 
 
-def _attention(shape: Shape) -> Attention | Recurrence:
-    if shape.linear:
-        return Recurrence(shape.linear.value_width * shape.linear.key)
-    return Attention((shape.query_width + shape.value_width) / 2, shape.window)
+def _attention(block: Block) -> Stage:
+    if block.attention is None:
+        return Recurrence(block.delta.state) if block.delta else ()
+    width = (block.attention.query_width + block.attention.value_width) / 2
+    return Attention(width, block.attention.window)
 
 
 def tflops_per_gpu(flops: float, seconds: float, gpus: int) -> float:

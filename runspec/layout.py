@@ -110,7 +110,7 @@ class StepFacts:
     Attributes:
         sizes: by name, what tensor parallelism divides: num_heads, num_kv_heads,
             linear_num_key_heads, intermediate_dim, vocab_size, max_seq_len.
-        splittable: tensor parallelism knows the model's layers.
+        unsplit: why tensor parallelism cannot split the model, a line each with its remedy.
         experts: routed experts of each block that has some; None: it is not asked.
         linear: the linear layers of the blocks: (inputs, outputs, whether the inputs are split).
         sharded: FSDP or tensor parallelism gives each GPU a part of each trained parameter.
@@ -123,7 +123,7 @@ class StepFacts:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     sizes: Mapping[str, int] = field(default_factory=dict)
-    splittable: bool = True
+    unsplit: Collection[str] = ()
     experts: Collection[int] | None = None
     linear: Collection[tuple[int, int, bool]] = ()
     sharded: bool = False
@@ -148,8 +148,8 @@ class StepFacts:
 
     def _split_faults(self) -> Iterator[str]:
         ranks = self.tensor_parallel
-        if not self.splittable:
-            yield "tensor_parallel_dim: this model cannot be split: set tensor_parallel_dim=1"
+        if self.unsplit:
+            yield from self.unsplit
             return
         for name, size in self.sizes.items():
             if size % ranks:

@@ -1,50 +1,44 @@
-"""The shape of a decoder: every matrix with its role, and the sizes that follow from it.
+"""The shape of a decoder: its different blocks, each with every matrix and its role.
 
-`runspec.model_config` makes it from a config.json.
+`trainer.describe` makes it from the model itself; `runspec.description` keeps and finds it.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import gcd
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
-# How tensor and expert parallelism split a matrix: column by its outputs, row by its inputs,
-# replicated not at all, expert by whole experts; embedding and output by the vocabulary.
-Role = Literal["column", "row", "replicated", "expert", "embedding", "output"]
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-# The experts' two matrices, the gate and the up projection in one.
-EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-# Of linear attention: queries, keys and values out of one product.
-MIXED = "in_proj_qkv"
-# What stands before the names of an MLP that every token meets beside its experts.
-SHARED = "shared."
+# Tokens that linear attention computes together; between chunks of them the state goes on.
+DELTA_CHUNK = 64
+# Where a matrix stands in its block, or behind all of them. shared: an MLP that every token meets
+# beside the experts.
+Part = Literal["attention", "mlp", "router", "experts", "shared", "output"]
+# How tensor and expert parallelism split a matrix: column by its outputs, fused likewise, where it
+# computes several things one after another, row by its inputs, replicated not at all, expert by
+# whole experts.
+Role = Literal["column", "fused", "row", "replicated", "expert"]
 
 
-@dataclass(frozen=True)
+# Here and below none is shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, repr=False)
 class Matrix:
     """A weight [outputs, inputs], or `count` of them, of which a token meets `active`.
 
-    behind: it is a part of a fused product that is not the first, whose adapter's A it shares.
+    bias: it has one, as long as its outputs.
     """
 
+    part: Part
+    role: Role
     inputs: int
     outputs: int
-    role: Role
     count: int = 1
     active: int = 1
-    behind: bool = False
-
-    @property
-    def adapter_inputs(self) -> int:
-        """Inputs of the A that its adapter has of its own."""
-        return 0 if self.behind else self.inputs
+    bias: bool = False
 
     @property
     def parameters(self) -> int:
-        """Numbers in all of them."""
+        """Numbers in all of them, without biases."""
         return self.count * self.inputs * self.outputs
 
     @property
@@ -52,49 +46,70 @@ class Matrix:
         """Numbers that one token is multiplied with."""
         return self.active * self.inputs * self.outputs
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """What a kind of adapter calls it: see `runspec.adapters.Adapter`."""
+        return ("linear", "column" if self.role == "fused" else self.role)
 
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of a block's MLP.
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor parallelism splits it; what stands beside experts is whole."""
+        return self.part in ("attention", "mlp", "output") and self.role != "replicated"
 
-    count: routed experts. active: how many of them a token meets. intermediate: width inside one.
-    shared: width of the MLP that every token meets beside them; 0: there is none. shared_gate:
-    a gate weighs its output. bias: the router and the experts' matrices have biases.
-    wide_router: it computes in fp32. watched: the trainer tells how even its choices are.
+
+@dataclass(frozen=True, repr=False)
+class Vector:
+    """A parameter [rows, width] that is no matrix: a norm's scale, sinks, a convolution.
+
+    split: each tensor-parallel rank has a part. features: numbers per token that a norm takes.
     """
 
-    count: int
-    active: int
-    intermediate: int
-    shared: int = 0
-    shared_gate: bool = False
-    bias: bool = False
-    wide_router: bool = False
-    watched: bool = True
+    rows: int
+    width: int = 1
+    split: bool = False
+    features: int = 0
 
 
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+@dataclass(frozen=True, repr=False)
+class Attention:
+    """Softmax attention, as its layer calls the kernel.
 
-    Queries come out of `queries` numbers per token (0: out of the hidden state), keys and values
-    out of `keys` numbers; `rotary` features of a key are all heads' and come from the hidden state.
-    plain: a key's other features. value: features of a value.
+    head_dim: of queries and keys. value_dim: of values. held: numbers per token in the tensor that
+    values are a part of. window: keys that a query sees; None: all before it. gate: width of a gate
+    of its output. latent: queries and keys come out of smaller vectors (arXiv 2405.04434).
     """
 
-    queries: int
-    keys: int
-    rotary: int
-    plain: int
-    value: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    held: int
+    window: int | None = None
+    gate: int = 0
+    latent: bool = False
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of the output."""
+        return self.heads * self.value_dim
 
 
-@dataclass(frozen=True)
-class Linear:
-    """Linear attention in place of softmax attention: a gated delta rule (arXiv 2412.06464).
+@dataclass(frozen=True, repr=False)
+class GatedDelta:
+    """Linear attention: a gated delta rule (arXiv 2412.06464).
 
     key_heads, value_heads: how many; key, value: features of one. kernel: positions that the
-    convolution before it sees. parts: outputs of each matrix that makes its inputs, by name.
+    convolution before it sees.
     """
 
     key_heads: int
@@ -102,7 +117,6 @@ class Linear:
     key: int
     value: int
     kernel: int
-    parts: tuple[tuple[str, int], ...]
 
     @property
     def mixed(self) -> int:
@@ -114,284 +128,199 @@ class Linear:
         """Width of all values together."""
         return self.value_heads * self.value
 
+    @property
+    def state(self) -> int:
+        """Numbers of all heads' states together."""
+        return self.value_width * self.key
 
-class Heads(NamedTuple):
-    """The heads of blocks without a window, where they differ: width, key heads, and their norms.
 
-    keys_are_values: a value is its key before the norm; there is no matrix for it.
+@dataclass(frozen=True, repr=False)
+class Block:
+    """One kind of block.
+
+    matrices: by name within the block, in the order in which they are used. delta: linear attention
+    in place of `attention`. norms_behind: norms stand behind attention and MLP, alone or beside
+    those before them. wide_router: its weights are fp32. watched: the trainer tells how even the
+    router's choices are.
     """
 
-    head_dim: int
-    kv_heads: int
-    head_norms: int
-    keys_are_values: bool
+    matrices: Mapping[str, Matrix]
+    vectors: tuple[Vector, ...] = ()
+    attention: Attention | None = None
+    delta: GatedDelta | None = None
+    norms_behind: bool = False
+    wide_router: bool = False
+    watched: bool = False
+
+    def of(self, part: Part, *roles: Role) -> Iterator[tuple[str, Matrix]]:
+        """The matrices of a part, of these roles if some are given."""
+        for name, matrix in self.matrices.items():
+            if matrix.part == part and (not roles or matrix.role in roles):
+                yield name, matrix
+
+    def inside(self, part: Part) -> int:
+        """Width inside the MLP, the experts or the MLP beside them; 0 without."""
+        ends = [m.inputs for _, m in self.of(part, "row", "expert")]
+        return ends[-1] if ends else 0
+
+    @cached_property
+    def experts(self) -> tuple[Matrix, ...]:
+        """The experts' two matrices, of which the first makes gate and up; () without experts."""
+        return tuple(matrix for _, matrix in self.of("experts"))
+
+    @cached_property
+    def fused_widths(self) -> tuple[int, ...]:
+        """Widths of the products that compute several things one after another."""
+        return tuple(m.outputs for m in self.matrices.values() if m.role == "fused")
+
+    @cached_property
+    def split_norms(self) -> int:
+        """Norms over features that tensor parallelism has split."""
+        return sum(v.split and v.features > 0 for v in self.vectors)
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters."""
+        found = sum(v.rows * v.width for v in self.vectors)
+        for matrix in self.matrices.values():
+            found += matrix.parameters + matrix.bias * matrix.count * matrix.outputs
+        return found
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Those that one token meets."""
+        idle = (m.parameters - m.active_parameters for m in self.matrices.values())
+        return self.parameters - sum(idle)
 
 
-class Kind(NamedTuple):
-    """What one block has where the blocks of a model differ."""
-
-    linear: bool = False
-    experts: bool = True
-    window: bool = False
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Shape:
-    """The sizes of a decoder.
+    """A decoder.
 
-    dim: width of the hidden states. layers: blocks. heads, kv_heads: of queries, and of keys and
-    values, each head_dim wide. intermediate: width inside the MLP. max_seq_len: longest context.
-    tied: the output layer is the embedding. qkv_bias: q, k and v have biases. output_bias: so has
-    what attention's output goes through. norms: in each block, each as wide as dim. head_norms:
-    numbers in a block's norms of queries and keys. softcap: logits are capped by a tanh.
-    rotary_tables: RoPE has tables of all positions; else it computes those of a batch.
-    whole_rotary: they have a cosine and a sine for each feature, not for each pair of them.
-    whole: tensor parallelism cannot split it, whatever its sizes are. fused: q, k and v come out
-    of one product. fused_mlp: so do gate and up. post_norms: norms stand behind attention and MLP
-    only. gated: attention's output has a gate, as wide, beside the queries. sinks: each
-    head has one. window: keys that a query sees in the blocks that have one. wide_norms: a norm
-    multiplies its scale in fp32. far: the heads of blocks without a window, if
-    they are others. keys_are_values: no matrix makes values.
-
-    kinds: of each block, where they differ; then `experts`, `linear` and `window` are those of the
-    blocks that have them. `blocks` gives each kind a shape of its own.
+    dim: width of the hidden states. vocab: tokens. longest: the longest row. kinds: its different
+    blocks. order: which of them each block is. tied: the output layer is the embedding. softcap:
+    logits are capped by a tanh. wide_norms: norms multiply their scale in fp32. table: numbers of
+    the rotary tables that stay in memory; 0: those of a batch are computed. sizes: what tensor
+    parallelism divides. unsplit: why it cannot split the model. packs: packed rows keep their
+    documents apart. model_type: that of its config.json.
     """
 
     dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     vocab: int
-    max_seq_len: int
+    longest: int
+    kinds: tuple[Block, ...]
+    order: tuple[int, ...]
     tied: bool = False
-    qkv_bias: bool = False
-    norms: int = 2
-    head_norms: int = 0
     softcap: bool = False
-    rotary_tables: bool = True
-    whole_rotary: bool = False
-    whole: bool = False
-    fused: bool = False
-    fused_mlp: bool = False
-    post_norms: bool = False
-    experts: Experts | None = None
-    output_bias: bool = False
-    gated: bool = False
-    sinks: bool = False
-    latent: Latent | None = None
-    linear: Linear | None = None
-    window: int | None = None
     wide_norms: bool = True
-    far: Heads | None = None
-    keys_are_values: bool = False
-    kinds: tuple[Kind, ...] = ()
+    table: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    unsplit: tuple[str, ...] = ()
+    packs: bool = True
+    model_type: str = ""
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return len(self.order)
+
+    def cut(self, layers: int) -> "Shape":
+        """The same with its first blocks only."""
+        return replace(self, order=self.order[:layers])
 
     @cached_property
-    def blocks(self) -> tuple[tuple["Shape", int], ...]:
-        """The different blocks, each as a decoder of such blocks alone, and their number."""
-        if not self.kinds:
-            return ((self, self.layers),)
-        found = Counter(self.kinds[: self.layers])
-        return tuple((self._block(kind), count) for kind, count in found.items())
+    def blocks(self) -> tuple[tuple[Block, int], ...]:
+        """The different blocks and how many there are of each."""
+        return tuple((self.kinds[kind], count) for kind, count in Counter(self.order).items())
 
     @cached_property
-    def order(self) -> tuple[int, ...]:
-        """For each block of the model which of `blocks` it is."""
-        kinds = self.kinds[: self.layers] or (Kind(),) * self.layers
-        known = list(dict.fromkeys(kinds))
-        return tuple(known.index(kind) for kind in kinds)
-
-    def _block(self, kind: Kind) -> "Shape":
-        return replace(
-            self,
-            kinds=(),
-            linear=self.linear if kind.linear else None,
-            experts=self.experts if kind.experts else None,
-            window=self.window if kind.window else None,
-            far=None,
-            **({} if kind.window or self.far is None else self.far._asdict()),
-        )
-
-    @property
-    def query_width(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Width of all key heads together; values have the same but in latent attention."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def value_width(self) -> int:
-        """Width of attention's output."""
-        if self.linear:
-            return self.linear.value_width
-        return self.heads * self.latent.value if self.latent else self.query_width
+    def parameters(self) -> int:
+        """All parameters."""
+        return self._ends + sum(count * block.parameters for block, count in self.blocks)
 
     @cached_property
-    def matrices(self) -> dict[str, Matrix]:
-        """The matrices of one block, by name, in the order in which they are used."""
-        found = self._attention()
-        experts = self.experts
-        if experts is None:
-            return found | self._mlp(self.intermediate)
-        found["router"] = Matrix(self.dim, experts.count, "replicated")
-        count, active, width = experts.count, experts.active, experts.intermediate
-        found[EXPERTS[0]] = Matrix(self.dim, 2 * width, "expert", count, active)
-        found[EXPERTS[1]] = Matrix(width, self.dim, "expert", count, active)
-        if experts.shared:
-            found |= self._mlp(experts.shared, SHARED)
-        if experts.shared_gate:
-            found["shared_expert_gate"] = Matrix(self.dim, 1, "replicated")
-        return found
-
-    def _attention(self) -> dict[str, Matrix]:
-        output = {"output_proj": Matrix(self.value_width, self.dim, "row")}
-        if linear := self.linear:
-            parts = {name: Matrix(self.dim, width, "column") for name, width in linear.parts}
-            return parts | {"out_proj": output["output_proj"]}
-        if latent := self.latent:
-            queries = {"q_proj": Matrix(self.dim, self.query_width, "column")}
-            if latent.queries:
-                queries = {
-                    "q_a_proj": Matrix(self.dim, latent.queries, "replicated"),
-                    "q_b_proj": Matrix(latent.queries, self.query_width, "column"),
-                }
-            both = self.heads * (latent.plain + latent.value)
-            return {
-                **queries,
-                "kv_a_proj_with_mqa": Matrix(self.dim, latent.keys + latent.rotary, "replicated"),
-                "kv_b_proj": Matrix(latent.keys, both, "column"),
-                **output,
-            }
-        keys = Matrix(self.dim, self.kv_width, "column", behind=self.fused)
-        return {
-            "q_proj": Matrix(self.dim, self.query_width * (1 + self.gated), "column"),
-            "k_proj": keys,
-            **({} if self.keys_are_values else {"v_proj": keys}),
-            **output,
-        }
-
-    def _mlp(self, width: int, prefix: str = "") -> dict[str, Matrix]:
-        gate, back = Matrix(self.dim, width, "column"), Matrix(width, self.dim, "row")
-        found = (gate, replace(gate, behind=self.fused_mlp), back)
-        return {prefix + name: matrix for name, matrix in zip(MLP, found, strict=True)}
+    def active_parameters(self) -> int:
+        """Those that one token meets; both tables count."""
+        return self._ends + sum(count * block.active_parameters for block, count in self.blocks)
 
     @property
-    def embedding(self) -> Matrix:
-        """The token embedding; a tied output layer uses it too."""
-        return Matrix(self.vocab, self.dim, "embedding")
+    def _ends(self) -> int:
+        return (1 if self.tied else 2) * self.vocab * self.dim + self.dim
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head of softmax attention, of the first block that has it."""
+        return next((b.attention.head_dim for b, _ in self.blocks if b.attention), 0)
 
     @property
     def output(self) -> Matrix:
         """The output layer; where it is tied, it has no parameters of its own."""
-        return Matrix(self.dim, self.vocab, "output")
-
-    @property
-    def bias(self) -> dict[str, int]:
-        """Numbers in each bias of a block, by the matrix that it belongs to."""
-        names = ["router", *EXPERTS] if self.experts and self.experts.bias else []
-        if not self.linear:
-            names += [*ATTENTION[:3]] * self.qkv_bias + [*ATTENTION[3:]] * self.output_bias
-        found = self.matrices
-        return {name: found[name].count * found[name].outputs for name in names if name in found}
-
-    @property
-    def small(self) -> int:
-        """Numbers of one block in norms within attention, sinks, and what else is no matrix."""
-        if linear := self.linear:
-            # The convolution, the norm of the output, and two numbers of each head's decay.
-            return linear.mixed * linear.kernel + linear.value + 2 * linear.value_heads
-        if self.latent:
-            return self.latent.queries + self.latent.keys
-        return self.head_norms + self.sinks * self.heads
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one block; of the mean block, where they differ."""
-        if self.kinds:
-            return sum(n * shape.layer_parameters for shape, n in self.blocks) // self.layers
-        matrices = sum(matrix.parameters for matrix in self.matrices.values())
-        return matrices + self.norms * self.dim + self.small + sum(self.bias.values())
-
-    @property
-    def parameters(self) -> int:
-        """All parameters."""
-        return self._parameters(idle=True)
-
-    @property
-    def active_parameters(self) -> int:
-        """Those that one token meets; both tables count."""
-        return self._parameters(idle=False)
-
-    def _parameters(self, idle: bool) -> int:
-        tables = self.embedding.parameters * (1 if self.tied else 2)
-        found = tables + self.dim
-        for shape, count in self.blocks:
-            found += count * shape.layer_parameters
-            if not idle:
-                each = shape.matrices.values()
-                found -= count * sum(m.parameters - m.active_parameters for m in each)
-        return found
-
-    @property
-    def balanced(self) -> bool:
-        """Whether the trainer watches how evenly its routers spread tokens."""
-        return self.experts is not None and self.experts.watched
-
-    @property
-    def split_norms(self) -> bool:
-        """Whether the norms of queries and keys are over all heads."""
-        return self.head_norms > 2 * self.head_dim
-
-    @property
-    def fused_widths(self) -> tuple[int, ...]:
-        """Of one block the widths of the products that compute several things one after another."""
-        attention = (self.query_width + 2 * self.kv_width,) if self.fused else ()
-        if self.linear:
-            attention = (self.linear.mixed,) if MIXED in dict(self.linear.parts) else ()
-        return attention + ((2 * self.intermediate,) if self.fused_mlp else ())
-
-    @property
-    def norms_behind(self) -> bool:
-        """Whether norms stand behind attention and MLP, alone or beside those before them."""
-        return self.norms == 4 or self.post_norms
-
-    @property
-    def fused_names(self) -> tuple[str, ...]:
-        """The matrices that those products are made of."""
-        attention: tuple[str, ...] = ATTENTION[:3] if self.fused else ()
-        if self.linear:
-            attention = (MIXED,) if MIXED in dict(self.linear.parts) else ()
-        return attention + (MLP[:2] if self.fused_mlp else ())
+        return Matrix("output", "column", self.dim, self.vocab)
 
     @property
     def split_sizes(self) -> dict[str, int]:
         """What tensor parallelism divides, as `runspec.layout.StepFacts` takes it."""
-        linear = {"linear_num_key_heads": self.linear.key_heads} if self.linear else {}
-        return {
-            "num_heads": self.heads,
-            "num_kv_heads": gcd(self.kv_heads, self.far.kv_heads if self.far else 0),
-            **linear,
-            "intermediate_dim": self.intermediate,
-            "vocab_size": self.vocab,
-            "max_seq_len": self.max_seq_len,
-        }
+        return {**self.sizes, "vocab_size": self.vocab, "max_seq_len": self.longest}
 
     @cached_property
-    def linear_sizes(self) -> frozenset[tuple[int, int, bool]]:
-        """The linear layers of the blocks, as `runspec.layout.StepFacts` takes them.
+    def experts(self) -> tuple[int, ...]:
+        """How many routed experts its kinds of blocks have, of those that have some."""
+        return tuple(block.experts[0].count for block, _ in self.blocks if block.experts)
 
-        Parts of a fused product are left out: they are no layers.
-        """
+    @property
+    def watched(self) -> bool:
+        """Whether the trainer watches how evenly its routers spread tokens."""
+        return any(block.watched for block, _ in self.blocks)
+
+    @cached_property
+    def names(self) -> dict[str, Part]:
+        """The linear layers of all blocks, which adapters can have, with their parts."""
+        every = {n: m.part for block, _ in self.blocks for n, m in block.matrices.items()}
+        return {name: part for name, part in every.items() if part != "router"}
+
+    @cached_property
+    def linear(self) -> frozenset[tuple[int, int, bool]]:
+        """The linear layers of the blocks, as `runspec.layout.StepFacts` takes them."""
         return frozenset(
-            (matrix.inputs, matrix.outputs, matrix.role == "row")
+            (matrix.inputs, matrix.outputs, matrix.role == "row" and matrix.is_split)
             for block, _ in self.blocks
-            for name, matrix in block.matrices.items()
-            if matrix.role in ("column", "row", "replicated")
-            and name != "router"
-            and name not in block.fused_names
+            for matrix in block.matrices.values()
+            if matrix.part not in ("router", "experts")
         )
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Shape":
+        """Return the shape of a description's content, as `as_json` gives it."""
+        kinds = tuple(_block(each) for each in content["kinds"])
+        lists = {"order": tuple(content["order"]), "unsplit": tuple(content.get("unsplit", ()))}
+        return cls(**{**content, "kinds": kinds, **lists})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its content; what is as usual is left out."""
+        found: dict[str, Any] = _plain(self)
+        return found
+
+
+def _block(content: Mapping[str, Any]) -> Block:
+    attention, delta = content.get("attention"), content.get("delta")
+    parts = {
+        "matrices": {name: Matrix(**each) for name, each in content["matrices"].items()},
+        "vectors": tuple(Vector(**each) for each in content.get("vectors", ())),
+        "attention": Attention(**attention) if attention else None,
+        "delta": GatedDelta(**delta) if delta else None,
+    }
+    return Block(**{**content, **parts})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    usual = {name: each.default for name, each in value.__dataclass_fields__.items()}
+    found = {name: getattr(value, name) for name in usual}
+    # Of numbers and truth values alike: False equals 0.
+    kept = {name: each for name, each in found.items() if each not in ((), {}, usual[name])}
+    return {name: _plain(each) for name, each in kept.items()}

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from runspec.description import config_file
 from runspec.keys.fields import TRANSFORMERS
 from runspec.layout import StepFacts
-from runspec.model_config import config_file
 from trainer import config as configs
 from trainer import optimizers
 from trainer.data import tokenizers

@@ -23,6 +23,7 @@ from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig as TrainConfig
 from runspec.keys.train import notes, recomputed, with_train_on_input
 from runspec.layout import StepFacts
+from runspec.step import offloads, reduces_each
 from trainer.errors import ConfigError
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -110,11 +111,8 @@ def _with_defaults(given: dict[str, Any], used: Mapping[str, Key]) -> dict[str, 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """Values with what follows from others."""
     values["model"] = {"_component_": TRANSFORMERS, **(values["model"] or {})}
-    if (values["fsdp"] or {}).get("cpu_offload"):
-        values["fsdp_cpu_offload"] = True
-    # Without it each GPU keeps a whole replica's gradients, which is what offloading is to save.
-    if values["sync_each_micro_batch"] is None:
-        values["sync_each_micro_batch"] = values["fsdp_cpu_offload"]
+    values["fsdp_cpu_offload"] = offloads(values)
+    values["sync_each_micro_batch"] = reduces_each(values)
     if values["batch_size_val"] is None:
         values["batch_size_val"] = values["batch_size"]
     for key in ("dataset", "dataset_val"):

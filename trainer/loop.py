@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runspec import files
+from runspec.step import StepSums
 from trainer import optimizers
 from trainer.config import TrainConfig
 from trainer.data.batches import MicroBatch
@@ -107,7 +108,7 @@ class Trainer:
         with self.profiler as profile:
             for micro_batches in self.reporter.clock.waiting(batches.from_step(state.step)):
                 targets, tokens, flops, stop, too_many, failed, lost, due = self.world.sum(
-                    [
+                    StepSums(
                         weight * sum(map(self.objective.target_count, micro_batches)),
                         weight * sum(b.token_count for b in micro_batches),
                         weight * sum(map(self.reporter.flops, micro_batches)),
@@ -116,7 +117,7 @@ class Trainer:
                         self.checkpoints.failed_here(),
                         self.checkpoints.lost_here(),
                         self._save_is_due(),
-                    ]
+                    )
                 )
                 if lost:
                     raise self.checkpoints.committed.lease.superseded()

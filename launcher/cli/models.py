@@ -1,13 +1,13 @@
 """cookbook models"""
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import click
 
-from launcher import paths, yamlfile
 from launcher.errors import UsageFault, nearest
+
+Rows = Mapping[str, Mapping[str, bool | str]]
 
 
 @click.command()
@@ -16,19 +16,20 @@ from launcher.errors import UsageFault, nearest
 def models(family: str | None, as_json: bool) -> None:
     """List the model families and what the trainer supports for each, or explain FAMILY.
 
-    The list covers Hub models that a recipe names only by their folder. The trainer tries a model
-    of another family, and refuses it with the reason if it cannot train it. FAMILY may also be
-    the model_type of a config.json.
+    FAMILY is the model_type in a model's config.json. The list covers Hub models that a recipe
+    names only by their folder; it is computed from the descriptions in configs/descriptions. The
+    trainer tries a model of another family, and refuses it with the reason if it cannot train it.
     """
-    known: dict[str, dict[str, Any]] = yamlfile.load(paths.FAMILIES)
+    from launcher.sizing.support import families, support
+
+    known: Rows = {name: support(shape) for name, shape in families().items()}
     if family is not None:
-        kinds = {row["model_type"]: name for name, row in reversed(known.items())}
-        name = family if family in known else kinds.get(family)
-        if name is None:
-            hint = nearest(family, [*known, *kinds])
+        # As their text part is called.
+        name = family if family in known else f"{family}_text"
+        if name not in known:
             raise UsageFault(
-                f"no family {family!r}{hint} is tested: name its folder in a recipe, and see "
-                "what the trainer reports with cookbook check"
+                f"no family {family!r}{nearest(family, known)} is described: name its folder in a "
+                "recipe, and see what the trainer reports with cookbook check"
             )
         known = {name: known[name]}
     if as_json:
@@ -37,25 +38,22 @@ def models(family: str | None, as_json: bool) -> None:
         click.echo("\n".join(_table(known) if family is None else _reasons(known)))
 
 
-def _table(known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    columns = [key for key in next(iter(known.values())) if key != "model_type"]
-    widths = [max(map(len, known)), max(len(row["model_type"]) for row in known.values())]
+def _table(known: Rows) -> Iterator[str]:
+    columns, width = [*next(iter(known.values()))], max(map(len, known))
     heads = [column.replace("_parallel", "").upper() for column in columns]
-    yield "  ".join([f"{'FAMILY':<{widths[0]}}", f"{'MODEL TYPE':<{widths[1]}}", *heads])
+    yield "  ".join([f"{'MODEL TYPE':<{width}}", *heads])
     for name, row in known.items():
         cells = [
             f"{'yes' if row[column] is True else '-':<{len(head)}}"
             for column, head in zip(columns, heads, strict=True)
         ]
-        told = [f"{name:<{widths[0]}}", f"{row['model_type']:<{widths[1]}}", *cells]
-        yield "  ".join(told).rstrip()
+        yield "  ".join([f"{name:<{width}}", *cells]).rstrip()
     yield "yes: the trainer supports it; docs/models.md lists what the tests prove"
-    yield "-: cookbook models FAMILY shows the reason"
+    yield "-: cookbook models MODEL_TYPE shows the reason"
 
 
-def _reasons(known: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _reasons(known: Rows) -> Iterator[str]:
     for name, row in known.items():
-        yield f"{name} ({row['model_type']} in config.json)"
+        yield name
         for key, value in row.items():
-            if key != "model_type":
-                yield f"  {key:<16}  {'yes' if value is True else value}"
+            yield f"  {key:<16}  {'yes' if value is True else value}"

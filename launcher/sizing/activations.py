@@ -4,43 +4,42 @@ Symbols as in `launcher.sizing.memory`; r rows of the experts, as every token ha
 expert that it meets. Sources: saved activations in the manner of Korthikanti et al. 2022 (arXiv
 2205.05198) section 4, with flash attention (Dao 2023, arXiv 2307.08691).
 
-Each function is of one layer, in a step whose model has such layers alone: `StepConfig.of_block`.
+Each function is of one layer, whose kind is `block`.
 """
 
 from __future__ import annotations
 
 from launcher.sizing.step_config import FP32, StepConfig
-from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Experts, Latent, Linear
-
-# Tokens that linear attention takes at a time: trainer.layers.delta.
-CHUNK = 64
-# Of a block with experts, what tensor parallelism leaves whole beside the shared experts.
-BESIDE_EXPERTS = ("router", "shared_expert_gate")
+from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix, Part
 
 
-def saved_by_layer(step: StepConfig) -> float:
+def saved_by_layer(step: StepConfig, block: Block) -> float:
     """Bytes that one layer keeps for backward without activation checkpointing.
 
     Norms compute in fp32: 4td for the input, and if the scale is trained the normalised one too, in
     fp32 or in the dtype of the computation. A matrix keeps its input if it is trained or has an
-    adapter: etd for all that read a norm's output together, nothing new for output_proj
-    (attention's own output). Tensor parallelism divides all but the gathered inputs. Compiled
-    layers compute again what is made element by element: they keep a norm's input, etd.
+    adapter: etd for all that read a norm's output together, nothing new for attention's own output.
+    Tensor parallelism divides all but the gathered inputs. Compiled layers compute again what is
+    made element by element: they keep a norm's input, etd.
     """
-    shape, e, tp = step.shape, step.element_bytes, step.layout.tensor_parallel
-    t, d = step.tokens, shape.dim
-    saved = shape.norms * _norm_bytes(step) * t * d / tp
-    if shape.linear:
-        saved += _saved_by_linear_attention(step, shape.linear)
-    elif shape.latent:
-        saved += _saved_by_latent_attention(step, shape.latent)
-    else:
-        saved += _saved_by_attention(step)
-    if shape.experts is None:
-        saved += e * t * d * step.trains(*MLP[:2]) + _saved_by_mlp(step, shape.intermediate)
-    else:
-        saved += _saved_by_experts(step, shape.experts)
-    return saved + _saved_by_adapters(step)
+    saved = _saved_by_norms(step, block) + _saved_by_adapters(step, block)
+    if block.attention:
+        saved += _saved_by_attention(step, block, block.attention)
+    if block.delta:
+        saved += _saved_by_linear_attention(step, block, block.delta)
+    if block.experts:
+        return saved + _saved_by_experts(step, block)
+    inputs = step.element_bytes * step.tokens * step.shape.dim
+    return saved + inputs * step.trains(block, "mlp", "column", "fused") + _mlp(step, block, "mlp")
+
+
+def _saved_by_norms(step: StepConfig, block: Block) -> float:
+    """Of the tokens or heads of this rank, but for those of latents, which are whole."""
+    latent, saved = block.attention is not None and block.attention.latent, 0.0
+    for vector in block.vectors:
+        whole = latent and vector.rows != step.shape.dim
+        saved += vector.features / (1 if whole else step.layout.tensor_parallel)
+    return _norm_bytes(step) * step.tokens * saved
 
 
 def _norm_bytes(step: StepConfig) -> float:
@@ -51,46 +50,35 @@ def _norm_bytes(step: StepConfig) -> float:
     return FP32 + (scaled if step.is_full else 0)
 
 
-def _saved_by_attention(step: StepConfig) -> float:
-    """e t (q + 2 kv + q) for queries, keys, values and the output; 4t per head for the log-sum.
+def _saved_by_attention(step: StepConfig, block: Block, attention: Attention) -> float:
+    """e t for each number of queries, keys, values and the output; 4t per head for the log-sum.
 
-    A gate keeps itself, its sigmoid if nothing is compiled, and what it is multiplied with.
+    Values stay with all of the product that they are a part of; compiled latent attention makes
+    them again. A gate keeps itself, its sigmoid if nothing is compiled, and what it is multiplied
+    with. Latents are whole on each rank.
     """
-    shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
-    q, kv = shape.query_width, shape.kv_width
-    saved: float = e * t * shape.dim * step.trains(*ATTENTION[:3])
-    saved += _norm_bytes(step) * t * (q + kv) / tp if shape.head_norms else 0
+    e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
+    inputs = _inputs(step, block)
     # Flash attention shares the heads of keys and values; in fp32 there is none: they are copied.
-    copied = kv if e < FP32 else q
-    saved += (e * t * 2 * (q + copied) + FP32 * t * shape.heads) / tp
-    if shape.fused:
-        # The values that are kept are a part of the product, so that all of it stays.
-        saved += e * t * (q + kv) / tp
-    if shape.gated:
-        saved += e * t * q * (1 + (not step.compiled) + step.trains("output_proj")) / tp
-    return saved
+    heads = attention.kv_heads if e < FP32 else attention.heads
+    kept = attention.query_width + attention.value_width
+    kept += heads * (attention.head_dim + attention.value_dim)
+    if not (attention.latent and step.compiled):
+        kept += attention.held - attention.kv_heads * attention.value_dim
+    kept += attention.gate * (1 + (not step.compiled) + step.trains(block, "attention", "row"))
+    return e * t * (inputs + kept / tp) + FP32 * t * attention.heads / tp
 
 
-def _saved_by_latent_attention(step: StepConfig, latent: Latent) -> float:
-    """Besides attention's own: both latents before and behind their norms.
-
-    Keys are made of two parts, and values are a part of a product, all of which stays. Tensor
-    parallelism splits the heads, and leaves the latents whole.
-    """
-    shape, e, t, tp = step.shape, step.element_bytes, step.tokens, step.layout.tensor_parallel
-    heads = shape.heads
-    saved: float = e * t * shape.dim * step.trains("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
-    saved += _norm_bytes(step) * t * (latent.queries + latent.keys)
-    saved += e * t * latent.queries * step.trains("q_b_proj")
-    saved += e * t * latent.keys * step.trains("kv_b_proj")
-    product = heads * (latent.plain + latent.value)
-    if step.compiled:
-        product = heads * latent.value
-    split = e * t * (2 * shape.query_width + product + shape.value_width) + FP32 * t * heads
-    return saved + split / tp
+def _inputs(step: StepConfig, block: Block) -> int:
+    """Numbers per token that attention's first matrices read: the hidden state once, latents."""
+    read: dict[str, int] = {}
+    for name, matrix in block.of("attention", "column", "fused", "replicated"):
+        if step.is_full or name in step.lora_targets:
+            read["" if matrix.inputs == step.shape.dim else name] = matrix.inputs
+    return sum(read.values())
 
 
-def _saved_by_linear_attention(step: StepConfig, linear: Linear) -> float:
+def _saved_by_linear_attention(step: StepConfig, block: Block, delta: GatedDelta) -> float:
     """The gated delta rule of trainer.layers.delta, in fp32 and chunk by chunk.
 
     The convolution's output, and if it is trained its input at each of its positions; queries and
@@ -100,99 +88,97 @@ def _saved_by_linear_attention(step: StepConfig, linear: Linear) -> float:
     product. Compiled layers keep one matrix of pairs less, the convolution's input once less, and
     of the gated norm its input only. Counted by hooks on the saved tensors of one layer.
     """
-    shape, e, t, tp = step.shape, step.element_bytes, step.tokens, step.layout.tensor_parallel
-    key, value = linear.value_heads * linear.key, linear.value_width
-    inputs: float = e * t * shape.dim * step.trains(*(name for name, _ in linear.parts))
-    convolved = 1 + (linear.kernel - step.compiled) * step.is_full
-    saved: float = e * t * (convolved * linear.mixed + value)
-    pairs = (5 - step.compiled) * CHUNK * linear.value_heads
-    saved += FP32 * t * (8 * key + 3 * value + pairs)
-    saved += FP32 * t / CHUNK * key * linear.value
+    e, t, tp = step.element_bytes, step.tokens, step.layout.tensor_parallel
+    key, value = delta.value_heads * delta.key, delta.value_width
+    convolved = 1 + (delta.kernel - step.compiled) * step.is_full
+    saved: float = e * t * (convolved * delta.mixed + value)
+    pairs = (5 - step.compiled) * DELTA_CHUNK * delta.value_heads
+    saved += FP32 * t * (8 * key + 3 * value + pairs + delta.state / DELTA_CHUNK)
     saved += t * value * (e if step.compiled else 3 * FP32 + e * step.is_full)
-    saved += e * t * value * step.trains("out_proj")
-    return inputs + saved / tp
+    saved += e * t * value * step.trains(block, "attention", "row")
+    return e * t * _inputs(step, block) + saved / tp
 
 
-def _saved_by_mlp(step: StepConfig, width: int, prefix: str = "") -> float:
+def _mlp(step: StepConfig, block: Block, part: Part) -> float:
     """e t f each for the output of gate and of up, for the activation, and for their product if
-    down_proj needs it; compiled layers keep no activation."""
-    split = step.layout.tensor_parallel
-    kept = 2 + step.trains(f"{prefix}down_proj") + (not step.compiled)
-    return step.element_bytes * step.tokens * width * kept / split
+    the last matrix needs it; compiled layers keep no activation, and without a gate it is the
+    product."""
+    width = block.inside(part)
+    made = sum(matrix.outputs for _, matrix in block.of(part, "column", "fused"))
+    kept = width * (step.trains(block, part, "row") + (made > width and not step.compiled))
+    return step.element_bytes * step.tokens * (made + kept) / step.layout.tensor_parallel
 
 
-def expert_rows(step: StepConfig) -> float:
+def _own_tokens(step: StepConfig) -> float:
+    return step.tokens / step.layout.tensor_parallel
+
+
+def expert_rows(step: StepConfig, block: Block) -> float:
     """Rows that the experts of a rank take, if each expert has as many; 0 without experts."""
-    experts = step.shape.experts
-    active = experts.active if experts else 0
-    return step.tokens / step.layout.tensor_parallel * active
+    return _own_tokens(step) * (block.experts[0].active if block.experts else 0)
 
 
-def _saved_by_experts(step: StepConfig, experts: Experts) -> float:
+def _saved_by_experts(step: StepConfig, block: Block) -> float:
     """The experts' inputs in their order, as a dense MLP's rows from there on, and their outputs.
 
     The outputs stay, as the router's weights are multiplied with them. Each row has two numbers of
     eight bytes that say where it came from. The router keeps its probabilities, and its input if it
     is trained, in fp32 if it computes so.
     """
-    shape, e, tp = step.shape, step.element_bytes, step.layout.tensor_parallel
-    rows, t = expert_rows(step), step.tokens / tp
-    width, d = experts.intermediate, shape.dim
+    e, rows, t = step.element_bytes, expert_rows(step, block), _own_tokens(step)
+    d, width = step.shape.dim, block.inside("experts")
     # Experts with a bias cap their gate and have an activation of their own, of which compiled
     # layers keep one part instead of four. Experts that are spread over ranks are outside of what
     # is compiled, as is the exchange of rows.
     compiled = step.compiled and step.layout.expert_parallel == 1
-    between = (1 if compiled else 4) if experts.bias else not compiled
-    saved = e * rows * (d * step.trains(EXPERTS[0]) + d)
-    saved += e * rows * width * (2 + between + step.trains(EXPERTS[1])) + 3 * 8 * rows
-    saved += FP32 * t * experts.count
-    shared = tuple(SHARED + name for name in MLP[:2])
-    saved += e * t * d * step.trains("router", *shared)
-    saved += FP32 * t * d * (experts.wide_router and step.is_full)
-    if experts.shared:
-        saved += _saved_by_mlp(step, experts.shared, SHARED)
-    return saved
+    between = (1 if compiled else 4) if block.experts[0].bias else not compiled
+    trained = step.trains(block, "experts")
+    saved: float = e * rows * (d * (trained + 1) + width * (2 + between + trained)) + 3 * 8 * rows
+    saved += FP32 * t * block.experts[0].count
+    saved += e * t * d * step.trains(block, "shared", "column")
+    saved += FP32 * t * d * (block.wide_router and step.is_full)
+    return saved + _mlp(step, block, "shared")
 
 
-def _saved_by_adapters(step: StepConfig) -> float:
+def _saved_by_adapters(step: StepConfig, block: Block) -> float:
     t, e, kind = step.tokens, step.element_bytes, step.adapter
     if kind is None:
         return 0.0
     # Between the blocks a rank has its own part of the sequence.
-    own = e * t / step.layout.tensor_parallel
-    saved = sum(own * step.adapter_size(sizes) for sizes in kind.saved_of("block"))
-    for name in step.lora_targets:
-        matrix, tp = step.shape.matrices[name], step.split_of(name)
+    own = e * _own_tokens(step)
+    saved = sum(own * step.adapter_size(sizes, {}, block) for sizes in kind.saved_of("block"))
+    for _, matrix in step.adapted(block):
+        tp, by_row = step.split_of(matrix), matrix.role == "row"
         if step.dropout and matrix.role != "expert":
-            saved += (1 + e) * t * matrix.inputs / (tp if matrix.role == "row" else 1)
-        for sizes in kind.saved_of("linear", matrix.role):
+            saved += (1 + e) * t * matrix.inputs / (tp if by_row else 1)
+        for sizes in kind.saved_of(*matrix.owners):
             if sizes != ("out",):
-                rows = expert_rows(step) if matrix.role == "expert" else t * (not matrix.behind)
-                saved += e * rows * step.adapter_size(sizes)
-            elif not (step.compiled and name in MLP):
+                rows = expert_rows(step, block) if matrix.role == "expert" else t
+                saved += e * rows * step.adapter_size(sizes, {}, block)
+            elif not (step.compiled and matrix.part == "mlp"):
                 # The sum that is scaled; a matrix split by rows has a share of all of it.
-                saved += e * t * matrix.outputs / (1 if matrix.role == "row" else tp)
+                saved += e * t * matrix.outputs / (1 if by_row else tp)
     return saved
 
 
-def recomputed_elements(step: StepConfig) -> float:
+def recomputed_elements(step: StepConfig, block: Block) -> float:
     """Bytes that one layer computes again, element by element, if products are kept ("op")."""
-    return max(saved_by_layer(step) - saved_products(step), 0.0)
+    return max(saved_by_layer(step, block) - saved_products(step, block), 0.0)
 
 
-def kept_by_layer(step: StepConfig, recomputed: bool) -> tuple[float, float]:
+def kept_by_layer(step: StepConfig, block: Block, recomputed: bool) -> tuple[float, float]:
     """(bytes a layer keeps from forward to backward, bytes that backward computes again)."""
-    whole = saved_by_layer(step)
+    whole = saved_by_layer(step, block)
     if not recomputed:
         return whole, 0.0
     entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
     entry = 0.0 if step.activation_offload else entry
     if step.checkpointing == "op":
-        return entry + saved_products(step), whole
+        return entry + saved_products(step, block), whole
     return entry, whole
 
 
-def saved_products(step: StepConfig) -> float:
+def saved_products(step: StepConfig, block: Block) -> float:
     """Selective checkpointing by operation: matrix products, attention and communication.
 
     One product per matrix and two per adapter; attention's output and log-sum; of linear attention
@@ -201,97 +187,98 @@ def saved_products(step: StepConfig) -> float:
     that are split by rows, and what of it is scattered; experts, and what stands beside them, work
     on the rank's own part of the sequence. Compiled layers keep only what they compute with again.
     """
-    shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
-    kept = e * t * shape.value_width / tp + FP32 * t * shape.heads / tp
+    e, tp, t, d = step.element_bytes, step.layout.tensor_parallel, step.tokens, step.shape.dim
+    kept = 0.0
+    if block.attention:
+        kept += t * (e * block.attention.value_width + FP32 * block.attention.heads) / tp
+    if delta := block.delta:
+        pairs = 2 * DELTA_CHUNK * delta.value_heads
+        kept += FP32 * t * (pairs + 3 * delta.value_width + delta.state / DELTA_CHUNK) / tp
     # Where no norm is behind the MLP, no backward pass needs the MLP's result.
-    ends = not shape.norms_behind
-    if linear := shape.linear:
-        pairs, states = 2 * CHUNK * linear.value_heads, linear.value_width * linear.key / CHUNK
-        kept = FP32 * t * (pairs + 3 * linear.value_width + states) / tp
-    for name, matrix in shape.matrices.items():
-        split, is_row = step.split_of(name), matrix.role == "row"
-        exchanged = split > 1 and (is_row or name in shape.fused_names)
+    ends = not block.norms_behind
+    for name, matrix in block.matrices.items():
+        split, is_row = step.split_of(matrix), matrix.role == "row"
+        exchanged = split > 1 and matrix.role in ("row", "fused")
         # Of these the layer needs nothing again, or only what other ranks have sent of it.
-        if step.compiled and (exchanged or (ends and name == "down_proj")):
+        if step.compiled and (exchanged or (ends and is_row and matrix.part == "mlp")):
             continue
         width = matrix.outputs if is_row else matrix.outputs / split
-        rows = expert_rows(step) if matrix.role == "expert" else t
-        if name.startswith(SHARED) or name in BESIDE_EXPERTS:
-            rows = t / tp
+        rows = t if matrix.part in ("attention", "mlp") else t / tp
+        if matrix.role == "expert":
+            rows = expert_rows(step, block)
         kept += e * rows * width
         if name in step.lora_targets:
             kept += e * rows * (width + step.lora_rank)
     if tp == 1:
         return kept
-    sent = e * t * sum(shape.fused_widths) / tp
-    gathered = 1 if shape.experts else 2
-    scattered = gathered - (step.compiled and ends and shape.experts is None)
-    return kept + e * t * shape.dim * (gathered + scattered / tp) + sent
+    gathered = 1 if block.experts else 2
+    scattered = gathered - (step.compiled and ends and not block.experts)
+    return kept + e * t * (d * (gathered + scattered / tp) + sum(block.fused_widths) / tp)
 
 
 # What a layer works with --------------------------------------------------------------------------
 
 
-def dequantised(step: StepConfig) -> float:
+def _dequantised(step: StepConfig, block: Block) -> float:
     """NF4: the largest matrix, in the compute dtype, while it is multiplied; experts together."""
     if not step.is_quantised:
         return 0.0
-    found = 0.0
-    for name, matrix in step.shape.matrices.items():
-        split = step.layout.expert_parallel if matrix.role == "expert" else step.split_of(name)
-        found = max(found, matrix.parameters / split)
-    return step.element_bytes * found
+
+    def numbers(matrix: Matrix) -> float:
+        spread = step.layout.expert_parallel
+        return matrix.parameters / (spread if matrix.role == "expert" else step.split_of(matrix))
+
+    return step.element_bytes * max(map(numbers, block.matrices.values()))
 
 
-def forward_working(step: StepConfig) -> float:
+def forward_working(step: StepConfig, block: Block) -> float:
     """A layer's MLP in forward: gate, activation and product, the norm's output, the residual.
 
     Of experts: the rows as they are and in order, or the output in both orders.
     """
-    shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
-    width, kept = e * t * shape.dim, step.checkpointing == "none"
-    if shape.experts is not None:
-        rows = e * expert_rows(step)
-        inside = (1 + 2 * (not kept)) * rows * shape.dim + _weighted_rows(step, shape.experts)
-        inside += 0 if kept else rows * shape.experts.intermediate
-        return inside + 2 * width / tp + dequantised(step)
-    inside = e * t * shape.intermediate / tp
+    e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
+    width, kept = e * t * step.shape.dim, step.checkpointing == "none"
+    if block.experts:
+        rows = e * expert_rows(step, block)
+        inside = (1 + 2 * (not kept)) * rows * step.shape.dim + _weighted_rows(step, block)
+        inside += 0 if kept else rows * block.inside("experts")
+        return inside + 2 * width / tp + _dequantised(step, block)
+    inside = e * t * block.inside("mlp") / tp
     at_product = (0 if kept else 3 * inside) + width
-    # The gathered input, down_proj's share of the sum, and its copy in the order of the scatter.
+    # The gathered input, the last matrix's share of the sum, and its copy in the order of the
+    # scatter.
     at_scatter = (0 if kept else inside) + 3 * width if tp > 1 else 0.0
-    return max(at_product, at_scatter) + 2 * width / tp + dequantised(step)
+    return max(at_product, at_scatter) + 2 * width / tp + _dequantised(step, block)
 
 
-def _weighted_rows(step: StepConfig, experts: Experts) -> float:
+def _weighted_rows(step: StepConfig, block: Block) -> float:
     """The experts' outputs times the router's weights, which may be in fp32."""
-    number_bytes = FP32 if experts.wide_router else step.element_bytes
-    return number_bytes * expert_rows(step) * step.shape.dim
+    number_bytes = FP32 if block.wide_router else step.element_bytes
+    return number_bytes * expert_rows(step, block) * step.shape.dim
 
 
-def backward_working(step: StepConfig) -> float:
+def backward_working(step: StepConfig, block: Block) -> float:
     """A layer's MLP in backward: the gradients of the product and of what comes before it.
 
     Of experts: the gradient of their outputs in both orders and weighted, then inside.
     """
-    shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
-    entry = e * t * shape.dim / tp
-    if shape.experts is not None:
-        rows, width = e * expert_rows(step), shape.experts.intermediate
-        outputs = 2 * _weighted_rows(step, shape.experts)
-        outputs += rows * shape.dim if shape.experts.wide_router else 0
-        inside = rows * (2 * shape.dim + width) + dequantised(step)
+    e, tp, t, d = step.element_bytes, step.layout.tensor_parallel, step.tokens, step.shape.dim
+    entry = e * t * d / tp
+    if block.experts:
+        rows, width = e * expert_rows(step, block), block.inside("experts")
+        outputs = 2 * _weighted_rows(step, block) + (rows * d if block.wide_router else 0)
+        inside = rows * (2 * d + width) + _dequantised(step, block)
         return max(outputs, inside) + 2 * entry
-    working = 2 * e * t * shape.intermediate / tp + 2 * entry + dequantised(step)
-    return working + (2 * e * t * shape.dim if tp > 1 else 0)
+    working = 2 * e * t * block.inside("mlp") / tp + 2 * entry + _dequantised(step, block)
+    return working + (2 * e * t * d if tp > 1 else 0)
 
 
-def first_gradients(step: StepConfig) -> float:
+def first_gradients(step: StepConfig, block: Block) -> float:
     """The part of a layer's gradients that are there while its MLP is worked on: the last matrix's.
 
     Of experts: of both matrices, as the second one's gradient waits for the first one's.
     """
     if not step.is_full:
         return 1.0
-    shape = step.shape
-    names = ("down_proj",) if shape.experts is None else EXPERTS
-    return sum(shape.matrices[name].parameters for name in names) / shape.layer_parameters
+    last = block.experts or [matrix for _, matrix in block.of("mlp", "row")]
+    return sum(matrix.parameters for matrix in last) / block.parameters

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from launcher.sizing.activations import expert_rows
 from launcher.sizing.step_config import FP32, StepConfig
 from launcher.sizing.tensors import Unit, Units, linear_loss_rows, units_of
+from runspec.step import StepSums
 
-# Doubles that every step sums over all ranks, and those of a step that is logged: trainer/loop.py.
-CONTROL, LOGGED = 8, (2, 4)
+# Doubles that the ranks sum in a step that is logged: trainer/loop.py.
+LOGGED = (2, 4)
 # What the objective logs beside the loss if its routers are watched: trainer/layers/balance.py.
 BALANCE = 3
 # The loss over a split vocabulary sums so many numbers per token: the highest logit, the sum, the
@@ -81,8 +82,8 @@ def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
 
     def gather_blocks(when: str) -> Iterator[Message]:
         for block in units.blocks:
-            yield gather("layers' weights", block.own, block.count, when)
-            yield gather("experts' weights", block.experts, block.count, when, "expert shard")
+            yield gather("layers' weights", block.own, block.number, when)
+            yield gather("experts' weights", block.experts, block.number, when, "expert shard")
 
     yield gather("root's weights", units.root, 1, "start")
     yield gather("embedding", units.embedding, 1, "start")
@@ -102,8 +103,8 @@ def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     reduced = [("output layer's gradients", units.output, 1, "reduce", "shard")]
     for block in units.blocks:
         reduced += [
-            ("layers' gradients", block.own, block.count, "reduce", "shard"),
-            ("experts' gradients", block.experts, block.count, "reduce", "expert shard"),
+            ("layers' gradients", block.own, block.number, "reduce", "shard"),
+            ("experts' gradients", block.experts, block.number, "reduce", "expert shard"),
         ]
     reduced += [
         ("embedding's gradients", units.embedding, 1, "end", "shard"),
@@ -127,7 +128,7 @@ def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
     their outputs, and norms over all heads sum each token's squares.
     """
     tp = step.layout.tensor_parallel
-    both = sum(count * (2 - (block.shape.experts is not None)) for block, count in step.blocks)
+    both = sum(count * (1 if block.experts else 2) for block, count in step.shape.blocks)
     hidden = step.element_bytes * step.tokens * step.shape.dim
 
     def exchange(what: str, kind: str, each: int, when: str, size: float = hidden) -> Message:
@@ -144,29 +145,26 @@ def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
     yield exchange("norms' gradients", "reduce-scatter", both - 1 + full, "backward")
     yield exchange("layers' gradients", "all-gather", both, "backward")
     yield exchange("embedding's gradient", "all-gather", full, "end")
-    for block, count in step.blocks:
-        shape = block.shape
+    for block, count in step.shape.blocks:
         # Recomputed by operation, no layer communicates again.
         again = count // round(1 / step.recomputed_share) if step.recomputed_share else 0
-        parts = 2 - (shape.experts is not None)
+        parts = 1 if block.experts else 2
         # What is normalised behind the scatter is needed again.
-        behind = shape.norms_behind or parts == 1
+        behind = block.norms_behind or parts == 1
         yield exchange("norms' outputs", "all-gather", parts * again, "recompute")
         scatters = parts if behind else parts - 1
         yield exchange("layers' outputs", "reduce-scatter", scatters * again, "recompute")
         passes = (("forward", count), ("recompute", again), ("backward", count))
         for when, layers in passes:
-            for width in shape.fused_widths:
+            for width in block.fused_widths:
                 size = step.element_bytes * step.tokens * width / tp
                 yield exchange("fused layers' outputs", "all-to-all", layers, when, size)
-            if shape.split_norms:
-                squares = FP32 * step.tokens
-                yield exchange("norms' squares", "all-reduce", 2 * layers, when, squares)
-        for name in block.lora_targets if step.is_dora else ():
-            matrix = shape.matrices[name]
-            if matrix.role == "row" and block.split_of(name) > 1:
-                norms = FP32 * matrix.outputs
-                yield exchange("DoRA's norms", "all-reduce", count + again, "forward", norms)
+            squares, norms = FP32 * step.tokens, block.split_norms
+            yield exchange("norms' squares", "all-reduce", norms * layers, when, squares)
+        for _, matrix in step.adapted(block) if step.is_dora else ():
+            if matrix.role == "row" and step.split_of(matrix) > 1:
+                squares = FP32 * matrix.outputs
+                yield exchange("DoRA's norms", "all-reduce", count + again, "forward", squares)
 
 
 def _experts(step: StepConfig) -> Iterator[Message]:
@@ -177,11 +175,10 @@ def _experts(step: StepConfig) -> Iterator[Message]:
     even spread which routers are trained for. A layer that is recomputed sends all of it again.
     """
     ranks = step.layout.expert_parallel
-    for block, count in step.blocks:
-        experts = block.shape.experts
-        if experts is None or ranks == 1:
+    for block, count in step.shape.blocks:
+        if not block.experts or ranks == 1:
             continue
-        rows = block.element_bytes * expert_rows(block) * block.shape.dim
+        rows = step.element_bytes * expert_rows(step, block) * step.shape.dim
         share = 1.0 if step.checkpointing == "op" else step.recomputed_share
         again = count // round(1 / share) if share else 0
         for when, layers, counts in (
@@ -189,7 +186,7 @@ def _experts(step: StepConfig) -> Iterator[Message]:
             ("recompute", again, 1),
             ("backward", count, 0),
         ):
-            times, numbers = layers * step.accumulation, 8 * experts.count
+            times, numbers = layers * step.accumulation, 8 * block.experts[0].count
             sizes = (("rows per expert", numbers, counts), ("experts' rows", rows, 2))
             for what, size, each in sizes:
                 yield Message(what, "all-to-all", "expert", ranks, size, each * times, when)
@@ -220,7 +217,7 @@ def _shared_gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     added_up = step.fsdp and step.accumulation > 1 and not step.sync_each
     number_bytes = FP32 if added_up else step.element_bytes
     times = step.accumulation if step.fsdp and step.sync_each else 1
-    blocks = [(block.own, block.count, "reduce") for block in units.blocks]
+    blocks = [(block.own, block.number, "reduce") for block in units.blocks]
     for unit, each, when in (*blocks, (units.root + units.output, 1, "end")):
         when = when if step.fsdp else "step"
         for p in unit.parameters:
@@ -233,11 +230,10 @@ def _sums(step: StepConfig) -> Iterator[Message]:
     """The gradient norm, and what the ranks agree on."""
     ranks = step.layout.ranks
     yield Message("gradient norm", "all-reduce", "all", ranks, FP32, 1, "step")
-    logged, balanced = LOGGED, step.shape.balanced
-    if balanced:
-        watched = sum(count * s.experts.count for s, count in step.shape.blocks if s.experts)
+    logged, blocks = LOGGED, step.shape.blocks
+    if watched := sum(count * b.experts[0].count for b, count in blocks if b.watched):
         size, times = FP32 * watched, step.accumulation
         yield Message("experts' load", "all-reduce", "all", ranks, size, times, "step")
         logged = (LOGGED[0] + BALANCE, *LOGGED[1:])
-    for numbers in (CONTROL, *logged):
+    for numbers in (len(StepSums._fields), *logged):
         yield Message("agreement", "all-reduce", "all", ranks, 8 * numbers, 1, "step", on_cpu=True)

@@ -195,7 +195,7 @@ def trace(train_config: dict[str, Any], objective: str, ranks: int) -> dict[str,
 
 def _active(step: StepConfig) -> str:
     """How many a token meets, if it does not meet all."""
-    if step.shape.experts is None:
+    if not step.shape.experts:
         return ""
     return f"{step.shape.active_parameters / 1e9:.2f} B of them active, "
 

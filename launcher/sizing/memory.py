@@ -53,27 +53,20 @@ class _Phases:
     def __init__(self, step: StepConfig) -> None:
         shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
         self.step, self.units = step, units_of(step)
-        units, ends = self.units, self.units.ends
+        units = self.units
         # Which kind each block is, in their order.
         self.order = shape.order
-        self.kinds = [units.blocks[which] for which in self.order]
+        self.kinds = [units.blocks[which].whole for which in self.order]
         # Numbers of one rank that are trained: all of them, and those of its shards.
-        self.trained = units.all_blocks("trained") + ends.trained
-        self.trained_here = units.all_blocks("trained_here") + ends.trained_here
-        each = [
-            p
-            for unit in (ends, *(u for b in units.blocks for u in (b.own, b.experts)))
-            for p in unit.parameters
-        ]
-        self.largest = max((p.rows * p.width for p in each if p.trained), default=0.0)
+        self.trained = units.sum(lambda unit: unit.trained)
+        self.trained_here = units.sum(lambda unit: unit.trained_here)
+        stored = units.sum(lambda unit: unit.stored(step.weight_bytes))
+        trained = (p for unit, _ in units.each for p in unit.parameters if p.trained)
+        self.largest = max((p.rows * p.width for p in trained), default=0.0)
         # Offloaded state lies on the CPU.
         self.on_gpu = 0 if step.cpu_offload else 1
-        stored = sum(block.count * block.stored(step.weight_bytes) for block in units.blocks)
-        stored += ends.stored(step.weight_bytes)
-        tables = FP32 * shape.max_seq_len * shape.head_dim * (2 if shape.whole_rotary else 1)
-        if not shape.rotary_tables:
-            # Cosines and sines of a row's positions, in the dtype of the computation.
-            tables = 2 * e * t * shape.head_dim
+        # Else cosines and sines of a row's positions, in the dtype of the computation.
+        tables = FP32 * shape.table or 2 * e * t * shape.head_dim
         self.state: Terms = {
             "weights": self.on_gpu * stored,
             "optimizer": self.on_gpu * self.trained_here * state_bytes(step),
@@ -91,7 +84,7 @@ class _Phases:
         # What each layer keeps, and what it computes again.
         layers = [(which, step.recomputes(index)) for index, which in enumerate(self.order)]
         sizes = {
-            (which, again): activations.kept_by_layer(units.blocks[which].step, again)
+            (which, again): activations.kept_by_layer(step, units.blocks[which].block, again)
             for which, again in set(layers)
         }
         self.kept = [sizes[layer][0] for layer in layers]
@@ -101,7 +94,7 @@ class _Phases:
         # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
         self.gather = 1 if step.fsdp else 0
         self.root = self.gather * self.units.root.gathered
-        self.layer = self.gather * units.most("gathered")
+        self.layer = self.gather * units.largest
         # What is not resharded stays gathered from forward to backward.
         self.stays = step.fsdp and not step.reshard
         # In full fine-tuning the output layer has a gradient, tied or not.
@@ -146,8 +139,8 @@ class _Phases:
 
     def _frozen_forward(self, other: "_Phases") -> Terms:
         """A pass that keeps nothing: two layers gathered, and the output layer without a slope."""
-        kinds = other.units.blocks
-        working = max(activations.forward_working(block.step) for block in kinds)
+        kinds = (each.block for each in other.units.blocks)
+        working = max(activations.forward_working(other.step, block) for block in kinds)
         gathered = other.root + 2 * other.layer
         logits = loss_memory(other.step).made
         return self._terms(self.accumulated, other.entry, gathered, logits=logits, working=working)
@@ -157,17 +150,18 @@ class _Phases:
         collective's buffer and as parameters; before the last one that one does, and the buffer of
         the layer before is still there. Last layer: all activations.
         """
-        depth, units = self.step.shape.layers, self.units
+        step, units = self.step, self.units
+        depth = step.shape.layers
         first_unit = max(self.kinds[0].gathered, units.embedding.gathered)
         first = self.gather * 2 * (units.root.gathered + first_unit)
         last = self.root + self.layer * 2
         between = last + self.gather * self.kinds[max(depth - 2, 0)].gathered
         if self.stays:
-            all_layers = self.gather * units.all_blocks("gathered")
+            all_layers = self.gather * sum(each.gathered for each in self.kinds)
             last = between = self.root + all_layers + self.layer
         kept = self.all_kept
         before = kept - self.kept[-1] + self.entry
-        working = max(activations.forward_working(block.step) for block in units.blocks)
+        working = max(activations.forward_working(step, each.block) for each in units.blocks)
         yield "forward, first layer", self._terms(self.accumulated, self.entry, first)
         yield "forward, before the last layer", self._terms(self.accumulated, before, between)
         yield "forward, last layer", self._terms(self.accumulated, kept, last, working=working)
@@ -203,8 +197,9 @@ class _Phases:
     def _layer_backward(self, index: int) -> Iterator[tuple[str, Terms]]:
         """A layer's backward. What is reduced lies in a buffer until the next reduction."""
         units, kinds = self.units, self.kinds
-        block, above = kinds[index], kinds[index + 1 :]
-        step, e = block.step, self.step.element_bytes
+        unit, above = kinds[index], kinds[index + 1 :]
+        block = units.blocks[self.order[index]].block
+        step, e = self.step, self.step.element_bytes
         reduced = sum(self._reduced(each.trained_here) for each in above)
         done = reduced + self._reduced(units.output.trained_here)
         if step.accumulation > 1:
@@ -217,13 +212,13 @@ class _Phases:
         fetched = kinds[: index + 1] if self.stays else kinds[max(index - 1, 0) : index + 1]
         gathered = self.root + self.gather * sum(each.gathered for each in fetched)
         reduction = step.reduce_bytes * (above[0].reduced if above else units.output.reduced)
-        part = e * block.trained * activations.first_gradients(step)
-        working = activations.backward_working(step)
+        part = e * unit.trained * activations.first_gradients(step, block)
+        working = activations.backward_working(step, block)
         before = sum(self.kept[:index])
         kept = before + self.kept[index] + self.again[index]
         mlp = self._terms(done + part, kept, gathered, reduction=reduction, working=working)
         yield f"backward, layer {index + 1}, MLP", mlp
-        done, kept = done + e * block.trained, before + self.entry
+        done, kept = done + e * unit.trained, before + self.entry
         end = self._terms(done, kept, gathered, reduction=reduction, working=4 * self.entry)
         yield f"backward, layer {index + 1}, end", end
 

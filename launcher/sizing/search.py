@@ -19,7 +19,6 @@ from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.keys.fields import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
-from runspec.shape import ATTENTION, MLP
 
 if TYPE_CHECKING:
     from launcher.sizing.step_time import Links, StepTime
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 METHODS = ("full", "lora", "qlora")
 TENSOR_PARALLEL = (1, 2, 4, 8)
 CHECKPOINTING = ("none", "op", "2", "full")
-# LoRA's adapter if the recipe has none: a usual one.
-_RANK, _TARGETS = 16, (*ATTENTION, *MLP)
+# LoRA's adapter of all linear layers if the recipe has none: a usual one.
+_RANK = 16
 
 
 # Moves: one change of a step; None if it cannot be made ------------------------------------------
@@ -56,11 +55,11 @@ def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> Step
 
 def spreads(step: StepConfig) -> list[int]:
     """Over how many ranks its experts may be spread: none, those of a node, all of a replica."""
-    if step.shape.experts is None:
+    if not step.shape.experts:
         return [1]
     replica = step.layout.ranks // step.layout.replicate
     sizes = {1, min(step.gpus_per_node, replica), replica}
-    return sorted(size for size in sizes if step.shape.experts.count % size == 0)
+    return sorted(size for size in sizes if not any(n % size for n in step.shape.experts))
 
 
 def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
@@ -75,7 +74,8 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
         step = replace(step, lora_rank=0, lora_targets=(), lora_output=False, dropout=False)
     if method == "full" or step.lora_targets:
         return replace(step, method=method, own=None)
-    return replace(step, method=method, own=None, lora_rank=_RANK, lora_targets=_TARGETS)
+    targets = (*step.shape.names,)
+    return replace(step, method=method, own=None, lora_rank=_RANK, lora_targets=targets)
 
 
 # Any other move takes fields of the step.
@@ -147,7 +147,8 @@ def _method_keys(step: StepConfig) -> str:
     if step.method == "full" or "lora_" in name:
         return text
     # The recipe has no adapter yet.
-    attention = ",".join(name for name in step.lora_targets if name in ATTENTION)
+    names = (n for n in step.lora_targets if step.shape.names[n] == "attention")
+    attention = ",".join(name.rpartition(".")[2] for name in names)
     return (
         f"{text} +model.lora_attn_modules=[{attention}] +model.apply_lora_to_mlp=true "
         f"+model.lora_rank={step.lora_rank} +model.lora_alpha={2 * step.lora_rank}"

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, yamlfile
-from launcher.errors import RecipeFault, nearest
+from launcher.errors import RecipeFault
 from launcher.recipes import entries
 from launcher.recipes.recipe import method_of
+from launcher.sizing.model import shape_of
 from runspec import adapters
-from runspec import model_config as shapes
 from runspec.adapters import KINDS, Adapter
-from runspec.files import read_json
 from runspec.flops import of_shape
 from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError, StepFacts
-from runspec.shape import ATTENTION, EXPERTS, MLP, SHARED, Matrix, Shape
+from runspec.shape import Block, Matrix, Part, Role, Shape
+from runspec.step import offloads, reduces_each
 
 GIB = 2**30
 FP32 = 4
@@ -53,7 +51,7 @@ class StepConfig:
     sync_each: bool = False  # gradients are reduced after every micro-step
     own: Adapter | None = None  # of a kind of one's own
     lora_rank: int = 0
-    lora_targets: tuple[str, ...] = ()  # names of Shape.matrices
+    lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
     own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
@@ -75,9 +73,9 @@ class StepConfig:
             tensor_parallel=layout.tensor_parallel,
             expert_parallel=layout.expert_parallel,
             sizes=shape.split_sizes,
-            splittable=not shape.whole,
-            experts=() if shape.experts is None else (shape.experts.count,),
-            linear=shape.linear_sizes,
+            unsplit=shape.unsplit,
+            experts=shape.experts,
+            linear=shape.linear,
             sharded=self.fsdp or layout.tensor_parallel > 1,
             vectors=self.adapter is None or self.adapter.vectors,
             dropout=adapted and self.dropout,
@@ -85,7 +83,7 @@ class StepConfig:
             fp8=self.fp8,
             fp32=self.element_bytes == FP32,
             length=self.length,
-            longest=shape.max_seq_len,
+            longest=shape.longest,
             optimizer=self.updated_by,
         ).faults()
 
@@ -153,18 +151,6 @@ class StepConfig:
         """Bytes of one trained number as it is stored."""
         return FP32 if self.fp32_master else self.element_bytes
 
-    @cached_property
-    def blocks(self) -> tuple[tuple[StepConfig, int], ...]:
-        """The same step of a model of each kind of block alone, and how many there are."""
-        return tuple((self.of_block(shape), count) for shape, count in self.shape.blocks)
-
-    def of_block(self, shape: Shape) -> StepConfig:
-        """The same step of a model of such blocks alone."""
-        if shape == self.shape:
-            return self
-        targets = tuple(name for name in self.lora_targets if name in shape.matrices)
-        return replace(self, shape=shape, lora_targets=targets)
-
     @property
     def expert_shards(self) -> int:
         """Ranks that FSDP shards the same experts over."""
@@ -173,38 +159,45 @@ class StepConfig:
             return layout.shard
         return layout.shard * layout.tensor_parallel // layout.expert_parallel
 
-    def split_of(self, name: str) -> int:
-        """Tensor-parallel ranks that split a matrix; what stands beside experts is whole."""
-        found = self.shape.matrices.get(name)
-        whole = found is not None and found.role in ("replicated", "expert")
-        return 1 if whole or name.startswith(SHARED) else self.layout.tensor_parallel
+    def split_of(self, matrix: Matrix) -> int:
+        """Tensor-parallel ranks that split a matrix."""
+        return self.layout.tensor_parallel if matrix.is_split else 1
 
-    def partial_gradient(self, name: str) -> bool:
+    def partial_gradient(self, matrix: Matrix) -> bool:
         """Whether each tensor-parallel rank has a share of a matrix's gradient."""
-        if name in EXPERTS and self.layout.expert_parallel > 1:
+        if matrix.role == "expert" and self.layout.expert_parallel > 1:
             return False
-        return self.layout.tensor_parallel > 1 and self.split_of(name) == 1
+        return self.layout.tensor_parallel > 1 and not matrix.is_split
 
-    def trains(self, *names: str) -> bool:
-        """Whether any of these matrices needs its input in backward."""
-        return self.is_full or any(name in self.lora_targets for name in names)
+    def trains(self, block: Block, part: Part, *roles: Role) -> bool:
+        """Whether a matrix of a part, of these roles if given, needs its input in backward."""
+        return self.is_full or any(name in self.lora_targets for name, _ in block.of(part, *roles))
 
-    def adapter_size(self, sizes: Iterable[str], **known: float) -> float:
+    def adapted(self, block: Block) -> list[tuple[str, Matrix]]:
+        """The matrices of a block that have an adapter."""
+        return [(n, m) for n, m in block.matrices.items() if n in self.lora_targets]
+
+    def adapter_size(
+        self, sizes: Iterable[str], known: Mapping[str, float], block: Block | None = None
+    ) -> float:
         """Numbers of a parameter of the adapter, of these sizes.
 
         Args:
-            known: the sizes of what it belongs to.
+            known: the sizes of the matrix that it belongs to. block: that it belongs to.
         """
-        known |= {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": self.shape.kv_width}
-        return prod((known | dict(self.own_sizes))[size] for size in sizes)
+        keys = block.attention.kv_width if block and block.attention else 0
+        own = {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": keys}
+        return prod({**own, **known, **dict(self.own_sizes)}[size] for size in sizes)
 
-    def _numbers(self, *owners: str, **known: float) -> int:
+    def _numbers(
+        self, owners: Iterable[str], known: Mapping[str, float], block: Block | None = None
+    ) -> int:
         parts = {} if self.adapter is None else self.adapter.parts_of(*owners)
-        return int(sum(self.adapter_size(sizes, **known) for sizes in parts.values()))
+        return int(sum(self.adapter_size(sizes, known, block) for sizes in parts.values()))
 
     def _adapter(self, matrix: Matrix) -> int:
-        sizes = {"in": matrix.adapter_inputs, "out": matrix.outputs}
-        return matrix.count * self._numbers("linear", matrix.role, **sizes)
+        sizes = {"in": matrix.inputs, "out": matrix.outputs}
+        return matrix.count * self._numbers(matrix.owners, sizes)
 
     @property
     def trainable(self) -> int:
@@ -212,13 +205,13 @@ class StepConfig:
         if self.is_full:
             return self.shape.parameters
         layers = sum(
-            count * step._adapter(step.shape.matrices[name])
-            for step, count in self.blocks
-            for name in step.lora_targets
+            count * self._adapter(matrix)
+            for block, count in self.shape.blocks
+            for _, matrix in self.adapted(block)
         )
-        layers += sum(count * step._numbers("block") for step, count in self.blocks)
+        layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
         output = self._adapter(self.shape.output) if self.lora_output else 0
-        return layers + output + self._numbers("model")
+        return layers + output + self._numbers(["model"], {})
 
     @property
     def total(self) -> int:
@@ -271,55 +264,11 @@ def _forward(shape: Shape, length: int) -> float:
     return found.of(1, 1) + found.attention((length,)) / length
 
 
-# By transformers' names of linear layers, and ours of an embedding and an output layer, those here.
-_FUSED = {
-    "qkv_proj": ATTENTION[:3],
-    "gate_up_proj": MLP[:2],
-    "o_proj": ATTENTION[3:],
-    "experts": EXPERTS,
-    **{name: (name, SHARED + name) for name in MLP},
-}
+# By the trainer's names of what FSDP may gather by itself, those here.
 _APART = {"embedding": "tok_embeddings", "output_head": "output"}
 
 
 # Of a recipe -------------------------------------------------------------------------------------
-
-
-@cache
-def _known_shapes() -> dict[str, dict[str, Any]]:
-    return yamlfile.load(paths.REPO_ROOT / "configs" / "models.yaml")
-
-
-def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
-    """Return the shape of the model that a `model` block builds; RecipeFault if it is not known.
-
-    A named builder has its sizes in code, copied to configs/models.yaml; a component builder takes
-    them as arguments; of any other the config.json in the model's folder says them, or the one in
-    configs/shapes while the model is not downloaded.
-    """
-    builder = str(model.get("_component_") or TRANSFORMERS)
-    module, _, name = builder.rpartition(".")
-    plain = f"{module}.{re.sub('^q?lora_', '', name)}"
-    family = module.rpartition(".")[2]
-    if sizes := _known_shapes().get(plain):
-        return Shape(**sizes, whole_rotary=shapes.family_traits(family)["whole_rotary"])
-    if shape := shapes.of_builder_arguments(model, family):
-        return shape
-    from_folder, file = builder == TRANSFORMERS, shapes.config_file(folder) if folder else None
-    if file is None:
-        hint = "" if from_folder else nearest(plain, _known_shapes())
-        raise RecipeFault(
-            f"model._component_ {builder!r}{hint}: its sizes are not known here: download the "
-            "model to checkpointer.checkpoint_dir, whose config.json says them"
-        )
-    try:
-        shape = shapes.of_config_json(read_json(file) or {})
-    except (OSError, ValueError) as error:
-        raise RecipeFault(f"{file}: {error}") from error
-    if from_folder:
-        return replace(shape, rotary_tables=False)
-    # What transformers' code does, and not other code for the same config.json.
-    return replace(shape, whole=False, fused=False, fused_mlp=False, wide_norms=True)
 
 
 def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepConfig:
@@ -344,7 +293,6 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     # In a packed row the documents of a sample share it; else each is a row.
     rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
     folder = config.get(method.teacher_key) if method.teacher_key else None
-    offload = bool(config.get("fsdp_cpu_offload") or _block(config, "fsdp").get("cpu_offload"))
     step = StepConfig(
         shape=shape,
         method=method_of(model),
@@ -358,9 +306,8 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         reduce_bytes=2 if config.get("fsdp_reduce_dtype") == "bf16" else 4,
         fp32_master=config.get("master_weights") == "fp32" and config.get("dtype") != "fp32",
         checkpointing="full" if layers == 1 else str(layers or "none"),
-        # Offloading reduces after every micro-step, as no GPU could hold all gradients.
-        sync_each=offload or bool(config.get("sync_each_micro_batch")),
-        cpu_offload=offload,
+        sync_each=reduces_each(config),
+        cpu_offload=offloads(config),
         activation_offload=bool(config.get("enable_activation_offloading")),
         compiled=config.get("compile") is True and not uncompiled_experts(config),
         reshard=config.get("fsdp_reshard_after_forward") is not False,
@@ -394,28 +341,31 @@ def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[
         except ValueError as error:
             faults.append(str(error))
             return {}
-    attention = [name for name in model.get("lora_attn_modules") or [] if name in ATTENTION]
-    targets = (*attention, *(MLP if model.get("apply_lora_to_mlp") else ()))
     if adapters.own_adapters(model):
-        kind = own or KINDS[name]
-        every = {
-            name: matrix
-            for block, _ in shape.blocks
-            for name, matrix in block.matrices.items()
-            # A router is no linear layer of transformers' classes.
-            if name != "router" and kind.parts_of("linear", matrix.role)
-        }
-        named = model.get("lora_modules") or every
-        meant = {each for name in named for each in _FUSED.get(name, (name,))} | set(named)
-        targets = tuple(name for name in every if name in meant)
+        kind, named = own or KINDS[name], set(model.get("lora_modules") or ())
+        every = {n: m for block, _ in shape.blocks for n, m in block.matrices.items()}
+        targets = [
+            name
+            for name, matrix in every.items()
+            if matrix.part != "router" and kind.parts_of(*matrix.owners)
+            if not named or ("experts" if matrix.part == "experts" else _last(name)) in named
+        ]
+    else:
+        named = set(model.get("lora_attn_modules") or ())
+        mlp = bool(model.get("apply_lora_to_mlp"))
+        targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
     return {
         "own": own,
         "own_sizes": () if own is None else own.numbers(model),
         "lora_rank": int(model.get("lora_rank") or 8),
-        "lora_targets": targets,
+        "lora_targets": tuple(targets),
         "lora_output": bool(model.get("apply_lora_to_output")),
         "dropout": bool(model.get("lora_dropout")),
     }
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _optimizer(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def _elements_s(step: StepConfig, gpu: Gpu) -> float:
     """
     if step.checkpointing != "op":
         return 0.0
-    elements = sum(count * recomputed_elements(block) for block, count in step.blocks)
+    elements = sum(count * recomputed_elements(step, block) for block, count in step.shape.blocks)
     elements /= step.shape.layers
     return 2 * elements / (gpu.memory_bandwidth_gbs * 1e9)
 

@@ -6,13 +6,15 @@ Parameters are after tensor and expert parallelism, by FSDP unit. Symbols as in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
-from runspec.shape import Matrix
+from runspec.shape import Block, Matrix, Vector
+from runspec.step import loss_tokens
 
 
 class Parameter(NamedTuple):
@@ -20,7 +22,7 @@ class Parameter(NamedTuple):
 
     width: numbers in a row. row_bytes: of a row as it is gathered. trained: it has a gradient.
     shared: each tensor-parallel rank has a share of its gradient. inner: if a row is a matrix, its
-    sizes, by which FSDP can shard, too.
+    sizes, by which FSDP can shard, too. shards: the ranks that FSDP shards it over.
     """
 
     rows: float
@@ -29,93 +31,81 @@ class Parameter(NamedTuple):
     trained: bool
     shared: bool = False
     inner: tuple[int, ...] = ()
-
-
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
-class Unit:
-    """Parameters that FSDP gathers and reduces together; shards: the ranks that it shards over."""
-
-    parameters: tuple[Parameter, ...] = ()
     shards: int = 1
 
     @property
-    def gathered(self) -> float:
-        """Bytes of the whole unit, in the dtype of the computation, rows filled up included."""
-        return sum(self.padded(p) * p.row_bytes for p in self.parameters)
+    def padded(self) -> float:
+        """Rows as FSDP shards them: filled up to a multiple of its ranks.
+
+        Not if it shards the matrices that the rows are.
+        """
+        if any(size % self.shards == 0 for size in self.inner):
+            return self.rows
+        return -(-self.rows // self.shards) * self.shards
+
+
+# Neither compared nor shown: what is not generated takes no time at each start. Each block of a
+# model asks for its kind's sizes.
+@dataclass(frozen=True, eq=False, repr=False)
+class Unit:
+    """Parameters that FSDP gathers and reduces together."""
+
+    parameters: tuple[Parameter, ...] = ()
+
+    @classmethod
+    def over(cls, shards: int, parameters: Iterable[Parameter]) -> Unit:
+        """Return a unit that FSDP shards over so many ranks."""
+        return cls(tuple(parameter._replace(shards=shards) for parameter in parameters))
 
     @property
+    def shards(self) -> int:
+        """The ranks that it is sharded over."""
+        return self.parameters[0].shards if self.parameters else 1
+
+    @cached_property
+    def gathered(self) -> float:
+        """Bytes of the whole unit, in the dtype of the computation, rows filled up included."""
+        return sum(p.padded * p.row_bytes for p in self.parameters)
+
+    @cached_property
     def trained(self) -> float:
         """Numbers that are trained."""
         return sum(p.rows * p.width for p in self.parameters if p.trained)
 
-    @property
+    @cached_property
     def reduced(self) -> float:
         """Numbers of what the collective reduces, filled up."""
-        return sum(self.padded(p) * p.width for p in self.parameters if p.trained)
+        return sum(p.padded * p.width for p in self.parameters if p.trained)
 
-    def padded(self, parameter: Parameter) -> float:
-        """Rows of a parameter that FSDP shards: filled up to a multiple of its ranks.
-
-        Not if it shards the matrices that the rows are.
-        """
-        if any(size % self.shards == 0 for size in parameter.inner):
-            return parameter.rows
-        return -(-parameter.rows // self.shards) * self.shards
+    @cached_property
+    def trained_here(self) -> float:
+        """Numbers that are trained, of one rank's shards."""
+        return sum(p.padded * p.width / p.shards for p in self.parameters if p.trained)
 
     def stored(self, weight_bytes: int) -> float:
         """Bytes as stored by one rank, if a trained number takes weight_bytes."""
         found = 0.0
         for p in self.parameters:
             row = weight_bytes * p.width if p.trained else p.row_bytes
-            found += self.padded(p) * row / self.shards
+            found += p.padded * row / p.shards
         return found
 
-    @property
-    def trained_here(self) -> float:
-        """Numbers that are trained, of one rank's shards."""
-        return self.reduced / self.shards
-
     def __add__(self, other: Unit) -> Unit:
-        return Unit(self.parameters + other.parameters, self.shards)
+        return Unit(self.parameters + other.parameters)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Block:
-    """The FSDP units of one kind of block, and how many blocks are of it.
+class BlockUnits(NamedTuple):
+    """The FSDP units of one kind of block, and the number of such blocks.
 
-    step: the step of a model of such blocks alone. experts: spread over ranks, they are a unit of
-    their own, which holds this rank's; else they are in `own`.
+    experts: spread over ranks, they are a unit of their own, which holds this rank's; else they are
+    in `own`. whole: both together.
     """
 
-    step: StepConfig
-    count: int
+    block: Block
+    number: int
     own: Unit
     experts: Unit
-
-    @property
-    def gathered(self) -> float:
-        """Bytes of a whole block."""
-        return self.own.gathered + self.experts.gathered
-
-    @property
-    def trained(self) -> float:
-        """Numbers of a whole block that are trained."""
-        return self.own.trained + self.experts.trained
-
-    @property
-    def reduced(self) -> float:
-        """Numbers of the buffers that a whole block's gradients are reduced in."""
-        return self.own.reduced + self.experts.reduced
-
-    @property
-    def trained_here(self) -> float:
-        """Numbers that are trained, of one rank's shards."""
-        return self.own.trained_here + self.experts.trained_here
-
-    def stored(self, weight_bytes: int) -> float:
-        """Bytes as stored by one rank."""
-        return self.own.stored(weight_bytes) + self.experts.stored(weight_bytes)
+    whole: Unit
 
 
 class Units(NamedTuple):
@@ -126,128 +116,106 @@ class Units(NamedTuple):
     """
 
     embedding: Unit
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockUnits, ...]
     output: Unit
     root: Unit
 
     @property
-    def ends(self) -> Unit:
-        """What is in no block."""
-        return self.root + self.embedding + self.output
+    def each(self) -> Iterator[tuple[Unit, int]]:
+        """The units of the whole model and how many there are of each."""
+        yield from ((self.root, 1), (self.embedding, 1), (self.output, 1))
+        yield from ((each.whole, each.number) for each in self.blocks)
 
-    def all_blocks(self, what: str) -> float:
-        """The sum over all blocks of one of a block's sizes."""
-        return float(sum(block.count * getattr(block, what) for block in self.blocks))
+    def sum(self, size: Callable[[Unit], float]) -> float:
+        """A size of a unit, over the whole model."""
+        return sum(number * size(unit) for unit, number in self.each)
 
-    def most(self, what: str) -> float:
-        """One of a block's sizes, of the kind that has most."""
-        return float(max(getattr(block, what) for block in self.blocks))
+    @property
+    def largest(self) -> float:
+        """Bytes of the block that has most, gathered."""
+        return max(each.whole.gathered for each in self.blocks)
 
 
 def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
-    embedding, output = Unit((_table(step),), shards), Unit(tuple(_output(step)), shards)
-    root = Unit((_norm(step), *_added(step, "model")), shards)
+    embedding, output = Unit.over(shards, [_table(step)]), Unit.over(shards, _output(step))
+    root = Unit.over(shards, [_vector(step, Vector(step.shape.dim)), *_added(step, "model")])
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
     apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
     if "tok_embeddings" not in apart:
-        embedding, root = Unit(shards=shards), embedding + root
+        embedding, root = Unit(), embedding + root
     if "output" not in apart or step.loss != "plain":
-        output, root = Unit(shards=shards), root + output
-    blocks = tuple(_block(kind, count) for kind, count in step.blocks)
+        output, root = Unit(), root + output
+    blocks = tuple(_block(step, *each) for each in step.shape.blocks)
     return Units(embedding, blocks, output, root)
 
 
-def _block(step: StepConfig, count: int) -> Block:
-    own, spread = [*_small(step), *_added(step, "block")], list[Parameter]()
-    for name, matrix in step.shape.matrices.items():
+def _block(step: StepConfig, block: Block, number: int) -> BlockUnits:
+    own, spread = [_vector(step, vector) for vector in block.vectors], list[Parameter]()
+    own += _added(step, "block", block)
+    for name, matrix in block.matrices.items():
         apart = matrix.role == "expert" and step.layout.expert_parallel > 1
         (spread if apart else own).extend(_matrix(step, name, matrix))
-    shards = step.layout.shard
-    return Block(step, count, Unit(tuple(own), shards), Unit(tuple(spread), step.expert_shards))
+    both = Unit.over(step.layout.shard, own), Unit.over(step.expert_shards, spread)
+    return BlockUnits(block, number, *both, both[0] + both[1])
 
 
 def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
     """A matrix with its bias and its adapter."""
-    e, full, shared = step.element_bytes, step.is_full, step.partial_gradient(name)
-    rows, width = _split(step, name, matrix)
-    number_bytes = NF4_BYTES if step.is_quantised and name != "router" else e
+    e, full, shared = step.element_bytes, step.is_full, step.partial_gradient(matrix)
+    rows, width = _split(step, matrix)
+    number_bytes = NF4_BYTES if step.is_quantised and matrix.part != "router" else e
     sizes = (matrix.outputs, matrix.inputs) if matrix.role == "expert" else ()
     yield Parameter(rows, width, width * number_bytes, full, shared, sizes)
-    if name in step.shape.bias:
+    if matrix.bias:
         # Of experts each row holds one expert's.
         each = matrix.outputs if matrix.role == "expert" else 1
         # It is added to the sum of the ranks, on each rank's own tokens.
         yield Parameter(rows, each, each * e, full, shared or matrix.role == "row")
     if name in step.lora_targets:
-        yield from _adapter(step, name, matrix)
+        yield from _adapter(step, matrix)
 
 
-def _small(step: StepConfig) -> Iterator[Parameter]:
-    """Norms, and what else is no matrix."""
-    for _ in range(step.shape.norms):
-        yield _norm(step)
-    # Queries and keys have a norm each.
-    shape, tp = step.shape, step.layout.tensor_parallel
-    norms = (0, 0)
-    if shape.split_norms:
-        norms = (shape.query_width, shape.kv_width)
-    elif shape.latent:
-        norms = (shape.latent.queries, shape.latent.keys)
-    elif not shape.linear:
-        norms = (shape.head_norms // 2, shape.head_norms - shape.head_norms // 2)
-    parts = [(numbers, 1, shape.split_norms) for numbers in norms]
-    # Each rank has those of its heads: of sinks, of decays and their biases.
-    parts += [(shape.heads, 1, True)] * shape.sinks
-    if linear := shape.linear:
-        parts += [(linear.value_heads, 1, True)] * 2
-        parts += [(linear.mixed, linear.kernel, False), (linear.value, 1, False)]
-    for numbers, width, split in parts:
-        if numbers:
-            rows = numbers / (tp if split else 1)
-            each = width * step.element_bytes
-            yield Parameter(rows, width, each, step.is_full, shared=not split)
+def _vector(step: StepConfig, vector: Vector) -> Parameter:
+    """What is no matrix; each tensor-parallel rank has all of it, or its heads' part."""
+    rows = vector.rows / (step.layout.tensor_parallel if vector.split else 1)
+    row_bytes = vector.width * step.element_bytes
+    return Parameter(rows, vector.width, row_bytes, step.is_full, shared=not vector.split)
 
 
-def _split(step: StepConfig, name: str, matrix: Matrix) -> tuple[float, float]:
+def _split(step: StepConfig, matrix: Matrix) -> tuple[float, float]:
     """Rows of a matrix on one rank, and the numbers in each; an expert is a row of its own."""
     if matrix.role == "expert":
         return matrix.count / step.layout.expert_parallel, matrix.inputs * matrix.outputs
-    tp, by_row = step.split_of(name), matrix.role == "row"
+    tp, by_row = step.split_of(matrix), matrix.role == "row"
     return matrix.outputs / (1 if by_row else tp), matrix.inputs / (tp if by_row else 1)
 
 
-def _norm(step: StepConfig) -> Parameter:
-    return Parameter(step.shape.dim, 1, step.element_bytes, step.is_full, shared=True)
-
-
-def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
-    """What the kind of adapter adds to a matrix. What one product computes has one LoRA's A."""
+def _adapter(step: StepConfig, matrix: Matrix) -> Iterator[Parameter]:
+    """What the kind of adapter adds to a matrix."""
     e, along = step.element_bytes, "in" if matrix.role == "row" else "out"
-    rows, width = _split(step, name, matrix)
+    rows, width = _split(step, matrix)
+    whole = step.partial_gradient(matrix)
     if matrix.role == "expert":
-        shared = step.partial_gradient(name)
         for size in (matrix.inputs, matrix.outputs):
             numbers = step.lora_rank * size
-            yield Parameter(rows, numbers, numbers * e, True, shared, (size, step.lora_rank))
+            yield Parameter(rows, numbers, numbers * e, True, whole, (size, step.lora_rank))
         return
-    whole = step.partial_gradient(name)
-    for sizes in step.adapter.parts_of("linear", matrix.role).values() if step.adapter else ():
-        if not (matrix.behind and "in" in sizes):
-            known = {"in": width, "out": rows}
-            first, inner = (step.adapter_size(part, **known) for part in (sizes[:1], sizes[1:]))
-            yield Parameter(first, inner, inner * e, True, whole or along not in sizes)
+    for sizes in step.adapter.parts_of(*matrix.owners).values() if step.adapter else ():
+        known = {"in": width, "out": rows}
+        first, inner = (step.adapter_size(part, known) for part in (sizes[:1], sizes[1:]))
+        yield Parameter(first, inner, inner * e, True, whole or along not in sizes)
 
 
-def _added(step: StepConfig, owner: str) -> Iterator[Parameter]:
+def _added(step: StepConfig, owner: str, block: Block | None = None) -> Iterator[Parameter]:
     """What the kind of adapter adds to a block, or to the model."""
     tp = step.layout.tensor_parallel
     for sizes in step.adapter.parts_of(owner).values() if step.adapter else ():
         # Keys and values are split by heads.
-        width = prod(step.adapter_size((n,)) / (tp if n == "kv" else 1) for n in sizes[1:])
-        rows = step.adapter_size(sizes[:1])
+        parts = (step.adapter_size((n,), {}, block) / (tp if n == "kv" else 1) for n in sizes[1:])
+        rows, width = step.adapter_size(sizes[:1], {}, block), prod(parts)
         yield Parameter(rows, width, width * step.element_bytes, True, shared="kv" not in sizes)
 
 
@@ -261,7 +229,7 @@ def _output(step: StepConfig) -> Iterator[Parameter]:
     if not step.shape.tied:
         yield _table(step)
         if step.lora_output:
-            yield from _adapter(step, "output", step.shape.output)
+            yield from _adapter(step, step.shape.output)
 
 
 # Logits and loss --------------------------------------------------------------------------------
@@ -279,14 +247,9 @@ class LossMemory(NamedTuple):
 
 
 def linear_loss_rows(step: StepConfig) -> int:
-    """Tokens at a time of the linear loss: as trainer.layers.loss chooses if no number is given.
-
-    That is about as many logits as there are hidden numbers, and not less than 512 tokens'.
-    """
-    if step.chunks:
-        return -(-step.tokens // step.chunks)
-    columns = -(-step.shape.vocab // step.layout.tensor_parallel // step.shape.dim)
-    return max(512, -(-step.tokens // columns))
+    """Tokens at a time of the linear loss."""
+    columns = -(-step.shape.vocab // step.layout.tensor_parallel)
+    return loss_tokens(step.tokens, columns, step.shape.dim, step.chunks)
 
 
 def loss_memory(step: StepConfig) -> LossMemory:

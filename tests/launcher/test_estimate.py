@@ -12,12 +12,13 @@ import pytest
 from launcher import paths
 from launcher import site as sites
 from launcher.checks import Context, Skipped, size
+from launcher.errors import RecipeFault
 from launcher.executors import choose
 from launcher.recipes import recipe as recipes
-from launcher.sizing import step_config
-from launcher.sizing.step_config import shape_of
+from launcher.sizing import model, step_config
+from launcher.sizing.model import shape_of
 from tests.launcher.kit import Kit
-from tests.model_sizes import DEMO, MIXTRAL
+from tests.model_sizes import MIXTRAL
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPE = """
@@ -143,26 +144,29 @@ def test_time_follows_from_the_flops_and_the_dataset(user: Kit, recipe, tmp_path
     assert found["hours"] * 3600 == pytest.approx(seconds, rel=1e-6)
 
 
-def test_sizes_come_from_the_builders_arguments_or_from_config_json(tmp_path):
-    built = shape_of({"_component_": "torchtune.models.llama3.lora_llama3", **DEMO}, None)
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "hidden_size": 128,
-                "intermediate_size": 512,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "vocab_size": 1024,
-                "max_position_embeddings": 512,
-            }
-        )
-    )
-    assert shape_of({"_component_": "mine.own"}, tmp_path) == built
-    assert (
-        built.parameters == 3 * (2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 512 + 256) + 2 * 131072 + 128
-    )
+def test_the_trainer_is_asked_once_for_a_model_that_is_not_shipped(tmp_path, monkeypatch):
+    """Of a class that no description has; its MLP has two matrices."""
+    folder, cache = tmp_path / "mine", tmp_path / "cache"
+    folder.mkdir()
+    sizes = {key: MIXTRAL[key] for key in MIXTRAL if key.startswith(("num_hidden", "vocab", "max"))}
+    config = {"model_type": "arcee", "hidden_size": 128, "intermediate_size": 512, **sizes}
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4}))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    shape = shape_of({}, folder)
+    assert shape.parameters == 32 * (4 * 128**2 + 2 * 128 * 512 + 256) + 2 * 32000 * 128 + 128
+    assert shape.names.keys() >= {"self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"}
+    (kept,) = (cache / "slurm-cookbook" / "models").iterdir()
+    assert kept.name.startswith("mine-") and json.loads(kept.read_text())["packages"]
+    monkeypatch.setattr(model, "_told", {})
+    monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path / "none"))
+    assert shape_of({"lora_rank": 4}, folder) == shape
+    # Without a virtual environment there is nobody to ask, but for what is shipped.
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
+    with pytest.raises(RecipeFault, match=r"no description of mine is .*: bash setup.sh"):
+        shape_of({}, folder)
+    assert shape_of({}, tmp_path / "Qwen3-8B").parameters == 8_190_735_360
+    with pytest.raises(RecipeFault, match=r"none has no config.json.*: cookbook download"):
+        shape_of({}, tmp_path / "none")
 
 
 @pytest.fixture
@@ -173,7 +177,7 @@ def mixtral(tmp_path) -> str:
     (folder / "config.json").write_text(json.dumps(MIXTRAL))
     path = tmp_path / "mixtral.yaml"
     path.write_text(
-        RECIPE.replace("llama3_3.llama3_3_70b", "mistral.mistral").replace(
+        RECIPE.replace("torchtune.models.llama3_3.llama3_3_70b", "transformers").replace(
             "checkpoint_dir: x", f"checkpoint_dir: {folder}"
         )
     )
@@ -208,14 +212,10 @@ def test_experts_count_with_all_their_parameters_and_work_with_the_active_ones(u
     assert "this model has no experts; set expert_parallel_dim=1" in none.stderr
 
 
-def test_experts_of_an_unknown_family_are_refused(user: Kit, mixtral, tmp_path):
-    """As a dense model it would be estimated at a sixth of its size."""
+def test_a_model_that_the_trainer_refuses_is_refused(user: Kit, mixtral, tmp_path):
     file = tmp_path / "Mixtral-8x7B" / "config.json"
-    file.write_text(json.dumps(MIXTRAL | {"model_type": "jamba"}))
-    line = (
-        "Mixtral-8x7B/config.json: it has a mixture of experts (num_local_experts 8), and those of "
-        "a jamba model are not known to the estimate yet"
-    )
+    file.write_text(json.dumps({"model_type": "jamba"}))
+    line = "the jamba model cannot be trained: its code has no norm; choose another model"
     done = user.cookbook("estimate", mixtral)
     assert done.returncode == 2 and done.stdout == ""
     assert line in done.stderr and done.stderr.count("error: ") == 1, done.stderr
@@ -238,7 +238,7 @@ def test_experts_of_an_unknown_family_are_refused(user: Kit, mixtral, tmp_path):
         ),
         (
             ["model._component_=torchtune.models.llama3_3.llama3_3_7b"],
-            "(did you mean torchtune.models.llama3_3.llama3_3_70b?)",
+            "(did you mean llama3_3_70b?)",
         ),
         (
             ["entry=torchtune:full_finetune_distributed"],

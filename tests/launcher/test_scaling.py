@@ -14,7 +14,8 @@ from launcher.sizing import gpus
 from launcher.sizing import step_time as times
 from launcher.sizing.activations import recomputed_elements
 from launcher.sizing.communication import Message, messages
-from launcher.sizing.step_config import StepConfig, shape_of, step_of
+from launcher.sizing.model import shape_of
+from launcher.sizing.step_config import StepConfig, step_of
 from launcher.sizing.step_time import Links, step_time
 from runspec.layout import Layout
 from tests.launcher.kit import Kit
@@ -32,7 +33,7 @@ LORA = replace(
     FULL,
     method="lora",
     lora_rank=16,
-    lora_targets=("q_proj", "v_proj"),
+    lora_targets=("attn.q_proj", "attn.v_proj"),
     layout=Layout(shard=8, replicate=2),
 )
 STEPS = [FULL, SPLIT, LORA, replace(LORA, accumulation=3), replace(FULL, accumulation=2)]
@@ -103,7 +104,7 @@ def test_with_unlimited_links_a_step_is_its_computing(step: StepConfig, monkeypa
     # A layer's forward once more, or in every second one.
     forward = 80 * step.flops.forward * tokens_per_rank / (989.4e12 * 0.4)
     # What is made element by element is read and written once more, at 3.35 TB/s.
-    elements = 80 * step.accumulation * 2 * recomputed_elements(step) / 3.35e12
+    elements = 80 * step.accumulation * 2 * recomputed_elements(step, SHAPE.kinds[0]) / 3.35e12
     for mode, more in (("full", forward), ("2", forward / 2), ("op", elements)):
         again = step_time(replace(step, checkpointing=mode), H100, UNLIMITED, 0.4)
         assert again.seconds - found.seconds == pytest.approx(more, abs=1e-6)

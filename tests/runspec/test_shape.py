@@ -1,52 +1,16 @@
-"""Shapes of models from their config.json, with and without experts."""
+"""Shapes of models as they are shipped, and how a description is found."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from runspec.model_config import PUBLISHED as FOLDER
-from runspec.model_config import ShapeError, config_file, of_builder_arguments, of_config_json
-from runspec.shape import Experts, Shape
-from tests.model_sizes import DEMO, MIXTRAL
-
-# As on the hub, without what no size comes from.
-QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
-
-
-def test_a_dense_models_sizes_and_parameters():
-    shape = of_config_json(QWEN)
-    assert shape.tied and shape.qkv_bias and shape.whole_rotary and shape.head_dim == 64
-    # The hub's own count of Qwen2.5-0.5B.
-    assert shape.parameters == 494_032_768
-    assert {name: matrix.role for name, matrix in shape.matrices.items()} == {
-        "q_proj": "column",
-        "k_proj": "column",
-        "v_proj": "column",
-        "output_proj": "row",
-        "gate_proj": "column",
-        "up_proj": "column",
-        "down_proj": "row",
-    }
-    # Older files do not say how many heads keys have: as many as queries.
-    old = {key: value for key, value in QWEN.items() if key != "num_key_value_heads"}
-    assert of_config_json(old).kv_heads == 14
-    with pytest.raises(ShapeError, match="does not say num_hidden_layers, vocab_size: give the"):
-        of_config_json(QWEN | {"num_hidden_layers": None, "vocab_size": None})
-
+from runspec.description import PUBLISHED, SHIPPED, Subject, base_of, config_file
+from runspec.shape import Shape
+from tests.model_sizes import DEMO, demo, published, with_experts
 
 # The hub's own counts of the published models.
-PUBLISHED = {
+PARAMETERS = {
     "TinyLlama-1.1B-intermediate-step-1431k-3T": 1_100_048_384,
     "open_llama_3b": 3_426_473_600,
     "open_llama_7b": 6_738_415_616,
@@ -87,68 +51,78 @@ ACTIVE = {
 }
 
 
-def test_the_published_shapes_have_the_published_parameters(tmp_path):
-    for name, parameters in PUBLISHED.items():
-        file = config_file(tmp_path / name)
-        shape = of_config_json(json.loads(file.read_text()))
+def test_the_published_shapes_have_the_published_parameters():
+    for name, parameters in PARAMETERS.items():
+        shape = published(name)
         assert shape.parameters == parameters, name
         active = ACTIVE.get(name, parameters / 1e9)
         assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.06), name
-    assert {file.stem for file in FOLDER.glob("*.json")} == PUBLISHED.keys()
-    # A folder that is there counts, even if it lacks the file.
+    files = {file.stem: json.loads(file.read_text()) for file in PUBLISHED.glob("*.json")}
+    # The others are the classes' own defaults, by their model_type.
+    defaults = {name for name, content in files.items() if content == {"model_type": name}}
+    assert files.keys() == PARAMETERS.keys() | defaults
+
+
+def test_a_folder_that_is_there_counts_even_without_the_file(tmp_path):
+    assert config_file(tmp_path / "Qwen3-8B").parent == PUBLISHED
     (tmp_path / "Qwen3-8B").mkdir()
     assert config_file(tmp_path / "Qwen3-8B") is None
 
 
-def test_experts_of_unknown_families_are_refused():
-    for content, count in (
-        (QWEN | {"num_local_experts": 8, "num_experts_per_tok": 2}, "num_local_experts 8"),
-        (QWEN | {"ffn_config": {"moe_num_experts": 16}}, "moe_num_experts 16"),
-    ):
-        expected = rf"\({count}\), and those of a qwen2 model are not known"
-        with pytest.raises(ShapeError, match=expected):
-            of_config_json(content)
-    # A dense model of a family that has experts, too, may say so.
-    assert of_config_json(QWEN | {"num_experts": 0, "num_local_experts": 1}) == of_config_json(QWEN)
-    with pytest.raises(ShapeError, match="does not say num_experts_per_tok"):
-        of_config_json(MIXTRAL | {"num_experts_per_tok": None})
+def test_the_matrices_of_a_dense_model_and_their_roles():
+    qwen = published("qwen2")
+    found = {name: (m.part, m.role, m.bias) for name, m in qwen.kinds[0].matrices.items()}
+    assert found == {
+        "self_attn.q_proj": ("attention", "column", True),
+        "self_attn.k_proj": ("attention", "column", True),
+        "self_attn.v_proj": ("attention", "column", True),
+        "self_attn.o_proj": ("attention", "row", False),
+        "mlp.gate_proj": ("mlp", "column", False),
+        "mlp.up_proj": ("mlp", "column", False),
+        "mlp.down_proj": ("mlp", "row", False),
+    }
 
 
 def test_a_shape_with_experts_has_their_parameters():
     """Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9."""
-    shape = of_config_json(MIXTRAL)
-    assert shape.experts == Experts(8, 2, 14336)
+    shape = published("mixtral")
+    assert shape.experts == (8,)
     assert shape.parameters == 46_702_792_704
     assert shape.active_parameters == 12_879_925_248
-    assert shape.matrices["experts.down_proj"].role == "expert"
-    assert shape.matrices["router"].role == "replicated"
-    shared = replace(shape, experts=Experts(8, 2, 14336, shared=512)).matrices
-    assert shared["shared.gate_proj"].outputs == 512 and shared["shared.down_proj"].role == "row"
+    sparse = with_experts(demo().kinds[0], 8, 2, 256, shared=64)
+    assert sparse.inside("shared") == 64 and sparse.inside("experts") == 256
+    assert not sparse.matrices["shared_w2"].is_split
 
 
 def test_blocks_that_differ_are_told_apart():
-    def of(name):
-        return of_config_json(json.loads((FOLDER / f"{name}.json").read_text()))
-
-    deepseek = of("DeepSeek-V3-bf16")
-    assert [(bool(block.experts), count) for block, count in deepseek.blocks] == [
-        (False, 3),
-        (True, 58),
-    ]
+    deepseek = published("DeepSeek-V3-bf16")
+    assert [(len(block.experts), n) for block, n in deepseek.blocks] == [(0, 3), (2, 58)]
     assert deepseek.order[:5] == (0, 0, 0, 1, 1) and len(deepseek.order) == 61
-    qwen = of("Qwen3.5-27B")
-    assert [(bool(block.linear), count) for block, count in qwen.blocks] == [
-        (True, 48),
-        (False, 16),
-    ]
+    qwen = published("Qwen3.5-27B")
+    assert [(bool(block.delta), n) for block, n in qwen.blocks] == [(True, 48), (False, 16)]
     assert qwen.order[:5] == (0, 0, 0, 1, 0)
-    gemma = of("gemma-3-12b-it")
-    assert [(block.window, count) for block, count in gemma.blocks] == [(1024, 40), (None, 8)]
+    gemma = published("gemma-3-12b-it")
+    assert [(block.attention.window, n) for block, n in gemma.blocks] == [(1024, 40), (None, 8)]
     # Cut to fewer layers it keeps the order of their kinds.
-    assert [count for _, count in replace(deepseek, layers=5).blocks] == [3, 2]
+    assert [count for _, count in deepseek.cut(5).blocks] == [3, 2]
 
 
-def test_a_component_builders_default_width():
-    arguments = {key: value for key, value in DEMO.items() if key != "intermediate_dim"}
-    assert of_builder_arguments(arguments, "llama3") == Shape(128, 3, 4, 2, 32, 512, 1024, 512)
-    assert of_builder_arguments({"num_layers": 3}, "llama3") is None
+def test_a_description_is_kept_and_found_by_what_it_is_of(tmp_path):
+    shape, versions = replace(demo(), unsplit=("a reason",), wide_norms=False), {"torchtune": "1"}
+    subject = Subject({"_component_": "torchtune.models.llama3.lora_llama3", **DEMO}, None)
+    subject.keep(tmp_path, shape.as_json(), versions)
+    assert subject.find(tmp_path) == shape
+    fits = {("torchtune", "1")}
+    assert subject.find(tmp_path, lambda *made_with: made_with in fits) == shape
+    assert subject.find(tmp_path, lambda *made_with: made_with not in fits) is None
+    other = Subject(subject.model | {"num_layers": 4}, None)
+    assert other.find(tmp_path) is None
+    assert Shape.of(json.loads(json.dumps(shape.as_json()))) == shape
+
+
+def test_adapters_and_quantisation_change_no_base_model():
+    adapter = {"lora_rank": 8, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": True}
+    base = {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}
+    lora = {"_component_": "torchtune.models.llama3_1.qlora_llama3_1_8b", **adapter}
+    assert base_of(lora | {"use_dora": True, "quantize_base": True}) == base
+    assert Subject(lora, None).find(SHIPPED).parameters == 8_030_261_248

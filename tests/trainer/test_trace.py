@@ -1,4 +1,4 @@
-"""The traced step against the closed form, and the sizes that the launcher knows of models."""
+"""The traced step against the closed form."""
 
 import json
 import subprocess
@@ -9,24 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from torch._dynamo.utils import counters
 
 from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import trace as ask_for_trace
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import GIB, shape_of, step_of
+from launcher.sizing.step_config import GIB, step_of
 from runspec.keys.sft import SftConfig
 from tests.trainer.transformers_cases import write
 from tests.trainer.transformers_runs import BY_OPERATION, TP, config_of
 from trainer import config as configs
-from trainer.models.build import empty_module
-from trainer.models.decoder import Decoder
 from trainer.trace import Traced, estimate, trace
 
 ROOT = Path(__file__).parents[2]
-SHAPES = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
 LORA = {
     "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
@@ -61,7 +57,7 @@ def both(config: dict[str, Any], ranks: int, layers: int | None) -> tuple[StepMe
     """The closed form's and the traced step's memory of a model cut to `layers` layers."""
     step = step_of(config, 1, ranks)
     if layers:
-        step = replace(step, shape=replace(step.shape, layers=layers))
+        step = replace(step, shape=step.shape.cut(layers))
     run = partial(trace, layers=layers) if layers else estimate
     return StepMemory(step), run(configs.parse(config), ranks)
 
@@ -269,41 +265,6 @@ def test_what_cannot_be_traced_is_said() -> None:
     config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=3))
     with pytest.raises(configs.ConfigError, match=r"tensor_parallel_dim 3 does not divide 8 ranks"):
         trace(config, 8)
-
-
-def sizes(module: Decoder) -> dict[str, Any]:
-    """What configs/models.yaml says of a model, taken from the model."""
-    layer = module.layers[0]
-    names = [name for name, parameter in layer.named_parameters() if parameter.ndim == 1]
-    norms = [name for name in names if not name.endswith("bias")]
-    found = {
-        "dim": module.tok_embeddings.weight.shape[1],
-        "layers": len(module.layers),
-        "heads": layer.attn.num_heads,
-        "kv_heads": layer.attn.num_kv_heads,
-        "head_dim": layer.attn.head_dim,
-        "intermediate": layer.mlp.w1.weight.shape[0],
-        "vocab": module.tok_embeddings.weight.shape[0],
-        "max_seq_len": module.max_seq_len,
-    }
-    if module.output_head is None:
-        found["tied"] = True
-    if any(name.endswith("bias") for name in names):
-        found["qkv_bias"] = True
-    if len(norms) != 2:
-        found["norms"] = len(norms)
-    if layer.attn.core.softcap:
-        found["softcap"] = True
-    return found
-
-
-@pytest.mark.parametrize("builder", SHAPES)
-def test_the_known_sizes_are_the_builders(builder) -> None:
-    with torch.device("meta"):
-        module = empty_module({"_component_": builder})
-    assert sizes(module) == SHAPES[builder]
-    shape = shape_of({"_component_": builder}, None)
-    assert shape.parameters == sum(p.numel() for p in module.parameters())
 
 
 # Each family, method and layout is in one of these; the others differ from them in sizes only.

@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runspec.shape import DELTA_CHUNK as CHUNK
 from trainer.layers.batch import Documents
 from trainer.layers.flex import BlockMasks
 from trainer.layers.patch import patch_forward
 from trainer.parallel.sharded import local
 
-# Tokens that are computed together; between chunks of them the state goes on.
-CHUNK = 64
 # What a layer of this kind has, beside the layers that make its inputs.
 PARTS = ("A_log", "dt_bias", "conv1d", "norm", "out_proj")
 # The functions of transformers' modules that compute rows of one document, and the packages whose

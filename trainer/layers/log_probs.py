@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from runspec.step import loss_tokens
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.batch import MicroBatch
 from trainer.layers.linear import own_part
 from trainer.parallel.activations import compiled
 from trainer.parallel.sharded import local
-
-# Fewer tokens at a time would leave a GPU idle between its small matrix products.
-MIN_CHUNK_TOKENS = 512
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -170,9 +168,7 @@ def _arguments(
     made_of: Factors, targets: torch.Tensor, chunks: int | None, compile_chunks: bool
 ) -> tuple[Any, ...]:
     vocabulary, dim = made_of.pairs[0][1].shape
-    # Of that many chunks, one's logits are about as many numbers as the hidden states.
-    least, count = (MIN_CHUNK_TOKENS, -(-vocabulary // dim)) if chunks is None else (1, chunks)
-    size = max(least, -(-targets.numel() // count))
+    size = loss_tokens(targets.numel(), vocabulary, dim, chunks)
     tensors = [tensor for pair in made_of.pairs for tensor in pair]
     # Only what requires a gradient gets a buffer for one.
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -113,7 +113,7 @@ class World:
         device, names = self.device.type, tuple(sizes)
         return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=names)
 
-    def sum(self, values: list[float]) -> list[float]:
+    def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
@@ -121,7 +121,7 @@ class World:
         """Element-wise maximum over all ranks, in float64."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
-    def _reduced(self, values: list[float], operation: dist.ReduceOp) -> list[float]:
+    def _reduced(self, values: Sequence[float], operation: dist.ReduceOp) -> list[float]:
         if self.size == 1:
             return [float(value) for value in values]
         reduced = torch.tensor(values, dtype=torch.float64)

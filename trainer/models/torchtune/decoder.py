@@ -149,8 +149,10 @@ class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
             key = (type(rope), *sorted(numbers.items() - {("training", rope.training)}))
             first = tables.setdefault(key, rope)
             if first is rope:
-                with device:
+                # Scaled tables are made of real numbers only.
+                with torch.device("cpu") if device.type == "meta" else device:
                     rope.rope_init()
+                rope.to(device)
                 continue
             for name, buffer in first.named_buffers(recurse=False):
                 rope.register_buffer(name, buffer, persistent=False)

@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from runspec.model_config import config_file
+from runspec.description import config_file
 from trainer.errors import ConfigError
 from trainer.models.transformers.attention import NAME
 from trainer.models.transformers.decoder import PLACE, TransformersDecoder, base_name

@@ -1,0 +1,109 @@
+"""Descriptions of models: what one is of, its name, and where it is kept.
+
+A description is the JSON of a `runspec.shape.Shape`, which `python -m trainer.describe` makes from
+the model itself. It is kept by a hash of what it is of, with the packages that it was made with:
+those of the catalogue in configs/descriptions, others in the user's cache.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from runspec.adapters import KINDS, declared, name_of
+from runspec.files import read_json, write_text
+from runspec.keys.fields import TRANSFORMERS
+from runspec.shape import Shape
+
+_CONFIGS = Path(__file__).parents[1] / "configs"
+# Configurations of models of the hub as published, by the folder's name.
+PUBLISHED = _CONFIGS / "shapes"
+SHIPPED = _CONFIGS / "descriptions"
+# By the beginning of a component's name: the package that its models depend on.
+_PACKAGES = {TRANSFORMERS: "transformers", "torchtune.": "torchtune"}
+# Arguments that change no base model: those of adapters and of 4 bits.
+_ADAPTER = re.compile("adapter$|lora_|apply_lora_|use_dora$|quantize_base$")
+
+
+def config_file(folder: Path) -> Path | None:
+    """Return the config.json of a model folder; the published one if it is not downloaded yet."""
+    files = (folder / "config.json", PUBLISHED / f"{folder.name}.json")
+    return next((file for file in files[: 1 + (not folder.is_dir())] if file.is_file()), None)
+
+
+def base_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's `model` block without what adapters add to the model."""
+    name = str(model.get("_component_") or TRANSFORMERS)
+    if name.startswith("torchtune."):
+        module, _, builder = name.rpartition(".")
+        name = f"{module}.{re.sub('^q?lora_', '', builder)}"
+    if name == TRANSFORMERS:
+        return {"_component_": name}
+    kind, own = name_of(model), tuple[str, ...]()
+    if kind is not None and kind not in KINDS:
+        # A kind that is not there is a fault of the recipe, which sizing and trainer name.
+        with suppress(ValueError):
+            own = declared(kind).keys
+    given = {k: v for k, v in model.items() if not _ADAPTER.match(k) and k not in own}
+    return {**given, "_component_": name}
+
+
+class Subject:
+    """What a description is of: the model that a `model` block and a folder name.
+
+    folder: the model's. file: its config.json; None for a component, or if there is none.
+
+    Raises:
+        OSError, ValueError: config.json cannot be read.
+    """
+
+    def __init__(self, model: Mapping[str, Any], folder: Path | None, code: str = "") -> None:
+        self.model = base_of(model)
+        self.component = self.model["_component_"]
+        self.folder, from_folder = folder, self.component == TRANSFORMERS
+        self.file = config_file(folder) if folder and from_folder else None
+        self.of: dict[str, Any] = {"model": self.model}
+        self.title = self.component.rpartition(".")[2]
+        if self.file is not None:
+            self.of = {"config": read_json(self.file)}
+            self.title = self.file.parent.name if self.file.stem == "config" else self.file.stem
+        if code:
+            self.of["code"] = code
+        names = (n for start, n in _PACKAGES.items() if self.component.startswith(start))
+        self.package = next(names, "")
+
+    @property
+    def file_name(self) -> str:
+        """The name of its description's file."""
+        text = json.dumps(self.of, sort_keys=True)
+        return f"{self.title}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+    def find(
+        self, place: Path, fits: Callable[[str, str], bool] = lambda _, __: True
+    ) -> Shape | None:
+        """Return its shape as kept in a folder; None without one.
+
+        fits: (package that it was made with, its version) -> whether that is installed.
+        """
+        key = self.file_name.rpartition("-")[2]
+        for file in sorted(place.glob(f"*-{key}")):
+            found = read_json(file) or {}
+            if all(fits(*each) for each in found.get("packages", {}).items()):
+                return Shape.of(found["shape"])
+        return None
+
+    def keep(self, place: Path, shape: Mapping[str, Any], packages: Mapping[str, str]) -> None:
+        """Write its description into a folder."""
+        made_with = {name: packages[name] for name in (self.package,) if name in packages}
+        head = {"of": self.model if self.file is None else self.title, "packages": made_with}
+        # Each block, and anything else, on a line.
+        kinds = ",\n   ".join(json.dumps(kind) for kind in shape["kinds"])
+        rest = {key: value for key, value in shape.items() if key != "kinds"}
+        lines = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(v)}" for key, v in rest.items())
+        top = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+        text = f'{{\n{top} "shape": {{\n  {lines},\n  "kinds": [\n   {kinds}\n  ]\n }}\n}}\n'
+        place.mkdir(parents=True, exist_ok=True)
+        write_text(place / self.file_name, text)
