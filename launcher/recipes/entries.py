@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import paths
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipes import absent, stock
+from launcher.recipes import stock
 from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, task_faults
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
@@ -152,6 +152,9 @@ def find(name: str) -> Entry:
     prefix, colon, target = name.partition(":")
     row = ENTRIES.get(prefix + colon)
     if row is None or (colon and not target):
+        # Imported late, as in most recipes nothing is wrong.
+        from launcher.recipes import absent
+
         if why := absent.ENTRIES.get(name.lower()):
             raise RecipeFault(f"entry {name!r}: this version has no {why}")
         known = ", ".join(f"{each}..." if each.endswith(":") else each for each in ENTRIES)

@@ -6,7 +6,6 @@ from typing import Any
 
 from launcher import yamlfile
 from launcher.errors import UsageFault, nearest
-from launcher.recipes import absent
 from launcher.recipes.entries import all_keys
 from launcher.recipes.extend import replace_older
 from runspec import prepared
@@ -85,6 +84,8 @@ def _is_known(config: Mapping[str, Any], parts: list[str]) -> bool:
 
 
 def _unknown(key: str, parent: Mapping[str, Any], text: str) -> UsageFault:
+    from launcher.recipes import absent  # most overrides are right
+
     if why := absent.KEYS.get(key.partition(".")[0]):
         return UsageFault(f"the override {text!r}: {why}")
     block, _, name = key.rpartition(".")

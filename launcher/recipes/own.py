@@ -3,31 +3,30 @@
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher import yamlfile
 from launcher.errors import UsageFault
-from launcher.recipes import own_data
 from runspec import prepared
 from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import Fault
 
+# What datasets.load_dataset takes as a source if the data are files.
+FILE_SOURCES = frozenset({"json", "csv", "parquet", "text", "arrow"})
 FOLDERS_TOKENIZER = {
     "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
     "path": "${checkpointer.checkpoint_dir}",
 }
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?"
 # What a dataset block says of rows, wherever these come from.
 _OF_ROWS = ("packed", "split_across_pack")
 # The keys of an adapter that every model takes.
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "quantize_base")
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What the user named beside the recipe: the options, and a line on what was found in each."""
 
     options: tuple[str, ...] = ()
@@ -78,9 +77,9 @@ def use_whole_paths(config: dict[str, Any], overrides: Sequence[str]) -> None:
         block = config.get(key)
         if not isinstance(block, dict) or f"{key}.data_files" not in _by_key(overrides):
             continue
-        if own_data.is_local(block.get("data_files")):
+        if is_local(block.get("data_files")):
             names = block["data_files"]
-            whole = [str(Path(name).expanduser().absolute()) for name in own_data.listed(names)]
+            whole = [str(Path(name).expanduser().absolute()) for name in listed(names)]
             block["data_files"] = whole if isinstance(names, list) else whole[0]
 
 
@@ -108,8 +107,8 @@ def _files(config: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, st
             continue
         source = {**_block(config, "dataset"), **_block(config, key)}.get("source")
         given = yamlfile.parse(text.partition("=")[2], f"the override {text!r}")
-        if source not in own_data.FILE_SOURCES and own_data.is_local(given):
-            found[key] = own_data.listed(given)[0]
+        if source not in FILE_SOURCES and is_local(given):
+            found[key] = listed(given)[0]
     return found
 
 
@@ -132,7 +131,7 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
             raise UsageFault(f"--model {name} has no config.json: give a model's folder")
         checkpointer["checkpoint_dir"] = str(folder.absolute())
         shown = folder.absolute().name
-    elif _HUB_NAME.fullmatch(name) and not name.startswith((".", "/", "~")):
+    elif re.fullmatch(_HUB_NAME, name) and not name.startswith((".", "/", "~")):
         shown = name.partition("@")[0].rpartition("/")[2]
         hub["model"] = name
         checkpointer["checkpoint_dir"] = f"${{models_root}}/{shown}"
@@ -165,10 +164,10 @@ def mixes(config: Mapping[str, Any]) -> Iterator[Fault]:
         if (
             not {"source", "data_files"} & own.keys()
             or not isinstance(source, str)
-            or not own_data.is_local(files)
+            or not is_local(files)
         ):
             continue
-        if source not in own_data.FILE_SOURCES and not Path(source).expanduser().exists():
+        if source not in FILE_SOURCES and not Path(source).expanduser().exists():
             yield Fault(
                 f"{key}.data_files",
                 f"{key}.data_files names your file {files}, and {key}.source the hub's dataset "
@@ -186,6 +185,9 @@ def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str
         columns = yamlfile.parse(text.partition("=")[2], text) if text else None
         if columns and not (isinstance(columns, dict) and {"input", "output"} <= columns.keys()):
             raise UsageFault(f"{text!r}: write {key}.column_map='{{input: A, output: B}}'")
+        # Imported late: hardly any command reads data.
+        from launcher.recipes import own_data
+
         found = own_data.read(name, columns)
         config[key] = {**found.block, **{k: before[k] for k in _OF_ROWS if k in before}}
         form = found.summary
@@ -205,3 +207,18 @@ def _block(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     """Return the texts of overrides by the key that they set or remove."""
     return {text.lstrip("~+").partition("=")[0]: text for text in overrides}
+
+
+def is_local(value: Any) -> bool:
+    """Whether data_files names files of a filesystem, and not those of a dataset of the hub."""
+    return bool(value) and all(
+        isinstance(name, str)
+        and "://" not in name
+        and (name.startswith(("/", "~", "./", "../")) or Path(name).exists())
+        for name in listed(value)
+    )
+
+
+def listed(value: Any) -> list[Any]:
+    """Return data_files as a list."""
+    return value if isinstance(value, list) else [value]

@@ -11,8 +11,6 @@ from typing import Any
 from launcher import venv
 from launcher.errors import UsageFault
 
-# What datasets.load_dataset takes as a source if the data are files.
-FILE_SOURCES = frozenset({"json", "csv", "parquet", "text", "arrow"})
 _SUFFIXES = {
     ".jsonl": "json",
     ".ndjson": "json",
@@ -107,21 +105,6 @@ def _questions(block: Mapping[str, Any], records: list[dict[str, Any]]) -> Itera
             text = str(first.get("content") or first.get("value") or "")
         if text:
             yield text
-
-
-def is_local(value: Any) -> bool:
-    """Whether data_files names files of a filesystem, and not those of a dataset of the hub."""
-    return bool(value) and all(
-        isinstance(name, str)
-        and "://" not in name
-        and (name.startswith(("/", "~", "./", "../")) or Path(name).exists())
-        for name in listed(value)
-    )
-
-
-def listed(value: Any) -> list[Any]:
-    """Return data_files as a list."""
-    return value if isinstance(value, list) else [value]
 
 
 def _records(path: Path, source: str) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipes import absent, entries, extend, override, own, stock, validate
+from launcher.recipes import entries, extend, override, own, stock, validate
 from runspec import adapters, prepared
 from runspec.keys.common import COMMON
 from runspec.keys.fields import TRANSFORMERS
@@ -303,8 +303,12 @@ def load(
     """
     path = find(name)
     config, files = extend.read(path)
-    if why := absent.other_tool(config):
-        raise RecipeFault(f"{path} {why}")
+    if not {"entry", "checkpointer"} & config.keys():
+        # Imported late: hardly any file is another tool's.
+        from launcher.recipes import absent
+
+        if why := absent.other_tool(config):
+            raise RecipeFault(f"{path} {why}")
     for key in prepared.BLOCKS:
         if key in config:
             config[key] = prepared.expanded(config[key], config.get("dataset"))

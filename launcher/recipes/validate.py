@@ -1,10 +1,9 @@
 """What is wrong with a recipe's values: their kinds, variables, secrets and arguments."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from launcher.recipes import absent
 from launcher.recipes.entries import Entry
 from runspec.keys.key import Fault
 from runspec.keys.key import faults as key_faults
@@ -21,7 +20,7 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     A recipe of torchtune's may hold keys of its own; torchtune checks them.
     """
     known = entry.keys
-    missing = {key: absent.KEYS[key] for key in config.keys() - known if key in absent.KEYS}
+    missing = _absent(config.keys() - known)
     yield from (Fault(key, f"{key}: {why}") for key, why in missing.items())
     given = {key: value for key, value in config.items() if key not in missing}
     yield from key_faults(
@@ -34,6 +33,15 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     for argument in arguments if entry.own_code and isinstance(arguments, list) else []:
         if isinstance(argument, (dict, list)) or not str(argument).isprintable():
             yield Fault("args", f"args contains {argument!r}, which is not one line of text")
+
+
+def _absent(unknown: Set[str]) -> dict[str, str]:
+    """Return why this version has not what keys ask for, by the key."""
+    if not unknown:
+        return {}
+    from launcher.recipes import absent  # most recipes have no unknown key
+
+    return {key: absent.KEYS[key] for key in sorted(unknown) if key in absent.KEYS}
 
 
 def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
