@@ -1,7 +1,7 @@
 """The shape of a recipe's model, from its description: a shipped one, a kept one, or a new one."""
 
-import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,4 +70,4 @@ def _ask(subject: Subject) -> dict[str, Any]:
 def _digest(package: Path) -> str:
     """A hash of the source of a user's package, which may change between two runs."""
     files = sorted(package.rglob("*.py")) if package.is_dir() else [package]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    return f"{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
