@@ -53,7 +53,8 @@ _SHARED = {
 KEYS = {key.name: key for key in _KEYS} | _SHARED
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class Site:
     """A site's settings; what a recipe or an option says comes before its resources."""
 

@@ -103,7 +103,8 @@ NEED_WHOLE_PARAMETERS = ("torch.optim.Adafactor", "torch.optim.Rprop")
 NEED_MATRICES = ("torch.optim.Muon",)
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class StepFacts:
     """What the rules read of a training step. What is left out breaks none.
 

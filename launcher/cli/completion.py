@@ -1,33 +1,34 @@
 """Names that the shell completes: recipes, sweeps and runs. See docs/quickstart.md."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
-from click.shell_completion import CompletionItem
 
 from launcher import site as sites
 from launcher.errors import CookbookError
 
-Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 # Of many runs the newest are completed.
 _MOST_RUNS = 200
 
 
-def recipes(ctx: click.Context, option: click.Parameter, begin: str) -> list[CompletionItem]:
+def recipes(ctx: click.Context, option: click.Parameter, begin: str) -> list["CompletionItem"]:
     """Complete the name of a recipe, or the path of a file."""
     from launcher.recipes.recipe import names
 
     return _of(names(), begin)
 
 
-def sweeps(ctx: click.Context, option: click.Parameter, begin: str) -> list[CompletionItem]:
+def sweeps(ctx: click.Context, option: click.Parameter, begin: str) -> list["CompletionItem"]:
     """Complete the name of a sweep, or the path of a file."""
     from launcher.recipes.sweep import names
 
     return _of(names(), begin)
 
 
-def runs(ctx: click.Context, option: click.Parameter, begin: str) -> list[CompletionItem]:
+def runs(ctx: click.Context, option: click.Parameter, begin: str) -> list["CompletionItem"]:
     """Complete the name of a run, the newest first, or last."""
     from launcher.runs.directory import runs_root
     from launcher.runs.find import every
@@ -40,6 +41,9 @@ def runs(ctx: click.Context, option: click.Parameter, begin: str) -> list[Comple
     return _of(["last", *found[::-1][:_MOST_RUNS]], begin, files=False)
 
 
-def _of(names: list[str], begin: str, files: bool = True) -> list[CompletionItem]:
+def _of(names: list[str], begin: str, files: bool = True) -> list["CompletionItem"]:
+    # Imported late: every command has completions, and few calls complete.
+    from click.shell_completion import CompletionItem
+
     items = [CompletionItem(name) for name in names if name.startswith(begin)]
     return items or ([CompletionItem(begin, type="file")] if files else [])

@@ -6,7 +6,6 @@ Nothing else in the launcher compares the names of entries: it asks recipe.entry
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from launcher.recipes.recipe import Recipe
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class Entry:
     """What torchrun can start, and what is known of it.
 
@@ -90,11 +90,15 @@ def _script(recipe: Recipe) -> Path:
 
 def _script_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
     """The script in the run's copy of its folder, with its arguments."""
+    import shlex  # only what starts a job needs it
+
     script = os.path.relpath(_script(recipe), recipe.code_root or Path())
     return f"python {shlex.join([script, *map(str, config.get('args') or [])])}"
 
 
 def _torchtune_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
+    import shlex
+
     name, known = recipe.target, stock.recipes()
     if name not in known:
         raise RecipeFault(

@@ -1,7 +1,6 @@
 """The user's own data and model in any recipe: --data, --model, and dataset.data_files= alone."""
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -66,9 +65,14 @@ def use(
             found.append(task())
         except UsageFault as fault:
             faults += fault.faults
-    named = (("--model", model), ("--data", data))
-    options = tuple(f"{option} {shlex.quote(name)}" for option, name in named if name)
-    return Inputs(options, tuple(found)), faults
+    named = [(each, name) for each, name in (("--model", model), ("--data", data)) if name]
+    return Inputs(tuple(_option(*each) for each in named), tuple(found)), faults
+
+
+def _option(name: str, value: str) -> str:
+    import shlex  # most commands name neither
+
+    return f"{name} {shlex.quote(value)}"
 
 
 def use_whole_paths(config: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -64,7 +64,8 @@ class Resources:
         return None if self.time is None else time_limit_s(self.time)
 
 
-@dataclass(frozen=True)
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
 class Notify:
     """Who is told of a run's events. webhook: the file that holds its address."""
 
@@ -92,7 +93,7 @@ class Notify:
         return [names[event] for event in self.events]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Recipe:
     """A recipe with its overrides applied and checked; its references are not replaced yet."""
 

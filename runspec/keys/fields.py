@@ -13,7 +13,7 @@ from runspec.keys.key import REQUIRED, Key, setting
 TRANSFORMERS = "transformers"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class ModelKeys:
     """Model."""
 
@@ -131,7 +131,7 @@ class ModelKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class DataKeys:
     """Data."""
 
@@ -179,7 +179,7 @@ class DataKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class TrainingKeys:
     """Training."""
 
@@ -230,7 +230,7 @@ class TrainingKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class PrecisionKeys:
     """Memory and precision."""
 
@@ -279,7 +279,7 @@ class PrecisionKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class LayoutKeys:
     """Layout over GPUs."""
 
@@ -325,7 +325,7 @@ class LayoutKeys:
     fsdp_reduce_dtype: str = setting("fp32 | bf16", "Data type of the gradient reduction.", "fp32")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class CheckpointKeys:
     """Checkpoints and export."""
 
@@ -351,7 +351,7 @@ class CheckpointKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class LoggingKeys:
     """Logging and profiling."""
 

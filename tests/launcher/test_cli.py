@@ -275,6 +275,8 @@ def test_the_options_of_submit_are_these():
             "--qos",
             "--profile",
             "--name",
+            "--data",
+            "--model",
             "--dry-run",
             "--watch",
             "--local",
