@@ -16,6 +16,8 @@ from typing import Any
 Sizes = tuple[str, ...]
 # Prefixes of torchtune's builders that add LoRA or DoRA themselves.
 BUILT_IN = ("lora_", "qlora_")
+# The rank of torchtune's builders if a recipe names none; and the usual one, of configs/base.
+TORCHTUNE_RANK, USUAL_RANK = 8, 16
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from launcher import yamlfile
 from launcher.errors import UsageFault
 from runspec import prepared
+from runspec.adapters import TORCHTUNE_RANK
 from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import Fault
 
@@ -146,7 +147,7 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
     before = _block(config, "model")
     model: dict[str, Any] = {"_component_": TRANSFORMERS}
     if method != "full":
-        model |= {"lora_rank": 8} | {k: before[k] for k in _OF_ADAPTERS if k in before}
+        model |= {"lora_rank": TORCHTUNE_RANK} | {k: before[k] for k in _OF_ADAPTERS if k in before}
         model |= {"quantize_base": True} if method.startswith("q") else {}
     length = _block(config, "tokenizer").get("max_seq_len")
     config["model"], config["checkpointer"] = model, checkpointer

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import GIB, StepConfig
+from runspec.adapters import USUAL_RANK
 from runspec.keys.fields import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 METHODS = ("full", "lora", "qlora")
 TENSOR_PARALLEL = (1, 2, 4, 8)
 CHECKPOINTING = ("none", "op", "2", "full")
-# LoRA's adapter of all linear layers if the recipe has none: a usual one.
-_RANK = 16
 
 
 # Moves: one change of a step; None if it cannot be made ------------------------------------------
@@ -75,7 +74,7 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
     if method == "full" or step.lora_targets:
         return replace(step, method=method, own=None)
     targets = (*step.shape.names,)
-    return replace(step, method=method, own=None, lora_rank=_RANK, lora_targets=targets)
+    return replace(step, method=method, own=None, lora_rank=USUAL_RANK, lora_targets=targets)
 
 
 # Any other move takes fields of the step.

@@ -357,7 +357,7 @@ def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[
     return {
         "own": own,
         "own_sizes": () if own is None else own.numbers(model),
-        "lora_rank": int(model.get("lora_rank") or 8),
+        "lora_rank": int(model.get("lora_rank") or adapters.TORCHTUNE_RANK),
         "lora_targets": tuple(targets),
         "lora_output": bool(model.get("apply_lora_to_output")),
         "dropout": bool(model.get("lora_dropout")),

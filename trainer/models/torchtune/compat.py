@@ -11,11 +11,9 @@ quiet_torchao()
 
 from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm
-from torchtune.models.gemma2._attention import Gemma2Attention
-from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
-from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
-from torchtune.models.phi3._position_embeddings import Phi3RotaryPositionalEmbeddings
-from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
+from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.models.phi3 import Phi3RotaryPositionalEmbeddings
+from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,

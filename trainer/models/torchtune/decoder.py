@@ -18,6 +18,9 @@ from trainer.models.torchtune import compat, fit, hub
 COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
 ROWS = ("attn.output_proj", "mlp.w2")
 
+# torchtune gives these classes no public name.
+GEMMA2_ATTENTION, GEMMA2_FINAL_NORM = "Gemma2Attention", "Gemma2FinalNorm"
+
 
 def adopt(module: nn.Module) -> Decoder:
     """Make a `Decoder` from what one of torchtune's builders returned, in place; return it.
@@ -31,7 +34,7 @@ def adopt(module: nn.Module) -> Decoder:
     for name, layer in list(module.named_modules()):
         if isinstance(layer, compat.MultiHeadAttention):
             _use_document_attention(layer, dropout=layer.attn_dropout)
-        elif isinstance(layer, compat.Gemma2Attention):
+        elif type(layer).__name__ == GEMMA2_ATTENTION:
             _use_document_attention(
                 layer,
                 scale=layer.scaling,
@@ -45,7 +48,7 @@ def adopt(module: nn.Module) -> Decoder:
         elif isinstance(layer, compat.LoRALinear | compat.DoRALinear):
             module.set_submodule(name, _own_adapter(layer))
     # torchtune's Gemma 2 caps the last hidden state; Gemma 2 caps the logits made of it.
-    if isinstance(module.norm, compat.Gemma2FinalNorm):
+    if type(module.norm).__name__ == GEMMA2_FINAL_NORM:
         module.output_softcap = module.norm.capping_value
         module.norm = module.norm.rms_norm
     return module
