@@ -106,7 +106,7 @@ class Metrics:
         values = [
             Summary.Value(tag=_TAGS.get(name, _tag(name)), simple_value=value)
             for name, value in record.items()
-            if name not in ("step", "time") and value is not None
+            if name not in ("step", "time", "left_s") and value is not None
         ]
         # One event for all: each wakes the thread that writes them.
         board.file_writer.add_summary(Summary(value=values), record["step"])
@@ -239,6 +239,10 @@ class Work:
         }
 
 
+# Steps from which the pace is known.
+PACED = 4
+
+
 class Clock:
     """Time and work of steps, without the time in which checkpoints were written.
 
@@ -247,8 +251,10 @@ class Clock:
     """
 
     def __init__(self, step: int) -> None:
-        self._first = step
-        self._began = self._lap_began = time.perf_counter()
+        self._step = step
+        self._lap_began = time.perf_counter()
+        # Step and time from which on the pace counts: the first steps are compiled.
+        self._steady: tuple[int, float] | None = None
         self._paused_s = 0.0
         self._lap = Work()
         self.total = Work()
@@ -279,30 +285,39 @@ class Clock:
         now = time.perf_counter()
         lap, total = self._lap, self.total
         lap.seconds = max(now - self._lap_began - self._paused_s, 1e-9)
+        self._step += lap.steps
+        self._steady = self._steady or (self._step, now)
         for field in fields(Work):
             setattr(total, field.name, getattr(total, field.name) + getattr(lap, field.name))
         self._lap, self._lap_began, self._paused_s = Work(), now, 0.0
         return lap
 
-    def left(self, step: int, last: int) -> float:
-        """Seconds to the last step at the mean pace so far, checkpoints included."""
-        return (last - step) * (time.perf_counter() - self._began) / max(step - self._first, 1)
+    def left(self, last: int) -> float | None:
+        """Seconds from the newest lap to step `last`, at the mean pace since the first lap.
+
+        Checkpoints are included; None while the pace is that of fewer than PACED steps.
+        """
+        if self._steady is None or self._step - self._steady[0] < PACED:
+            return None
+        begin, began = self._steady
+        return (last - self._step) * (self._lap_began - began) / (self._step - begin)
 
 
-def progress_line(record: dict[str, Any], total_steps: int, epochs: int, left_s: float) -> str:
+def progress_line(record: dict[str, Any], total_steps: int, epochs: int) -> str:
     """One aligned line of plain text for a log file."""
     width = len(str(total_steps))
     gpu = record["peak_memory_reserved_gb"]
     memory_gb = record["memory_rss_gb"] if gpu is None else gpu
     mfu = "" if record["mfu"] is None else f"MFU {100 * record['mfu']:4.1f} %  "
     validation = f"val loss {_number(record['val_loss'], 8, 4)}  " if "val_loss" in record else ""
+    left = "" if record["left_s"] is None else f"  left {duration(record['left_s'])}"
     return (
         f"step {record['step']:>{width}}/{total_steps}  "
         f"epoch {record['epoch']:>{len(str(epochs))}}/{epochs}  "
         f"loss {_number(record['loss'], 8, 4)}  {validation}lr {record['lr']:.2e}  "
         f"grad norm {_number(record['grad_norm'], 8, 3)}  "
         f"{record['tokens_per_second_per_gpu']:>8,.0f} tok/s/GPU  {mfu}"
-        f"mem {memory_gb:5.1f} GiB  left {duration(left_s)}"
+        f"mem {memory_gb:5.1f} GiB{left}"
     )
 
 

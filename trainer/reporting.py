@@ -69,6 +69,7 @@ class Reporter:
             *([] if validation is None else [f"validation {_described(validation)}"]),
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self._state.step}; set up in {seconds:.1f} s",
+            *(["compile    the first step is compiled: about a minute"] if config.compile else []),
         ]
         self._world.say("\n".join(lines))
 
@@ -100,7 +101,8 @@ class Reporter:
             lr: of the step.
         """
         state, world = self._state, self._world
-        lap = self.clock.lap()
+        lap, total = self.clock.lap(), self._data.training.total_steps
+        left = self.clock.left(total)
         own = {**metrics.memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
         highest = dict(zip(own, world.max(list(own.values())), strict=True))
         peaks = vars(self._progress)
@@ -123,13 +125,12 @@ class Reporter:
             **{n: round(v, 3) or None for n, v in highest.items() if n.endswith("_gb")},
             "checkpoint_blocked_s": round(blocked, 4),
             "tokens": state.tokens,
+            "left_s": None if left is None else round(left, 1),
             "time": round(time.time(), 3),
         }
         if self._metrics is not None:
             self._metrics.write(record)
-            total = self._data.training.total_steps
-            left = self.clock.left(state.step, total)
-            self._world.say(metrics.progress_line(record, total, self._config.epochs, left))
+            self._world.say(metrics.progress_line(record, total, self._config.epochs))
 
     def note_no_target(self) -> None:
         """Say once that a step has no loss."""

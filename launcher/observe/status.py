@@ -112,7 +112,13 @@ def _spent(attempt: dict[str, Any]) -> float:
 
 
 def left_s(newest: dict[str, Any], total: Any) -> float | None:
-    """Return the seconds to the last step at the newest pace, None if it is not known."""
+    """Return the seconds to the last step as the trainer's log has them, None if it is not known.
+
+    A script may log only its pace.
+    """
+    if "left_s" in newest:
+        left = newest["left_s"]
+        return float(left) if isinstance(left, int | float) else None
     step, pace = newest.get("step"), newest.get("step_time_s")
     if isinstance(step, int) and isinstance(pace, int | float) and isinstance(total, int):
         return max(0, total - step) * pace
