@@ -40,9 +40,17 @@ _KILLED = re.compile(
 
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
-# The last line of a Python traceback, at the beginning of a line.
+# A Python traceback: its frames, the exception and its message.
+_TRACEBACK = re.compile(
+    r"^Traceback \(most recent call last\):\n((?:[ \t].*\n)+)([A-Za-z_][\w.]*)(?:: ?(.*))?$",
+    re.MULTILINE,
+)
+_FRAME = re.compile(r'^ +File "([^"<]+)", line (\d+)', re.MULTILINE)
+# Where other people's code is.
+_PACKAGES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3")
+# The last line of a traceback alone, at the beginning of a line.
 _EXCEPTION = re.compile(
-    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): ?(.*)", re.MULTILINE
+    r"^()([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): ?(.*)", re.MULTILINE
 )
 
 
@@ -202,12 +210,18 @@ def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
 
 
 def _exception(rank_log: Path) -> list[dict[str, Any]]:
-    """Return the last exception in a rank's log."""
-    exceptions = _EXCEPTION.findall(_tail(rank_log))
+    """Return the last exception in a rank's log, with the last line of the user's own code."""
+    text = _tail(rank_log)
+    exceptions = _TRACEBACK.findall(text) or _EXCEPTION.findall(text)
     number = rank_log.stem.removeprefix("rank_")
     if not exceptions or not number.isdigit():
         return []
-    name, message = exceptions[-1]
+    frames, name, message = exceptions[-1]
+    name = name.removeprefix("__main__.")
+    places = _FRAME.findall(frames)
+    own = [place for place in places if not _PACKAGES.search(place[0])]
+    for path, line in (own or places)[-1:]:
+        message = f"{message} ({path.rpartition('/')[2]}:{line})".lstrip()
     errno = _ERRNO.match(message)
     if errno and int(errno[1]) in UNREADABLE:
         name = STORAGE

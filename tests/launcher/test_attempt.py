@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -399,3 +401,22 @@ def test_a_run_whose_steps_are_not_finite_is_not_started_again(run_dir):
     assert status["state"] == "FAILED"
     assert "rank 1 on " in status["message"]
     assert "NonFiniteLossError: step 7: not finite in 3 steps in a row" in status["message"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
+        ("import no_such_module", "ModuleNotFoundError", "No module named 'no_such_module'"),
+        ("json.loads('{')", "json.decoder.JSONDecodeError", "Expecting property name enclosed"),
+        ("raise Overflow('too much')", "Overflow", "too much"),
+    ],
+)
+def test_a_scripts_traceback_is_named_with_file_and_line(tmp_path, code, kind, message):
+    """Also if the exception is raised in a package, and whatever its name is."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import json\nclass Overflow(Exception):\n    pass\n{code}\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    (tmp_path / "rank_0.log").write_text(f"step 1\n{done.stderr}")
+    (error,) = faults.read_errors(tmp_path)
+    assert error["type"] == kind
+    assert error["message"].startswith(message) and error["message"].endswith("(train.py:4)")
