@@ -104,6 +104,12 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     "time / peak, without recomputation. --scaling, --tune and --compare add the waiting time.",
 )
 @click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens to train, for time and cost. [default: an epoch of a local file, else a million]",
+)
+@click.option(
     "--compare", is_flag=True, help="Compare full, LoRA and QLoRA on 1, 2, 4 and 8 nodes."
 )
 @click.option("--scaling", is_flag=True, help="Show what ranks send, and layouts on 2 to 64 nodes.")
@@ -128,6 +134,7 @@ def estimate(
     model: str | None,
     gpu: str | None,
     mfu: float,
+    tokens: int | None,
     compare: bool,
     scaling: bool,
     tune: bool,
@@ -146,7 +153,18 @@ def estimate(
     recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
     recipe = registered.in_recipe(recipe, site)
     network = network or site.network_gbits
-    found = Estimate(recipe, site.root, gpu, mfu, network, compares=compare, traces=trace)
+    found = Estimate(
+        recipe,
+        site.root,
+        gpu,
+        mfu,
+        network,
+        tokens=tokens,
+        price=site.gpu_hour_price,
+        currency=site.currency or "",
+        compares=compare,
+        traces=trace,
+    )
     parts: dict[str, Any] = {}
     if scaling or tune:
         # Imported late: the estimate alone stays quick.

@@ -71,12 +71,17 @@ class Estimate:
         mfu: float = DEFAULT_MFU,
         network_gbits: float | None = None,
         *,
+        tokens: int | None = None,
+        price: float | None = None,
+        currency: str = "",
         compares: bool = False,
         traces: bool = False,
     ) -> None:
         """Work everything out for a recipe whose models lie under root.
 
         gpu: a name of configs/gpus.yaml. network_gbits: per GPU between nodes; None for the usual.
+        tokens: to be trained, for time and cost; None for an epoch. price: of a GPU-hour, in
+        currency; None leaves the cost out.
         compares, traces: whether `compared` and `traced` are wanted; else they are empty.
         """
         if recipe.entry.method is None:
@@ -92,10 +97,14 @@ class Estimate:
         self.memory = StepMemory(step)
         self.fits = self.memory.peak / GIB <= self.gpu.usable_gib
         self.tokens, self.tokens_are = epoch_of(config, step.length)
+        if tokens is not None:
+            self.tokens, self.tokens_are = tokens, f"{tokens:,} tokens, as given"
         # At the given MFU.
         self.tokens_per_second_per_gpu = self.gpu.bf16_tflops * 1e12 * mfu / step.flops.model
         rate = self.tokens_per_second_per_gpu * step.layout.ranks
         self.hours = self.tokens / rate / 3600
+        self.cost = None if price is None else self.hours * step.layout.ranks * price
+        self.currency = currency
         self.remedies = [] if self.fits else [*remedies(self.predictor)]
         cells = settings(step, method=METHODS, nodes=COMPARED_NODES) if compares else ()
         self.compared = [self.predictor.of(cell) for cell in cells]
@@ -133,6 +142,7 @@ class Estimate:
             "tokens": self.tokens,
             "hours": self.hours,
             "gpu_hours": self.hours * step.layout.ranks,
+            "cost": self.cost,
             "remedies": [vars(each) for each in self.remedies],
             "compare": [
                 {"method": each.step.method, "nodes": each.step.nodes, **each.as_json()}
@@ -269,11 +279,12 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     step, took, mfu = estimate.step, estimate.hours, estimate.predictor.mfu
     more = step.flops.hardware / step.flops.model
     hfu = f" ({100 * mfu * more:.0f} % HFU, with recomputation)" if more > 1 else ""
+    cost = "" if estimate.cost is None else f", {estimate.cost:,.2f} {estimate.currency}".rstrip()
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
     yield (
         f"\nTime at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured\n"
         f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"
-        f"  {'time':<14} {duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours\n"
+        f"  {'time':<14} {duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours{cost}\n"
         f"  {'of':<20} {estimate.tokens_are}\n"
         "Disk\n"
         f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"

@@ -194,7 +194,8 @@ class Tuning:
         """Of settings predicted alike the one that changes the least, then the leanest."""
         while found:
             least = (1 - ALIKE) * found[0].rate
-            if least <= self.own.rate:
+            # What does not fit is no measure.
+            if self.own.fits and least <= self.own.rate:
                 return
             alike = [each for each in found if each.rate > least]
             yield min(alike, key=lambda each: (self.changes(each).count("="), each.peak_gib))
@@ -220,10 +221,17 @@ class Tuning:
         yield f"{'TOKENS/S/GPU':>12}{'MFU %':>7}{'HFU %':>7}{'GIB':>7}  CHANGES"
         fits = "" if self.own.fits else ", which does not fit"
         yield _line(self.own, f"none: {layout_name(step.layout)}, as the recipe has it{fits}")
+        if self.faster and not self.own.fits:
+            yield "the recipe does not fit; these settings do, the fastest first:"
         for each in self.faster[:SHOWN]:
             yield _line(each, self.changes(each))
-        if not self.faster:
+        if not self.faster and self.own.fits:
             yield "nothing that fits is predicted to be more than 1 % faster"
+        elif not self.faster:
+            yield (
+                "neither the recipe nor a setting near it fits; --compare shows whether more GPUs, "
+                "LoRA or QLoRA do"
+            )
 
 
 def _line(found: Prediction, words: str) -> str:

@@ -118,3 +118,26 @@ def test_tune_is_printed_and_given_as_json(user: Kit):
     assert len(faster) > SHOWN == len(table[2:])
     shown = [line.split()[4:] for line in table[2:]]
     assert shown == [each["overrides"].split() for each in faster[:SHOWN]]
+
+
+def test_for_a_recipe_that_does_not_fit_the_fastest_that_does_is_named():
+    recipe = recipes.load("qwen32b_full", resources={"nodes": 1, "gpus_per_node": 4})
+    found = Tuning(Estimate(recipe, Path("/nowhere"), "h100-80").predictor)
+    lines = list(found.lines())
+    assert not found.own.fits and found.faster[0].fits
+    assert lines[4] == "the recipe does not fit; these settings do, the fastest first:"
+    assert "activation_checkpointing=" in lines[5]
+    alone = recipes.load("qwen32b_full", resources={"nodes": 1, "gpus_per_node": 1})
+    nothing = Tuning(Estimate(alone, Path("/nowhere"), "h100-80").predictor)
+    assert nothing.faster == []
+    assert list(nothing.lines())[-1].startswith("neither the recipe nor a setting near it fits")
+
+
+def test_time_and_cost_of_so_many_tokens():
+    recipe = recipes.load("llama8b_lora")
+    found = Estimate(recipe, Path("/nowhere"), tokens=36 * 10**9, price=2.5, currency="EUR")
+    assert found.cost == pytest.approx(found.hours * 8 * 2.5)
+    text = "\n".join(found.lines())
+    assert f"GPU-hours, {found.cost:,.2f} EUR" in text
+    assert "36,000,000,000 tokens, as given" in text
+    assert found.as_json()["cost"] == found.cost
