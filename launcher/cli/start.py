@@ -1,12 +1,14 @@
 """cookbook start"""
 
 import json
+import sys
 from pathlib import Path
 
 import click
 
 from launcher import executors
 from launcher import site as sites
+from launcher.checks import faults_of
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.cli.samples import lines as sample_lines
@@ -62,6 +64,8 @@ def start(
         click.echo(line)
     for finding in made.findings:
         note(f"{finding.state}: {finding.line}")
-    click.echo(f"wrote {file}; next:")
+    wrong = bool(faults_of(made.findings))
+    click.echo(f"wrote {file}; {'fix these faults first, then' if wrong else 'next'}:")
     for command in workflow.next_commands(made):
         click.echo(f"  {command}")
+    sys.exit(1 if wrong else 0)

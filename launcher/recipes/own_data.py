@@ -77,7 +77,9 @@ def read(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
         )
     try:
         records = list(islice(_records(path, source), _READ))
-    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+    except UnicodeDecodeError as error:
+        raise UsageFault(f"{path} is not UTF-8 text: save it as UTF-8") from error
+    except (OSError, csv.Error, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageFault(f"{path} cannot be read: {why.splitlines()[0]}") from error
     if not records:

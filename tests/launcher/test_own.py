@@ -79,13 +79,14 @@ def test_the_format_is_found(tmp_path, suffix, record, builder, keys):
         ("", "has no record"),
         ('{"a": 1}\n{"a": \n', "line 2 is not JSON"),
         ('"a"\n', "line 1 is not a JSON object"),
+        ('{"question": "M\xfcller", "answer": "b"}\n', "is not UTF-8 text: save it as UTF-8"),
         ('{"chosen": "a", "rejected": "b"}\n', "has preference data (column chosen, rejected)"),
         ('{"frage": "a", "antwort": "b"}\n', "column_map='{input: frage, output: antwort}'"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, content, reason):
     file = tmp_path / "mine.jsonl"
-    file.write_text(content)
+    file.write_text(content, encoding="latin-1")
     with pytest.raises(UsageFault) as raised:
         own_data.read(str(file))
     assert reason in str(raised.value) and str(file) in str(raised.value)

@@ -121,6 +121,16 @@ def test_wrong_inputs_leave_no_file(faq, tmp_path, monkeypatch, data, model, rea
     assert not list(tmp_path.glob("*.yaml"))
 
 
+def test_rows_that_cannot_be_trained_are_named_before_the_next_step(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
+    (tmp_path / "my.csv").write_text("question,answer\na,b\nc,\n")
+    done = start("my.csv", str(model))
+    assert done.exit_code == 1
+    assert f"failed: dataset: {tmp_path / 'my.csv'}, line 3: there is no 'answer'" in done.output
+    assert "fix these faults first" in done.output and (tmp_path / "my.yaml").is_file()
+
+
 def test_names_of_data_become_names_of_recipes():
     assert workflow.default_file("/a/.my data (1).csv").name == "my_data__1_.yaml"
     assert workflow.default_file("prepared:support@train").name == "support.yaml"
