@@ -21,6 +21,7 @@ from trainer.errors import TrainerError, describe, write_error_record
 from trainer.evaluation import shards
 from trainer.evaluation.model import Answerer
 from trainer.evaluation.result import write as write_result
+from trainer.parallel.device import choose
 from trainer.progress import Progress
 from trainer.start import leave
 
@@ -97,7 +98,7 @@ def _stopped(progress: Progress, run_dir: Path, rank: int) -> bool:
 
 
 def _device(config: dict[str, Any]) -> torch.device:
-    cuda = config["device"] == "cuda" or (config["device"] == "auto" and torch.cuda.is_available())
+    cuda = choose(config["device"]) == "cuda"
     return (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     )

@@ -235,7 +235,10 @@ class PrecisionKeys:
     """Memory and precision."""
 
     device: str = setting(
-        "auto | cuda | cpu", "auto: GPUs if there are any, else CPUs.", "auto", may_change=True
+        "auto | cuda | cpu",
+        "auto: GPUs if there are any, else CPUs; GPUs that torch cannot use are an error.",
+        "auto",
+        may_change=True,
     )
     dtype: str = setting("bf16 | fp32", "Data type of weights and computation.", "bf16")
     master_weights: str | None = setting(

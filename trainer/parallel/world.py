@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from runspec.layout import Layout, LayoutError
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError, Fault, PeerError
+from trainer.parallel.device import choose
 
 T = TypeVar("T")
 # Long enough for one rank to read or write a large model while the others wait.
@@ -176,15 +177,14 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
         config: see `layout_of`; without it FSDP shards one replica over all ranks.
 
     Raises:
-        ConfigError: cuda is asked for and not there, fewer GPUs than local ranks, or a layout that
-            does not fit the number of ranks.
+        ConfigError: GPUs cannot be used or are fewer than local ranks, or a layout that does not
+            fit the number of ranks.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     layout = layout_of(config or {}, size)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose(device)
     where, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
         _check_gpu(local_rank)

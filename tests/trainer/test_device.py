@@ -1,0 +1,64 @@
+"""GPUs that torch cannot use end a run at its start: it would train on CPUs in silence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.errors import ConfigError
+from trainer.parallel import device
+from trainer.parallel import world as distributed
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
+
+
+@pytest.fixture
+def gpu_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The device files of a node with two GPUs, and the version that its driver shows."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat\nGCC\n")
+    monkeypatch.setattr(device, "DEVICES", tmp_path)
+    monkeypatch.setattr(device, "DRIVER", driver)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return tmp_path
+
+
+def test_auto_does_not_train_on_the_cpus_of_a_gpu_node(gpu_node: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        distributed.start("auto")
+    (fault,) = raised.value.faults
+    assert f"this node has GPUs ({gpu_node}/nvidia0, {gpu_node}/nvidia1)" in fault
+    assert f"torch {torch.__version__} cannot use them" in fault
+    assert "bash setup.sh --torch-index URL" in fault and "device=cpu" in fault
+    assert device.choose("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "why"),
+    [
+        (None, None, "it is a build for CPUs"),
+        ("13.0", None, "it is built for CUDA 13.0, and the driver is 535.104.05"),
+        (None, "6.4", "it is built for ROCm 6.4, and the driver is 535.104.05"),
+    ],
+)
+def test_the_reason_names_build_and_driver(gpu_node, monkeypatch, cuda, hip, why) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with pytest.raises(ConfigError, match=why):
+        device.choose("auto")
+
+
+def test_a_job_without_gpus_on_such_a_node_trains_on_cpus(gpu_node, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    assert device.choose("auto") == "cpu"
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    with pytest.raises(ConfigError, match="this node has GPUs"):
+        device.choose("auto")
+
+
+def test_where_there_is_no_gpu_auto_is_the_cpu(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(device, "DEVICES", tmp_path)
+    assert device.choose("auto") == "cpu"
