@@ -83,7 +83,7 @@ def _form() -> str:
 
 
 class _Texts:
-    """Settings by number: thousands of runs have most of theirs in common."""
+    """Settings by number: thousands of runs share most of them."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts

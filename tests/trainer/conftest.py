@@ -1,13 +1,20 @@
 """The model and the data of the trainer's tests, made once."""
 
+import io
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from trainer import demo
+from trainer.config import load, read_yaml
+from trainer.data import batches
+from trainer.data.batches import Data
+from trainer.parallel import world as distributed
 
 # Its assertions then show the numbers that differ, as those of a test file do.
 pytest.register_assert_rewrite("tests.trainer.runs")
@@ -57,3 +64,31 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "demo-llama"
     demo.make(folder, ROOT / "configs/datasets/slurm_qa.jsonl", seed=0)
     return folder
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[distributed.World]:
+    yield distributed.start("cpu")
+    distributed.stop()
+
+
+@pytest.fixture
+def build(tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World) -> Any:
+    """Build the data of a config; keys that hold a block are merged into the default's."""
+
+    # Not at the top: its assertions are rewritten by then.
+    from tests.trainer.runs import write_config
+
+    def with_changes(**changes: Any) -> Data:
+        path = write_config(tmp_path / "run", model_folder, dataset)
+        content = json.loads(json.dumps(read_yaml(path)))
+        for key, value in changes.items():
+            merge = isinstance(value, dict) and "_component_" not in value
+            content[key] = content.get(key, {}) | value if merge else value
+        path.write_text(json.dumps(content))
+        with redirect_stdout(io.StringIO()) as said:
+            found = batches.build(load(path), world)
+        with_changes.said = said.getvalue().splitlines()
+        return found
+
+    return with_changes

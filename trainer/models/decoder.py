@@ -234,7 +234,7 @@ class Decoder(nn.Module, ABC):
     def routers(self) -> list[nn.Module]:
         """What chooses experts: modules that return (logits, weights, index), as Balance says.
 
-        A router that balances by a bias of its own is none of them.
+        A router that balances by a bias of its own is not listed.
         """
         return []
 

@@ -166,7 +166,7 @@ class TransformersDecoder(Decoder):
         return self.config.num_experts_per_tok
 
     def linear_layers(self, *roles: Role) -> list[str]:
-        """See `Decoder.linear_layers`; a router is none of them, whatever its class is."""
+        """See `Decoder.linear_layers`; routers are left out, whatever their class is."""
         names = super().linear_layers(*roles)
         return [name for name in names if not experts.is_router(self.get_submodule(name))]
 
