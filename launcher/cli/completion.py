@@ -1,4 +1,4 @@
-"""Names that the shell completes: recipes, sweeps and runs. See docs/quickstart.md."""
+"""Names that the shell completes: recipes, keys, sweeps, runs. See docs/quickstart.md."""
 
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,13 @@ _MOST_RUNS = 200
 
 
 def recipes(ctx: click.Context, option: click.Parameter, begin: str) -> list["CompletionItem"]:
-    """Complete the name of a recipe, or the path of a file."""
+    """Complete the name of a recipe or the path of a file, and then keys of its overrides."""
+    from launcher.recipes.entries import all_keys
     from launcher.recipes.recipe import names
 
+    named = ctx.params.get("recipe") or ctx.params.get("words")
+    if option.name == "words" and named:
+        return _of([f"{key}=" for key in all_keys()], begin, files=False)
     return _of(names(), begin)
 
 
