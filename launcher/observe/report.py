@@ -1,6 +1,6 @@
 """Runs as one self-contained HTML file: curves, outcome, attempts, profile, what made them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,17 @@ def _attempts(run: Run) -> list[list[str]]:
     return rows
 
 
+def _data(recorded: Any) -> Iterator[str]:
+    """Yield a line for each data file of a run: its path, size and hash."""
+    for each in recorded if isinstance(recorded, list) else []:
+        if isinstance(each, dict):
+            size, sha256 = each.get("bytes"), each.get("sha256")
+            parts = [str(each.get("file"))]
+            parts += [f"{size:,} bytes"] if isinstance(size, int) else []
+            parts += [f"sha256 {str(sha256)[:12]}"] if sha256 else []
+            yield ", ".join(parts)
+
+
 def _provenance(run: Run) -> list[tuple[str, str]]:
     record = run.provenance
     kit, model = record.get("kit"), record.get("model")
@@ -205,6 +216,7 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
         ("code", f"commit {kit.get('commit') or 'unknown'}{changed}{used}"),
         ("configuration", str(record.get("config_sha256") or "")),
         ("model", str(model.get("folder") or "") if isinstance(model, dict) else ""),
+        *(("data", text) for text in _data(record.get("data"))),
         ("packages", f"{', '.join(main)}, {len(listed)} in all" if listed else ""),
         ("Slurm", str(record.get("slurm") or "")),
     ]

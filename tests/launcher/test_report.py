@@ -146,3 +146,15 @@ def test_what_cannot_be_shown_is_named(tmp_path):
     assert "No step is logged yet" in page(tmp_path / "r.html")[0]
     with pytest.raises(RunFault, match="choose another file with --output"):
         report.write([run], tmp_path / "nowhere" / "r.html")
+
+
+def test_a_single_point_is_drawn_and_data_files_are_named(tmp_path):
+    run = made(tmp_path, steps=1)
+    provenance = run.path / "provenance.json"
+    data = {"file": "/shared/my.jsonl", "bytes": 12345, "sha256": "ab" * 32}
+    content = json.loads(provenance.read_text()) if provenance.exists() else {}
+    provenance.write_text(json.dumps({**content, "data": [data]}))
+    assert report.write([run], tmp_path / "r.html") == []
+    text, reader = page(tmp_path / "r.html")
+    assert reader.tags.count("circle") >= 3 and "polyline" not in reader.tags
+    assert "/shared/my.jsonl, 12,345 bytes, sha256 abababababab" in text
