@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,12 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
             continue
         if key == "model" and block["_component_"] == TRANSFORMERS:
             continue  # the folder names the class
-        factory = _tried(found, lambda k=key, b=block: configs.component(k, b["_component_"]))
+        factory = _tried(found, partial(configs.component, key, block["_component_"]))
         if factory is None:
             continue
         ours = OWN_KEYS.get(key, ())
         if key == "model":
-            ours = _tried(found, lambda b=block: models.own_keys(b)) or ()
+            ours = _tried(found, partial(models.own_keys, block)) or ()
         arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}
         handed_over = key in HANDED_OVER
         try:

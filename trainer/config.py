@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from runspec import yamlrules
 from runspec.adapters import is_quantised
@@ -37,7 +37,15 @@ COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers"
 OWN_PACKAGES = "COOKBOOK_COMPONENTS"
 
 
-def load(path: Path, method: type[Config] = SftConfig) -> Config:
+@overload
+def load(path: Path) -> SftConfig: ...
+
+
+@overload
+def load(path: Path, method: type[Config]) -> Config: ...
+
+
+def load(path: Path, method: type[TrainConfig] = SftConfig) -> TrainConfig:
     """Read and check `path`.
 
     Args:
@@ -83,7 +91,15 @@ def _interpolated(path: Path, content: Any) -> Any:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
-def parse(content: dict[str, Any], method: type[Config] = SftConfig) -> Config:
+@overload
+def parse(content: dict[str, Any]) -> SftConfig: ...
+
+
+@overload
+def parse(content: dict[str, Any], method: type[Config]) -> Config: ...
+
+
+def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> TrainConfig:
     """Check a resolved config by the keys of its method.
 
     Raises:
@@ -143,10 +159,10 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
             yield "run_val_every_n_steps: needs dataset_val, such as dataset_val.split=train[95%:]"
         if values["export_checkpoint"] == "best":
             yield "export_checkpoint: best needs dataset_val, such as dataset_val.split=..."
-    for key in ("dataset", "dataset_val"):
-        is_packed = tokenizer and (values[key] or {}).get("packed")
+    for name in ("dataset", "dataset_val"):
+        is_packed = tokenizer and (values[name] or {}).get("packed")
         if is_packed and not tokenizer.get("max_seq_len"):
-            yield f"{key}.packed: set tokenizer.max_seq_len, the length of a packed row"
+            yield f"{name}.packed: set tokenizer.max_seq_len, the length of a packed row"
     mode, layers = values["ac_mode"], recomputed(values)
     if mode == "selective" and layers is None:
         yield (

@@ -157,7 +157,7 @@ class _Block:
         return shape.Block(
             matrices=self._in_order(),
             vectors=tuple(vectors),
-            attention=self._attention() if self.softmax else None,
+            attention=self._attention(self.softmax) if self.softmax else None,
             delta=self._delta() if self.delta else None,
             norms_behind=self._has_norms_behind(),
             wide_router=weights is torch.float32,
@@ -165,7 +165,7 @@ class _Block:
         )
 
     def _part(self, owner: str) -> shape.Part:
-        if self.attention == self.start[:-1]:
+        if self.softmax is not None and self.attention == self.start[:-1]:
             # Attention has no module of its own: it ends at the first matrix behind the kernel.
             order = list(self.seen.out_of)
             rows = [n for n in self.linear if self.roles[n] is Role.ROW]
@@ -226,9 +226,9 @@ class _Block:
         first = sorted(self.matrices, key=lambda n: order.get(n, order.get(self.experts or "", -1)))
         return {name.removeprefix(self.start): self.matrices[name] for name in first}
 
-    def _attention(self) -> shape.Attention:
-        query, _, value = self.seen.into[self.softmax][:3]
-        layer = self.model.get_submodule(self.softmax)
+    def _attention(self, softmax: str) -> shape.Attention:
+        query, _, value = self.seen.into[softmax][:3]
+        layer = self.model.get_submodule(softmax)
         (heads, width), (kv_heads, values) = query.shape[2:], value.shape[2:]
         own = [m for m in self.matrices.values() if m.part == "attention" and m.role != "row"]
         dim = self.model.embedding.weight.shape[1]

@@ -11,8 +11,8 @@ from runspec import files
 from runspec.step import StepSums
 from trainer import optimizers
 from trainer.config import TrainConfig
-from trainer.data.batches import MicroBatch
 from trainer.errors import ConfigError
+from trainer.layers.batch import MicroBatch
 from trainer.models.builder import Builder
 from trainer.objectives.base import Models, Objective
 from trainer.parallel import activations, fsdp, gradients, tensor_parallel
@@ -258,10 +258,13 @@ class Trainer:
         """
         module, world, targets = self.model.module, self.world, 0
         sums: dict[str, torch.Tensor] = {}
+        batches = self.data.validation
+        if batches is None:
+            return {}
         module.eval()
         try:
             with torch.no_grad(), tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
-                for (batch,) in self.data.validation.from_step(0):
+                for (batch,) in batches.from_step(0):
                     loss, metrics = self.objective.loss(self.models, batch)
                     for name, value in {"loss": loss, **metrics}.items():
                         sums[name] = sums.get(name, 0.0) + value.double()

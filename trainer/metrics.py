@@ -140,7 +140,7 @@ def model_flops(model: Decoder, frozen: bool = False) -> flops.ModelFlops:
     stages, last = [*_stages(model), [_linear(model.final_norm)]], _linear(output)
     if frozen:
         stages = [_without_adapters(stage) for stage in stages]
-        (last,) = _without_adapters([last])
+        last = _without_adapter(last)
     return flops.count(
         stages,
         last,
@@ -152,7 +152,11 @@ def model_flops(model: Decoder, frozen: bool = False) -> flops.ModelFlops:
 def _without_adapters(stage: flops.Stage) -> flops.Stage:
     if isinstance(stage, flops.Attention | flops.Recurrence):
         return stage
-    return [flops.Linear(linear.weights, trained=False) for linear in stage]
+    return [_without_adapter(linear) for linear in stage]
+
+
+def _without_adapter(linear: flops.Linear) -> flops.Linear:
+    return flops.Linear(linear.weights, trained=False)
 
 
 def _stages(model: Decoder) -> Iterator[flops.Stage]:

@@ -172,8 +172,9 @@ def advance(scheduler: LRScheduler | None, steps: int) -> None:
     with warnings.catch_warnings():
         # torch misses the optimizer's steps in between.
         warnings.filterwarnings("ignore", ".*lr_scheduler.step", UserWarning)
-        for _ in range(steps if scheduler is not None else 0):
-            scheduler.step()
+        if scheduler is not None:
+            for _ in range(steps):
+                scheduler.step()
 
 
 def warmup_note(block: dict[str, Any] | None, steps: int) -> str | None:

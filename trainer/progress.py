@@ -3,6 +3,7 @@
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from runspec import files
 
@@ -40,6 +41,6 @@ class Progress:
         files.write_json(run_dir / files.PROGRESS, {**asdict(self), "updated": time.time()})
 
 
-def recorded(run_dir: Path) -> dict:
+def recorded(run_dir: Path) -> dict[str, Any]:
     """The run's progress.json as it is; empty if there is none."""
     return files.read_json_or_none(run_dir / files.PROGRESS) or {}

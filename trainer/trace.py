@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
@@ -63,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
         # Tells micro-steps apart, because gradients are not reduced after each.
         self.suffix = ""
         self._phase = "setup"
-        self._alive: dict[int, tuple[int, weakref.ref]] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._paused = False
         self._patches = ExitStack()
 
@@ -88,7 +88,13 @@ class MemoryTracker(TorchDispatchMode):
             self._alive[key] = size, reference
             self._note()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Run the operator and count what it made."""
         if DTensor in types:
             # It must first come down to operators on local tensors.
@@ -435,7 +441,8 @@ def estimate(config: TrainConfig, ranks: int) -> Traced:
     layers, depths = len(module.blocks), depths_of(module, every if isinstance(every, int) else 1)
     if layers <= depths[-1]:
         return trace(config, ranks)
-    return extrapolate(*(trace(config, ranks, depth) for depth in depths), layers)
+    shallow, deep = (trace(config, ranks, depth) for depth in depths)
+    return extrapolate(shallow, deep, layers)
 
 
 def depths_of(module: Decoder, every: int = 1) -> tuple[int, int]:

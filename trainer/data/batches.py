@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -48,7 +48,10 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-class Rows(Dataset):
+S = TypeVar("S", bound=Samples)
+
+
+class Rows(Dataset, Generic[S]):
     """The rows of batches: one document per row, or whole samples packed to one length.
 
     By index the samples of a packed row, else a sample, whose documents are a row each; ~i is i
@@ -62,7 +65,7 @@ class Rows(Dataset):
 
     def __init__(
         self,
-        samples: Samples,
+        samples: S,
         pad_id: int,
         multiple: int = 1,
         row_length: int | None = None,
@@ -162,7 +165,7 @@ class Batches:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: Rows[TokenisedDataset],
         world: World,
         batch_size: int,
         *,
@@ -261,7 +264,7 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     seed = config.seed if config.shuffle else None
 
-    def rows(key: str, block: dict[str, Any], packing_seed: int | None) -> Rows:
+    def rows(key: str, block: dict[str, Any], packing_seed: int | None) -> Rows[TokenisedDataset]:
         samples = open_dataset(key, block, config, world, tokenizer, form)
         world.on_all(lambda: _check_targets(key, samples, world))
         for note in samples.notes(config.tokenizer.get("max_seq_len")):
@@ -284,12 +287,14 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
         return Data(training, None, mismatches)
     own = rows("dataset_val", config.dataset_val, None)
     world.on_all(lambda: _check_overlap(config, world, training.rows.samples, own.samples))
-    return Data(training, Batches(own, world, config.batch_size_val), mismatches)
+    return Data(
+        training, Batches(own, world, config.batch_size_val or config.batch_size), mismatches
+    )
 
 
 def packed_rows(
-    config: TrainConfig, block: dict[str, Any], samples: Samples, tokenizer: Any, seed: int | None
-) -> Rows:
+    config: TrainConfig, block: dict[str, Any], samples: S, tokenizer: Any, seed: int | None
+) -> Rows[S]:
     """Rows of a dataset as its block asks for: packed, or a sample each."""
     row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
     return Rows(samples, getattr(tokenizer, "pad_id", 0), config.row_multiple, row_length, seed)
@@ -315,10 +320,11 @@ def _check_overlap(
     """A validation loss over samples that are trained on says nothing."""
     remedy = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
     alike = {"split": None, "packed": None}
-    blocks = [block | alike for block in (config.dataset, config.dataset_val)]
+    given = (config.dataset, config.dataset_val or {})
+    blocks = [block | alike for block in given]
     if blocks[0] == blocks[1]:
-        splits = [block.get("split", "train") for block in (config.dataset, config.dataset_val)]
-        if shared := _shared_samples(*splits, training.split_sizes):
+        splits = [block.get("split", "train") for block in given]
+        if shared := _shared_samples(splits[0], splits[1], training.split_sizes):
             raise ConfigError(
                 f"dataset_val: shares {shared:,} samples with dataset "
                 f"(split {splits[1]} and {splits[0]}); {remedy}"
@@ -349,8 +355,9 @@ def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:
     )
 
 
-def _faults(key: str, rows: Rows, vocab_size: int, max_seq_len: int) -> list[str]:
-    samples, found = rows.samples, []
+def _faults(key: str, rows: Rows[TokenisedDataset], vocab_size: int, max_seq_len: int) -> list[str]:
+    samples = rows.samples
+    found: list[str] = []
     lengths = samples.documents.max(1)
     longest = int(lengths.argmax())
     if rows.length is not None and rows.length > max_seq_len:

@@ -78,8 +78,8 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if path.suffix in TABLES:
             reader = csv.DictReader(file, delimiter=TABLES[path.suffix])
             begin = 2
-            for record in reader:
-                yield begin, record
+            for row in reader:
+                yield begin, row
                 begin = reader.line_num + 1
         elif path.suffix in JSON_LINES:
             for number, text in enumerate(file, 1):

@@ -65,7 +65,7 @@ def previews(
     try:
         tokenizer = instantiate("tokenizer", config.tokenizer)
     except ConfigError as error:
-        return [], error.faults
+        return [], list(error.faults)
     for key in ("dataset", "dataset_val"):
         block = getattr(config, key)
         if block is not None:
@@ -189,7 +189,7 @@ def _shown(
         }
 
 
-def _labels(rows: Rows, index: int) -> np.ndarray:
+def _labels(rows: Rows[FirstSamples], index: int) -> np.ndarray:
     """The label of each token of a sample, as in its batch: what the token before it predicts."""
     batch = rows.collate([rows[index]])
     found = []

@@ -274,7 +274,7 @@ def _check_contents(samples: Any, index: int) -> None:
     check = {"OpenAIToMessages": _openai_fault, "ShareGPTToMessages": _sharegpt_fault}.get(
         type(transform).__name__
     )
-    if check is None:
+    if check is None or transform is None:
         return
     row, column = _row(samples, index) or {}, next(iter(transform._column_map.values()))
     if column in row and not isinstance(row[column], list):

@@ -8,10 +8,13 @@ begins where the prompt for it ends, and ends after its end token.
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.marks import Marker, Part, Rendering, sign_for
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 Turns = list[dict[str, Any]]
 LEAVES_OUT = "the model's chat template leaves out "
@@ -45,7 +48,7 @@ class Spans:
     def __init__(
         self,
         render: Callable[..., tuple[str, list[tuple[int, int]]]],
-        encode: Callable[[str], Any],
+        encode: Callable[[str], "Encoding"],
         ends: set[int],
         turns: Turns,
         tools: Any,
@@ -143,7 +146,8 @@ class Spans:
 
     def _runs(self, index: int) -> list[Run]:
         """Where an answer stands; in several places if other messages come in between."""
-        own, runs, apart = self._own(index), [], True
+        own, apart = self._own(index), True
+        runs: list[Run] = []
         seen: set[int] = set()
         for number, at in self._whole.marks:
             if number not in own:

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runspec.files import read_json_or_none
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 # Templates that ask for today's date get this one, so that a resumed run sees the same tokens.
 TEMPLATE_DATE = datetime(2024, 7, 26)
@@ -62,7 +65,8 @@ class HuggingFaceTokenizer:
         self.eos_id = self._id("eos_token")
         pad_id = self._id("pad_token")
         self.pad_id = pad_id if pad_id is not None else self.eos_id or 0
-        self._ends = _ids(_model_settings(folder), "eos_token_id") | ({self.eos_id} - {None})
+        own = set() if self.eos_id is None else {self.eos_id}
+        self._ends = _ids(_model_settings(folder), "eos_token_id") | own
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +82,7 @@ class HuggingFaceTokenizer:
         if add_eos and self.eos_id is None:
             raise ConfigError("tokenizer: has no eos_token; set dataset.add_eos=False")
         begin = [self.bos_id] if add_bos and self.bos_id is not None else []
-        end = [self.eos_id] if add_eos else []
+        end = [self.eos_id] if add_eos and self.eos_id is not None else []
         return begin + self._tokenizer.encode(text, add_special_tokens=False).ids + end
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -227,7 +231,7 @@ class HuggingFaceTokenizer:
                 return rest
         return None
 
-    def _encoded(self, text: str) -> Any:
+    def _encoded(self, text: str) -> "Encoding":
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _id(self, name: str) -> int | None:

@@ -36,7 +36,9 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     Raises:
         ConfigError: the file is missing or empty, or a line lacks what the task asks for.
     """
-    path, faults, found = Path(os.path.expanduser(str(task["data"]))), [], []
+    path = Path(os.path.expanduser(str(task["data"])))
+    faults: list[str] = []
+    found: list[Sample] = []
     columns = {key: str(task.get(key) or default) for key, default in _COLUMNS.items()}
     try:
         with open(path, encoding="utf-8") as file:

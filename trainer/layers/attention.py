@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_DIM, FLASH_HEAD_MULTIPLE = 256, 8
 
-Mask = Documents | flex.BlockMasks | torch.Tensor | None
+Mask: TypeAlias = Documents | flex.BlockMasks | torch.Tensor | None
 
 
 class DocumentAttention(nn.Module):
@@ -80,6 +80,8 @@ class DocumentAttention(nn.Module):
             sinks: the sinks' scores, [heads].
         """
         if isinstance(mask, flex.BlockMasks):
+            if self.flex_attention is None:
+                raise RuntimeError("block masks are FlexAttention's, which was not chosen")
             heads, blocks = (query, key, value), mask.by_window[self.window]
             return flex.attend(self.flex_attention, heads, blocks, self.softcap, self.scale, sinks)
         if isinstance(mask, Documents):

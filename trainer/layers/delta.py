@@ -74,15 +74,19 @@ def forward(
         mixed = F.silu(convolution(mixed, weight, ids))
     parts = mixed.split((layer.key_dim, layer.key_dim, layer.value_dim), -1)
     widths = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
-    heads = [part.unflatten(-1, (-1, width)) for part, width in zip(parts, widths, strict=True)]
+    query, key, value = [
+        part.unflatten(-1, (-1, width)) for part, width in zip(parts, widths, strict=True)
+    ]
     # In fp32: a state decays over thousands of tokens. The softplus is this sum: of softplus's own
     # backward the compiler expects another layout than it has (torch 2.13).
     steps = decay.float() + local(layer.dt_bias)
     logs = -local(layer.A_log).float().exp() * torch.logaddexp(steps, torch.zeros_like(steps))
     if RULE_INSTALLED and not packed:
-        out, _ = layer.rule(*heads, g=logs, beta=rate.sigmoid(), use_qk_l2norm_in_kernel=True)
+        out, _ = layer.rule(
+            query, key, value, g=logs, beta=rate.sigmoid(), use_qk_l2norm_in_kernel=True
+        )
     else:
-        out = gated_delta_rule(*heads, logs, rate.sigmoid(), ids)
+        out = gated_delta_rule(query, key, value, logs, rate.sigmoid(), ids)
     out = layer.norm(out.reshape(-1, layer.head_v_dim), gate.reshape(-1, layer.head_v_dim))
     return layer.out_proj(out.view(*hidden_states.shape[:2], -1))
 

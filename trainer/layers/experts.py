@@ -6,6 +6,7 @@ dropped.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transpose
     """
     layer.activation, layer.transposed = activation, transposed
     # By matrix, what an adapter adds to its product: see trainer.layers.adapters.lora_experts.
-    layer.adapters: nn.ModuleDict = nn.ModuleDict()
+    layer.adapters = nn.ModuleDict()
     layer.adapter_enabled = True
     # Set by trainer.parallel: these experts are a part of all; gradients are one rank's part.
     layer.exchange, layer.partial_gradient = None, False
@@ -159,7 +160,9 @@ def _(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tens
     return x.new_empty(ends.shape[0], x.shape[1], gradient.shape[1])
 
 
-def _grouped_backward(ctx, gradient):
+def _grouped_backward(
+    ctx: Any, gradient: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
     x, weight, ends = ctx.saved_tensors
     gradient = gradient.contiguous()
     for_x = for_weight = None
@@ -182,14 +185,21 @@ class _Packed(torch.autograd.Function):
     """A grouped product with NF4 weights, of which only the packed ones are kept."""
 
     @staticmethod
-    def forward(ctx, x, packed, table, ends, transposed):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        table: torch.Tensor,
+        ends: torch.Tensor,
+        transposed: bool,
+    ) -> torch.Tensor:
         ctx.save_for_backward(packed, table, ends)
         ctx.transposed = transposed
         weight = nf4.dequantise(packed, table, x.dtype)
         return grouped(x, weight if transposed else weight.transpose(1, 2), ends)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         packed, table, ends = ctx.saved_tensors
         if torch.compiler.is_compiling():
             packed = nf4.later(packed, gradient)
@@ -210,13 +220,15 @@ def permuted(
 
 class _Permuted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, order, back, copies):
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor, copies: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(back)
         ctx.copies = copies
         return rows.index_select(0, order if copies == 1 else order // copies)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
         gradient = gradient.index_select(0, back)
         if ctx.copies > 1:

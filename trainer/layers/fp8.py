@@ -12,6 +12,8 @@ this is a function of local tensors, so that LoRA's frozen base, tensor parallel
 nothing of their own, and a frozen weight gets no gradient and keeps no input for one.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -102,14 +104,23 @@ def linear(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, largest, recipe, trained):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        largest: torch.Tensor | None,
+        recipe: str,
+        trained: bool,
+    ) -> torch.Tensor:
         ctx.recipe = recipe
         ctx.save_for_backward(x if trained else None, weight, largest)
         axis = 1 if recipe == "rowwise" else None
         return _product(_cast(x, axis), _cast(weight, axis, largest=largest), fast=True)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         x, weight, largest = ctx.saved_tensors
         # The gradient's magnitudes spread more than what one scale and e4m3 can hold.
         rowwise = ctx.recipe == "rowwise"

@@ -5,7 +5,7 @@ Tokens go through the output head in chunks, as in Liger Kernel (arXiv 2410.1098
 (4704 for 4740.3 in bf16), and takes neither a split vocabulary nor LoRA.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -180,13 +180,15 @@ class _LogProbs(torch.autograd.Function):
     """Gradients are made in the backward pass."""
 
     @staticmethod
-    def forward(ctx, targets, plan, *tensors):
+    def forward(
+        ctx: Any, targets: torch.Tensor, plan: _Plan, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         ctx.plan = plan
         ctx.save_for_backward(targets, *tensors)
         return _pass(plan._replace(wanted=[False] * len(tensors)), targets, tensors)[0]
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         targets, *tensors = ctx.saved_tensors
         return None, None, *_pass(ctx.plan, targets, tensors, -upstream)[1]
 
@@ -195,12 +197,14 @@ class _CrossEntropy(torch.autograd.Function):
     """Gradients are made in the forward pass; the backward pass scales them once."""
 
     @staticmethod
-    def forward(ctx, targets, plan, *tensors):
+    def forward(
+        ctx: Any, targets: torch.Tensor, plan: _Plan, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         log_probs, ctx.gradients = _pass(plan, targets, tensors)
         return -log_probs.sum()
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the backward pass of linear_cross_entropy runs once only")
         gradients, ctx.gradients = ctx.gradients, None
@@ -210,7 +214,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _pass(
     plan: _Plan,
     targets: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...],
+    tensors: Sequence[torch.Tensor],
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Log-probabilities [tokens], and the gradients of minus their sum for each wanted tensor.
@@ -241,10 +245,11 @@ def _pass(
         )
         for index in range(0, len(tensors), 2):
             inputs, weight = tensors[index : index + 2]
-            if plan.wanted[index]:
-                torch.mm(slope, weight, out=gradients[index][part])
-            if plan.wanted[index + 1]:
-                _add_product(gradients[index + 1], slope.t(), inputs[part])
+            own, total = gradients[index : index + 2]
+            if own is not None:
+                torch.mm(slope, weight, out=own[part])
+            if total is not None:
+                _add_product(total, slope.t(), inputs[part])
 
     for begin in range(0, targets.numel(), plan.size):
         one_chunk(slice(begin, begin + plan.size))
@@ -288,7 +293,7 @@ def own_columns(
     return own.clamp(0, vocabulary - 1), held.float()
 
 
-def _logits(tensors: tuple[torch.Tensor, ...], part: slice) -> torch.Tensor:
+def _logits(tensors: Sequence[torch.Tensor], part: slice) -> torch.Tensor:
     logits = tensors[0][part] @ tensors[1].t()
     for index in range(2, len(tensors), 2):
         logits.addmm_(tensors[index][part], tensors[index + 1].t())

@@ -13,6 +13,7 @@ weight is exact, so that its codes and values are those that bitsandbytes comput
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -147,12 +148,14 @@ def linear(x: torch.Tensor, packed: torch.Tensor, table: torch.Tensor) -> torch.
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, packed, table):
+    def forward(
+        ctx: Any, x: torch.Tensor, packed: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(packed, table)
         return F.linear(x, dequantise(packed, table, x.dtype))
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         packed, table = ctx.saved_tensors
         if torch.compiler.is_compiling():
             packed = later(packed, gradient)

@@ -13,12 +13,12 @@ def patch_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     The module gets a subclass with that forward, not an attribute of its own: the compiler then
     sees that layers have the same code, and compiles it once.
     """
-    module.__class__ = _subclass(type(module), forward)
+    module.__class__ = _subclass(module.__class__, forward)
 
 
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward pass (module, ...) of `module` that `patch_forward` has replaced by `forward`."""
-    kinds = type(module).__mro__
+    kinds: tuple[type[nn.Module], ...] = type(module).__mro__
     index = next(i for i, kind in enumerate(kinds) if kind.__dict__.get("patched") is forward)
     return kinds[index + 1].forward
 

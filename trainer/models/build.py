@@ -124,7 +124,7 @@ def lay_out(
 
         # First: tensor parallelism keeps experts whole that are not spread.
         expert_parallel.split(module, expert_mesh["ep"], world.tensor_parallel_dim)
-    if world.tensor_parallel_dim > 1:
+    if mesh is not None and world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
     attention.choose_kernels(module, world.device, DTYPES[config.dtype])
     activations.prepare(module, config)

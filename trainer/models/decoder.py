@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum, auto
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -93,14 +93,22 @@ class Decoder(nn.Module, ABC):
     adapter: AdapterKind | None = None
     embedding: nn.Module
     final_norm: nn.Module
-    output_head: nn.Module | None
     max_seq_len: int
     output_multiplier: float | None = None
     output_softcap: float | None = None
     num_output_chunks: int = 0
     packs: bool = True
-    ignored_tensors: ClassVar[tuple[str, ...]] = ()
     carried_tensors: tuple[str, ...] = ()
+
+    if TYPE_CHECKING:
+        # A subclass has these as attributes, which a real property would refuse, or computes them.
+        @property
+        def output_head(self) -> nn.Module | None: ...
+
+        @property
+        def ignored_tensors(self) -> tuple[str, ...]: ...
+    else:
+        ignored_tensors = ()
 
     @abstractmethod
     def hidden(

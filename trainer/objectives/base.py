@@ -11,11 +11,12 @@ import torch
 
 from runspec.keys.train import TrainConfig
 from trainer.data import batches
-from trainer.data.batches import Data, MicroBatch
+from trainer.data.batches import Data
 from trainer.data.form import SINGLE, SampleForm
 from trainer.errors import ConfigError
 from trainer.layers import log_probs
 from trainer.layers.adapters.base import disabled
+from trainer.layers.batch import MicroBatch
 from trainer.models.build import Model
 from trainer.models.builder import Builder
 from trainer.models.decoder import Decoder

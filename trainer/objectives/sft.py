@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig
-from trainer.data.batches import MicroBatch
 from trainer.errors import ConfigError
+from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.objectives.base import LossSum, Models, Objective
 
@@ -22,7 +22,7 @@ class SupervisedFineTuning(Objective):
         try:
             TokenLoss(config)
         except ConfigError as error:
-            return error.faults
+            return list(error.faults)
         return []
 
     @cached_property

@@ -76,7 +76,7 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
         _compile(model)
     if mode == "op":
         _recompute(model, 1, context_fn=partial(create_selective_checkpoint_contexts, _policy()))
-    elif mode is not None:
+    elif isinstance(mode, int):
         offload = config.enable_activation_offloading
         _recompute(model, mode, **({"checkpoint_fn": InputOffloading()} if offload else {}))
     if config.compile and mode == "op":
@@ -146,7 +146,7 @@ def _policy() -> Callable[..., CheckpointPolicy]:
 def _operation(name: str) -> Any:
     namespace, operation, *overload = name.split(".")
     found = getattr(getattr(torch.ops, namespace), operation, None)
-    return getattr(found, *(overload or ["default"]), found)
+    return getattr(found, overload[0] if overload else "default", found)
 
 
 class InputOffloading:
@@ -205,8 +205,7 @@ class _Input:
 
     def take(self) -> torch.Tensor:
         """The tensor, on its device again."""
-        self._fetch()
-        tensor, self._fetched = self._fetched, None
+        tensor, self._fetched = self._fetch(), None
         self._taken = True
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -216,7 +215,8 @@ class _Input:
         self._before = None
         return tensor
 
-    def _fetch(self) -> None:
+    def _fetch(self) -> torch.Tensor:
         if self._fetched is None:
             with torch.cuda.stream(self._stream):
                 self._fetched = self._host.to(self._device, non_blocking=True)
+        return self._fetched

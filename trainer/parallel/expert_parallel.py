@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from runspec.layout import StepFacts
 from trainer.layers import experts
 from trainer.models.decoder import Decoder
+from trainer.parallel.sharded import local
 
 
 def faults(model: Decoder, ranks: int) -> list[str]:
@@ -63,7 +64,7 @@ class Exchange:
         order = chosen.argsort(stable=True)
         numbers = torch.arange(len(order), device=order.device)
         back = torch.empty_like(order).scatter_(0, order, numbers)
-        own = experts.local(getattr(layer, experts.MATRICES[0])).shape[0]
+        own = local(getattr(layer, experts.MATRICES[0])).shape[0]
         leaving = experts.counts(chosen, own * self._ranks)
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=self._group)

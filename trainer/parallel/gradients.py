@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from trainer.parallel.sharded import local
 
 
-def set_gradient_sync(model: nn.Module, *, last: bool, each: bool) -> None:
+def set_gradient_sync(model: nn.Module, *, last: bool, each: bool | None) -> None:
     """Say before a backward pass whether it sums gradients over ranks.
 
     Between micro-steps nothing is sent, and every rank keeps the gradients of a whole replica in

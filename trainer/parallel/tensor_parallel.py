@@ -305,6 +305,6 @@ def faults(model: Decoder, ranks: int) -> list[str]:
     ).faults()
 
 
-def vocabulary_split_loss(ranks: int) -> AbstractContextManager:
+def vocabulary_split_loss(ranks: int) -> AbstractContextManager[None]:
     """Within it cross-entropy and its backward take logits that are split over the vocabulary."""
     return loss_parallel() if ranks > 1 else nullcontext()

@@ -140,7 +140,7 @@ class World:
 
         Without this the ranks that did not fail would wait for the one that did.
         """
-        result, fault = None, None
+        fault: Exception | None = None
         try:
             result = task()
         except Exception as error:
@@ -150,7 +150,7 @@ class World:
             raise fault
         if failed := {rank: found for rank, found in enumerate(faults) if found}:
             raise PeerError(failed)
-        return result  # type: ignore[return-value]
+        return result
 
     def on_main(self, task: Callable[[], T]) -> T | None:
         """Run `task` on rank 0 only; its fault is raised on every rank."""

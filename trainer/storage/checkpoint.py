@@ -135,7 +135,8 @@ class Checkpoints:
             StorageError: one cannot be read, which says nothing about it.
             ConfigError: the checkpoint belongs to another config.
         """
-        world, damaged = self._world, {}
+        world = self._world
+        damaged: dict[int, str] = {}
         for step, said in (world.on_main(self.committed.copies) or {}).items():
             world.say(
                 f"note: checkpoints/step_{step} is a copy of the checkpoint of step {said}, by its "
@@ -158,7 +159,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints as rank 0 sees them; all ranks call together."""
-        return self._world.gather(self._world.on_main(self.committed.steps))[0]
+        found: list[int] = self._world.gather(self._world.on_main(self.committed.steps))[0]
+        return found
 
     def load_weights(self, step: int, model: nn.Module) -> str | None:
         """Put the weights of the checkpoint of `step` into `model`; all ranks call this together.
@@ -183,7 +185,7 @@ class Checkpoints:
     def _join(self) -> None:
         pending, self._pending = self._pending, None
         if self._world.gather(pending is not None)[0]:
-            self._world.on_all(pending.result)
+            self._world.on_all(lambda: _written(pending))
 
     def _fits(self, content: dict[str, Any]) -> bool:
         """Whether every host has the memory for its ranks' copies; asked before the first one."""
@@ -289,3 +291,10 @@ class Checkpoints:
             seed = (run["seed"] * 1_000_003 + world.rank) * 1_000_003 + state.step
             torch.manual_seed(seed % 2**63)
         return state
+
+
+def _written(pending: futures.Future[None] | None) -> None:
+    """Wait for a save and raise its fault."""
+    if pending is None:
+        raise RuntimeError("rank 0 waits for a save that this rank has not begun")
+    pending.result()

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from runspec import files
 from trainer.config import TrainConfig
 from trainer.layers import experts, linear, nf4
-from trainer.layers.adapters.base import AdaptedLinear
+from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
 from trainer.models.build import Model
 from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
@@ -50,7 +51,7 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     if not config.save_adapter_weights_only:
         _write_model(model, config, temporary, world)
     if model.module.adapter is not None:
-        _write_adapter(model, config, temporary / files.ADAPTER, world)
+        _write_adapter(model.module.adapter, model, config, temporary / files.ADAPTER, world)
     world.on_main(lambda: _commit(temporary, final))
     return final
 
@@ -77,7 +78,7 @@ def _commit(temporary: Path, final: Path) -> None:
 def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     module = model.module
     parts_of, layers = weights.hub_tensors(module), _layers(model)
-    shapes = {key: weights.hub_shape(parts) for key, parts in parts_of.items()}
+    shapes = {key: weights.hub_shape(parts) for key, parts in parts_of.items() if key is not None}
     pieces, whole = weights.hub_pieces(model.module), ("", torch.empty(0))
     shapes |= {key: piece.shape for key, piece in pieces.items()}
     carried = model.module.carried_tensors
@@ -85,7 +86,11 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
         source = weights.SafetensorsSource.open(config.checkpointer)
         shapes |= {key: source.shapes[key] for key in carried}
     # Biases of routers stay in fp32: bf16 would round them.
-    held = {module.hub_name(name): b.dtype for name, b in module.held_buffers().items()}
+    held = {
+        key: buffer.dtype
+        for name, buffer in module.held_buffers().items()
+        if (key := module.hub_name(name)) is not None
+    }
     dtypes = dict.fromkeys(shapes, model.dtype) | held
     split = split_state_dict_into_shards_factory(
         shapes,
@@ -95,7 +100,7 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
     )
     for name, keys in split.filename_to_tensors.items():
         own = {key: shapes[key] for key in keys}
-        file = world.on_main(lambda n=name, s=own: weights.SafetensorsWriter(folder / n, s, dtypes))
+        file = world.on_main(partial(weights.SafetensorsWriter, folder / name, own, dtypes))
         for key in keys:
             if key in pieces:
                 name, parameter, index = pieces[key]
@@ -109,10 +114,16 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
                 tensor = source.tensor(key).to(model.dtype)
             if file is not None:
                 file.add(tensor)
-        world.on_main(lambda f=file: f.close())
+        world.on_main(partial(_close, file))
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        world.on_main(lambda: files.write_json(folder / "model.safetensors.index.json", index))
+        listing = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        world.on_main(lambda: files.write_json(folder / "model.safetensors.index.json", listing))
+
+
+def _close(file: weights.SafetensorsWriter | None) -> None:
+    """Close the file of rank 0; the other ranks have none."""
+    if file is not None:
+        file.close()
 
 
 @torch.no_grad()
@@ -151,8 +162,10 @@ def _layers(model: Model) -> dict[str, torch.nn.Module]:
 
 
 @torch.no_grad()
-def _write_adapter(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
-    kind, hub = model.module.adapter, weights.hub_tensors(model.module)
+def _write_adapter(
+    kind: AdapterKind, model: Model, config: TrainConfig, folder: Path, world: World
+) -> None:
+    hub = weights.hub_tensors(model.module)
     tensors, fields = kind.to_peft(model.module, hub, model.dtype)
     settings = {
         "peft_type": kind.declared.peft_type or kind.declared.title.upper(),

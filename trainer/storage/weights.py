@@ -28,17 +28,17 @@ Parts = list[tuple[str, torch.Tensor]]
 
 
 class Piece(NamedTuple):
-    """What a tensor of the hub is: parameter[index], and the parameter's plain name."""
+    """What a tensor of the hub is: parameter[place], and the parameter's plain name."""
 
     name: str
     parameter: nn.Parameter
-    index: tuple[Any, ...]
+    place: tuple[Any, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's."""
         whole = torch.empty(nf4.dense_shape(self.parameter), device="meta")
-        return tuple(whole[self.index].shape)
+        return tuple(whole[self.place].shape)
 
 
 # The folder of another model differs in every layer, and a few lines show that.
@@ -266,7 +266,7 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
         if piece := pieces.get(key):
             shape = nf4.dense_shape(piece.parameter)
             whole = wholes.setdefault(piece.name, torch.empty(shape, dtype=tensor.dtype))
-            whole[piece.index] = tensor
+            whole[piece.place] = tensor
             missing[piece.name] -= 1
             if not missing[piece.name]:
                 fill(piece.parameter, wholes.pop(piece.name))

@@ -37,7 +37,7 @@ def write(
     for key, parts in hub.items():
         own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
         adapted = [layer for layer in own.values() if isinstance(layer, LowRankLinear)]
-        if not adapted:
+        if key is None or not adapted:
             continue
         module = model.peft_name(key).removesuffix(".weight")
         place = PEFT_PREFIX + module
@@ -45,8 +45,9 @@ def write(
         b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
         row = column = 0
         for name, parameter in parts:
-            if own[name] in adapted:
-                block = full_tensor(own[name].lora_b.weight).cpu()
+            layer = own[name]
+            if isinstance(layer, LowRankLinear):
+                block = full_tensor(layer.lora_b.weight).cpu()
                 end = row + block.shape[0], column + block.shape[1]
                 b[row : end[0], column : end[1]] = model.to_hub(name, block)
                 column = end[1]
@@ -71,8 +72,8 @@ def _expert_tensors(model: "Decoder", dtype: torch.dtype) -> tuple[dict[str, tor
             continue
         module = model.peft_module(plain_name(name))
         for matrix, place in lora_experts.peft_places(f"{PEFT_PREFIX}{module}").items():
-            parts = layer.adapters[matrix].whole()
-            a, b = lora_experts.to_peft(*(part.cpu() for part in parts), layer.transposed)
+            a, b = (part.cpu() for part in layer.adapters[matrix].whole())
+            a, b = lora_experts.to_peft(a, b, layer.transposed)
             tensors[f"{place}.lora_A.weight"] = a.to(dtype)
             tensors[f"{place}.lora_B.weight"] = b.to(dtype)
             scales[f"{module}.{matrix}"] = layer.rank, layer.scaling
@@ -202,6 +203,8 @@ def _from_peft(
     found, used = {}, set()
     shapes = {plain_name(n): p.shape for n, p in model.named_parameters() if model.is_adapter(n)}
     for key, parts in hub.items():
+        if key is None:
+            continue
         place = PEFT_PREFIX + model.peft_name(key).removesuffix(".weight")
         a, b = tensors.get(f"{place}.lora_A.weight"), tensors.get(f"{place}.lora_B.weight")
         if a is None or b is None:
@@ -232,12 +235,13 @@ def _from_peft(
             used.add(f"{place}.lora_magnitude_vector")
     for name, layer in experts.layers(model):
         place = PEFT_PREFIX + model.peft_module(name)
-        for matrix, own in lora_experts.peft_places(place).items():
-            keys = (f"{own}.lora_A.weight", f"{own}.lora_B.weight")
+        for matrix, base in lora_experts.peft_places(place).items():
+            keys = (f"{base}.lora_A.weight", f"{base}.lora_B.weight")
             if layer.adapters and all(key in tensors for key in keys):
                 used |= set(keys)
+                a, b = (tensors[key] for key in keys)
                 count = len(getattr(layer, matrix))
-                a, b = lora_experts.from_peft(*(tensors[k] for k in keys), count, layer.transposed)
+                a, b = lora_experts.from_peft(a, b, count, layer.transposed)
                 found[f"{name}.adapters.{matrix}.lora_a.weight"] = a
                 found[f"{name}.adapters.{matrix}.lora_b.weight"] = b
     return found | {name: tensor for name, tensor in tensors.items() if name not in used}

@@ -3,7 +3,7 @@
 Tested with torchtune 0.6.1, torchao 0.15.0 and torch 2.11 to 2.13.
 """
 
-# ruff: noqa: E402, F401
+# ruff: noqa: E402
 
 from trainer.config import quiet_torchao
 
@@ -23,3 +23,19 @@ from torchtune.modules import (
     TransformerDecoder,
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear
+
+__all__ = [
+    "DoRALinear",
+    "FeedForward",
+    "GemmaNormEmbeddings",
+    "GemmaRMSNorm",
+    "Llama3ScaledRoPE",
+    "LoRALinear",
+    "MultiHeadAttention",
+    "Phi3RotaryPositionalEmbeddings",
+    "Qwen2RotaryPositionalEmbeddings",
+    "RMSNorm",
+    "RotaryPositionalEmbeddings",
+    "TiedLinear",
+    "TransformerDecoder",
+]

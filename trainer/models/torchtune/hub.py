@@ -34,7 +34,7 @@ PHI3 = (
     | dict.fromkeys(("mlp.w1", "mlp.w3"), "mlp.gate_up_proj")
 )
 # What transformers assumes for a key that config.json does not have.
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
     "tie_word_embeddings": False,

@@ -70,7 +70,9 @@ class Flow:
             hook.remove()
 
     def _keep(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict, output: Any) -> None:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
             self.into[name] = args[0] if args else kwargs.get("hidden_states")
             self.out_of[name] = output
 
@@ -87,9 +89,8 @@ class Flow:
         names = [name for name, _ in model.named_modules()]
         prefix = next(n for n in names if model.get_submodule(n) is model.blocks)
         for index, block in enumerate(model.blocks):
-            linear = bool(kinds) and kinds[index] == LINEAR
-            if sum(layers[id(module)] for module in block.modules()) != 1 - linear:
-                kind = kinds[index] if kinds else "no attention"
+            kind = kinds[index] if kinds else "no attention"
+            if sum(layers[id(module)] for module in block.modules()) != int(kind != LINEAR):
                 faults.append(
                     f"its layer {index} ({kind}) does not call one attention function, so "
                     "that the documents of packed rows could leak"
@@ -220,7 +221,7 @@ class Roles:
 
     def _column_parts(self) -> list[str]:
         """The parts of the blocks that begin with layers whose outputs are split."""
-        found = {}
+        found: dict[str, None] = {}
         for name, role in self._of.items():
             if role in (Role.COLUMN, Role.FUSED):
                 above = [each for each in self._attentions if name.startswith(f"{each}.")]
