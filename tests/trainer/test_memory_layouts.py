@@ -234,11 +234,11 @@ def test_an_offloaded_input_is_back_before_its_layer_is_recomputed(
     events: list[tuple[str, int]] = []
     fetch = _Input._fetch
 
-    def fetched(kept: _Input) -> None:
+    def fetched(kept: _Input) -> torch.Tensor:
         if kept._fetched is None:
             assert kept._host.numel(), "nothing to fetch"
             events.append(("fetched", int(kept._host.min())))
-        fetch(kept)
+        return fetch(kept)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         events.append(("computed", int(x.min())))
