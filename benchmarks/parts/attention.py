@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchtune.models.gemma2 import gemma2
 
 from benchmarks.parts import documents
 from benchmarks.parts.measure import Case, Runnable, Setting, Tensors, Unavailable, Variant, leaf
 from benchmarks.parts.measure import compiled as compile_for
 from trainer.layers import attention, flex
 from trainer.layers.attention import DocumentAttention
-from trainer.models.torchtune.compat import Gemma2Attention
 
 GEMMA_SOFT_CAP = 50.0
 
@@ -137,9 +137,20 @@ def _gemma_layer(config: AttentionConfig, leaves: Tensors) -> nn.Module:
         "output_proj": nn.Identity(),
         "max_seq_len": leaves["query"].shape[1],
     }
-    return Gemma2Attention(
-        **options, softcapping=config.soft_cap, sliding_window_size=config.window
-    )
+    # Its class has no public name.
+    with torch.device("meta"):
+        model = gemma2(
+            vocab_size=2,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=2,
+            embed_dim=2,
+            intermediate_dim=2,
+            max_seq_len=2,
+        )
+    attention = type(model.layers[0].attn)
+    return attention(**options, softcapping=config.soft_cap, sliding_window_size=config.window)
 
 
 def _call(layer: nn.Module, leaves: Tensors, mask: Any) -> Callable[[], torch.Tensor]:
