@@ -53,6 +53,30 @@ def packages() -> dict[str, str]:
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
 
+def other_versions() -> dict[str, str]:
+    """Return the installed packages that have not the pinned version, and both, by plain name.
+
+    setup.sh --torch keeps pins of its own in the virtual environment.
+    """
+    places = (folder / "constraints.txt" for folder in (paths.venv_root(), paths.REPO_ROOT))
+    file = next((place for place in places if place.is_file()), None)
+    text = file.read_text(encoding="utf-8") if file else ""
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;#\n]+)", text, re.MULTILINE)
+    pinned = {plain_name(name): pin for name, pin in pins}
+    found = {}
+    for name, version in packages().items():
+        pin = pinned.get(plain_name(name), version)
+        # A build's own mark, such as +cpu, says nothing of the version.
+        if version.partition("+")[0] != pin.partition("+")[0]:
+            found[plain_name(name)] = f"{name} {version} (pinned: {pin})"
+    return found
+
+
+def plain_name(package: str) -> str:
+    """Return a package's name as all of its spellings have it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
 def torch_build() -> tuple[str | None, str | None]:
     """Return torch's version and its CUDA version, read without importing it."""
     folder = site_packages()

@@ -8,9 +8,9 @@ from typing import Any
 
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
 from launcher.paths import DOWNLOAD_RECORD
-from launcher.recipes.own import FILE_SOURCES
 from runspec import prepared
 from runspec.files import read_json_or_none, sha256
+from runspec.keys.fields import FILE_SOURCES
 
 _AGAIN = "download it again"
 

@@ -51,7 +51,7 @@ def start(
     file = (output or workflow.default_file(data)).absolute()
     made = workflow.draft(data, model, file, site, executors.choose(True), samples)
     file.write_text(made.text, encoding="utf-8")
-    needs = workflow.needs(made, site)
+    needs = workflow.needs(made)
     if as_json:
         found = {"recipe": str(file), "form": made.form, "needs": needs, "samples": made.datasets}
         faults = [each.line for each in made.findings]

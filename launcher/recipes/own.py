@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from launcher import yamlfile
 from launcher.errors import UsageFault
+from launcher.recipes import override
 from runspec import prepared
 from runspec.adapters import TORCHTUNE_RANK
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.fields import FILE_SOURCES, TRANSFORMERS
 from runspec.keys.key import Fault
 
-# What datasets.load_dataset takes as a source if the data are files.
-FILE_SOURCES = frozenset({"json", "csv", "parquet", "text", "arrow"})
 FOLDERS_TOKENIZER = {
     "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
     "path": "${checkpointer.checkpoint_dir}",
@@ -130,7 +129,7 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
     checkpointer = {
         key: value for key, value in _block(config, "checkpointer").items() if key == "_component_"
     }
-    hub = {k: v for k, v in _block(config, "hub").items() if k != "model"}
+    _leave_out(config, "model")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UsageFault(f"--model {name} has no config.json: give a model's folder")
@@ -138,7 +137,7 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
         shown = folder.absolute().name
     elif re.fullmatch(_HUB_NAME, name) and not name.startswith((".", "/", "~")):
         shown = name.partition("@")[0].rpartition("/")[2]
-        hub["model"] = name
+        config["hub"] = {**_block(config, "hub"), "model": name}
         checkpointer["checkpoint_dir"] = f"${{models_root}}/{shown}"
     else:
         raise UsageFault(
@@ -152,11 +151,8 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
     length = _block(config, "tokenizer").get("max_seq_len")
     config["model"], config["checkpointer"] = model, checkpointer
     config["tokenizer"] = FOLDERS_TOKENIZER | ({"max_seq_len": length} if length else {})
-    config.pop("hub", None)
     # It makes the recipe's own model.
     config.pop("prepare", None)
-    if hub:
-        config["hub"] = hub
     return shown
 
 
@@ -197,11 +193,15 @@ def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str
         config[key] = {**found.block, **{k: before[k] for k in _OF_ROWS if k in before}}
         form = found.summary
     if key == "dataset":
-        hub = {k: v for k, v in _block(config, "hub").items() if k != "dataset"}
-        config.pop("hub", None)
-        if hub:
-            config["hub"] = hub
+        _leave_out(config, "dataset")
     return form
+
+
+def _leave_out(config: dict[str, Any], key: str) -> None:
+    """Fetch no model, or no dataset, from the hub."""
+    config["hub"] = {k: v for k, v in _block(config, "hub").items() if k != key}
+    if not config["hub"]:
+        del config["hub"]
 
 
 def _block(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _block(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     """Return the texts of overrides by the key that they set or remove."""
-    return {text.lstrip("~+").partition("=")[0]: text for text in overrides}
+    return {override.key_of(text): text for text in overrides}
 
 
 def is_local(value: Any) -> bool:

@@ -84,8 +84,8 @@ def read(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
         raise UsageFault(f"{path} cannot be read: {why.splitlines()[0]}") from error
     if not records:
         raise UsageFault(f"{path} has no record: give a file with data")
-    form, block, used = _form(path, records, column_map)
-    columns = dict.fromkeys(column for record in records for column in record)
+    columns = list(dict.fromkeys(column for record in records for column in record))
+    form, block, used = _form(path, records, columns, column_map)
     block = {**block, "source": source, "data_files": str(path), "split": "train"}
     if path.suffix.lower() == ".tsv":
         block["sep"] = "\t"
@@ -152,10 +152,12 @@ def _json_records(path: Path, file: Any) -> Iterator[dict[str, Any]]:
 
 
 def _form(
-    path: Path, records: list[dict[str, Any]], column_map: Mapping[str, Any] | None
+    path: Path,
+    records: list[dict[str, Any]],
+    columns: list[str],
+    column_map: Mapping[str, Any] | None,
 ) -> tuple[str, dict[str, Any], set[str]]:
     """Return the format in words, the block, and the columns that it uses."""
-    columns = list(dict.fromkeys(column for record in records for column in record))
     if column_map:
         named = {str(column_map.get(role)) for role in ("input", "output")}
         if absent := sorted(named - set(columns)):

@@ -50,7 +50,7 @@ class Draft:
     form: str
     downloads: bool
     estimate: Estimate | None
-    tokens: int
+    tokens: int | None
     datasets: list[dict[str, Any]]
     findings: list[Finding]
 
@@ -119,9 +119,8 @@ def draft(
         settings = drafts.fitting(_by_data(settings, datasets))
         if datasets:
             settings = _by_steps(settings, datasets[0])
-        recipe = drafts.load(settings)
-        estimate = drafts.estimate(recipe)
-        tokens = settings.epochs * _tokens(datasets[0]) if datasets else 0
+        tokens = settings.epochs * _tokens(datasets[0]) if datasets else None
+        estimate = drafts.estimate(settings, tokens)
         text = drafts.text(settings)
     return Draft(file, text, form, downloads, estimate, tokens, datasets, findings)
 
@@ -152,10 +151,18 @@ class _Drafts:
         self.path.write_text(self.text(settings), encoding="utf-8")
         return recipes.load(str(self.path), overrides)
 
-    def estimate(self, recipe: Recipe) -> Estimate | None:
-        """What a recipe needs; None if its model is not known here."""
+    def estimate(self, settings: _Settings, tokens: int | None = None) -> Estimate | None:
+        """What a draft needs for so many tokens; None if its model is not known here."""
+        recipe, site = self.load(settings), self.site
         try:
-            return Estimate(recipe, self.site.root, self.site.gpu)
+            return Estimate(
+                recipe,
+                site.root,
+                site.gpu,
+                tokens=tokens,
+                price=site.gpu_hour_price,
+                currency=site.currency or "",
+            )
         except CookbookError:
             return None
 
@@ -164,7 +171,7 @@ class _Drafts:
         for base in _BASES:
             for gpus in _GPUS:
                 tried = replace(settings, base=base, gpus=gpus)
-                found = self.estimate(self.load(tried))
+                found = self.estimate(tried)
                 if found is None:
                     return settings
                 if found.fits:
@@ -226,7 +233,7 @@ def next_commands(made: Draft) -> Iterator[str]:
     yield f"cookbook submit {name} --watch"
 
 
-def needs(made: Draft, site: Site) -> dict[str, Any]:
+def needs(made: Draft) -> dict[str, Any]:
     """Return what the training needs, computed; empty if the model is not known here."""
     estimate = made.estimate
     if estimate is None:
@@ -239,11 +246,10 @@ def needs(made: Draft, site: Site) -> dict[str, Any]:
         "fits": estimate.fits,
     }
     if made.tokens:
-        hours = estimate.hours * made.tokens / estimate.tokens
+        hours = estimate.hours
         found |= {"tokens": made.tokens, "hours": hours, "gpu_hours": hours * found["gpus"]}
-        if site.gpu_hour_price is not None:
-            found["cost"] = round(found["gpu_hours"] * site.gpu_hour_price, 2)
-            found["currency"] = site.currency or ""
+        if estimate.cost is not None:
+            found |= {"cost": round(estimate.cost, 2), "currency": estimate.currency}
     return found
 
 

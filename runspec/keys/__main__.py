@@ -8,7 +8,7 @@ from runspec.keys.evaluate import EVAL, TASK
 from runspec.keys.key import REQUIRED, Key, keys_of, may_change
 from runspec.keys.serve import SERVE
 from runspec.keys.sft import SftConfig
-from runspec.keys.train import GROUPS, TrainConfig
+from runspec.keys.train import TrainConfig
 
 # The training methods by their entries; a section has the keys that are a method's own.
 METHODS = {"sft": SftConfig}
@@ -36,7 +36,7 @@ torchtune configs contain it, but it has no effect.
 def markdown() -> str:
     """Return the page."""
     sections = [_section("Every recipe", COMMON.values())]
-    for group in GROUPS:
+    for group in TrainConfig.__bases__:
         title = f"Every training method of the kit. {str(group.__doc__).rstrip('.')}"
         sections.append(_section(title, keys_of(group).values()))
     sections += [

@@ -11,6 +11,8 @@ from runspec.keys.key import REQUIRED, Key, setting
 
 # model._component_ of a model that its folder's config.json names: transformers has the code.
 TRANSFORMERS = "transformers"
+# dataset.source of files, as datasets.load_dataset takes it; any other names a dataset or a folder.
+FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from runspec import files
 from runspec.keys.fields import (
     CheckpointKeys,
     DataKeys,
@@ -21,15 +22,6 @@ from runspec.keys.fields import (
 from runspec.keys.key import Key, keys_of
 from runspec.layout import FP8_MULTIPLE
 
-GROUPS = (
-    ModelKeys,
-    DataKeys,
-    TrainingKeys,
-    PrecisionKeys,
-    LayoutKeys,
-    CheckpointKeys,
-    LoggingKeys,
-)
 # Builders of torchtune's whose train_on_input is true if a config leaves it out; here it is false.
 TRAINS_PROMPTS = (
     "torchtune.datasets.alpaca_dataset",
@@ -163,7 +155,7 @@ class TrainConfig(
     def data_cache(self) -> Path:
         """The folder of tokenised datasets; beside the run directories if none is given."""
         if self.data_cache_dir is None:
-            return self.output_dir.parent / ".data_cache"
+            return self.output_dir.parent / files.DATA_CACHE
         return Path(self.data_cache_dir).expanduser().absolute()
 
 

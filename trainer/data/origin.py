@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Sources of datasets.load_dataset that are kinds of files, not names.
-FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
+from runspec.keys.fields import FILE_SOURCES
+
 JSON_LINES = (".json", ".jsonl")
 TABLES = {".csv": ",", ".tsv": "\t"}
 

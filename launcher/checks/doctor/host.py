@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 from launcher import paths, venv
@@ -34,8 +33,12 @@ def environment() -> list[Finding]:
     if not (root / ".cookbook-setup").is_file():
         words = f"setup.sh did not finish {root}, or did not make it"
         found.append(warning(_VENV, words, _SETUP))
-    installed = {_normal(name): version for name, version in venv.packages().items()}
-    found += _other_versions(root, installed)
+    installed = {venv.plain_name(name): version for name, version in venv.packages().items()}
+    # Another build of torch is what setup.sh --torch is for.
+    if other := sorted(text for name, text in venv.other_versions().items() if name != "torch"):
+        words = f"{root} has other versions than constraints.txt: {', '.join(other[:5])}"
+        words += f" and {len(other) - 5} more" if len(other) > 5 else ""
+        found.append(warning(_VENV, words, _SETUP))
     if missing := [name for name in ("torch", "torchtune", "tensorboard") if name not in installed]:
         found.append(failed(_VENV, f"{root} lacks {', '.join(missing)}", _SETUP))
     if found:
@@ -44,24 +47,6 @@ def environment() -> list[Finding]:
     words = f"{root}: Python {python}, torch {torch} for {f'CUDA {cuda}' if cuda else 'CPUs'}, "
     words += f"TensorBoard {installed['tensorboard']}; all packages as in constraints.txt"
     return [ok(_VENV, words)]
-
-
-def _other_versions(root: Path, installed: dict[str, str]) -> Iterable[Finding]:
-    """Compare with the pins; another build of torch is what setup.sh --torch is for."""
-    text = (paths.REPO_ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;#\n]+)", text, re.MULTILINE)
-    if other := sorted(
-        f"{name} {installed[name]} (pinned {pin})"
-        for name, pin in ((_normal(name), pin) for name, pin in pins)
-        if name != "torch" and installed.get(name, pin).partition("+")[0] != pin
-    ):
-        words = f"{root} has other versions than constraints.txt: {', '.join(other[:5])}"
-        words += f" and {len(other) - 5} more" if len(other) > 5 else ""
-        yield warning(_VENV, words, _SETUP)
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def shared_folder(cluster: Site) -> list[Finding]:
