@@ -147,17 +147,9 @@ def checkpoint_files(checkpointer: dict[str, Any]) -> list[str]:
 
 
 def dataset(context: Context) -> Iterable[Finding]:
-    blocks = [
-        (key, block)
-        for key in ("dataset", "dataset_val")
-        for block in _listed(context.config.get(key))
-        if isinstance(block, dict)
-    ]
     found: list[Finding] = []
     seen: list[Path] = []
-    for key, block in blocks:
-        # What a validation set leaves out is the training set's.
-        whole = {**blocks[0][1], **block} if key == "dataset_val" else block
+    for key, block, whole in dataset_blocks(context.config):
         named = data_files({**whole, "data_files": block.get("data_files")})
         for path in filter(context.here, named):
             seen.append(path)
@@ -179,6 +171,23 @@ def dataset(context: Context) -> Iterable[Finding]:
     if not seen:
         raise Skipped("the data come from the hub, or are only on the nodes")
     return found or [ok("dataset", ", ".join(map(str, seen)))]
+
+
+def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Return each dataset: its key, its block, and the block with what it leaves out.
+
+    What a validation set leaves out is the training set's.
+    """
+    blocks = [
+        (key, block)
+        for key in prepared.BLOCKS
+        for block in _listed(config.get(key))
+        if isinstance(block, dict)
+    ]
+    return [
+        (key, block, {**blocks[0][1], **block} if key == "dataset_val" else block)
+        for key, block in blocks
+    ]
 
 
 def _prepared(key: str, folder: Path) -> Iterator[Finding]:

@@ -95,8 +95,7 @@ def _check_readable(context: Context) -> None:
 
 
 def _blocks(context: Context) -> list[dict[str, Any]]:
-    blocks = (context.config.get(key) for key in ("dataset", "dataset_val"))
-    return [block for block in blocks if isinstance(block, dict)]
+    return [whole for _, _, whole in files.dataset_blocks(context.config)]
 
 
 def _paths(context: Context) -> list[Path]:

@@ -162,3 +162,14 @@ def test_data_of_another_trainer_are_not_shown(check):
     fault = check("--samples", "1", recipe="llama3_1/8B_full_dpo").exception
     assert isinstance(fault, UsageFault)
     assert str(fault).startswith("--samples: 8B_full_dpo starts torchtune:full_dpo_distributed")
+
+
+def test_splits_that_overlap_are_a_fault_before_the_queue(check):
+    """The validation set has the file of the training set, as it names none."""
+    done = check("dataset_val.split=train[50%:]")
+    assert done.exit_code == 1
+    found = f"{'samples':<19} dataset_val: "
+    assert f"failed   {found}shares 208 samples with dataset" in done.output
+    apart = check("dataset.split=train[:50%]", "dataset_val.split=train[50%:]")
+    assert apart.exit_code == 0, apart.output
+    assert f"ok       {found}all 208 samples can be tokenised" in apart.output

@@ -238,16 +238,33 @@ def test_counts_are_of_the_first_thousand(config_of: Any) -> None:
     assert [sample["trained_tokens"] > 0 for sample in found["shown"]] == [False, True]
 
 
+def test_splits_that_share_samples_are_the_fault_that_ends_the_run(config_of: Any) -> None:
+    block, _ = KINDS["instruct"]
+    config = config_of(block, [{"q": f"Warum {n}?", "a": "Darum."} for n in range(40)])
+    overlapping = {**config.dataset, "split": "train[50%:]"}
+    _, (fault,) = previews(dataclasses.replace(config, dataset_val=overlapping), 0)
+    assert fault.startswith("dataset_val: shares 20 samples with dataset (split train[50%:] and ")
+
+
 def test_validation_samples_that_are_trained_are_counted(tmp_path: Path, config_of: Any) -> None:
     block, _ = KINDS["instruct"]
     rows = [{"q": f"Warum {number}?", "a": "Darum."} for number in range(40)]
     config = config_of(block, rows)
-    whole = config.dataset
-    for split, overlap in (("train[50%:]", 20), ("train[:50%]", 0)):
-        training = whole if overlap else {**whole, "split": "train[50%:]"}
-        both = dataclasses.replace(config, dataset=training, dataset_val={**whole, "split": split})
-        (_, validation), faults = previews(both, 0)
+    # Another file, so that no split says it.
+    file = tmp_path / "validation.jsonl"
+    for overlap in (20, 19, 0):
+        own = rows[20 : 20 + overlap]
+        own += [row | {"a": "Wer weiß."} for row in rows[20 + overlap :]]
+        file.write_text("".join(json.dumps(row) + "\n" for row in own))
+        validation = {**config.dataset, "data_files": str(file)}
+        both = dataclasses.replace(config, dataset_val=validation)
+        (_, shown), faults = previews(both, 0)
+        if overlap == len(own):
+            assert [fault.partition(";")[0] for fault in faults] == [
+                "dataset_val: each of its samples is in dataset too"
+            ]
+            continue
         assert faults == []
-        noted = [note for note in validation["notes"] if "are in dataset, too" in note]
+        noted = [note for note in shown["notes"] if "are in dataset, too" in note]
         words = f"{overlap} of its first 20 samples are in dataset, too, so that the validation "
         assert noted == ([f"{words}loss looks better than it is"] if overlap else [])

@@ -19,6 +19,8 @@ from trainer.parallel.world import World
 
 # Enough that reading, which is quick, never makes a GPU wait.
 WORKERS_ON_GPU = 2
+_APART = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
+ALL_SHARED = f"dataset_val: each of its samples is in dataset too; {_APART}"
 
 
 class Row(NamedTuple):
@@ -318,25 +320,36 @@ def _check_overlap(
     config: TrainConfig, world: World, training: TokenisedDataset, validation: TokenisedDataset
 ) -> None:
     """A validation loss over samples that are trained on says nothing."""
-    remedy = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
-    alike = {"split": None, "packed": None}
-    given = (config.dataset, config.dataset_val or {})
-    blocks = [block | alike for block in given]
-    if blocks[0] == blocks[1]:
-        splits = [block.get("split", "train") for block in given]
-        if shared := _shared_samples(splits[0], splits[1], training.split_sizes):
-            raise ConfigError(
-                f"dataset_val: shares {shared:,} samples with dataset "
-                f"(split {splits[1]} and {splits[0]}); {remedy}"
-            )
+    if fault := shared_splits(config, training.split_sizes):
+        raise ConfigError(fault)
     equal = int(np.isin(validation.fingerprints, training.fingerprints).sum())
     if equal == len(validation):
-        raise ConfigError(f"dataset_val: each of its samples is in dataset too; {remedy}")
+        raise ConfigError(ALL_SHARED)
     if equal:
         world.say(
             f"note: dataset_val: {equal:,} of {len(validation):,} samples are the same as "
             "samples of dataset"
         )
+
+
+def shared_splits(config: TrainConfig, sizes: dict[str, int]) -> str | None:
+    """Say what splits of the same data have in common, None if nothing or if that is not known.
+
+    Args:
+        sizes: samples of each split, by its name.
+    """
+    alike = {"split": None, "packed": None}
+    given = (config.dataset, config.dataset_val or {})
+    if given[0] | alike != given[1] | alike:
+        return None
+    splits = [block.get("split", "train") for block in given]
+    shared = _shared_samples(splits[0], splits[1], sizes)
+    if not shared:
+        return None
+    return (
+        f"dataset_val: shares {shared:,} samples with dataset (split {splits[1]} and {splits[0]}); "
+        f"{_APART}"
+    )
 
 
 def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:

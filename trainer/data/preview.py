@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data.batches import Rows, packed_rows
+from trainer.data.batches import ALL_SHARED, Rows, packed_rows, shared_splits
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Piece, Source, omission_notes, open_source, read_block
 from trainer.errors import ConfigError
@@ -76,13 +76,31 @@ def previews(
                 sources.append(source)
             except ConfigError as error:
                 faults += error.faults
-    if len(sources) == 2 and (same := _in_both(*sources)):
-        read = found[1]["read"]
-        found[1]["notes"].append(
-            f"{same:,} of its first {read:,} samples are in dataset, too, so that the validation "
-            "loss looks better than it is"
-        )
+    if len(sources) == 2:
+        training, validation = sources
+        _compare(config, training, validation, found[1], faults)
     return found, faults
+
+
+def _compare(
+    config: TrainConfig,
+    training: Source,
+    validation: Source,
+    shown: dict[str, Any],
+    faults: list[str],
+) -> None:
+    """Append what both hold to `faults`, if it ends the run, or to the notes of `shown`."""
+    if fault := shared_splits(config, training.split_sizes):
+        faults.append(fault)
+        return
+    same = _in_both(training, validation)
+    if same == len(validation):
+        faults.append(ALL_SHARED)
+    elif same:
+        shown["notes"].append(
+            f"{same:,} of its first {shown['read']:,} samples are in dataset, too, so that the "
+            "validation loss looks better than it is"
+        )
 
 
 def _in_both(training: Source, validation: Source) -> int:

@@ -79,6 +79,12 @@ class Source:
         """What the library `datasets` knows of the opened data; None if it did not open them."""
         return getattr(getattr(self._samples, "_data", None), "info", None)
 
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """Samples of each split of the opened data, by its name; empty if that is not known."""
+        splits = getattr(self.info, "splits", None) or {}
+        return {name: split.num_examples for name, split in splits.items()}
+
     def pieces(self, index: int) -> list[Piece]:
         """A sample, as one piece; a text that is longer than a row, as several.
 

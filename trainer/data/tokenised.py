@@ -239,12 +239,11 @@ def _publish(
     samples: Source,
     omissions: dict[str, tuple[int, str]],
 ) -> None:
-    splits = getattr(samples.info, "splits", None) or {}
     meta = {
         "parts": [number for number, _ in parts],
         "highest": max((highest for _, highest in parts), key=lambda pair: pair[0]),
         "omissions": omissions,
-        "split_sizes": {name: split.num_examples for name, split in splits.items()},
+        "split_sizes": samples.split_sizes,
     }
     files.write_json(temporary / META, meta)
     try:
