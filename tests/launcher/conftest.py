@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import paths
 from tests.launcher.kit import FAKE_TOKEN, Kit
 
 
@@ -46,3 +47,14 @@ def slurm_user(slurm, tmp_path) -> Kit:
     """A user with an empty shared folder on the one-host Slurm."""
     env = {key: value for key, value in slurm.env.items() if not key.startswith("COOKBOOK_")}
     return Kit({**env, "COOKBOOK_ROOT": str(tmp_path / "shared")}, tmp_path / "shared")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """The demo's model, with its tokenizer and chat template."""
+    # Imported late: few tests here need torch.
+    from trainer import demo
+
+    folder = tmp_path_factory.mktemp("model") / "demo-llama"
+    demo.make(folder, paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl")
+    return folder

@@ -16,16 +16,8 @@ from launcher.errors import UsageFault
 from launcher.executors import choose
 from launcher.recipes import recipe as recipes
 from launcher.site import Site
-from trainer import demo
 
 QA = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "demo-llama"
-    demo.make(folder, QA)
-    return folder
 
 
 @pytest.fixture

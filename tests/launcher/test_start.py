@@ -17,16 +17,8 @@ from launcher.recipes import recipe as recipes
 from launcher.workflows import start as workflow
 from launcher.workflows.start import _by_steps, _Settings
 from tests.launcher.kit import Kit
-from trainer import demo
 
 QA = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "small-llama"
-    demo.make(folder, QA)
-    return folder
 
 
 @pytest.fixture
