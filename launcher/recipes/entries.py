@@ -17,6 +17,7 @@ from launcher.recipes import stock
 from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, task_faults
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
+from runspec.keys.methods import METHODS
 from runspec.keys.serve import SERVE
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig, notes
@@ -123,7 +124,7 @@ _TORCHTUNE = {
 
 # By name; a name that ends with a colon is followed by what is started: script:train.py
 ENTRIES = {
-    "sft": method("trainer.sft", SftConfig),
+    **{name: method(f"trainer.{name}", config) for name, config in METHODS.items()},
     "eval": Entry(
         keys={**COMMON, **EVAL},
         command=trainer_command("trainer.evaluate"),

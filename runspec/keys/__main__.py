@@ -6,12 +6,10 @@ from collections.abc import Iterable
 from runspec.keys.common import COMMON, SCRIPT
 from runspec.keys.evaluate import EVAL, TASK
 from runspec.keys.key import REQUIRED, Key, keys_of, may_change
+from runspec.keys.methods import METHODS
 from runspec.keys.serve import SERVE
-from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig
 
-# The training methods by their entries; a section has the keys that are a method's own.
-METHODS = {"sft": SftConfig}
 _KNOWN = {**COMMON, **SCRIPT, **EVAL, **TASK, **SERVE}
 for _method in METHODS.values():
     _KNOWN |= _method.keys()

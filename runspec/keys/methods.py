@@ -1,0 +1,9 @@
+"""The training methods of the kit's trainer: the config of each, by the name of its entry.
+
+The module trainer.NAME starts the method NAME.
+"""
+
+from runspec.keys.sft import SftConfig
+from runspec.keys.train import TrainConfig
+
+METHODS: dict[str, type[TrainConfig]] = {"sft": SftConfig}
