@@ -59,6 +59,7 @@ class Trainer:
 
             continued = world.on_all(lambda: adapter.load(self.model, config))
             world.say(f"adapter from {continued}")
+        self.objective.prepare(self.models, self.data)
         trainable, steps = self.model.trainable, self.batches.total_steps
         self.optimizer = world.on_all(lambda: optimizers.build(config.optimizer, trainable))
         self.scheduler = world.on_all(
@@ -144,6 +145,8 @@ class Trainer:
                 self.reporter.count(tokens, flops)
                 if logging or saving:
                     figures = self._figures(sums, targets, norm)
+                if step == 1 and (fault := self.objective.first_step_fault(figures)):
+                    raise ConfigError(fault)
                 if validating:
                     with self.reporter.paused("validating"):
                         figures |= self._validate()

@@ -40,7 +40,7 @@ class Reporter:
         self._progress = Progress(data.training.total_steps, attempt)
         self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
         frozen = [models.teacher] if models.teacher else []
-        if config.has_reference:
+        if config.reference_kind in ("adapter_off", "model"):
             frozen.append(models.reference or models.policy)
         self._frozen = _frozen_line(config, models)
         self._flops = metrics.model_flops(models.policy.module)
@@ -189,9 +189,13 @@ class Reporter:
 def _frozen_line(config: TrainConfig, models: Models) -> list[str]:
     """What is run beside the policy, a line each."""
     found = []
-    if config.has_reference:
+    if kind := config.reference_kind:
+        words = {
+            "adapter_off": "the policy with its adapter off",
+            "log_probs": "log-probabilities of the policy before training, kept with the tokens",
+        }
         own = models.reference and f"frozen, {models.reference.parameter_counts()[1]:,} parameters"
-        found.append(f"reference  {own or 'the policy with its adapter off'}")
+        found.append(f"reference  {own or words[kind]}")
     if models.teacher is not None:
         found.append(f"teacher    frozen, {models.teacher.parameter_counts()[1]:,} parameters")
     return found

@@ -62,7 +62,7 @@ class StepConfig:
     fp8: bool = False  # the products of the blocks' linear layers
     updated_by: str = ""  # the optimizer's component
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
-    keeps_reference: bool = False  # as a second model even if there is an adapter to turn off
+    keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
 
     def faults(self) -> list[str]:
@@ -99,8 +99,7 @@ class StepConfig:
         own = replace(
             self, fp32_master=False, has_reference=False, keeps_reference=False, teacher=None
         )
-        held = self.has_reference and (self.is_full or self.keeps_reference)
-        reference = (own,) if held else ()
+        reference = (own,) if self.keeps_reference else ()
         if self.teacher is None:
             return reference
         teacher = replace(own, shape=self.teacher, method="full", lora_targets=())
@@ -290,6 +289,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
             "tokenizer.max_seq_len=4096, or what your data need"
         )
     layers, method = recomputed(config), entries.of(config).method or TrainConfig
+    reference = method.reference_of(config)
     # In a packed row the documents of a sample share it; else each is a row.
     rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
     folder = config.get(method.teacher_key) if method.teacher_key else None
@@ -317,8 +317,8 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **_adapter(model, shape, faults),
         **_optimizer(_block(config, "optimizer")),
         **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
-        has_reference=method.has_reference,
-        keeps_reference=bool(_block(config, "checkpointer").get("adapter_checkpoint")),
+        has_reference=reference in ("adapter_off", "model"),
+        keeps_reference=reference == "model",
         teacher=shape_of({}, Path(str(folder))) if folder else None,
     )
     if faults := faults + step.faults():

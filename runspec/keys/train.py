@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from runspec import files
+from runspec import adapters, files
 from runspec.keys.fields import (
     CheckpointKeys,
     DataKeys,
@@ -52,8 +52,7 @@ class TrainConfig(
         documents_per_sample: documents that lie together in a batch, such as the two of a pair.
         fused_loss: the loss goes through the output head in chunks (trainer.layers.log_probs); else
             the key `loss` says how.
-        has_reference: the method compares with the policy before training: the policy with its
-            adapter off, or a frozen second model.
+        has_reference: the method compares with the policy before training; see `reference_of`.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
     """
 
@@ -135,6 +134,24 @@ class TrainConfig(
         """The keys that the method adds to those that all methods share."""
         shared = keys_of(TrainConfig)
         return {name: key for name, key in keys_of(cls).items() if name not in shared}
+
+    @classmethod
+    def reference_of(cls, config: Mapping[str, Any]) -> str:
+        """What stands for the policy before training, by a recipe's content.
+
+        adapter_off: the policy with its adapter off; model: a frozen second model; log_probs: its
+        log-probabilities, kept beside the tokens; "": nothing does.
+        """
+        if not cls.has_reference:
+            return ""
+        start = (config.get("checkpointer") or {}).get("adapter_checkpoint")
+        is_new = adapters.name_of(config.get("model") or {}) is not None and not start
+        return "adapter_off" if is_new else "model"
+
+    @property
+    def reference_kind(self) -> str:
+        """As `reference_of` this config."""
+        return self.reference_of(vars(self))
 
     @property
     def model_folder(self) -> Path:

@@ -20,30 +20,32 @@ from trainer.parallel.world import World
 # Enough that reading, which is quick, never makes a GPU wait.
 WORKERS_ON_GPU = 2
 _APART = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
+NONE = np.zeros(0, np.int64)
 ALL_SHARED = f"dataset_val: each of its samples is in dataset too; {_APART}"
 
 
 class Row(NamedTuple):
     """Samples of one packed row, or one sample: its documents as (tokens, trained).
 
-    counted: whether they count. numbers: of the samples.
+    counted: whether they count. samples: their indices.
     """
 
     documents: list[tuple[np.ndarray, np.ndarray]]
     counted: bool
-    numbers: list[float]
+    samples: np.ndarray
 
 
 class Samples(Protocol):
     """Tokenised samples by index: (tokens [n], trained bool [n]) of their documents in turn.
 
     lengths: int64 [samples]. documents: of each document, int64 [samples, documents]. numbers:
-    float64 [samples].
+    float64 [samples]. reference: float32 [samples, documents], see MicroBatch.
     """
 
     lengths: np.ndarray
     documents: np.ndarray
     numbers: np.ndarray
+    reference: np.ndarray | None
 
     def __len__(self) -> int: ...
 
@@ -86,10 +88,13 @@ class Rows(Dataset, Generic[S]):
         return len(self._begins) - 1
 
     def __getitem__(self, index: int) -> Row:
-        row = index if index >= 0 else ~index
-        members = self._order[self._begins[row] : self._begins[row + 1]]
+        members = self.members(index if index >= 0 else ~index)
         found = [document for member in members for document in self._documents(int(member))]
-        return Row(found, index >= 0, self.samples.numbers[members].tolist())
+        return Row(found, index >= 0, members)
+
+    def members(self, row: int) -> np.ndarray:
+        """The indices of the samples in a row."""
+        return self._order[self._begins[row] : self._begins[row + 1]]
 
     def _documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
         tokens, trained = self.samples[index]
@@ -106,9 +111,9 @@ class Rows(Dataset, Generic[S]):
     def collate(self, rows: list[Row]) -> MicroBatch:
         """A batch of rows. The last token of a document never predicts the next one's first."""
         packed = self.length is not None
-        numbered = [number for row in rows if row.counted for number in row.numbers]
+        samples = np.concatenate([row.samples for row in rows if row.counted] or [NONE])
         if not packed:
-            rows = [Row([own], row.counted, []) for row in rows for own in row.documents]
+            rows = [Row([own], row.counted, NONE) for row in rows for own in row.documents]
         longest = self.length or max(len(tokens) for row in rows for tokens, _ in row.documents)
         shape = len(rows), longest + -longest % self._multiple
         tokens = np.full(shape, self._pad_id, dtype=np.int64)
@@ -136,6 +141,7 @@ class Rows(Dataset, Generic[S]):
         documents = Documents(torch.from_numpy(numbers), torch.from_numpy(offsets))
         trained_at = np.flatnonzero(labels != IGNORE_INDEX)
         counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
+        reference = self.samples.reference
         return MicroBatch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
@@ -144,13 +150,19 @@ class Rows(Dataset, Generic[S]):
                 numbers.ravel()[trained_at] + np.asarray(firsts)[trained_at // shape[1]]
             ),
             documents_per_sample=self.samples.documents.shape[1],
-            numbers=torch.tensor(numbered),
+            samples=torch.from_numpy(samples),
+            numbers=_fp32(self.samples.numbers[samples]),
+            reference=None if reference is None else _fp32(reference[samples]),
             token_count=sum(counted),
             target_count=len(trained_at),
             lengths=tuple(counted),
             positions=torch.from_numpy(positions) if packed else None,
             documents=documents if packed else None,
         )
+
+
+def _fp32(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))
 
 
 class Batches:

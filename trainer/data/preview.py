@@ -36,6 +36,7 @@ class FirstSamples:
         self.lengths = np.array([len(piece.tokens) for piece in pieces], dtype=np.int64)
         self.documents = np.array([piece.lengths for piece in pieces], dtype=np.int64)
         self.numbers = np.array([piece.number for piece in pieces])
+        self.reference: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -70,8 +71,8 @@ def previews(
         block = getattr(config, key)
         if block is not None:
             try:
-                limit = form.limit(block, config.tokenizer.get("max_seq_len"))
-                source = open_source(key, read_block(block, form), tokenizer, form, limit)
+                share = form.share(block)
+                source = open_source(key, read_block(block, form), tokenizer, form, share)
                 found.append(_preview(source, config, block, tokenizer, count, faults))
                 sources.append(source)
             except ConfigError as error:

@@ -69,6 +69,11 @@ class HuggingFaceTokenizer:
         self._ends = _ids(_model_settings(folder), "eos_token_id") | own
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether it can tokenise messages."""
+        return self._template is not None
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -135,11 +135,23 @@ class Objective(ABC):
         """
         chunks, config = self.world.on_all(lambda: self.output_chunks), self.config
         policy, reference, teacher = builder.policy(chunks), None, None
-        if config.has_reference:
-            reference = builder.reference(policy, chunks)
+        if config.reference_kind == "model":
+            reference = builder.reference(chunks)
         if config.teacher_key:
             teacher = builder.teacher(getattr(config, config.teacher_key), chunks)
         return Models(policy, reference, teacher, dict(builder.fingerprints))
+
+    def prepare(  # noqa: B027, most methods have nothing to do
+        self, models: Models, data: Data
+    ) -> None:
+        """What is done once before training, when the models have the weights they begin with.
+
+        All ranks call this together, at every start, before a checkpoint is loaded.
+        """
+
+    def first_step_fault(self, figures: Mapping[str, float | None]) -> str | None:
+        """What is wrong if the first step, before its update, has such figures."""
+        return None
 
     @abstractmethod
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:

@@ -45,7 +45,7 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
     Raises:
         ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
     """
-    path = _file(config.checkpointer["adapter_checkpoint"], config.model_folder)
+    path = file_of(config)
     if model.adapter is None:
         raise ConfigError(
             f"{KEY}: the model has no adapter; set model.lora_rank or model.adapter, or "
@@ -79,8 +79,12 @@ def _settings(file: Path) -> dict[str, Any] | None:
     return content
 
 
-def _file(named: str, model_folder: Path) -> Path:
-    """The adapter's file; a relative path counts from here, then from checkpoint_dir."""
+def file_of(config: TrainConfig) -> Path:
+    """The adapter's file that the config names.
+
+    A relative path counts from here, then from checkpoint_dir. Raises ConfigError if it is missing.
+    """
+    named, model_folder = config.checkpointer["adapter_checkpoint"], config.model_folder
     given = Path(named).expanduser()
     path = next((p for p in (given, model_folder / given) if p.exists()), None)
     if path is None:
