@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from benchmarks import preference
 from tests.trainer.runs import (
     assert_same_curve,
     finish,
@@ -106,4 +107,29 @@ def test_every_layout_and_reference_gives_the_same_run(name: str, root: Path) ->
     assert_same_curve(root / name, wanted, 2e-5, 1e-4)
     for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
         for figure in ("rewards/margins", "logps/chosen", "val_rewards/margins", "val_loss"):
-            assert own.get(figure) == pytest.approx(other.get(figure), rel=2e-5, abs=2e-5)
+            assert (figure in own) == (figure in other)
+            assert own.get(figure, 0) == pytest.approx(other.get(figure, 0), rel=2e-5, abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What benchmarks.preference gave TRL: model, adapter, pairs and labelled answers."""
+    folder = tmp_path_factory.mktemp("trl")
+    model = preference.make_model(folder / "model")
+    preference.make_adapter(folder / "adapter", model)
+    preference.write_pairs(folder / "pairs.jsonl")
+    preference.write_labelled(folder / "labelled.jsonl")
+    return folder
+
+
+@pytest.mark.parametrize("name", json.loads(preference.CURVES.read_text())["losses"])
+def test_its_curves_are_those_of_trl(name: str, texts: Path, tmp_path: Path) -> None:
+    """20 steps in fp32; python -m benchmarks.preference curves writes TRL's."""
+    method, _, kind = name.partition("-")
+    data = texts / ("labelled.jsonl" if method == "kto" else "pairs.jsonl")
+    adapter = texts / "adapter" if kind == "lora" else None
+    path = preference.our_config(tmp_path, texts / "model", data, method, adapter)
+    finish(start(path, 1, module="trainer.kto" if method == "kto" else "trainer.dpo"))
+    wanted = json.loads(preference.CURVES.read_text())["losses"][name]
+    losses = [row["loss"] for row in metrics(tmp_path)]
+    assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)

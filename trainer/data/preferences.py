@@ -205,8 +205,8 @@ class UnpairedPreferenceDataset(Preferences):
     """Single answers: `prompt`, `completion`, and `label`, true for a desirable one.
 
     Pairs of `chosen` and `rejected` are taken, too: each is two samples. Beside its own answer a
-    sample has that of the next record, which does not belong to its prompt: KTO measures by these
-    how far policy and reference are apart.
+    sample has that of the record before it, which does not belong to its prompt: KTO measures by
+    these how far policy and reference are apart.
 
     Args:
         column_map, source, split, filter_fn: see PreferenceDataset.
@@ -228,11 +228,11 @@ class UnpairedPreferenceDataset(Preferences):
     def __getitem__(self, index: int) -> dict[str, Any]:
         count = len(self._data)
         row, own, desirable = self._single(index)
-        other = self._single((index + (2 if self._are_pairs else 1)) % len(self))[1]
+        other = self._single((index - (2 if self._are_pairs else 1)) % len(self))[1]
         if count < 2:
             raise ConfigError("there is one record; this method needs at least two")
         tokens, labels = self._documents(own, row, "given")
-        kl_tokens, kl_labels = self._documents(Answer(own.prompt, other.answer), row, "next")
+        kl_tokens, kl_labels = self._documents(Answer(own.prompt, other.answer), row, "other")
         return {
             "tokens": tokens,
             "labels": labels,
