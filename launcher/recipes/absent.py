@@ -9,11 +9,11 @@ _TRL = f"TRL in {_SCRIPT}"
 
 # Entries by the names that other tools give to their methods.
 ENTRIES = {
-    "dpo": f"preference tuning: use entry: torchtune:lora_dpo_distributed, or {_TRL}",
     "ppo": f"reinforcement learning: use {_TRL}",
     "grpo": f"reinforcement learning: use {_TRL}",
-    "kto": f"preference tuning on single answers: use {_TRL}",
-    "orpo": f"preference tuning: use entry: torchtune:lora_dpo_distributed, or {_TRL}",
+    "orpo": "entry of its own for ORPO: use entry: dpo with loss: orpo",
+    "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
+    "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
     "reward": f"reward models: use {_TRL}",
     "distill": "distillation: use entry: torchtune:knowledge_distillation_distributed",
     "kd": "distillation: use entry: torchtune:knowledge_distillation_distributed",

@@ -49,6 +49,7 @@ class DpoConfig(PreferenceConfig):
     """Preference tuning on pairs of a chosen and a rejected answer."""
 
     objective: ClassVar[str] = "trainer.objectives.dpo.PreferenceTuning"
+    pairs: ClassVar[str] = "trainer.data.preferences.PreferenceDataset"
 
     loss: str = setting(
         "dpo | ipo | hinge | simpo | orpo",
@@ -77,6 +78,7 @@ class KtoConfig(PreferenceConfig):
     """Preference tuning on single answers, each labelled as desirable or not."""
 
     objective: ClassVar[str] = "trainer.objectives.kto.UnpairedPreferenceTuning"
+    pairs: ClassVar[str] = "trainer.data.preferences.UnpairedPreferenceDataset"
 
     desirable_weight: float = setting("rate", "Weight of desirable answers in the loss.", 1.0)
     undesirable_weight: float = setting("rate", "Weight of undesirable answers in the loss.", 1.0)

@@ -53,6 +53,8 @@ class TrainConfig(
         fused_loss: the loss goes through the output head in chunks (trainer.layers.log_probs); else
             the key `loss` says how.
         has_reference: the method compares with the policy before training; see `reference_of`.
+        pairs: the component that reads preferences from a file of the user's own; "" for a method
+            that does not train on them.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
     """
 
@@ -60,6 +62,7 @@ class TrainConfig(
     documents_per_sample: ClassVar[int] = 1
     fused_loss: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False
+    pairs: ClassVar[str] = ""
     teacher_key: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (

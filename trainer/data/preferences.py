@@ -36,7 +36,12 @@ class Preferences:
 
     Args:
         tokenizer: of the model's folder.
-        columns: the names of the columns in use, by `names`.
+        column_map: other names of the columns in `names`, such as {chosen: better}.
+        drop_invalid: leave out and count records that cannot be used; else they are faults.
+        source, split, filter_fn: as those of torchtune's datasets; the rest goes to load_dataset.
+
+    Raises:
+        ConfigError: another tokenizer, or an unknown name in column_map.
     """
 
     names: tuple[str, ...] = ()
@@ -48,6 +53,7 @@ class Preferences:
         source: str,
         column_map: Mapping[str, str] | None = None,
         split: str = "train",
+        drop_invalid: bool = False,
         filter_fn: Callable[..., bool] | None = None,
         **load_dataset_kwargs: Any,
     ) -> None:
@@ -63,6 +69,8 @@ class Preferences:
             raise ConfigError(f"dataset.column_map: unknown {', '.join(unknown)}; known: {known}")
         self._columns = {name: name for name in self.names} | dict(column_map or {})
         self._tokenizer = tokenizer
+        # Read by trainer.data.source.
+        self.drop_invalid = drop_invalid
         rows = load_dataset(source, split=split, **load_dataset_kwargs)
         self._data = rows if filter_fn is None else rows.filter(filter_fn)
 
@@ -128,11 +136,13 @@ class Preferences:
             chosen, rejected = _best_and_worst(self._value(row, "completions"))
         else:
             chosen, rejected = self._required(row, "chosen", "rejected")
+        if chosen == rejected:
+            raise ConfigError(SAME)
+        if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+            return _split_texts(chosen, rejected)
         first, second = (self._answer(prompt, each) for each in (chosen, rejected))
         if isinstance(first.answer, str):
-            if first.answer == second.answer:
-                raise ConfigError(SAME)
-            return _split_texts(chosen, rejected) if prompt is None else (first, second)
+            return first, second
         turns, others = ([*each.prompt, *each.answer] for each in (first, second))
         if turns == others:
             raise ConfigError(SAME)
@@ -145,10 +155,6 @@ class PreferenceDataset(Preferences):
 
     A record has `chosen` and `rejected`, and a `prompt` unless these are whole conversations; or a
     `prompt` and `completions`, each with a `rank`, of which the best and the worst are the pair.
-
-    Args:
-        column_map: other names of these columns, such as {chosen: better}.
-        source, split, filter_fn: as those of torchtune's datasets; the rest goes to load_dataset.
     """
 
     names = PAIR_COLUMNS
@@ -207,9 +213,6 @@ class UnpairedPreferenceDataset(Preferences):
     Pairs of `chosen` and `rejected` are taken, too: each is two samples. Beside its own answer a
     sample has that of the record before it, which does not belong to its prompt: KTO measures by
     these how far policy and reference are apart.
-
-    Args:
-        column_map, source, split, filter_fn: see PreferenceDataset.
     """
 
     names = SINGLE_COLUMNS

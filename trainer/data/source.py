@@ -90,8 +90,8 @@ class Source:
     def pieces(self, index: int) -> list[Piece]:
         """A sample, as one piece; a text that is longer than a row, as several.
 
-        None for a sample of several documents, if one of them has no answer left once it is cut;
-        `omissions` counts it.
+        None for a sample of several documents of which one has no answer left once it is cut, and
+        for one that cannot be used, if the dataset has drop_invalid; `omissions` counts them.
 
         Each token of a text is trained once: a further piece begins with the last token of the one
         before it, which is not trained again, so that its first new token is predicted from one.
@@ -119,7 +119,14 @@ class Source:
             left_out = length - sum(len(tokens) for tokens, _ in cut)
             return [_piece(cut, left_out, number)]
         except ConfigError as error:
-            raise ConfigError(f"{self.key}: {self.origin(index)}: {error}") from error
+            droppable = getattr(self._samples, "drop_invalid", None)
+            if droppable:
+                self._omitted(str(error), index)
+                return []
+            remedy = (
+                "" if droppable is None else f"; or leave such out: {self.key}.drop_invalid=True"
+            )
+            raise ConfigError(f"{self.key}: {self.origin(index)}: {error}{remedy}") from error
 
     def origin(self, index: int) -> str:
         """Where a sample comes from: file and line, or source, split and index."""

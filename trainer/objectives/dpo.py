@@ -21,7 +21,7 @@ PAIRS = SampleForm(
         ("chosen_input_ids", "chosen_labels"),
         ("rejected_input_ids", "rejected_labels"),
     ),
-    preferences="trainer.data.preferences.PreferenceDataset",
+    preferences=DpoConfig.pairs,
 )
 
 

@@ -33,7 +33,7 @@ class UnpairedPreferenceTuning(PreferenceObjective):
     form: ClassVar[SampleForm] = SampleForm(
         documents=(("tokens", "labels"), ("kl_tokens", "kl_labels")),
         number="desirable",
-        preferences="trainer.data.preferences.UnpairedPreferenceDataset",
+        preferences=KtoConfig.pairs,
     )
 
     @classmethod
