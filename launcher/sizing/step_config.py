@@ -62,6 +62,7 @@ class StepConfig:
     fp8: bool = False  # the products of the blocks' linear layers
     updated_by: str = ""  # the optimizer's component
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
+    keeps_log_probs: bool = False  # of the reference, computed once before the first step
     keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
 
@@ -238,6 +239,8 @@ class StepConfig:
 class TokenFlops:
     """FLOPs per token, every position trained: of a layer on average, of the output, of all.
 
+    once: of the pass over the data before the first step, which is in none of the others.
+
     A query sees half of the row on average, or of the window.
     """
 
@@ -252,6 +255,7 @@ class TokenFlops:
         self.backward = (both.token + attention) / layers - self.forward
         self.recomputed = step.recomputed_share * self.forward
         self.output = both.target
+        self.once = _forward(step.shape, length) if step.keeps_log_probs else 0.0
         self.frozen = sum(_forward(shape, length) for shape in step.frozen_passes)
         self.model = both.of(1, 1) + attention + self.frozen
         self.hardware = self.model + layers * self.recomputed
@@ -318,6 +322,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **_optimizer(_block(config, "optimizer")),
         **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
         has_reference=reference in ("adapter_off", "model"),
+        keeps_log_probs=reference == "log_probs",
         keeps_reference=reference == "model",
         teacher=shape_of({}, Path(str(folder))) if folder else None,
     )
