@@ -196,6 +196,23 @@ def test_a_checked_recipe_with_one_more_number_is_checked_again(demo_model: Path
     assert one.state == "failed" and "run_val_every_n_steps: needs dataset_val" in one.words
 
 
+def test_a_dataset_of_the_hub_that_is_not_downloaded_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path))
+    (one,) = found("dataset", "llama8b_lora", [])
+    assert one.state == "warning"
+    assert (
+        f"HuggingFaceH4/ultrachat_200k of the Hub is not in the cache ({tmp_path}/hf)" in one.words
+    )
+    assert one.remedy.startswith("cookbook download llama8b_lora, or let the job download it, if")
+    offline = cluster.Site(environment={"HF_HUB_OFFLINE": "1"})
+    (one,) = found("dataset", "llama8b_lora", ["dataset.source=ours/chats"], offline)
+    assert one.state == "failed" and "ours/chats of the Hub is not in the cache" in one.words
+    assert one.remedy == "cookbook download llama8b_lora hub.dataset=ours/chats"
+    (tmp_path / "hf/hub/datasets--HuggingFaceH4--ultrachat_200k/snapshots/1").mkdir(parents=True)
+    (one,) = found("dataset", "llama8b_lora", [], offline)
+    assert one.state == "skipped"
+
+
 def test_a_changed_component_of_ones_own_is_checked_again(tmp_path: Path, monkeypatch):
     file = tmp_path / "own_losses" / "loss.py"
     file.parent.mkdir()

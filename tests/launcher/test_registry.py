@@ -204,7 +204,7 @@ def test_a_champion_whose_files_were_replaced_is_no_measure(site):
 
 
 def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
-    run, told = finished_run(site.root, 21), []
+    run, told = finished_run(site.root, 8), []
     workflow.register(site, models.resolve(site, run.name), "faq", copy=False)
     default = Path("configs/gates/default.yaml")
     made = workflow.promote(site, "faq", "champion", None, default, None, told.append)
@@ -214,7 +214,7 @@ def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
     assert told[0].startswith("not applicable  slurm_qa.likelihood: faq v1 has no evaluation of ")
     assert "passed  size" in told[2] and told[3].startswith("note: no gate has judged the answers")
     # An evaluation that does not count is no reason to pass.
-    again = finished_run(site.root, 22)
+    again = finished_run(site.root, 9)
     workflow.register(site, models.resolve(site, again.name), "faq", copy=False)
     evaluated(again, 1.0, suite="slurm_qa")
     with pytest.raises(GateFault, match="does not count: its samples are others"):
