@@ -13,6 +13,7 @@ from runspec.files import read_json_or_none, sha256
 from runspec.keys.fields import FILE_SOURCES
 
 _AGAIN = "download it again"
+_MEDIA = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
 # Variables with which the libraries of the Hub do not ask it.
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
@@ -158,6 +159,10 @@ def dataset(context: Context) -> Iterable[Finding]:
             if why := unreadable(path) or _unfit(path, whole):
                 remedy = f"fix the path or the file, or set {key}.data_files="
                 found.append(failed("dataset", f"{key}.data_files {path} {why}", remedy))
+            elif media := _media(path, whole):
+                words = f"{key}.data_files {path} has the column {media}, which is not trained"
+                remedy = "only text can be trained: for pictures and sound use axolotl or NeMo "
+                found.append(warning("dataset", words, f"{remedy}Automodel"))
         if block.get("_component_") == prepared.COMPONENT:
             folder = Path(str(block.get("data_dir")))
             seen.append(folder)
@@ -261,6 +266,21 @@ def on_hub(block: dict[str, Any]) -> bool:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _media(path: Path, block: dict[str, Any]) -> str | None:
+    """Return the column of pictures, sound or video in a file of JSON lines or CSV, if any."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            first = next((line for line in file if line.strip()), "")
+        if path.suffix == ".csv":
+            columns = [name.strip('" ') for name in first.strip().split(str(block.get("sep", ",")))]
+        else:
+            row = json.loads(first) if path.suffix == ".jsonl" else {}
+            columns = [name for name, value in row.items() if value]
+    except (OSError, ValueError, AttributeError):
+        return None
+    return next((name for name in columns if name.lower() in _MEDIA), None)
 
 
 def _unfit(path: Path, block: dict[str, Any]) -> str | None:

@@ -213,6 +213,25 @@ def test_a_dataset_of_the_hub_that_is_not_downloaded_is_named(tmp_path, monkeypa
     assert one.state == "skipped"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "column"),
+    [
+        ("a.jsonl", '{"question": "?", "answer": "!", "images": ["a.png"]}\n', "images"),
+        ("a.jsonl", '{"question": "?", "answer": "!", "images": []}\n', None),
+        ("a.csv", 'question,answer,"Image"\n?,!,a.png\n', "Image"),
+        ("a.csv", "question,answer\n?,!\n", None),
+    ],
+)
+def test_pictures_in_the_data_are_said_not_to_be_trained(tmp_path, name, text, column):
+    (tmp_path / name).write_text(text)
+    (one,) = [*found("dataset", "demo", [f"dataset.data_files={tmp_path / name}"])][:1]
+    if column is None:
+        assert one.state == "ok"
+        return
+    assert one.state == "warning" and f"has the column {column}, which is not trained" in one.words
+    assert one.remedy.endswith("for pictures and sound use axolotl or NeMo Automodel")
+
+
 def test_a_changed_component_of_ones_own_is_checked_again(tmp_path: Path, monkeypatch):
     file = tmp_path / "own_losses" / "loss.py"
     file.parent.mkdir()
