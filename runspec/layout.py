@@ -211,7 +211,8 @@ class StepFacts:
         if self.longest is not None and self.length > self.longest:
             yield (
                 f"tokenizer.max_seq_len: {self.length} is more than the model's {self.longest}; "
-                f"set tokenizer.max_seq_len={self.longest}"
+                f"set tokenizer.max_seq_len={self.longest}. Extending a context (rope scaling) is "
+                "not supported: axolotl does it"
             )
 
     def _optimizer_faults(self) -> Iterator[str]:

@@ -52,6 +52,7 @@ def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> No
             {"optimizer": {"lrr": 1}},
             "optimizer: torch.optim.AdamW does not take this: got",
         ),
+        ({"optimizer": {"Lr": 1}}, "got an unexpected keyword argument 'Lr' (did you mean lr?)"),
         ({"optimizer": {"_component_": "torch.optim.AdamWW"}}, "did you mean AdamW?"),
         ({"model": {"num_layer": 3}}, "model: torchtune.models.llama3.llama3 does not take this"),
         ({"model": {"num_heads": 3}}, "model: torchtune.models.llama3.llama3 refused its arg"),
