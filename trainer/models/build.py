@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from runspec.adapters import LORA, is_built_in, own_adapters
+from runspec.description import family_of
 from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
@@ -202,6 +203,7 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
         if "quantize_base" in inspect.signature(builder).parameters:
             plain["quantize_base"] = False
         model = _adopted(instantiate("model", plain), block)
+    model.family = family_of(block, folder)
     _add_adapter(model, block, kind)
     if quantised:
         _quantise(model)
@@ -274,6 +276,8 @@ def fitting(
     hf_config = weights.read_hf_config(config.model_folder / "config.json")
     module = empty(config)
     faults = module.fit(hf_config, config)
+    if module.adapter is not None:
+        faults += module.adapter.fit(module, config)
     names = dict(module.named_modules())
     faults += [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -282,7 +286,7 @@ def fitting(
     ]
     faults += layout_faults(module, config)
     if data_faults is not None:
-        faults += data_faults(module.vocab_size, module.max_seq_len)
+        faults += data_faults(module.vocab_size, module.longest_document)
     faults += weights.mismatches(module, source, config.model_folder)
     if faults:
         raise ConfigError(*faults)

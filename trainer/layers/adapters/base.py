@@ -21,12 +21,16 @@ from trainer.errors import ConfigError
 from trainer.parallel.sharded import full_tensor
 
 if TYPE_CHECKING:
+    from trainer.config import TrainConfig
     from trainer.models.decoder import Decoder
 
 # By name, the class of each kind that is the trainer's own.
 BUILT_IN = {
     "lora": "trainer.layers.adapters.lora.LoRA",
     "dora": "trainer.layers.adapters.lora.DoRA",
+    "ia3": "trainer.layers.adapters.ia3.IA3",
+    "prompt": "trainer.layers.adapters.prompt.Prompt",
+    "prefix": "trainer.layers.adapters.prefix.Prefix",
 }
 PEFT_PREFIX = "base_model.model."
 # By tensor of the hub, the base parameters in its rows: trainer.storage.weights.hub_tensors.
@@ -123,6 +127,18 @@ class AdapterKind(ABC):
     @abstractmethod
     def add(self, model: "Decoder") -> None:
         """Add the parameters to a model on the meta device; raises ConfigError if it cannot."""
+
+    def fit(self, model: "Decoder", config: "TrainConfig") -> list[str]:
+        """Read what the rest of the config says of it; return what does not fit, a line each.
+
+        It is called once, on the meta device, before the model is laid out.
+        """
+        return []
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Positions that it takes before each document."""
+        return dict(self.declared.numbers(self.settings)).get(adapters.NUM_VIRTUAL, 0)
 
     @abstractmethod
     def first_value(
