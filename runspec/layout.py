@@ -118,6 +118,7 @@ class StepFacts:
         vectors: what is trained is not matrices only, as in full fine-tuning and DoRA.
         dropout: of adapters. quantised: the base is in NF4.
         length: of a row, and longest: positions up to which the model computes as it was trained.
+        virtual: tokens that an adapter puts before each document, of which one may fill a row.
         optimizer: its component.
     """
 
@@ -135,6 +136,7 @@ class StepFacts:
     fp32: bool = False
     length: int = 0
     longest: int | None = None
+    virtual: int = 0
     optimizer: str = ""
 
     def faults(self) -> list[str]:
@@ -208,11 +210,15 @@ class StepFacts:
                 )
 
     def _length_faults(self) -> Iterator[str]:
-        if self.longest is not None and self.length > self.longest:
-            yield (
-                f"tokenizer.max_seq_len: {self.length} is more than the model's {self.longest}; "
-                f"set tokenizer.max_seq_len={self.longest}"
-            )
+        if self.longest is None or self.length + self.virtual <= self.longest:
+            return
+        room, before = self.longest - self.virtual, ""
+        if self.virtual:
+            before = f" behind {self.virtual} virtual tokens (model.num_virtual_tokens)"
+        yield (
+            f"tokenizer.max_seq_len: {self.length}{before} is more than the model's "
+            f"{self.longest}; set tokenizer.max_seq_len={max(room, 1)}"
+        )
 
     def _optimizer_faults(self) -> Iterator[str]:
         name, others = self.optimizer, "use torch.optim.AdamW or torchao.optim.AdamW8bit"

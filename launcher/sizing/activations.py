@@ -73,7 +73,7 @@ def _inputs(step: StepConfig, block: Block) -> int:
     """Numbers per token that attention's first matrices read: the hidden state once, latents."""
     read: dict[str, int] = {}
     for name, matrix in block.of("attention", "column", "fused", "replicated"):
-        if step.is_full or name in step.lora_targets:
+        if step.needs_input(name):
             read["" if matrix.inputs == step.shape.dim else name] = matrix.inputs
     return sum(read.values())
 
@@ -152,7 +152,9 @@ def _saved_by_adapters(step: StepConfig, block: Block) -> float:
         if step.dropout and matrix.role != "expert":
             saved += (1 + e) * t * matrix.inputs / (tp if by_row else 1)
         for sizes in kind.saved_of(*matrix.owners):
-            if sizes != ("out",):
+            if sizes == ("in",):
+                saved += e * t * matrix.inputs / (tp if by_row else 1)
+            elif sizes != ("out",):
                 rows = expert_rows(step, block) if matrix.role == "expert" else t
                 saved += e * rows * step.adapter_size(sizes, {}, block)
             elif not (step.compiled and matrix.part == "mlp"):
@@ -207,7 +209,7 @@ def saved_products(step: StepConfig, block: Block) -> float:
         if matrix.role == "expert":
             rows = expert_rows(step, block)
         kept += e * rows * width
-        if name in step.lora_targets:
+        if name in step.lora_targets and step.lora_rank:
             kept += e * rows * (width + step.lora_rank)
     if tp == 1:
         return kept

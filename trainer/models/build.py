@@ -108,6 +108,8 @@ def lay_out(
         frozen: nothing of it is trained.
     """
     freeze_base(module)
+    if module.adapter is not None:
+        module.adapter.row_multiple = config.row_multiple
     if frozen:
         module.requires_grad_(False)
     if not config.train_router:

@@ -114,12 +114,14 @@ class AdapterKind(ABC):
 
     Attributes:
         declared: what it is as data; a class of your own writes it with literals only.
+        row_multiple: what the length of every row must be divisible by.
 
     Args:
         settings: the model block's values of `declared.keys`, those that are given.
     """
 
     declared: ClassVar[Adapter]
+    row_multiple: int = 1
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings

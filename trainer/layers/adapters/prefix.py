@@ -45,7 +45,6 @@ class Prefix(AdapterKind):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
         self._text: list[int] = []
-        self._multiple = 1
         self._found: dict[str, torch.Tensor] = {}
 
     def add(self, model: "Decoder") -> None:
@@ -89,7 +88,6 @@ class Prefix(AdapterKind):
 
     def fit(self, model: "Decoder", config: "TrainConfig") -> list[str]:
         """Read the text that it begins as."""
-        self._multiple = config.row_multiple
         if self.settings.get("prefix_init", virtual.TEXT) == virtual.TEXT:
             self._text = virtual.text_ids(self, config)
         return virtual.faults(self, model, config)
@@ -111,7 +109,7 @@ class Prefix(AdapterKind):
         if device.type == "cpu" and torch.cuda.is_available() and _on_gpu(model):
             device = torch.device("cuda")
         count = self.virtual_tokens
-        length = count + -count % self._multiple
+        length = count + -count % self.row_multiple
         tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
         tokens[0, :count] = torch.tensor(self._text, device=device)
         found: dict[str, torch.Tensor] = {}

@@ -36,7 +36,6 @@ class Prompt(AdapterKind):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
         self._text: list[int] = []
-        self._multiple = 1
         # Of the pass that runs: the tokens with virtual ones, where the real ones are in the
         # flattened batch, and their shape; None while it is off.
         self._ids: torch.Tensor | None = None
@@ -77,7 +76,7 @@ class Prompt(AdapterKind):
             self._real = slice(self.virtual_tokens, self.virtual_tokens + tokens.shape[1])
             return (self._ids, *args[1:]), kwargs
         places = virtual.Places.of(documents.cu_seqlens, tokens.numel(), self.virtual_tokens)
-        filling = -(places.virtual.numel() + tokens.numel()) % self._multiple
+        filling = -(places.virtual.numel() + tokens.numel()) % self.row_multiple
         ids = F.pad(places.joined(own + self._vocabulary, tokens.flatten()), (0, filling))
         self._ids, self._real, bounds = ids[None], places.real, places.bounds
         if filling:
@@ -87,7 +86,7 @@ class Prompt(AdapterKind):
         return (self._ids, *args[1:]), kwargs | position
 
     def _filling(self, length: int) -> int:
-        return -(length + self.virtual_tokens) % self._multiple
+        return -(length + self.virtual_tokens) % self.row_multiple
 
     @staticmethod
     def _positions(bounds: torch.Tensor, length: int) -> dict[str, Any]:
@@ -123,7 +122,6 @@ class Prompt(AdapterKind):
 
     def fit(self, model: "Decoder", config: "TrainConfig") -> list[str]:
         """Read the text that it begins as."""
-        self._multiple = config.row_multiple
         if self.settings.get("prompt_init", virtual.TEXT) == virtual.TEXT:
             self._text = virtual.text_ids(self, config)
         return virtual.faults(self, model, config)
