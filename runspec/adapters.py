@@ -138,14 +138,18 @@ def virtual_tokens(model: Mapping[str, Any]) -> int:
     return dict(kind.numbers(model)).get(NUM_VIRTUAL, 0) if kind else 0
 
 
+# What transformers and torchtune call the last layer of an MLP.
+MLP_LAST = ("down_proj", "w2")
+
+
 def ia3_targets(family: str) -> tuple[str, ...]:
     """The layers that have (IA)3 by default in a model of this model_type, as PEFT has them.
 
-    Names are the last part of transformers' or torchtune's, which calls the last layer of an MLP
-    w2 (peft.utils.constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING).
+    Names are the last part of transformers' or torchtune's
+    (peft.utils.constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING).
     """
     first = "q_proj" if family.startswith(("gemma", "llama4", "phi", "qwen")) else "k_proj"
-    return (first, "v_proj", "down_proj", "w2")
+    return (first, "v_proj", *MLP_LAST)
 
 
 def is_built_in(model: Mapping[str, Any]) -> bool:

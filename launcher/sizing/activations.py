@@ -149,17 +149,20 @@ def _saved_by_adapters(step: StepConfig, block: Block) -> float:
     saved = sum(own * step.adapter_size(sizes, {}, block) for sizes in kind.saved_of("block"))
     for _, matrix in step.adapted(block):
         tp, by_row = step.split_of(matrix), matrix.role == "row"
+        width = matrix.inputs / (tp if by_row else 1)
         if step.dropout and matrix.role != "expert":
-            saved += (1 + e) * t * matrix.inputs / (tp if by_row else 1)
+            saved += (1 + e) * t * width
+        # What compiled layers compute again: the product before an MLP's last matrix, and its sum.
+        remade = step.compiled and matrix.part == "mlp"
         for sizes in kind.saved_of(*matrix.owners):
             if sizes == ("in",):
-                saved += e * t * matrix.inputs / (tp if by_row else 1)
-            elif sizes != ("out",):
+                saved += 0 if remade else e * t * width
+            elif sizes == ("out",):
+                # The sum that is scaled; a matrix split by rows has a share of all of it.
+                saved += 0 if remade else e * t * matrix.outputs / (1 if by_row else tp)
+            else:
                 rows = expert_rows(step, block) if matrix.role == "expert" else t
                 saved += e * rows * step.adapter_size(sizes, {}, block)
-            elif not (step.compiled and matrix.part == "mlp"):
-                # The sum that is scaled; a matrix split by rows has a share of all of it.
-                saved += e * t * matrix.outputs / (1 if by_row else tp)
     return saved
 
 

@@ -281,7 +281,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     hfu = f" ({100 * mfu * more:.0f} % HFU, with recomputation)" if more > 1 else ""
     cost = "" if estimate.cost is None else f", {estimate.cost:,.2f} {estimate.currency}".rstrip()
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
-    merged = step.adapter is None or step.adapter.merges
+    exported = "merged model" if step.adapter is None or step.adapter.merges else "adapter"
     yield (
         f"\nTime at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured\n"
         f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"
@@ -289,7 +289,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
         f"  {'of':<20} {estimate.tokens_are}\n"
         "Disk\n"
         f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
-        f"  {'export':<20} {_size(export_bytes(step))}, the {'merged model' if merged else 'adapter'}"
+        f"  {'export':<20} {_size(export_bytes(step))}, the {exported}"
     )
 
 

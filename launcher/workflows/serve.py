@@ -169,7 +169,11 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
         return []
     kind = adapter.get("peft_type") or adapters.LORA.peft_type
     if kind != adapters.LORA.peft_type:
-        return [f"{folder}: engine={engine} serves no {kind} adapters; set engine=transformers"]
+        merged = ", or serve the merged model (of a run: its export folder)"
+        return [
+            f"{folder}: engine={engine} serves no {kind} adapters; set engine=transformers"
+            f"{merged if kind == adapters.IA3.peft_type else ''}"
+        ]
     ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
     rank, alpha = float(adapter.get("r") or 8), float(adapter.get("lora_alpha") or 8)
     power = 0.5 if adapter.get("use_rslora") else 1.0

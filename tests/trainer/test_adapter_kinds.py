@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
+from launcher.cli import cookbook
 from tests.trainer.runs import (
     MODEL_SIZES,
     assert_same_curve,
@@ -207,7 +209,9 @@ def test_over_a_base_in_4_bits(
     kind: str, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
     given = {"model": {"quantize_base": True}, "max_steps": 2, "source": TORCHTUNE}
-    assert f"Q{kind.title()} tuning" in train(config(tmp_path, model_folder, dataset, kind, **given))
+    assert f"Q{kind.title()} tuning" in train(
+        config(tmp_path, model_folder, dataset, kind, **given)
+    )
 
 
 def faults(path: Path) -> list[str]:
@@ -224,3 +228,27 @@ def test_check_says_what_is_wrong(tmp_path: Path, model_folder: Path, dataset: P
     for number, (reason, (kind, model, changes)) in enumerate(cases.items()):
         path = config(tmp_path / str(number), model_folder, dataset, kind, model=model, **changes)
         assert any(reason in fault for fault in faults(path)), (reason, faults(path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_estimate_counts_what_the_trainer_trains(
+    kind: str, tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
+) -> None:
+    for number, source in enumerate((FOLDER, TORCHTUNE)):
+        path = config(tmp_path / str(number), model_folder, dataset, kind, source=source)
+        trained, _ = models.build(load(path), world).parameter_counts()
+        content = yaml.safe_load(path.read_text()) | {"entry": "sft", "dtype": "bf16"}
+        del content["output_dir"]
+        content["tokenizer"]["max_seq_len"] = 64
+        recipe = tmp_path / f"{number}.yaml"
+        recipe.write_text(yaml.safe_dump(content | {"resources": {"nodes": 1, "gpus_per_node": 2}}))
+        asked = ["estimate", str(recipe), "--gpu", "h100-80", "--json"]
+        found = CliRunner().invoke(cookbook, asked)
+        assert found.exit_code == 0, found.output + repr(found.exception)
+        assert json.loads(found.output)["trainable"] == trained
+    if kind != "ia3":
+        # A document may fill a row, and stands behind the virtual tokens.
+        length = MODEL_SIZES["max_seq_len"] - 3
+        found = CliRunner().invoke(cookbook, [*asked, f"tokenizer.max_seq_len={length}"])
+        reason = f"{length} behind 7 virtual tokens (model.num_virtual_tokens) is more than"
+        assert reason in str(found.exception)

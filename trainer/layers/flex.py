@@ -52,8 +52,8 @@ def with_prefix(row: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
 def _block_mask(ids: torch.Tensor, window: int | None, prefix: int) -> BlockMask:
     """A query sees keys of its document that are not after it and less than `window` before it.
 
-    It sees the prefix as if that stood before its document. The first and last tokens of blocks tell which blocks are left out, and which are full: those
-    need no mask_mod.
+    It sees the prefix as if that stood before its document. The first and last tokens of blocks
+    tell which blocks are left out, and which are full: those need no mask_mod.
     """
     length = ids.shape[1]
     first = torch.arange(0, length, BLOCK, device=ids.device)

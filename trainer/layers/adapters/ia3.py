@@ -98,8 +98,7 @@ class IA3(AdapterKind):
         names = {name: name.rpartition(".")[2] for name in split}
         known, given = set(names.values()), self.settings.get("target_modules")
         wanted = set(given or adapters.ia3_targets(model.family))
-        # The last layer of an MLP has one of two names.
-        missing = wanted - known - (set() if given else {"down_proj", "w2"})
+        missing = wanted - known - (set() if given else {*adapters.MLP_LAST})
         if missing or not wanted & known:
             raise ConfigError(
                 f"model.target_modules: no layer {', '.join(sorted(missing or wanted))} for (IA)3; "
@@ -126,20 +125,18 @@ class IA3(AdapterKind):
         tensors, layers = {}, _layers(model)
         feedforward = []
         for place, parts in _places(model, hub, layers).items():
-            scaled = [layers.get(name) for name, _ in parts]
-            if any(layer is not None and layer.part == IN for layer in scaled):
-                (layer,) = scaled
-                factors = full_tensor(layer.scale).cpu()[None]
+            rows = []
+            for name, count in parts:
+                if (layer := layers.get(name)) is None:
+                    rows.append(torch.ones(count))
+                    continue
+                own = full_tensor(layer.scale).cpu()
+                rows.append(own if layer.part == IN else model.to_hub(f"{name}.weight", own))
+            factors = torch.cat([each.to(dtype) for each in rows])
+            by_input = _by_input(parts, layers)
+            if by_input:
                 feedforward.append(place)
-            else:
-                rows = [
-                    torch.ones(count)
-                    if layer is None
-                    else model.to_hub(f"{name}.weight", full_tensor(layer.scale).cpu())
-                    for (name, count), layer in zip(parts, scaled, strict=True)
-                ]
-                factors = torch.cat([each.to(dtype) for each in rows])[:, None]
-            tensors[f"{PEFT_PREFIX}{place}.ia3_l"] = factors.to(dtype).contiguous()
+            tensors[f"{PEFT_PREFIX}{place}.ia3_l"] = factors[None] if by_input else factors[:, None]
         targets = [key.removeprefix(PEFT_PREFIX).removesuffix(".ia3_l") for key in tensors]
         settings = {"target_modules": targets, "feedforward_modules": feedforward}
         # Short names, unless other layers have them, too.
@@ -158,7 +155,7 @@ class IA3(AdapterKind):
         settings: Mapping[str, Any] | None,
         faults: list[str],
     ) -> Loaded:
-        """PEFT's tensors, or the model's own, by the model's names; adds what differs to `faults`."""
+        """PEFT's tensors, or the model's own, by the model's names; see `AdapterKind.from_peft`."""
         check_type(self, settings, faults)
         found, used, layers = {}, set(), _layers(model)
         for place, parts in _places(model, hub, layers).items():
@@ -166,7 +163,7 @@ class IA3(AdapterKind):
             if key not in tensors:
                 continue
             used.add(key)
-            by_input = any(getattr(layers.get(name), "part", OUT) == IN for name, _ in parts)
+            by_input = _by_input(parts, layers)
             if (tensors[key].shape[0] == 1) != by_input:
                 faults.append(
                     f"scales the {'outputs' if by_input else 'inputs'} of {kind_of_layer(place)}, "
@@ -193,6 +190,11 @@ def _layers(model: "Decoder") -> dict[str, ScaledLinear]:
     return {plain_name(name): m for name, m in modules if isinstance(m, ScaledLinear)}
 
 
+def _by_input(parts: list[tuple[str, int]], layers: Mapping[str, ScaledLinear]) -> bool:
+    """Whether the layer in these rows scales its inputs; it is then the only one."""
+    return any(name in layers and layers[name].part == IN for name, _ in parts)
+
+
 def _places(
     model: "Decoder", hub: Hub, layers: Mapping[str, ScaledLinear]
 ) -> dict[str, list[tuple[str, int]]]:
@@ -200,7 +202,7 @@ def _places(
     found = {}
     for key, parts in hub.items():
         own = [(name.removesuffix(".weight"), p.shape[0]) for name, p in parts]
-        weights = key is not None and all(name.endswith(".weight") for name, _ in parts)
-        if weights and any(name in layers for name, _ in own):
+        weights = all(name.endswith(".weight") for name, _ in parts)
+        if key is not None and weights and any(name in layers for name, _ in own):
             found[model.peft_name(key).removesuffix(".weight")] = own
     return found

@@ -222,32 +222,34 @@ def attend(
         local(part).to(key.dtype).view(layer.prefix_length, key.shape[2], -1)
         for part in (layer.prefix_keys, layer.prefix_values)
     ]
-    if isinstance(mask, flex.BlockMasks):
-        pair = (flex.with_prefix(*each) for each in zip((key, value), prefixes, strict=True))
-        blocks = mask.by_window[layer.window]
-        heads = (query, *pair)
+    if isinstance(mask, flex.BlockMasks) and layer.flex_attention is not None:
+        keys, values = (flex.with_prefix(*e) for e in zip((key, value), prefixes, strict=True))
+        heads, blocks = (query, keys, values), mask.by_window[layer.window]
         return flex.attend(layer.flex_attention, heads, blocks, layer.softcap, layer.scale, sinks)
-    if layer.varlen_attention is not None and not isinstance(mask, torch.Tensor):
-        return _varlen(layer, query, (key, value), prefixes, mask)
-    if isinstance(mask, Documents):
-        mask = mask.mask()
-    if mask is None:
-        mask = torch.ones(1, *[query.shape[1]] * 2, dtype=torch.bool, device=query.device).tril()
-    position = mask.sum(2, keepdim=True) - 1
-    own = attention.with_window(mask, layer.window, query)
-    before = torch.arange(-layer.prefix_length, 0, device=query.device)
-    distance = position - before
-    seen = distance >= 0 if layer.window is None else distance < layer.window
-    whole = torch.cat([seen, own], 2)
-    pair = [
+    kernel = layer.varlen_attention
+    if kernel is not None and (mask is None or isinstance(mask, Documents)):
+        return _varlen(kernel, query, (key, value), prefixes, mask)
+    if isinstance(mask, torch.Tensor):
+        seen = mask
+    elif isinstance(mask, Documents):
+        seen = mask.mask()
+    else:
+        square = (1, query.shape[1], query.shape[1])
+        seen = torch.ones(square, dtype=torch.bool, device=query.device).tril()
+    # The first token of a document stands right behind the prefix.
+    position = seen.sum(2, keepdim=True) - 1
+    distance = position - torch.arange(-layer.prefix_length, 0, device=query.device)
+    before = distance >= 0 if layer.window is None else distance < layer.window
+    own = attention.with_window(seen, layer.window, query)
+    keys, values = (
         torch.cat([prefix.expand(key.shape[0], -1, -1, -1), row], 1)
         for prefix, row in zip(prefixes, (key, value), strict=True)
-    ]
-    return layer.dense(query, *pair, whole, sinks)
+    )
+    return layer.dense(query, keys, values, torch.cat([before, own], 2), sinks)
 
 
 def _varlen(
-    layer: DocumentAttention,
+    kernel: Callable[..., torch.Tensor],
     query: torch.Tensor,
     rows: tuple[torch.Tensor, torch.Tensor],
     prefixes: list[torch.Tensor],
@@ -259,13 +261,12 @@ def _varlen(
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
     else:
         bounds = documents.cu_seqlens
-    places = virtual.Places.of(bounds, batch * length, layer.prefix_length)
-    pair = [
-        places.joined(prefix, row.flatten(0, 1))
-        for prefix, row in zip(prefixes, rows, strict=True)
-    ]
+    count = len(prefixes[0])
+    places = virtual.Places.of(bounds, batch * length, count)
+    keys, values = (
+        places.joined(prefix, row.flatten(0, 1)) for prefix, row in zip(prefixes, rows, strict=True)
+    )
     # No document is longer than the row, a constant that is known without waiting.
-    longest = length + layer.prefix_length
-    flat = query.flatten(0, 1)
-    out = layer.varlen_attention(flat, *pair, bounds, places.bounds, length, longest)
+    longest = length + count
+    out = kernel(query.flatten(0, 1), keys, values, bounds, places.bounds, length, longest)
     return out.unflatten(0, (batch, length))

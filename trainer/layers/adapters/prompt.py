@@ -146,7 +146,8 @@ class Prompt(AdapterKind):
         """PEFT's one tensor; all ranks call this together."""
         whole = full_tensor(getattr(model, NAME).detach()).to(dtype).cpu()
         sizes = model.sizes()
-        settings = virtual.fields(*whole.shape, len(model.blocks), sizes["num_heads"])
+        count, width = whole.shape
+        settings = virtual.fields(count, width, len(model.blocks), sizes["num_heads"])
         # What it began as is no part of what it is: PEFT would tokenise a text when it loads it.
         return {virtual.PEFT_NAME: whole}, settings | {"prompt_tuning_init": "RANDOM"}
 

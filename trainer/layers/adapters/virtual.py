@@ -1,4 +1,4 @@
-"""Virtual tokens, which prompts and prefixes put before each document: places, text, PEFT's file."""
+"""Virtual tokens, which prompts and prefixes put before each document."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
