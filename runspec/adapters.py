@@ -6,6 +6,7 @@ read here without an import, as the launcher never imports torch.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ BUILT_IN = ("lora_", "qlora_")
 TORCHTUNE_RANK, USUAL_RANK = 8, 16
 # Virtual tokens of prompts and prefixes if a recipe names none.
 VIRTUAL_TOKENS = 20
+# Keys of LoRA that the trainer reads whoever has added it; names as in PEFT's LoraConfig.
+OF_LORA = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "lora_plus_ratio")
 NUM_VIRTUAL = "num_virtual_tokens"
 
 
@@ -80,7 +83,7 @@ LORA = Adapter(
         "lora_b.weight": ("linear", "out", "lora_rank"),
     },
     saved=(("linear", "lora_rank"),),
-    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora"),
+    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora", *OF_LORA),
     merges=True,
     peft_type="LORA",
 )
@@ -130,6 +133,15 @@ def name_of(model: Mapping[str, Any]) -> str | None:
     if name is None and (is_built_in(model) or (own_adapters(model) and model.get("lora_rank"))):
         name = "lora"
     return "dora" if name == "lora" and model.get("use_dora") else name
+
+
+def by_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
+    """The value of the first pattern that matches the end of a layer's name; None without one.
+
+    As PEFT's rank_pattern and alpha_pattern (peft.utils.get_pattern_key).
+    """
+    found = (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name))
+    return next(found, None)
 
 
 def virtual_tokens(model: Mapping[str, Any]) -> int:

@@ -147,7 +147,7 @@ def _saved_by_adapters(step: StepConfig, block: Block) -> float:
     # Between the blocks a rank has its own part of the sequence.
     own = e * _own_tokens(step)
     saved = sum(own * step.adapter_size(sizes, {}, block) for sizes in kind.saved_of("block"))
-    for _, matrix in step.adapted(block):
+    for name, matrix in step.adapted(block):
         tp, by_row = step.split_of(matrix), matrix.role == "row"
         width = matrix.inputs / (tp if by_row else 1)
         if step.dropout and matrix.role != "expert":
@@ -162,7 +162,8 @@ def _saved_by_adapters(step: StepConfig, block: Block) -> float:
                 saved += 0 if remade else e * t * matrix.outputs / (1 if by_row else tp)
             else:
                 rows = expert_rows(step, block) if matrix.role == "expert" else t
-                saved += e * rows * step.adapter_size(sizes, {}, block)
+                known = {"lora_rank": step.rank_of(name)}
+                saved += e * rows * step.adapter_size(sizes, known, block)
     return saved
 
 
@@ -213,7 +214,7 @@ def saved_products(step: StepConfig, block: Block) -> float:
             rows = expert_rows(step, block)
         kept += e * rows * width
         if name in step.lora_targets and step.lora_rank:
-            kept += e * rows * (width + step.lora_rank)
+            kept += e * rows * (width + step.rank_of(name))
     if tp == 1:
         return kept
     gathered = 1 if block.experts else 2

@@ -52,6 +52,7 @@ class StepConfig:
     sync_each: bool = False  # gradients are reduced after every micro-step
     own: Adapter | None = None  # of a kind of one's own
     lora_rank: int = 0
+    lora_ranks: tuple[tuple[str, int], ...] = ()  # by matrix, of those with another rank
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
     own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
@@ -213,8 +214,12 @@ class StepConfig:
         parts = {} if self.adapter is None else self.adapter.parts_of(*owners)
         return int(sum(self.adapter_size(sizes, known, block) for sizes in parts.values()))
 
-    def _adapter(self, matrix: Matrix) -> int:
-        sizes = {"in": matrix.inputs, "out": matrix.outputs}
+    def rank_of(self, name: str) -> int:
+        """LoRA's rank of the matrix of this name."""
+        return dict(self.lora_ranks).get(name, self.lora_rank)
+
+    def _adapter(self, name: str, matrix: Matrix) -> int:
+        sizes = {"in": matrix.inputs, "out": matrix.outputs, "lora_rank": self.rank_of(name)}
         return matrix.count * self._numbers(matrix.owners, sizes)
 
     @property
@@ -223,12 +228,12 @@ class StepConfig:
         if self.is_full:
             return self.shape.parameters
         layers = sum(
-            count * self._adapter(matrix)
+            count * self._adapter(name, matrix)
             for block, count in self.shape.blocks
-            for _, matrix in self.adapted(block)
+            for name, matrix in self.adapted(block)
         )
         layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
-        output = self._adapter(self.shape.output) if self.lora_output else 0
+        output = self._adapter("output", self.shape.output) if self.lora_output else 0
         return layers + output + self._numbers(["model"], {})
 
     @property
@@ -262,7 +267,7 @@ class TokenFlops:
 
     def __init__(self, step: StepConfig) -> None:
         length, layers = step.length, step.shape.layers
-        ranks = dict.fromkeys(step.lora_targets, step.lora_rank)
+        ranks = {name: step.rank_of(name) for name in step.lora_targets}
         ranks["output"] = step.lora_rank if step.lora_output else 0
         both = of_shape(step.shape, step.is_full, ranks)
         forward = of_shape(step.shape, step.is_full, ranks, backward=False)
@@ -384,6 +389,11 @@ def _adapter(
         "own": own,
         "own_sizes": () if low_rank else kind.numbers(model),
         "lora_rank": rank if low_rank or own else 0,
+        "lora_ranks": tuple(
+            (name, rank)
+            for name in targets
+            if (rank := adapters.by_pattern(model.get("rank_pattern"), name))
+        ),
         "lora_targets": tuple(targets),
         "lora_output": bool(model.get("apply_lora_to_output")),
         "dropout": bool(model.get("lora_dropout")),

@@ -67,6 +67,30 @@ class ModelKeys:
             Key("lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
             Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
             Key(
+                "use_rslora",
+                "flag",
+                "rsLoRA: updates are scaled by lora_alpha / sqrt(lora_rank), for high ranks.",
+                False,
+            ),
+            Key(
+                "lora_plus_ratio",
+                "number",
+                "LoRA+: the learning rate of B over that of A, such as 16; optimizer.lr is A's.",
+            ),
+            Key(
+                "rank_pattern",
+                "open block",
+                "Ranks of single layers, by the end of a layer's name or a regular expression: "
+                "{down_proj: 32}.",
+            ),
+            Key("alpha_pattern", "open block", "The same of lora_alpha."),
+            Key(
+                "init_lora_weights",
+                "kaiming | gaussian | orthogonal",
+                "What A and B begin as: kaiming and gaussian set B to zero; orthogonal sets "
+                "neither, and their product is zero. Default: kaiming.",
+            ),
+            Key(
                 "num_virtual_tokens",
                 "positive",
                 "Virtual tokens before each document, for adapter: prompt and prefix. Default: 20.",

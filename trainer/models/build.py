@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runspec.adapters import LORA, is_built_in, own_adapters
+from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
 from runspec.description import family_of
 from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
@@ -52,6 +52,12 @@ class Model:
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that the optimizer changes."""
         return [p for p in self.module.parameters() if p.requires_grad]
+
+    def learning_rates(self) -> dict[nn.Parameter, float]:
+        """What the optimizer's learning rate is multiplied by, of parameters with another than 1."""
+        kind, named = self.module.adapter, weights.named_parameters(self.module)
+        found = {p: kind.learning_rate(name) for name, p in named if kind and p.requires_grad}
+        return {parameter: rate for parameter, rate in found.items() if rate != 1}
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters of the whole model, not of this rank's part.
@@ -165,7 +171,9 @@ def own_keys(block: dict[str, Any]) -> set[str]:
     """
     kind = adapters.kind_of(block) if own_adapters(block) else None
     keys = LORA.keys if kind is None else kind.declared.keys
-    return {"quantize_base", "adapter", *(keys if own_adapters(block) else ())}
+    if not own_adapters(block):
+        keys = OF_LORA if is_built_in(block) else ()
+    return {"quantize_base", "adapter", *keys}
 
 
 def _source(block: dict[str, Any]) -> str | None:
