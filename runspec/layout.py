@@ -116,7 +116,7 @@ class StepFacts:
         linear: the linear layers of the blocks: (inputs, outputs, whether the inputs are split).
         sharded: FSDP or tensor parallelism gives each GPU a part of each trained parameter.
         vectors: what is trained is not matrices only, as in full fine-tuning and DoRA.
-        dropout: of adapters. quantised: the base is in NF4.
+        quantised: the base is in NF4.
         length: of a row, and longest: positions up to which the model computes as it was trained.
         virtual: tokens that an adapter puts before each document, of which one may fill a row.
         optimizer: its component.
@@ -130,7 +130,6 @@ class StepFacts:
     linear: Collection[tuple[int, int, bool]] = ()
     sharded: bool = False
     vectors: bool = False
-    dropout: bool = False
     quantised: bool = False
     fp8: bool = False
     fp32: bool = False
@@ -168,11 +167,6 @@ class StepFacts:
                     f"{NF4_BLOCK} inputs: choose a number that does, or set "
                     "model.quantize_base=False"
                 )
-        if self.dropout:
-            yield (
-                "model.lora_dropout: must be 0 under tensor parallelism; "
-                "set model.lora_dropout=0.0 or tensor_parallel_dim=1"
-            )
 
     def _expert_faults(self) -> Iterator[str]:
         ranks = self.expert_parallel

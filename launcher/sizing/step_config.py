@@ -70,7 +70,6 @@ class StepConfig:
     def faults(self) -> list[str]:
         """Return why the trainer would refuse the step, by the rules that it asks itself."""
         shape, layout = self.shape, self.layout
-        adapted = not self.is_full and bool(self.lora_targets)
         return StepFacts(
             tensor_parallel=layout.tensor_parallel,
             expert_parallel=layout.expert_parallel,
@@ -80,7 +79,6 @@ class StepConfig:
             linear=shape.linear,
             sharded=self.fsdp or layout.tensor_parallel > 1,
             vectors=self.adapter is None or self.adapter.vectors,
-            dropout=adapted and self.dropout,
             quantised=self.is_quantised,
             fp8=self.fp8,
             fp32=self.element_bytes == FP32,

@@ -1,6 +1,7 @@
 """rsLoRA, LoRA+, ranks and alphas by layer, other first values: against PEFT's own."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,24 @@ def test_estimate_counts_ranks_by_layer(
     found = CliRunner().invoke(cookbook, ["estimate", str(recipe), "--gpu", "h100-80", "--json"])
     assert found.exit_code == 0, found.output + repr(found.exception)
     assert json.loads(found.output)["trainable"] == trained
+
+
+def test_dropout_under_tensor_parallelism_resumes_bit_for_bit(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    """And it only drops out: with a tenth of the inputs less the loss falls nearly as without."""
+    given = {"tensor_parallel_dim": 2, "save_every_n_steps": 3, "row_length": 96, "batch_size": 4}
+    losses = {}
+    for name, rate in (("without", 0.0), ("whole", 0.1), ("again", 0.1)):
+        model = lora_model(lora_dropout=rate)
+        path = write_config(tmp_path / name, model_folder, dataset, model=model, **given)
+        if name == "again":
+            kept = tmp_path / "whole/checkpoints/step_3"
+            shutil.copytree(kept, tmp_path / "again/checkpoints/step_3")
+        train(path, ranks=2, attempt=int(name == "again"))
+        losses[name] = [line["loss"] for line in metrics(tmp_path / name)]
+    assert losses["again"] == losses["whole"][3:]
+    assert losses["whole"] != losses["without"]
+    assert losses["whole"] == pytest.approx(losses["without"], abs=0.2)
+    one, other = (tensors(tmp_path / name / "export/adapter") for name in ("whole", "again"))
+    assert all(one[key].equal(other[key]) for key in one)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 
-from tests.trainer.transformers_cases import write
+from tests.trainer.runs import randomise_adapter
+from tests.trainer.transformers_cases import reference, write
 from tests.trainer.transformers_runs import (
     DOCUMENTS,
     FIRST,
@@ -27,6 +29,7 @@ from trainer.layers.adapters.prefix import Prefix
 from trainer.models import build as models
 from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed
+from trainer.storage.export import export
 
 COUNT = 11
 # Windows, soft caps, sinks, scaled embeddings, LongRoPE, norms of keys, experts.
@@ -77,6 +80,35 @@ def test_it_begins_as_its_text_before_each_document(
         plain = model(TOKENS)
     assert (found - plain).abs().max() > 1e-3
     assert torch.equal(model(TOKENS), found), "it is on again"
+
+
+# PEFT 0.18 cannot put a prefix before Gemma 2 and 3.
+@pytest.mark.parametrize("kind", ["ia3", "prompt", "prefix"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "phi4-mini", "gpt-oss", "llama4"])
+@torch.inference_mode()
+def test_peft_gives_the_same_logits_in_each_family(
+    family: str,
+    kind: str,
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: distributed.World,
+) -> None:
+    source = write(family, tmp_path / "model", model_folder)
+    block: dict[str, Any] = {"_component_": "transformers", "adapter": kind}
+    if (kind, family) == ("ia3", "phi4-mini"):
+        block["target_modules"] = ["qkv_proj", "down_proj"]
+    merged = {"save_adapter_weights_only": kind != "ia3"}
+    config = load(config_of(tmp_path / "run", source, dataset, model=block, **merged))
+    model = models.build(config, world)
+    randomise_adapter(model.module)
+    own = model.module.eval()(TOKENS)
+    folder = export(model, config, world)
+    other = PeftModel.from_pretrained(reference(source), folder / "adapter").eval()
+    found = other(TOKENS).logits[:, -TOKENS.shape[1] :]
+    torch.testing.assert_close(found, own, rtol=0, atol=1e-5)
+    if kind == "ia3":
+        torch.testing.assert_close(reference(folder)(TOKENS).logits, own, rtol=0, atol=1e-5)
 
 
 def by_document(
@@ -170,7 +202,7 @@ def test_places_are_those_of_documents_with_virtual_tokens() -> None:
 
 REFUSED = {
     "gemma4": ("prefix", "heads of different widths"),
-    "qwen3.5": ("prefix", "not every layer has softmax attention"),
+    "qwen3.5": ("prefix", "layers do not all have softmax attention"),
     "deepseek-v3": ("prefix", "attention is latent"),
 }
 

@@ -54,7 +54,7 @@ class Model:
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def learning_rates(self) -> dict[nn.Parameter, float]:
-        """What the optimizer's learning rate is multiplied by, of parameters with another than 1."""
+        """What the learning rate of a parameter is multiplied by, where that is not 1."""
         kind, named = self.module.adapter, weights.named_parameters(self.module)
         found = {p: kind.learning_rate(name) for name, p in named if kind and p.requires_grad}
         return {parameter: rate for parameter, rate in found.items() if rate != 1}

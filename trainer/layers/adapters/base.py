@@ -159,11 +159,6 @@ class AdapterKind(ABC):
         """What the optimizer's learning rate is multiplied by for a parameter."""
         return 1.0
 
-    @property
-    def dropout(self) -> bool:
-        """Whether it drops out numbers, which tensor-parallel ranks would do differently."""
-        return False
-
     def identity(self, model: "Decoder") -> dict[str, Any]:
         """What else must stay the same between a checkpoint and the start that resumes it."""
         return {}

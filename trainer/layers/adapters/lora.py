@@ -137,11 +137,6 @@ class LoRA(AdapterKind):
             full.uniform_(-bound, bound, generator=generator)
         return full
 
-    @property
-    def dropout(self) -> bool:
-        """Whether the adapters' inputs are dropped out."""
-        return bool(self.settings.get("lora_dropout"))
-
     def identity(self, model: "Decoder") -> dict[str, Any]:
         """The factors of B A."""
         return {"lora_scaling": sorted({layer.scaling for layer in adapted_layers(model)})}

@@ -24,7 +24,8 @@ class LowRankLinear(AdaptedLinear):
     Args:
         base: has a weight [out, in] and a bias [out] or None, which become this layer's own.
         rank, alpha: the adapter's; s = alpha / rank.
-        dropout: probability, on the adapter's input.
+        dropout: probability, on the adapter's input. Tensor-parallel ranks drop out by themselves:
+            each part of the outputs has its own mask of the same inputs.
         use_dora: add the magnitude, [out], which begins as `row_norms`.
         use_rslora: s = alpha / sqrt(rank).
     """

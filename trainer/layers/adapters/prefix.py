@@ -54,7 +54,7 @@ class Prefix(AdapterKind):
         if model.shares_keys():
             faults.append("layers share keys and values with other layers")
         if len(layers) != len(model.blocks):
-            faults.append("not every layer has softmax attention")
+            faults.append("layers do not all have softmax attention")
         elif any(layer.value_dim != layer.head_dim for layer in layers):
             faults.append("attention is latent: its keys and values have different widths")
         elif len({layer.head_dim for layer in layers}) > 1:
