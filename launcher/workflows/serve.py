@@ -177,8 +177,8 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
         family = (files.read_json_or_none(base / "config.json") or {}).get("model_type")
         if kind == adapters.PREFIX.peft_type and family in WITHOUT_PREFIX:
             return [
-                f"{folder}: PEFT 0.18 cannot put a prefix before Gemma 2 and 3: train model.adapter="
-                "lora, ia3 or prompt"
+                f"{folder}: PEFT 0.18 cannot put a prefix before Gemma 2 and 3: train "
+                "model.adapter=lora, ia3 or prompt"
             ]
         return []
     if kind != adapters.LORA.peft_type:
