@@ -135,7 +135,8 @@ class Decoder(nn.Module, ABC):
             input_pos: int64 [batch, sequence], the position of each token in its document; None
                 counts along the row.
             output: called with this model and its hidden states, [batch, sequence, dim], where FSDP
-                has gathered the output head; None is `unembed`.
+                has gathered the output head; None is `unembed`. Virtual tokens of an adapter are
+                among them until the final norm, which takes them out.
         """
         hidden = self.hidden(tokens, mask, input_pos)
         return self.unembed(hidden) if output is None else output(self, hidden)
