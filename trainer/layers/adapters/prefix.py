@@ -105,9 +105,10 @@ class Prefix(AdapterKind):
     @torch.no_grad()
     def _of_text(self, model: "Decoder") -> dict[str, torch.Tensor]:
         """The base model's keys and values of the text, whole; all ranks call this together."""
-        device = local(model.embedding.weight).device
-        if device.type == "cpu" and torch.cuda.is_available() and _on_gpu(model):
-            device = torch.device("cuda")
+        weight = model.embedding.weight
+        # Parameters may be kept on the CPU and gathered on the GPU.
+        sharded = isinstance(weight, DTensor)
+        device = weight.device_mesh.device_type if sharded else weight.device
         count = self.virtual_tokens
         length = count + -count % self.row_multiple
         tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
@@ -186,15 +187,6 @@ class Prefix(AdapterKind):
 
 def _names(parameter: DTensor) -> tuple[str, ...]:
     return parameter.device_mesh.mesh_dim_names or ()
-
-
-def _on_gpu(model: nn.Module) -> bool:
-    """Whether it computes there, though its parameters may be kept on the CPU."""
-    return any(isinstance(p, DTensor) and p.device_mesh.device_type == "cuda" for p in _all(model))
-
-
-def _all(model: nn.Module) -> list[nn.Parameter]:
-    return list(model.parameters())
 
 
 def _layers(model: "Decoder") -> list[tuple[str, nn.Module]]:
