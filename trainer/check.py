@@ -133,7 +133,8 @@ def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[st
         _tried(found, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 1))
     length = config.tokenizer.get("max_seq_len")
     if model is not None and isinstance(length, int):
-        found += StepFacts(length=length, longest=model.max_seq_len).faults()
+        virtual = model.max_seq_len - model.longest_document
+        found += StepFacts(length=length, longest=model.max_seq_len, virtual=virtual).faults()
     return found
 
 

@@ -24,6 +24,9 @@ MODELS = ["llama1b", "llama3b", "llama8b", "llama70b", "qwen7b", "qwen32b", "qwe
 MODELS += ["mistral7b", "gemma9b", "phi4"]
 SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora", "qlora")} | {
     "demo",
+    "llama8b_ia3",
+    "llama8b_prefix",
+    "llama8b_prompt",
     "qwen0_5b_full",
     "qwen0_5b_lora",
     # By preferences.

@@ -117,7 +117,6 @@ def test_the_optimizers_that_need_whole_parameters_are_known() -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("llama8b_lora", ["tensor_parallel_dim=2", "model.lora_dropout=0.1"]),
         ("llama8b_qlora", ["enable_fp8_training=true"]),
         ("llama8b_lora", ["tensor_parallel_dim=8", "enable_fp8_training=true", "dtype=fp32"]),
         ("llama8b_full", ["optimizer._component_=torch.optim.Adafactor"]),
