@@ -297,6 +297,7 @@ class Trainer:
         state.skipped_steps, _ = self.guard.counts()
         state.lr = optimizers.learning_rate(self.optimizer)
         state.run, state.settings = self.identity, self._settings()
+        state.data = self.batches.state(state.step)
         self.checkpoints.save(self.model.module, self.optimizer, state, wait)
         self.saved_at = time.monotonic()
         self.reporter.saved()
@@ -349,6 +350,7 @@ class Trainer:
                 f"epochs and max_steps give {last} steps, and checkpoints/step_{state.step} has "
                 f"done more; set max_steps={state.step} to export it, or a higher number to go on"
             )
+        self.batches.restore(state.step, state.data)
         optimizers.advance(self.scheduler, state.step)
         self.world.say(f"resuming from checkpoints/step_{state.step}")
         for change in state.changes(self._settings()):

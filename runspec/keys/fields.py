@@ -11,6 +11,8 @@ from runspec.keys.key import REQUIRED, Key, setting
 
 # model._component_ of a model that its folder's config.json names: transformers has the code.
 TRANSFORMERS = "transformers"
+# dataset._component_ of a mixture of sources that is read while it is trained.
+STREAM = "trainer.data.stream.stream_dataset"
 # dataset.source of files, as datasets.load_dataset takes it; any other names a dataset or a folder.
 FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
 

@@ -3,7 +3,8 @@
 The module trainer.NAME starts the method NAME.
 """
 
+from runspec.keys.pretrain import PretrainConfig
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig
 
-METHODS: dict[str, type[TrainConfig]] = {"sft": SftConfig}
+METHODS: dict[str, type[TrainConfig]] = {"sft": SftConfig, "pretrain": PretrainConfig}

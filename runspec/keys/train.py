@@ -142,6 +142,11 @@ class TrainConfig(
         return Path(self.checkpointer["checkpoint_dir"])
 
     @property
+    def reads_weights(self) -> bool:
+        """Whether training begins with the weights of the model's folder."""
+        return True
+
+    @property
     def fp8_recipe(self) -> str | None:
         """How the products of the blocks are scaled in fp8; None without it."""
         return self.fp8_recipe_name if self.enable_fp8_training else None

@@ -85,7 +85,10 @@ def build(
     source, module = world.on_all(lambda: fitting(config, data_faults))
     lay_out(module, config, world, output_chunks, frozen)
     allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
-    world.on_all(lambda: weights.load(module, source))
+    if source is None:
+        world.on_all(lambda: weights.initialise(module, empty(config), config.seed))
+    else:
+        world.on_all(lambda: weights.load(module, source))
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
     module.train(not frozen)
@@ -260,8 +263,10 @@ def _quantise(model: Decoder) -> None:
 
 def fitting(
     config: TrainConfig, data_faults: Callable[[int, int], list[str]] | None = None
-) -> tuple[weights.SafetensorsSource, Decoder]:
+) -> tuple[weights.SafetensorsSource | None, Decoder]:
     """Return the files that `config` names, and an empty model that fits them.
+
+    There are no files if training begins from scratch.
 
     Args:
         data_faults: (number of tokens, number of positions that the model knows) -> what in the
@@ -270,7 +275,8 @@ def fitting(
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    source = weights.SafetensorsSource.open(config.checkpointer)
+    reads = config.reads_weights
+    source = weights.SafetensorsSource.open(config.checkpointer) if reads else None
     hf_config = weights.read_hf_config(config.model_folder / "config.json")
     module = empty(config)
     faults = module.fit(hf_config, config)
@@ -283,7 +289,8 @@ def fitting(
     faults += layout_faults(module, config)
     if data_faults is not None:
         faults += data_faults(module.vocab_size, module.max_seq_len)
-    faults += weights.mismatches(module, source, config.model_folder)
+    if source is not None:
+        faults += weights.mismatches(module, source, config.model_folder)
     if faults:
         raise ConfigError(*faults)
     return source, module

@@ -5,7 +5,7 @@ builders, and a component of your own may be one (docs/models.md, "Your own mode
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError
 from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
 
 
@@ -223,6 +224,17 @@ class Decoder(nn.Module, ABC):
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute on `device` the buffers that no file holds, such as rotary tables."""
+
+    def first_values(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter's name and first value for training from scratch, in fp32 on the CPU.
+
+        They depend on the seed and the model alone. It is called on the meta device, before the
+        model is laid out, and holds one module's parameters at a time.
+
+        Raises:
+            ConfigError: the source of the model knows no first values, or not of all parameters.
+        """
+        raise ConfigError("from_scratch: this source of models knows no first weights")
 
     def hub_name(self, parameter: str) -> str | None:
         """Name of the tensor on the Hugging Face hub that holds a parameter; None if none does.
