@@ -57,11 +57,6 @@ class Adapter:
         given = ((key, model.get(key)) for key in self.keys)
         return tuple((key, value) for key, value in given if type(value) is int)
 
-    @property
-    def vectors(self) -> bool:
-        """Whether not all parameters are matrices."""
-        return any(len(sizes) < 3 for sizes in self.parts.values())
-
 
 LORA = Adapter(
     "LoRA",

@@ -12,6 +12,7 @@ from runspec.step import StepSums
 from trainer import optimizers
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
+from trainer.groups import trained_of
 from trainer.layers.batch import MicroBatch
 from trainer.models.builder import Builder
 from trainer.objectives.base import Models, Objective
@@ -59,7 +60,7 @@ class Trainer:
 
             continued = world.on_all(lambda: adapter.load(self.model, config))
             world.say(f"adapter from {continued}")
-        trainable, steps = self.model.trainable, self.batches.total_steps
+        trainable, steps = trained_of(self.model.module), self.batches.total_steps
         self.optimizer = world.on_all(lambda: optimizers.build(config.optimizer, trainable))
         self.scheduler = world.on_all(
             lambda: optimizers.schedule(config.lr_scheduler, self.optimizer, steps)

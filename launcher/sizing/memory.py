@@ -38,6 +38,15 @@ def state_bytes(step: StepConfig) -> float:
     AdamW keeps two moments in the weights' dtype; torchao's 8 and 4 bit ones keep codes and an
     fp32 scale for each block of 256 or 128 (torchao.optim).
     """
+    if step.optimizer == "muon":
+        # One momentum for the blocks' matrices; AdamW for the rest.
+        tables = step.shape.parameters - sum(
+            count * matrix.count * matrix.inputs * matrix.outputs
+            for block, count in step.shape.blocks
+            for matrix in block.matrices.values()
+            if matrix.role != "expert"
+        )
+        return (1 + (tables / step.trainable if step.is_full else 0)) * step.weight_bytes
     return {
         "adamw": 2.0 * step.weight_bytes,
         "adamw8bit": 2 * (1 + FP32 / 256),

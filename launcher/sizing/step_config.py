@@ -43,7 +43,7 @@ class StepConfig:
     reduce_bytes: int = 4  # of one number of a gradient while FSDP reduces it
     fp32_master: bool = False
     checkpointing: str = "none"  # none, full, op, or a number: every so many-th layer
-    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, momentum, none
+    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, muon, momentum, none
     update: str = "fused"  # or foreach, single
     compiled: bool = False  # the layers, by torch.compile
     loss: str = "chunked"  # plain, chunked or linear
@@ -77,7 +77,6 @@ class StepConfig:
             experts=shape.experts,
             linear=shape.linear,
             sharded=self.fsdp or layout.tensor_parallel > 1,
-            vectors=self.adapter is None or self.adapter.vectors,
             dropout=adapted and self.dropout,
             quantised=self.is_quantised,
             fp8=self.fp8,
@@ -373,6 +372,9 @@ def _optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
     kind = "adamw" + next((bits for bits in ("8bit", "4bit") if bits in name), "")
     if name == "sgd":
         kind = "momentum" if block.get("momentum") else "none"
+    elif name == "muon":
+        # Each matrix by itself, in bf16.
+        return {"optimizer": name, "update": "single"}
     # As trainer.optimizers: torch's Adam and AdamW are fused unless a form is asked for.
     fused = name in ("adam", "adamw") and "foreach" not in block
     update = "single" if block.get("foreach") is False else "foreach"

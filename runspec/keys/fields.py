@@ -83,6 +83,16 @@ class ModelKeys:
         inner=(
             Key("path", "text", "Folder or file of the tokenizer."),
             Key(
+                "chat_template",
+                "any",
+                "A chat template in the place of the folder's: its file, or its text.",
+            ),
+            Key(
+                "chat_template_kwargs",
+                "open block",
+                "Arguments of the chat template, such as {enable_thinking: false}.",
+            ),
+            Key(
                 "max_seq_len",
                 "positive",
                 "Maximum sample length, or length of a packed row, in tokens. A longer sample "
@@ -212,19 +222,45 @@ class TrainingKeys:
             Key("weight_decay", "rate", "Weight decay.", may_change=True),
             Key("betas", "list", "Adam's decay rates: [0.9, 0.95].", may_change=True),
             Key("eps", "rate", "Adam's epsilon.", may_change=True),
+            Key(
+                "no_weight_decay",
+                "texts",
+                "What has no weight decay: norm, bias, embedding (and output head), or patterns of "
+                "names.",
+                may_change=True,
+            ),
+            Key(
+                "adamw",
+                "open block",
+                "With torch.optim.Muon, which updates the matrices of the blocks: lr, betas and "
+                "the like of AdamW for all other parameters.",
+                may_change=True,
+            ),
         ),
     )
     lr_scheduler: dict[str, Any] | None = setting(
         "component",
         "Learning rate schedule, stepped after each optimizer step. Default: a constant rate.",
         may_change=True,
-        inner=(Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),),
+        inner=(
+            Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),
+            Key("warmup_ratio", "rate", "The same as a share of all steps, such as 0.03."),
+            Key("decay_ratio", "rate", "Share of all steps in which get_wsd_schedule falls."),
+        ),
     )
     router_aux_loss_coef: float = setting(
         "rate", "Weight of the load-balancing loss of the experts.", 0.0
     )
     train_router: bool = setting(
         "flag", "Train the router of the experts, in full fine-tuning.", True
+    )
+    freeze: list[str] | None = setting(
+        "texts",
+        "Patterns of names of parameters that are not trained: model.layers.[0-9].*; see "
+        "model.safetensors.index.json.",
+    )
+    neftune_noise_alpha: float | None = setting(
+        "number", "NEFTune: noise on the embeddings, such as 5. Default: none.", may_change=True
     )
     clip_grad_norm: float | None = setting(
         "number", "Maximum gradient norm. Default: no clipping.", may_change=True

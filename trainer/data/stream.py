@@ -8,7 +8,7 @@ each source; a checkpoint holds them for every stream.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np

@@ -190,6 +190,8 @@ def tokenizer_files(block: dict[str, Any]) -> list[Path]:
     """The files that a `tokenizer` block names, and those of folders that it names."""
     found: set[Path] = set()
     for name in origin.texts(list(block.values())):
+        if "{" in name:
+            continue  # the text of a chat template
         path = Path(name)
         if path.is_dir():
             found |= {p for p in path.iterdir() if p.suffix in TOKENIZER_SUFFIXES}

@@ -3,8 +3,9 @@
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from torch import nn
 
 from runspec.adapters import LORA, is_built_in, own_adapters
+from runspec.hints import nearest
 from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
-from trainer.layers import attention, fp8, linear, nf4
+from trainer.layers import attention, fp8, linear, nf4, noise
 from trainer.layers.adapters import base as adapters
 from trainer.models.decoder import Decoder, Role
 from trainer.parallel import activations, fsdp, tensor_parallel
@@ -92,6 +94,8 @@ def build(
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
     module.train(not frozen)
+    if config.neftune_noise_alpha and not frozen:
+        noise.add(module, config.neftune_noise_alpha)
     return Model(module, adapters.method(module), DTYPES[config.dtype])
 
 
@@ -110,6 +114,8 @@ def lay_out(
         frozen: nothing of it is trained.
     """
     freeze_base(module)
+    for _, parameter in frozen_by_name(module, config.freeze or []):
+        parameter.requires_grad_(False)
     if frozen:
         module.requires_grad_(False)
     if not config.train_router:
@@ -140,6 +146,39 @@ def freeze_base(module: Decoder) -> None:
     """Let only the adapter be trained, or everything if there is no adapter."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(module.adapter is None or module.is_adapter(name))
+
+
+def frozen_by_name(module: Decoder, patterns: list[str]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters whose name, of the hub or of the model, is like one of the patterns."""
+    return [
+        (name, parameter)
+        for name, parameter in weights.named_parameters(module)
+        if any(
+            fnmatchcase(each, pattern)
+            for each in {name, *_hub_names(module, name)}
+            for pattern in patterns
+        )
+    ]
+
+
+def _hub_names(module: Decoder, name: str) -> set[str]:
+    own = None if module.is_adapter(name) else module.hub_name(name)
+    return {*module.hub_pieces(name), *([] if own is None else [own])}
+
+
+def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
+    for pattern in config.freeze or []:
+        if not frozen_by_name(module, [pattern]):
+            names = [name for name, _ in weights.named_parameters(module)]
+            yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
+    frozen = {name for name, _ in frozen_by_name(module, config.freeze or [])}
+    trained = {
+        name
+        for name, _ in weights.named_parameters(module)
+        if module.adapter is None or module.is_adapter(name)
+    }
+    if trained <= frozen:
+        yield "freeze: nothing is left to train; leave out a pattern"
 
 
 def empty(config: TrainConfig) -> Decoder:
@@ -304,6 +343,12 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
         faults.append(
             f"{key}: this model has no routers of experts that it applies to; leave it out"
+        )
+    faults += _freeze_faults(module, config)
+    if config.neftune_noise_alpha and ranks > 1:
+        faults.append(
+            "neftune_noise_alpha: tensor parallelism splits the embeddings' output; leave it out, "
+            "or set tensor_parallel_dim=1"
         )
     if config.dataset.get("packed") and not module.packs:
         faults.append(

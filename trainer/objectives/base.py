@@ -159,8 +159,8 @@ class Objective(ABC):
         """What must stay the same between a checkpoint and the start that resumes it, by key."""
         config = self.config
         base, adapter = None, models.policy.module.adapter
-        if adapter is not None:
-            # Which base model an adapter belongs to: its checkpoints do not hold that.
+        if (adapter is not None or config.freeze) and config.reads_weights:
+            # Checkpoints hold what is trained; the rest must still be there.
             source = config.checkpointer
             found = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
             base = self.world.gather(found)[0]
@@ -169,6 +169,7 @@ class Objective(ABC):
             "model": config.model,
             "base_weights": base,
             **({} if adapter is None else adapter.identity(models.policy.module)),
+            "freeze": config.freeze,
             "dtype": config.dtype,
             "master_weights": config.master_weights,
             "fp8_recipe_name": config.fp8_recipe,
