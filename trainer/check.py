@@ -114,7 +114,11 @@ def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[st
     found += objective.faults(config)
     if config.model_folder.is_dir():
         model = _tried(found, lambda: models.fitting(config)[1])
-        tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
+        # From scratch it may come from another folder, which is not downloaded yet.
+        apart = Path(str(config.tokenizer.get("path") or config.model_folder))
+        tokenizer = None
+        if config.reads_weights or apart.exists():
+            tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
         if tokenizer is not None:
             found += tokenizers.faults(tokenizer, config.model_folder)
     elif config.model["_component_"] == TRANSFORMERS and not config_file(config.model_folder):

@@ -62,7 +62,7 @@ def make(block: dict[str, Any], trained: Sequence[Trained]) -> Optimizer:
     own = {key: value for key, value in block.items() if key not in OWN_KEYS}
     patterns = block.get("no_weight_decay") or []
     free = [any(_matches(each, pattern) for pattern in patterns) for each in trained]
-    for pattern in patterns:
+    for pattern in (each for each in patterns if each not in KINDS):
         if trained[0].name and not any(_matches(each, pattern) for each in trained):
             raise ConfigError(
                 f"optimizer.no_weight_decay: nothing that is trained is called {pattern!r}; give "

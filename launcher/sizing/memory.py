@@ -67,8 +67,9 @@ class _Phases:
         self.order = shape.order
         self.kinds = [units.blocks[which].whole for which in self.order]
         # Numbers of one rank that are trained: all of them, and those of its shards.
-        self.trained = units.sum(lambda unit: unit.trained)
-        self.trained_here = units.sum(lambda unit: unit.trained_here)
+        share = step.trained_share if step.is_full else 1.0
+        self.trained = share * units.sum(lambda unit: unit.trained)
+        self.trained_here = share * units.sum(lambda unit: unit.trained_here)
         stored = units.sum(lambda unit: unit.stored(step.weight_bytes))
         trained = (p for unit, _ in units.each for p in unit.parameters if p.trained)
         self.largest = max((p.rows * p.width for p in trained), default=0.0)

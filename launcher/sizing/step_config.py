@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -61,6 +62,7 @@ class StepConfig:
     apart: tuple[str, ...] = ()  # tok_embeddings, output: FSDP units of their own
     fp8: bool = False  # the products of the blocks' linear layers
     updated_by: str = ""  # the optimizer's component
+    frozen: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
     keeps_reference: bool = False  # as a second model even if there is an adapter to turn off
     teacher: Shape | None = None  # a frozen model that runs forward
@@ -202,7 +204,7 @@ class StepConfig:
     def trainable(self) -> int:
         """Parameters of the whole model that the optimizer updates."""
         if self.is_full:
-            return self.shape.parameters
+            return round(self.shape.parameters * self.trained_share)
         layers = sum(
             count * self._adapter(matrix)
             for block, count in self.shape.blocks
@@ -211,6 +213,28 @@ class StepConfig:
         layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
         output = self._adapter(self.shape.output) if self.lora_output else 0
         return layers + output + self._numbers(["model"], {})
+
+    @cached_property
+    def trained_share(self) -> float:
+        """The part of the weights that is trained in full fine-tuning.
+
+        Matrices and tables count by the names that transformers and torchtune give them.
+        """
+        if not self.frozen:
+            return 1.0
+        shape = self.shape
+        table = shape.vocab * shape.dim
+        found = table * self._freezes("model.embed_tokens", "tok_embeddings")
+        found += table * (not shape.tied and self._freezes("lm_head", "output"))
+        for index, kind in enumerate(shape.order):
+            for name, matrix in shape.kinds[kind].matrices.items():
+                if self._freezes(f"model.layers.{index}.{name}", f"layers.{index}.{name}"):
+                    found += matrix.count * matrix.inputs * matrix.outputs
+        return max(0.0, 1 - found / shape.parameters)
+
+    def _freezes(self, *modules: str) -> bool:
+        names = [f"{module}.weight" for module in modules]
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.frozen)
 
     @property
     def total(self) -> int:
@@ -312,6 +336,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         fp8=bool(config.get("enable_fp8_training")),
         updated_by=str(_block(config, "optimizer").get("_component_") or ""),
+        frozen=tuple(config.get("freeze") or ()),
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_adapter(model, shape, faults),
         **_optimizer(_block(config, "optimizer")),

@@ -256,8 +256,7 @@ class TrainingKeys:
     )
     freeze: list[str] | None = setting(
         "texts",
-        "Patterns of names of parameters that are not trained: model.layers.[0-9].*; see "
-        "model.safetensors.index.json.",
+        "Patterns of names of parameters that are not trained: model.layers.[0-9].*.",
     )
     neftune_noise_alpha: float | None = setting(
         "number", "NEFTune: noise on the embeddings, such as 5. Default: none.", may_change=True

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 from transformers.integrations.neftune import neftune_post_forward_hook
 
+from launcher.sizing.memory import state_bytes
+from launcher.sizing.step_config import step_of
 from runspec.keys.sft import SftConfig
 from tests.trainer.runs import (
     assert_same_curve,
@@ -30,6 +33,7 @@ from trainer.layers import noise
 from trainer.layers.batch import Documents
 from trainer.models import build as models
 from trainer.parallel import world as distributed
+from trainer.trace import trace
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "weight_decay": 0.1}
 MUON = {
@@ -146,7 +150,7 @@ def test_groups_are_named_by_kind_or_pattern(
     assert others["weight_decay"] == 0 and decayed["weight_decay"] == 0.1
     assert len(others["params"]) == 3 * (2 + 1) + 1
     for block, words in (
-        (ADAMW | {"no_weight_decay": ["bias"]}, "nothing that is trained is called 'bias'"),
+        (ADAMW | {"no_weight_decay": ["bias", "*.w1"]}, "nothing that is trained is called"),
         (ADAMW | {"adamw": {"lr": 1e-3}}, "belongs to torch.optim.Muon"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -266,3 +270,21 @@ def test_a_recipe_has_its_own_chat_template(
     first, second = (metrics(tmp_path / name)[0] for name in ("run", "other"))
     assert first["tokens"] > second["tokens"], json.dumps([first, second])
     assert isinstance(load(path), SftConfig)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"optimizer": MUON}, id="muon"),
+        pytest.param({"freeze": ["model.layers.*.mlp.*", "lm_head.*"]}, id="frozen"),
+    ],
+)
+def test_the_estimate_knows_what_the_optimizer_keeps(
+    changes: dict[str, Any], model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Against the same step on fake tensors, on two ranks."""
+    path = config(tmp_path / "run", model_folder, dataset, row_length=64, **changes)
+    content = yaml.safe_load(path.read_text())
+    step = step_of(content | {"entry": "sft"}, 1, 2)
+    traced = trace(load(path), 2)
+    assert step.trainable * state_bytes(step) / 2 == pytest.approx(traced.optimizer, rel=0.02)

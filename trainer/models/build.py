@@ -114,7 +114,7 @@ def lay_out(
         frozen: nothing of it is trained.
     """
     freeze_base(module)
-    for _, parameter in frozen_by_name(module, config.freeze or []):
+    for parameter in frozen_by_name(module, config.freeze or []).values():
         parameter.requires_grad_(False)
     if frozen:
         module.requires_grad_(False)
@@ -148,36 +148,22 @@ def freeze_base(module: Decoder) -> None:
         parameter.requires_grad_(module.adapter is None or module.is_adapter(name))
 
 
-def frozen_by_name(module: Decoder, patterns: list[str]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters whose name, of the hub or of the model, is like one of the patterns."""
-    return [
-        (name, parameter)
+def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:
+    """The parameters whose plain name is like one of the patterns, by that name."""
+    return {
+        name: parameter
         for name, parameter in weights.named_parameters(module)
-        if any(
-            fnmatchcase(each, pattern)
-            for each in {name, *_hub_names(module, name)}
-            for pattern in patterns
-        )
-    ]
-
-
-def _hub_names(module: Decoder, name: str) -> set[str]:
-    own = None if module.is_adapter(name) else module.hub_name(name)
-    return {*module.hub_pieces(name), *([] if own is None else [own])}
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
+    names = [name for name, _ in weights.named_parameters(module)]
     for pattern in config.freeze or []:
         if not frozen_by_name(module, [pattern]):
-            names = [name for name, _ in weights.named_parameters(module)]
             yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
-    frozen = {name for name, _ in frozen_by_name(module, config.freeze or [])}
-    trained = {
-        name
-        for name, _ in weights.named_parameters(module)
-        if module.adapter is None or module.is_adapter(name)
-    }
-    if trained <= frozen:
+    trained = {name for name in names if module.adapter is None or module.is_adapter(name)}
+    if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
         yield "freeze: nothing is left to train; leave out a pattern"
 
 
