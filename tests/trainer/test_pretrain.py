@@ -15,6 +15,9 @@ from pyarrow import Table, parquet
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_wsd_schedule
 
+from launcher.checks import files
+from launcher.recipes import recipe as recipes
+from launcher.sizing.estimate import Estimate
 from runspec.keys.fields import STREAM
 from runspec.keys.pretrain import PretrainConfig
 from tests.trainer.runs import (
@@ -28,8 +31,9 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
-from trainer.config import load
+from trainer.config import load, read_yaml
 from trainer.data import shards, stream
+from trainer.data.preview import previews
 from trainer.errors import ConfigError
 from trainer.models import build as models
 from trainer.objectives.pretrain import Pretraining
@@ -334,11 +338,47 @@ def test_four_ranks_go_on_as_two(
     assert_same_curve(folder, one, 2e-5, 1e-4)
 
 
-def test_it_goes_on_from_trained_weights(model_folder: Path, sources: Any, tmp_path: Path) -> None:
-    path = config(
-        tmp_path / "run", model_folder, sources, from_scratch=False, max_steps=2, z_loss=None
-    )
+def test_it_goes_on_from_trained_weights(
+    model_folder: Path, sources: Any, corpus: Path, tmp_path: Path
+) -> None:
+    changes = {"from_scratch": False, "max_steps": 2, "z_loss": None, "num_workers": 1}
+    path = config(tmp_path / "run", model_folder, sources, **changes)
+    content = yaml.safe_load(path.read_text())
+    content["run_val_every_n_steps"] = 1
+    content["dataset_val"] = {
+        "_component_": "torchtune.datasets.text_completion_dataset",
+        "source": "json",
+        "data_files": str(corpus / "code.jsonl"),
+        "column": "content",
+        "split": "train[:20]",
+        "packed": True,
+    }
+    path.write_text(yaml.safe_dump(content))
     pretrain(path)
-    first = metrics(path.parent)[0]
+    first, last = metrics(path.parent)
     assert "z_loss" not in first
     assert first["loss"] == pytest.approx(torch.tensor(1024.0).log().item(), abs=0.2)
+    assert last["val_loss"] < first["val_loss"] < 7.2
+
+
+def test_a_check_shows_the_first_documents(
+    empty_folder: Path, sources: Any, corpus: Path, tmp_path: Path
+) -> None:
+    path = config(tmp_path / "run", empty_folder, sources)
+    (shown,), faults = previews(load(path, PretrainConfig), 2)
+    assert not faults and shown["read"] == 8 + 60 + 60
+    assert "web 0: node queue" in json.dumps(shown["shown"])
+    content = read_yaml(path) | {"entry": "pretrain", "checkpointer": {"checkpoint_dir": "x"}}
+    blocks = files.dataset_blocks(content)
+    assert [block["name"] for _, _, block in blocks] == ["web", "code", "books"]
+    assert [str(p) for _, _, b in blocks for p in files.data_files(b)] == [
+        str(corpus / "code.jsonl"),
+        str(corpus / "books.txt.gz"),
+    ]
+
+
+def test_the_estimate_is_of_all_steps() -> None:
+    for name, tokens in (("llama100m_pretrain", 8000 * 2**18), ("llama8b_pretrain", 2000 * 2**19)):
+        recipe = recipes.load(name)
+        found = Estimate(recipe, Path("/root"), "h100-80")
+        assert found.fits and found.tokens == tokens
