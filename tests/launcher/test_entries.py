@@ -19,6 +19,7 @@ from launcher.sizing import estimate as estimates
 from launcher.workflows.submit import plan
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED, Key
+from runspec.keys.methods import METHODS
 
 STEPS = Key("steps", "positive", "How many steps the toy makes.", REQUIRED)
 WORDS = Key("words", "hello | goodbye", "What it says.", "hello")
@@ -77,7 +78,7 @@ def test_without_its_row_it_is_not_known(tmp_path):
     with pytest.raises(RecipeFault) as fault:
         recipes.load(str(path))
     (told,) = fault.value.faults
-    known = "sft, eval, serve, torchtune:..., script:..."
+    known = ", ".join([*METHODS, "eval", "serve", "torchtune:...", "script:..."])
     assert told.startswith(f"entry 'toy' is not known: it is one of {known}")
     assert told.endswith(f"in {path}, line 2")
 

@@ -32,7 +32,7 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer.config import load, read_yaml
-from trainer.data import shards, stream
+from trainer.data import logical, shards, stream
 from trainer.data.preview import previews
 from trainer.errors import ConfigError
 from trainer.models import build as models
@@ -152,7 +152,7 @@ def test_every_document_is_read_once_in_each_pass(
             parts = shards.parts_of(source.files, streams)
             order = []
             for number in range(streams):
-                cursor = stream.Cursor(source, parts, number, streams, seed, [0, 0, 0])
+                cursor = logical.Cursor(source, parts, number, streams, seed, [0, 0, 0])
                 order.append([])
                 while True:
                     text = cursor.text()
@@ -171,7 +171,7 @@ def test_long_documents_go_on_and_no_token_is_lost(
     path = config(tmp_path / "run", empty_folder, sources[:1], shuffle=False)
     _, data = built(path)
     tokenizer = data.recipe.tokenizer
-    wanted = Counter(tuple(stream.encoded(tokenizer, text)) for text in CORPUS["web"])
+    wanted = Counter(tuple(logical.encoded(tokenizer, text)) for text in CORPUS["web"])
     assert max(map(len, wanted)) > 2 * LENGTH
     read = Counter[tuple[int, ...]]()
     for number in data.own:

@@ -10,17 +10,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data import packing, tokenizers
+from trainer.data import checks, packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.tokenised import TokenisedDataset, open_dataset
-from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, Documents, MicroBatch
 from trainer.parallel.world import World
 
 # Enough that reading, which is quick, never makes a GPU wait.
 WORKERS_ON_GPU = 2
-_APART = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
-ALL_SHARED = f"dataset_val: each of its samples is in dataset too; {_APART}"
 
 
 class Row(NamedTuple):
@@ -266,7 +263,8 @@ class Batches:
         Args:
             key: the config's, for messages.
         """
-        return _faults(key, self.rows, vocab_size, max_seq_len)
+        rows = self.rows
+        return checks.misfits(key, rows.samples, rows.length, vocab_size, max_seq_len)
 
     def _index_lists(self, first_step: int) -> Iterator[list[int]]:
         epoch, world = -1, self._world
@@ -364,7 +362,7 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
     own = validation(config, world, tokenizer, form)
     if own is not None:
         samples = own.rows.samples
-        world.on_all(lambda: _check_overlap(config, world, training.rows.samples, samples))
+        world.on_all(lambda: checks.overlap(config, world, training.rows.samples, samples))
     return Data(training, own, mismatches)
 
 
@@ -395,7 +393,7 @@ def _opened(
     packing_seed: int | None,
 ) -> Rows[TokenisedDataset]:
     samples = open_dataset(key, block, config, world, tokenizer, form)
-    world.on_all(lambda: _check_targets(key, samples, world))
+    world.on_all(lambda: checks.targets(key, samples, world))
     for note in samples.notes(config.tokenizer.get("max_seq_len")):
         world.say(f"note: {key}: {note}")
     return packed_rows(config, block, samples, tokenizer, packing_seed)
@@ -407,94 +405,3 @@ def packed_rows(
     """Rows of a dataset as its block asks for: packed, or a sample each."""
     row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
     return Rows(samples, getattr(tokenizer, "pad_id", 0), config.row_multiple, row_length, seed)
-
-
-def _check_targets(key: str, samples: TokenisedDataset, world: World) -> None:
-    empty = int((samples.targets == 0).sum())
-    if empty == len(samples):
-        raise ConfigError(
-            f"{key}: no sample holds a token to train on; "
-            "check the answers' column and tokenizer.max_seq_len"
-        )
-    if empty:
-        world.say(
-            f"note: {key}: {empty:,} of {len(samples):,} samples hold no token to train on "
-            "(no answer, or it begins after tokenizer.max_seq_len)"
-        )
-
-
-def _check_overlap(
-    config: TrainConfig, world: World, training: TokenisedDataset, validation: TokenisedDataset
-) -> None:
-    """A validation loss over samples that are trained on says nothing."""
-    if fault := shared_splits(config, training.split_sizes):
-        raise ConfigError(fault)
-    equal = int(np.isin(validation.fingerprints, training.fingerprints).sum())
-    if equal == len(validation):
-        raise ConfigError(ALL_SHARED)
-    if equal:
-        world.say(
-            f"note: dataset_val: {equal:,} of {len(validation):,} samples are the same as "
-            "samples of dataset"
-        )
-
-
-def shared_splits(config: TrainConfig, sizes: dict[str, int]) -> str | None:
-    """Say what splits of the same data have in common, None if nothing or if that is not known.
-
-    Args:
-        sizes: samples of each split, by its name.
-    """
-    alike = {"split": None, "packed": None}
-    given = (config.dataset, config.dataset_val or {})
-    if given[0] | alike != given[1] | alike:
-        return None
-    splits = [block.get("split", "train") for block in given]
-    shared = _shared_samples(splits[0], splits[1], sizes)
-    if not shared:
-        return None
-    return (
-        f"dataset_val: shares {shared:,} samples with dataset (split {splits[1]} and {splits[0]}); "
-        f"{_APART}"
-    )
-
-
-def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:
-    """How many samples two splits such as train[:90%] have in common; 0 if that is not known."""
-    from datasets import ReadInstruction
-
-    try:
-        ranges = [ReadInstruction.from_spec(spec).to_absolute(sizes) for spec in (first, second)]
-    except (ValueError, AssertionError):
-        return 0
-    return sum(
-        max(0, min(a.to, b.to) - max(a.from_, b.from_))
-        for a in ranges[0]
-        for b in ranges[1]
-        if a.splitname == b.splitname
-    )
-
-
-def _faults(key: str, rows: Rows[TokenisedDataset], vocab_size: int, max_seq_len: int) -> list[str]:
-    samples = rows.samples
-    found: list[str] = []
-    lengths = samples.documents.max(1)
-    longest = int(lengths.argmax())
-    if rows.length is not None and rows.length > max_seq_len:
-        found.append(
-            f"{key}.packed: rows of {rows.length} tokens, the model takes {max_seq_len}; "
-            f"set tokenizer.max_seq_len={max_seq_len}"
-        )
-    elif lengths[longest] > max_seq_len:
-        found.append(
-            f"{key}: {int((lengths > max_seq_len).sum()):,} of {len(samples):,} samples "
-            f"are too long: {samples.origin(longest)} has {lengths[longest]} tokens, "
-            f"the model takes {max_seq_len}; set tokenizer.max_seq_len={max_seq_len}"
-        )
-    if samples.highest_token >= vocab_size:
-        found.append(
-            f"tokenizer: it made token {samples.highest_token} of {key}'s "
-            f"{samples.highest_origin}, the model knows {vocab_size} tokens; "
-            "tokenizer and model do not belong together"
-        )
-    return found
