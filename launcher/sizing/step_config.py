@@ -54,6 +54,7 @@ class StepConfig:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
+    saved: tuple[str, ...] = ()  # tok_embeddings, output: trained whole beside the adapter
     own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
     cpu_offload: bool = False
@@ -212,7 +213,12 @@ class StepConfig:
         )
         layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
         output = self._adapter(self.shape.output) if self.lora_output else 0
+        output += len(self.saved) * self.shape.vocab * self.shape.dim
         return layers + output + self._numbers(["model"], {})
+
+    def trains_table(self, name: str) -> bool:
+        """Whether tok_embeddings or output is trained whole."""
+        return self.is_full or name in self.saved
 
     @cached_property
     def trained_share(self) -> float:
@@ -239,7 +245,8 @@ class StepConfig:
     @property
     def total(self) -> int:
         """All parameters, adapters included."""
-        return self.shape.parameters + (0 if self.is_full else self.trainable)
+        tables = len(self.saved) * self.shape.vocab * self.shape.dim
+        return self.shape.parameters + (0 if self.is_full else self.trainable - tables)
 
     @property
     def recomputed_share(self) -> float:
@@ -288,6 +295,7 @@ def _forward(shape: Shape, length: int) -> float:
 
 
 # By the trainer's names of what FSDP may gather by itself, those here.
+_TABLES = {"embed_tokens": "tok_embeddings", "lm_head": "output"}
 _APART = {"embedding": "tok_embeddings", "output_head": "output"}
 
 
@@ -336,13 +344,16 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         fp8=bool(config.get("enable_fp8_training")),
         updated_by=str(_block(config, "optimizer").get("_component_") or ""),
+        saved=tuple(_TABLES.get(name, name) for name in model.get("modules_to_save") or ()),
         frozen=tuple(config.get("freeze") or ()),
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_adapter(model, shape, faults),
         **_optimizer(_block(config, "optimizer")),
         **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
         has_reference=method.has_reference,
-        keeps_reference=bool(_block(config, "checkpointer").get("adapter_checkpoint")),
+        keeps_reference=bool(
+            _block(config, "checkpointer").get("adapter_checkpoint") or model.get("modules_to_save")
+        ),
         teacher=shape_of({}, Path(str(folder))) if folder else None,
     )
     if faults := faults + step.faults():

@@ -67,6 +67,12 @@ class ModelKeys:
                 "lora_*, else twice the rank.",
             ),
             Key("lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
+            Key(
+                "modules_to_save",
+                "texts",
+                "Beside an adapter, what is trained whole: embed_tokens, lm_head (torchtune's "
+                "builders: tok_embeddings, output).",
+            ),
             Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
             Key(
                 "quantize_base",

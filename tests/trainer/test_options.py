@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 from transformers.integrations.neftune import neftune_post_forward_hook
 
@@ -276,6 +277,9 @@ def test_a_recipe_has_its_own_chat_template(
     "changes",
     [
         pytest.param({"optimizer": MUON}, id="muon"),
+        pytest.param(
+            {"model": {"lora_rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}}, id="saved"
+        ),
         pytest.param({"freeze": ["model.layers.*.mlp.*", "lm_head.*"]}, id="frozen"),
     ],
 )
@@ -288,3 +292,45 @@ def test_the_estimate_knows_what_the_optimizer_keeps(
     step = step_of(content | {"entry": "sft"}, 1, 2)
     traced = trace(load(path), 2)
     assert step.trainable * state_bytes(step) / 2 == pytest.approx(traced.optimizer, rel=0.02)
+
+
+def test_embedding_and_head_are_trained_beside_lora(
+    model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """In every layout, over a 4-bit base, and as PEFT and transformers load them."""
+    lora = {"lora_rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
+    runs = {
+        "one": (1, {"model": lora}),
+        "fsdp": (2, {"model": lora, "batch_size": 4}),
+        "tensor": (2, {"model": lora, "tensor_parallel_dim": 2}),
+        "nf4": (1, {"model": lora | {"quantize_base": True}}),
+    }
+    changes = {"optimizer": ADAMW, "max_steps": 4}
+    for name, (ranks, more) in runs.items():
+        train(config(tmp_path / name, model_folder, dataset, **changes | more), ranks=ranks)
+    for name in ("fsdp", "tensor"):
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+        assert_same_tensors(tmp_path / name, tmp_path / "one", 1e-4)
+    export, tokens = tmp_path / "one/export", torch.arange(40).view(2, 20)
+    before, merged = tensors(model_folder), tensors(export)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert not before[name].equal(merged[name])
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        adapted = PeftModel.from_pretrained(base, export / "adapter").eval()(tokens).logits
+        whole = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(adapted, whole, rtol=0, atol=2e-5)
+    # It goes on from there: the first loss is that of the merged model.
+    more = {"checkpointer": {"checkpoint_dir": str(model_folder)}, "model": lora, "max_steps": 1}
+    more["checkpointer"]["adapter_checkpoint"] = str(export / "adapter")
+    train(config(tmp_path / "on", model_folder, dataset, **changes | more))
+    again = {"checkpointer": {"checkpoint_dir": str(export)}, "model": {"lora_rank": 4}}
+    train(config(tmp_path / "merged", model_folder, dataset, **changes | again | {"max_steps": 1}))
+    first, other = (metrics(tmp_path / name)[0]["loss"] for name in ("on", "merged"))
+    assert first == pytest.approx(other, abs=1e-5) and first < metrics(tmp_path / "one")[0]["loss"]
+    for model, words in (
+        ({"modules_to_save": ["lm_head"]}, "all weights are trained without an adapter"),
+        ({"lora_rank": 4, "modules_to_save": ["q_proj"]}, "q_proj is none of"),
+    ):
+        path = config(tmp_path / words, model_folder, dataset, model=model)
+        assert words in train(path, status=1)

@@ -143,9 +143,10 @@ def lay_out(
 
 
 def freeze_base(module: Decoder) -> None:
-    """Let only the adapter be trained, or everything if there is no adapter."""
+    """Let the adapter and `modules_to_save` be trained, or everything if there is no adapter."""
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(module.adapter is None or module.is_adapter(name))
+        trained = module.adapter is None or module.is_adapter(name) or module.is_saved(name)
+        parameter.requires_grad_(trained)
 
 
 def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:
@@ -165,6 +166,20 @@ def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
     trained = {name for name in names if module.adapter is None or module.is_adapter(name)}
     if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
         yield "freeze: nothing is left to train; leave out a pattern"
+
+
+def _saved_faults(module: Decoder) -> Iterator[str]:
+    known = [name.rpartition(".")[2] for name in module.tables]
+    if module.modules_to_save and module.adapter is None:
+        yield "model.modules_to_save: all weights are trained without an adapter; leave it out"
+    elif module.modules_to_save and module.output_head is None:
+        yield (
+            "model.modules_to_save: this model's output head is its embedding (tied), which PEFT "
+            "would train apart; leave it out, or train all weights"
+        )
+    for name in module.modules_to_save:
+        if name not in known:
+            yield f"model.modules_to_save: {name} is none of {', '.join(known)}"
 
 
 def empty(config: TrainConfig) -> Decoder:
@@ -190,7 +205,7 @@ def own_keys(block: dict[str, Any]) -> set[str]:
     """
     kind = adapters.kind_of(block) if own_adapters(block) else None
     keys = LORA.keys if kind is None else kind.declared.keys
-    return {"quantize_base", "adapter", *(keys if own_adapters(block) else ())}
+    return {"quantize_base", "adapter", "modules_to_save", *(keys if own_adapters(block) else ())}
 
 
 def _source(block: dict[str, Any]) -> str | None:
@@ -231,6 +246,7 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
             plain["quantize_base"] = False
         model = _adopted(instantiate("model", plain), block)
     _add_adapter(model, block, kind)
+    model.modules_to_save = tuple(block.get("modules_to_save") or ())
     if quantised:
         _quantise(model)
     return model
@@ -330,7 +346,7 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         faults.append(
             f"{key}: this model has no routers of experts that it applies to; leave it out"
         )
-    faults += _freeze_faults(module, config)
+    faults += [*_freeze_faults(module, config), *_saved_faults(module)]
     if config.neftune_noise_alpha and ranks > 1:
         faults.append(
             "neftune_noise_alpha: tensor parallelism splits the embeddings' output; leave it out, "

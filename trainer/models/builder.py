@@ -58,7 +58,9 @@ class Builder:
         full fine-tuning.
         """
         start = self.config.checkpointer.get("adapter_checkpoint")
-        if policy.method != "full" and start is None:
+        # The embedding and the output head have no adapter that could be turned off.
+        whole = policy.module.modules_to_save
+        if policy.method != "full" and start is None and not whole:
             return None
         model = self._frozen("reference", self.config, output_chunks)
         if start is not None:

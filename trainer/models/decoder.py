@@ -73,6 +73,8 @@ class Decoder(nn.Module, ABC):
             itself, and takes its input [batch, sequence, dim] as its first argument.
         title: what the log calls it; None for the component that made it.
         adapter: the kind of its adapter; None if all weights are trained.
+        modules_to_save: last parts of the names of the embedding and the output head, if these are
+            trained whole beside the adapter.
         embedding: has a weight [vocabulary, dim].
         final_norm: between the last block and the output.
         output_head: a linear layer with or without an adapter; None if the embedding's weight is
@@ -92,6 +94,7 @@ class Decoder(nn.Module, ABC):
     blocks: nn.ModuleList
     title: str | None = None
     adapter: AdapterKind | None = None
+    modules_to_save: tuple[str, ...] = ()
     embedding: nn.Module
     final_norm: nn.Module
     max_seq_len: int
@@ -212,6 +215,17 @@ class Decoder(nn.Module, ABC):
         """True for the name of a parameter that an adapter adds."""
         return self.adapter is not None and self.adapter.owns(parameter)
 
+    def is_saved(self, parameter: str) -> bool:
+        """True for the name of a parameter of `modules_to_save`."""
+        module, _, name = parameter.rpartition(".")
+        return name == "weight" and module in self.tables and _last(module) in self.modules_to_save
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of the embedding and of the output head, if it has one of its own."""
+        own = [self.embedding, self.output_head]
+        return [name for name, module in self.named_modules() if any(module is m for m in own)]
+
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
         """Make the model compute what config.json says; return what differs, one line per fault.
 
@@ -288,3 +302,7 @@ class Decoder(nn.Module, ABC):
     def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `from_hub`, also for LoRA's B, [out, rank]."""
         return rows
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -176,6 +176,12 @@ def _write_adapter(
 ) -> None:
     hub = weights.hub_tensors(model.module)
     tensors, fields = kind.to_peft(model.module, hub, model.dtype)
+    tensors |= {
+        key: full_tensor(parameter.detach()).to(model.dtype).cpu()
+        for key, (_, parameter) in adapter.saved_of(model.module).items()
+    }
+    if saved := [key.split(".")[-2] for key in adapter.saved_of(model.module)]:
+        fields = {**fields, "modules_to_save": saved}
     settings = {
         "peft_type": kind.declared.peft_type or kind.declared.title.upper(),
         "task_type": "CAUSAL_LM",
