@@ -139,7 +139,10 @@ class Units(NamedTuple):
 def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
-    embedding, output = Unit.over(shards, [_table(step)]), Unit.over(shards, _output(step))
+    embedding, output = (
+        Unit.over(shards, [_table(step, "tok_embeddings")]),
+        Unit.over(shards, _output(step)),
+    )
     root = Unit.over(shards, [_vector(step, Vector(step.shape.dim)), *_added(step, "model")])
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
@@ -219,15 +222,15 @@ def _added(step: StepConfig, owner: str, block: Block | None = None) -> Iterator
         yield Parameter(rows, width, width * step.element_bytes, True, shared="kv" not in sizes)
 
 
-def _table(step: StepConfig) -> Parameter:
+def _table(step: StepConfig, name: str) -> Parameter:
     rows, dim = step.shape.vocab / step.layout.tensor_parallel, step.shape.dim
-    return Parameter(rows, dim, dim * step.element_bytes, step.is_full)
+    return Parameter(rows, dim, dim * step.element_bytes, step.trains_table(name))
 
 
 def _output(step: StepConfig) -> Iterator[Parameter]:
     """The output layer; a tied one has no parameters of its own."""
     if not step.shape.tied:
-        yield _table(step)
+        yield _table(step, "output")
         if step.lora_output:
             yield from _adapter(step, "output", step.shape.output)
 
@@ -284,7 +287,7 @@ def _linear(step: StepConfig) -> LossMemory:
     part = min(linear_loss_rows(step), step.tokens) * columns
     # In fp32, and in bf16 before it or the slope after it; a cap keeps its tanh.
     made = part * (FP32 + (FP32 if shape.softcap else 0) + (e if e < FP32 else 0))
-    product = e * columns * shape.dim if step.is_full and e < FP32 else 0.0
+    product = e * columns * shape.dim if step.trains_table("output") and e < FP32 else 0.0
     # The trained rows, their gradient, the layers' result, and the norm's if nothing keeps it.
     forward = (1 + 1 / tp + (not step.is_full)) * hidden + max(made, e * part + product)
     # The norm's backward pass is in fp32.

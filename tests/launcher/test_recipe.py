@@ -56,6 +56,9 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "qwen3_30b_a3b_lora",
     "qwen3_5_27b_lora",
     "qwen3_5_35b_a3b_lora",
+    # Pre-training.
+    "llama100m_pretrain",
+    "llama8b_pretrain",
 }
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data.batches import ALL_SHARED, Rows, packed_rows, shared_splits
+from trainer.data.batches import Rows, packed_rows
+from trainer.data.checks import ALL_SHARED, shared_splits
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Piece, Source, omission_notes, open_source, read_block
 from trainer.errors import ConfigError

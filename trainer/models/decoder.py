@@ -5,7 +5,7 @@ builders, and a component of your own may be one (docs/models.md, "Your own mode
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError
 from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
 
 
@@ -73,6 +74,8 @@ class Decoder(nn.Module, ABC):
         title: what the log calls it; None for the component that made it.
         family: transformers' model_type, or the module of torchtune's builder.
         adapter: the kind of its adapter; None if all weights are trained.
+        modules_to_save: last parts of the names of the embedding and the output head, if these are
+            trained whole beside the adapter.
         embedding: has a weight [vocabulary, dim].
         final_norm: between the last block and the output.
         output_head: a linear layer with or without an adapter; None if the embedding's weight is
@@ -93,6 +96,7 @@ class Decoder(nn.Module, ABC):
     title: str | None = None
     family: str = ""
     adapter: AdapterKind | None = None
+    modules_to_save: tuple[str, ...] = ()
     embedding: nn.Module
     final_norm: nn.Module
     max_seq_len: int
@@ -219,6 +223,17 @@ class Decoder(nn.Module, ABC):
         """True for the name of a parameter that an adapter adds."""
         return self.adapter is not None and self.adapter.owns(parameter)
 
+    def is_saved(self, parameter: str) -> bool:
+        """True for the name of a parameter of `modules_to_save`."""
+        module, _, name = parameter.rpartition(".")
+        return name == "weight" and module in self.tables and _last(module) in self.modules_to_save
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of the embedding and of the output head, if it has one of its own."""
+        own = [self.embedding, self.output_head]
+        return [name for name, module in self.named_modules() if any(module is m for m in own)]
+
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
         """Make the model compute what config.json says; return what differs, one line per fault.
 
@@ -235,6 +250,17 @@ class Decoder(nn.Module, ABC):
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute on `device` the buffers that no file holds, such as rotary tables."""
+
+    def first_values(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter's name and first value for training from scratch, in fp32 on the CPU.
+
+        They depend on the seed and the model alone. It is called on the meta device, before the
+        model is laid out, and holds one module's parameters at a time.
+
+        Raises:
+            ConfigError: the source of the model knows no first values, or not of all parameters.
+        """
+        raise ConfigError("from_scratch: this source of models knows no first weights")
 
     def hub_name(self, parameter: str) -> str | None:
         """Name of the tensor on the Hugging Face hub that holds a parameter; None if none does.
@@ -288,3 +314,7 @@ class Decoder(nn.Module, ABC):
     def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `from_hub`, also for LoRA's B, [out, rank]."""
         return rows
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -45,9 +45,14 @@ COLUMN = dict.fromkeys(("weight", "bias"), Shard(0))
 def _embedding(layer: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
     """[batch, sequence] to this rank's [batch, sequence / ranks, dim], from its rows."""
     rows = local(layer.weight)
-    index = tokens - layer.tensor_parallel_mesh.get_local_rank() * rows.shape[0]
+    first = layer.tensor_parallel_mesh.get_local_rank() * rows.shape[0]
+    index = tokens - first
     elsewhere = (index < 0) | (index >= rows.shape[0])
-    found = F.embedding(index.masked_fill(elsewhere, 0), rows)
+    # Its row has no gradient, although the token may be one that begins documents.
+    padding = getattr(layer, "padding_idx", None)
+    padding = None if padding is None else padding - first
+    own = padding if padding is not None and 0 <= padding < rows.shape[0] else None
+    found = F.embedding(index.masked_fill(elsewhere, 0), rows, own)
     out = _summed(layer, SEQUENCE, found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
     scale = getattr(layer, "output_scale", None)
     # As Gemma was trained, the factor is rounded to the model's dtype.

@@ -30,7 +30,8 @@ def load(model: Model, config: TrainConfig) -> Path:
         ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
     """
     path, adapter = read(model.module, config)
-    for name, parameter in _adapter_parameters(model.module).items():
+    whole = dict(saved_of(model.module).values())
+    for name, parameter in (_adapter_parameters(model.module) | whole).items():
         weights.fill(parameter, adapter.tensors[name])
     modules = {weights.plain_name(name): m for name, m in model.module.named_modules()}
     for name, attributes in adapter.attributes.items():
@@ -62,11 +63,26 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
             "it there from where the adapter was made"
         )
     faults: list[str] = []
+    saved = {key: name for key, (name, _) in saved_of(model).items()}
+    faults += [f"holds no {key}" for key in sorted(saved.keys() - tensors.keys())]
+    whole = {name: tensors.pop(key) for key, name in saved.items() if key in tensors}
+    if saved and settings is not None:
+        settings = {key: value for key, value in settings.items() if key != "modules_to_save"}
     loaded = model.adapter.from_peft(model, weights.hub_tensors(model), tensors, settings, faults)
     # Another rank shows in the shapes, too.
     if faults := faults or _differences(_adapter_parameters(model), loaded.tensors):
         raise ConfigError(*(f"{KEY}: {fault}" for fault in dict.fromkeys(faults)))
+    loaded.tensors.update(whole)
     return path, loaded
+
+
+def saved_of(model: Decoder) -> dict[str, tuple[str, nn.Parameter]]:
+    """What is trained whole beside the adapter, (plain name, parameter) by PEFT's name."""
+    return {
+        PEFT_PREFIX + model.peft_name(model.hub_name(name) or name): (name, parameter)
+        for name, parameter in weights.named_parameters(model)
+        if model.is_saved(name)
+    }
 
 
 def _settings(file: Path) -> dict[str, Any] | None:
