@@ -88,6 +88,7 @@ def build(
     world.on_all(lambda: weights.load(module, source))
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
+    weights.initialise_score(module, source, config.seed)
     module.train(not frozen)
     return Model(module, adapters.method(module), DTYPES[config.dtype])
 
@@ -134,9 +135,9 @@ def lay_out(
 
 
 def freeze_base(module: Decoder) -> None:
-    """Let only the adapter be trained, or everything if there is no adapter."""
+    """Let only adapter and score head be trained, or everything if there is no adapter."""
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(module.adapter is None or module.is_adapter(name))
+        parameter.requires_grad_(module.is_trained(name))
 
 
 def empty(config: TrainConfig) -> Decoder:
@@ -146,6 +147,8 @@ def empty(config: TrainConfig) -> Decoder:
     try:
         with torch.device("meta"):
             module = empty_module(config.model, config.model_folder)
+            if config.has_score_head:
+                module.use_score_head()
     finally:
         torch.set_default_dtype(before)
     if config.fp8_recipe is not None:

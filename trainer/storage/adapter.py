@@ -13,7 +13,7 @@ from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import PEFT_PREFIX, Loaded, kind_of_layer
 from trainer.models.build import Model
-from trainer.models.decoder import Decoder
+from trainer.models.decoder import SCORE, Decoder
 from trainer.storage import weights
 
 KEY = "checkpointer.adapter_checkpoint"
@@ -32,6 +32,8 @@ def load(model: Model, config: TrainConfig) -> Path:
     path, adapter = read(model.module, config)
     for name, parameter in _adapter_parameters(model.module).items():
         weights.fill(parameter, adapter.tensors[name])
+    if model.module.score_head is not None and SCORE in adapter.tensors:
+        weights.fill(model.module.score_head.weight, adapter.tensors[SCORE])
     modules = {weights.plain_name(name): m for name, m in model.module.named_modules()}
     for name, attributes in adapter.attributes.items():
         for attribute, value in attributes.items():
@@ -62,11 +64,32 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
             "it there from where the adapter was made"
         )
     faults: list[str] = []
+    score = _score(model, tensors, settings, faults)
     loaded = model.adapter.from_peft(model, weights.hub_tensors(model), tensors, settings, faults)
     # Another rank shows in the shapes, too.
     if faults := faults or _differences(_adapter_parameters(model), loaded.tensors):
         raise ConfigError(*(f"{KEY}: {fault}" for fault in dict.fromkeys(faults)))
-    return path, loaded
+    return path, Loaded(loaded.tensors | score, loaded.attributes)
+
+
+def _score(
+    model: Decoder,
+    tensors: dict[str, torch.Tensor],
+    settings: dict[str, Any] | None,
+    faults: list[str],
+) -> dict[str, torch.Tensor]:
+    """Take the score head's weight out of tensors and settings, if the model has one."""
+    names = (SCORE, PEFT_PREFIX + SCORE)
+    if model.score_head is None or not (found := [n for n in names if n in tensors]):
+        return {}
+    if settings is not None and settings.get("modules_to_save") == ["score"]:
+        del settings["modules_to_save"]
+    score = tensors.pop(found[0])
+    if score.shape != model.score_head.weight.shape:
+        faults.append(
+            f"its score head gives {score.shape[0]} numbers, a reward model one"
+        )
+    return {SCORE: score}
 
 
 def _settings(file: Path) -> dict[str, Any] | None:

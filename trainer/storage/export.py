@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from runspec import files
 from trainer.config import TrainConfig
 from trainer.layers import experts, linear, nf4
-from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
+from trainer.layers.adapters.base import PEFT_PREFIX, AdaptedLinear, AdapterKind
 from trainer.models.build import Model
+from trainer.models.decoder import SCORE
 from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
 from trainer.storage import adapter, weights
@@ -47,7 +48,7 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     """
     final = config.output_dir / files.EXPORT
     temporary = config.output_dir / f".tmp_{files.EXPORT}"
-    world.on_main(lambda: _prepare(temporary, config.model_folder, model.dtype))
+    world.on_main(lambda: _prepare(temporary, config.model_folder, model))
     if not config.save_adapter_weights_only:
         _write_model(model, config, temporary, world)
     if model.module.adapter is not None:
@@ -56,7 +57,7 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     return final
 
 
-def _prepare(temporary: Path, source: Path, dtype: torch.dtype) -> None:
+def _prepare(temporary: Path, source: Path, model: Model) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for pattern in COPIED:
@@ -64,7 +65,13 @@ def _prepare(temporary: Path, source: Path, dtype: torch.dtype) -> None:
             shutil.copyfile(path, temporary / path.name)
     settings = files.read_json_or_none(temporary / "config.json") or {}
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
-    files.write_json(temporary / "config.json", settings | {key: str(dtype).removeprefix("torch.")})
+    settings[key] = str(model.dtype).removeprefix("torch.")
+    if model.module.score_head is not None:
+        from trainer.storage import classifier  # a rank is to start fast
+
+        settings |= classifier.settings(model.module.config, source)
+        classifier.set_pad_token(temporary)
+    files.write_json(temporary / "config.json", settings)
 
 
 def _commit(temporary: Path, final: Path) -> None:
@@ -174,6 +181,9 @@ def _write_adapter(
         **fields,
         "inference_mode": True,
     }
+    if (head := model.module.score_head) is not None:
+        tensors[PEFT_PREFIX + SCORE] = full_tensor(head.weight.detach()).to(model.dtype).cpu()
+        settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
 
     def write() -> None:
         folder.mkdir()
