@@ -98,7 +98,8 @@ class _Phases:
         # What is not resharded stays gathered from forward to backward.
         self.stays = step.fsdp and not step.reshard
         # In full fine-tuning the output layer has a gradient, tied or not.
-        self.output_gradient = e * shape.output.parameters / tp if step.is_full else 0.0
+        has_output = step.is_full and step.loss != "score"
+        self.output_gradient = e * shape.output.parameters / tp if has_output else 0.0
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         depth = self.step.shape.layers
