@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from runspec.keys.key import setting
+from runspec.keys.preference import DpoConfig
 from runspec.keys.train import TrainConfig
 
 
@@ -14,6 +15,7 @@ class RewardConfig(TrainConfig):
     objective: ClassVar[str] = "trainer.objectives.reward.RewardModelling"
     documents_per_sample: ClassVar[int] = 2
     has_score_head: ClassVar[bool] = True
+    pairs: ClassVar[str] = DpoConfig.pairs
 
     center_rewards_coefficient: float = setting(
         "rate",
