@@ -111,7 +111,10 @@ def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> Tra
     wrong = {fault.key.partition(".")[0] for fault in found}
     given = {name: None if name in wrong else content.get(name) for name in used}
     values = _complete(_with_defaults(given, used))
-    if texts := [fault.text for fault in found] + list(_faults_between_keys(values, used)):
+    texts = [fault.text for fault in found] + list(_faults_between_keys(values, used))
+    if values["generate"] and method.has_score_head:
+        texts.append("generate: a reward model gives scores and no text; leave it out")
+    if texts:
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
     values["activation_checkpointing"] = recomputed(values)

@@ -385,6 +385,7 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         documents_per_sample=each,
         positions=numbers if packed else None,
         documents=documents if packed or config.dtype == "bf16" else None,
+        ends=torch.tensor(ends[1:]) - 1,
     )
 
 

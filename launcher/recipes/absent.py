@@ -14,7 +14,6 @@ ENTRIES = {
     "orpo": "entry of its own for ORPO: use entry: dpo with loss: orpo",
     "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
     "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
-    "reward": f"reward models: use {_TRL}",
     "distill": "distillation: use entry: torchtune:knowledge_distillation_distributed",
     "kd": "distillation: use entry: torchtune:knowledge_distillation_distributed",
     "command": f"commands that torchrun does not start: use {_SCRIPT}",

@@ -241,7 +241,8 @@ def _settings(step: StepConfig) -> str:
     }.get(step.checkpointing, f"activation checkpointing of one layer in {step.checkpointing}")
     dtype = "bf16" if step.element_bytes == 2 else "fp32"
     dtype += ", fp32 master weights" if step.fp32_master else ""
-    return f"{step.method}, {recomputed}, {step.loss} cross-entropy, {step.optimizer}, {dtype}"
+    loss = "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
+    return f"{step.method}, {recomputed}, {loss}, {step.optimizer}, {dtype}"
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:

@@ -109,7 +109,7 @@ class _Phases:
         self.stays = step.fsdp and not step.reshard
         # In full fine-tuning the output layer has a gradient, tied or not.
         head = step.trains_table("output") * shape.output.parameters
-        self.output_gradient = e * head / tp
+        self.output_gradient = e * head / tp if step.loss != "score" else 0.0
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         depth = self.step.shape.layers

@@ -48,7 +48,7 @@ class StepConfig:
     optimizer: str = "adamw"  # or adamw8bit, adamw4bit, muon, momentum, none
     update: str = "fused"  # or foreach, single
     compiled: bool = False  # the layers, by torch.compile
-    loss: str = "chunked"  # plain, chunked or linear
+    loss: str = "chunked"  # plain, chunked or linear; score: a score head, and no logits
     chunks: int = 8  # 0: the linear loss chooses itself
     sync_each: bool = False  # gradients are reduced after every micro-step
     own: Adapter | None = None  # of a kind of one's own
@@ -226,7 +226,7 @@ class StepConfig:
     def trainable(self) -> int:
         """Parameters of the whole model that the optimizer updates."""
         if self.is_full:
-            return round(self.shape.parameters * self.trained_share)
+            return round(self.shape.parameters * self.trained_share) + self.score_head
         layers = sum(
             count * self._adapter(name, matrix)
             for block, count in self.shape.blocks
@@ -235,7 +235,7 @@ class StepConfig:
         layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
         output = self._adapter("output", self.shape.output) if self.lora_output else 0
         output += len(self.saved) * self.shape.vocab * self.shape.dim
-        return layers + output + self._numbers(["model"], {})
+        return layers + output + self._numbers(["model"], {}) + self.score_head
 
     def trains_table(self, name: str) -> bool:
         """Whether tok_embeddings or output is trained whole."""
@@ -267,7 +267,13 @@ class StepConfig:
     def total(self) -> int:
         """All parameters, adapters included."""
         tables = len(self.saved) * self.shape.vocab * self.shape.dim
-        return self.shape.parameters + (0 if self.is_full else self.trainable - tables)
+        added = self.score_head if self.is_full else self.trainable - tables
+        return self.shape.parameters + added
+
+    @property
+    def score_head(self) -> int:
+        """Parameters of a reward model's score head, which is always trained."""
+        return self.shape.dim if self.loss == "score" else 0
 
     @property
     def recomputed_share(self) -> float:
@@ -305,10 +311,11 @@ class TokenFlops:
         self.forward = (forward.token + forward.attention((length,)) / length) / layers
         self.backward = (both.token + attention) / layers - self.forward
         self.recomputed = step.recomputed_share * self.forward
-        self.output = both.target
+        # A score head's products are few.
+        self.output = 0.0 if step.loss == "score" else both.target
         self.once = _forward(step.shape, length) if step.keeps_log_probs else 0.0
         self.frozen = sum(_forward(shape, length) for shape in step.frozen_passes)
-        self.model = both.of(1, 1) + attention + self.frozen
+        self.model = both.of(1, 0) + self.output + attention + self.frozen
         self.hardware = self.model + layers * self.recomputed
 
 
@@ -350,6 +357,9 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     # In a packed row the documents of a sample share it; else each is a row.
     rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
     folder = config.get(method.teacher_key) if method.teacher_key else None
+    if method.has_score_head:
+        # As a tied output layer, it has no table of its own.
+        shape = replace(shape, tied=True)
     step = StepConfig(
         shape=shape,
         method=method_of(model),
@@ -375,7 +385,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_adapter(model, shape, family, faults),
         **_optimizer(_block(config, "optimizer")),
-        **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
+        **_loss(_block(config, "loss"), method),
         has_reference=reference in ("adapter_off", "model"),
         keeps_log_probs=reference == "log_probs",
         keeps_reference=reference == "model",
@@ -456,7 +466,11 @@ def _optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
     return {"optimizer": kind, "update": update}
 
 
-def _loss(block: Mapping[str, Any]) -> dict[str, Any]:
+def _loss(block: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+    if method.has_score_head:
+        return {"loss": "score"}
+    if method.fused_loss:
+        return {"loss": "linear", "chunks": 0}
     name = str(block.get("_component_") or "").rpartition(".")[2]
     for loss, chunks in (("linear", 0), ("chunked", 8)):
         if loss.capitalize() in name:

@@ -146,7 +146,8 @@ def units_of(step: StepConfig) -> Units:
     root = Unit.over(shards, [_vector(step, Vector(step.shape.dim)), *_added(step, "model")])
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
-    apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
+    tied = step.shape.tied and step.loss != "score"
+    apart = set() if tied or not step.fsdp else set(step.apart)
     if "tok_embeddings" not in apart:
         embedding, root = Unit(), embedding + root
     if "output" not in apart or step.loss != "plain":
@@ -263,6 +264,8 @@ def loss_memory(step: StepConfig) -> LossMemory:
     chunk's temporaries; split over the vocabulary one more copy of a chunk. A soft cap makes its
     logits in fp32 itself, and backward keeps its tanh.
     """
+    if step.loss == "score":
+        return _score(step)
     if step.loss == "linear":
         return _linear(step)
     e, tp, capped = step.element_bytes, step.layout.tensor_parallel, step.shape.softcap
@@ -293,3 +296,11 @@ def _linear(step: StepConfig) -> LossMemory:
     # The norm's backward pass is in fp32.
     backward = (1 + 6 / tp if step.is_full else 2 + 8 / tp) * hidden
     return LossMemory(hidden, forward, backward, 2 * hidden)
+
+
+def _score(step: StepConfig) -> LossMemory:
+    """The last norm of all positions, of which a score head reads one for each document."""
+    hidden = step.element_bytes * step.tokens * step.shape.dim
+    # The norm's backward pass is in fp32.
+    norm = (1 + 6 / step.layout.tensor_parallel) * hidden
+    return LossMemory(hidden, hidden, norm, 2 * hidden)

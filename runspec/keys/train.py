@@ -55,6 +55,7 @@ class TrainConfig(
         has_reference: the method compares with the policy before training; see `reference_of`.
         pairs: the component that reads preferences from a file of the user's own; "" for a method
             that does not train on them.
+        has_score_head: the model gives one number for each document instead of logits.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
     """
 
@@ -63,6 +64,7 @@ class TrainConfig(
     fused_loss: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False
     pairs: ClassVar[str] = ""
+    has_score_head: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (

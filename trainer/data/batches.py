@@ -86,12 +86,14 @@ class Collator:
         tokens = np.full(shape, self._pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         positions, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
-        begins, firsts, documents_so_far = [], [], 0
+        begins, firsts, ends, documents_so_far = [], [], [NONE], 0
         for line, row in enumerate(rows):
             lengths = [len(own) for own, _ in row.documents]
             end = sum(lengths)
             firsts.append(documents_so_far)
             documents_so_far += len(lengths) * row.counted
+            if row.counted:
+                ends.append(np.cumsum(lengths) - 1 + line * shape[1])
             tokens[line, :end] = np.concatenate([own for own, _ in row.documents])
             if row.counted:
                 trained = np.concatenate([trained for _, trained in row.documents])
@@ -123,6 +125,7 @@ class Collator:
             lengths=tuple(counted),
             positions=torch.from_numpy(positions) if packed else None,
             documents=documents if packed else None,
+            ends=torch.from_numpy(np.concatenate(ends)),
         )
 
 

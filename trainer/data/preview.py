@@ -35,7 +35,8 @@ class FirstSamples:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
         self.lengths = np.array([len(piece.tokens) for piece in pieces], dtype=np.int64)
-        self.documents = np.array([piece.lengths for piece in pieces], dtype=np.int64)
+        lengths = [piece.lengths for piece in pieces]
+        self.documents = np.array(lengths, dtype=np.int64) if pieces else np.zeros((0, 1), int)
         self.numbers = np.array([piece.number for piece in pieces])
         self.reference: np.ndarray | None = None
 

@@ -104,6 +104,11 @@ class HuggingFaceTokenizer:
         return self._template is not None
 
     @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text, by tokenizer and model."""
+        return frozenset(self._ends)
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -100,6 +100,7 @@ def build(
         world.on_all(lambda: weights.load(module, source))
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
+    weights.initialise_score(module, source, config.seed)
     module.train(not frozen)
     if config.neftune_noise_alpha and not frozen:
         noise.add(module, config.neftune_noise_alpha)
@@ -152,10 +153,9 @@ def lay_out(
 
 
 def freeze_base(module: Decoder) -> None:
-    """Let the adapter and `modules_to_save` be trained, or everything if there is no adapter."""
+    """Let what `Decoder.is_trained` names be trained, and nothing else."""
     for name, parameter in module.named_parameters():
-        trained = module.adapter is None or module.is_adapter(name) or module.is_saved(name)
-        parameter.requires_grad_(trained)
+        parameter.requires_grad_(module.is_trained(name))
 
 
 def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:
@@ -198,6 +198,8 @@ def empty(config: TrainConfig) -> Decoder:
     try:
         with torch.device("meta"):
             module = empty_module(config.model, config.model_folder)
+            if config.has_score_head:
+                module.use_score_head()
     finally:
         torch.set_default_dtype(before)
     if config.fp8_recipe is not None:

@@ -19,6 +19,9 @@ from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
 
+# The score head's weight, by the name that transformers' classes for sequences have for it.
+SCORE = "score.weight"
+
 
 class Role(Enum):
     """What tensor parallelism does with a module.
@@ -30,6 +33,7 @@ class Role(Enum):
         EMBEDDING: its rows, the vocabulary, are split. `output_scale`, if it has one, multiplies
             its output.
         OUTPUT: as a column layer; its logits stay split over the vocabulary.
+        SCORE: the score head: its inputs are split, and each rank gets the sum.
         COLUMN: a linear layer whose outputs are split.
         FUSED: a column layer that computes several outputs one after another, of which each rank
             gets its part. `pieces` has their widths.
@@ -50,6 +54,7 @@ class Role(Enum):
 
     EMBEDDING = auto()
     OUTPUT = auto()
+    SCORE = auto()
     COLUMN = auto()
     FUSED = auto()
     ROW = auto()
@@ -162,6 +167,38 @@ class Decoder(nn.Module, ABC):
         return 0
 
     @property
+    def score_head(self) -> nn.Module | None:
+        """The linear layer [1, dim] that a reward model has in place of its output head."""
+        return dict(self.named_children()).get("score")
+
+    def use_score_head(self) -> None:
+        """Put a score head, without bias, in place of the output head.
+
+        Call it on the meta device, before the model is laid out.
+
+        Raises:
+            ConfigError: the trainer cannot make a reward model of it.
+        """
+        raise ConfigError(
+            "model: a reward model is made of transformers' classes only; leave model._component_ "
+            "out, and give model.lora_rank for LoRA"
+        )
+
+    def scores(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The score head's outputs, to be called in `forward`'s `output`.
+
+        Args:
+            hidden: the last block's output, [batch, sequence, dim].
+            positions: int64 [documents], indices into the flattened batch.
+
+        Returns:
+            [documents], fp32; each rank of a split model has all of them.
+        """
+        rows = self.final_norm(hidden).flatten(0, 1).index_select(0, positions)
+        found: torch.Tensor = self.score_head(rows)
+        return found.squeeze(-1)
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens that the embedding knows."""
         return self.embedding.weight.shape[0]
@@ -222,6 +259,15 @@ class Decoder(nn.Module, ABC):
     def is_adapter(self, parameter: str) -> bool:
         """True for the name of a parameter that an adapter adds."""
         return self.adapter is not None and self.adapter.owns(parameter)
+
+    def is_trained(self, parameter: str) -> bool:
+        """True for the name of a parameter that is not frozen.
+
+        All are without an adapter; beside one `modules_to_save` and the score head.
+        """
+        if self.adapter is None or self.is_adapter(parameter):
+            return True
+        return self.is_saved(parameter) or parameter == SCORE
 
     def is_saved(self, parameter: str) -> bool:
         """True for the name of a parameter of `modules_to_save`."""

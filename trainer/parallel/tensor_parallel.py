@@ -183,6 +183,14 @@ def _output(layer: nn.Module, x: torch.Tensor) -> DTensor:
     return DTensor.from_local(_column(layer, x), mesh, [Shard(-1)], run_check=False)
 
 
+def _score(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """[documents, dim], whole on every rank, to the score of each, likewise."""
+    mesh, weight = layer.tensor_parallel_mesh, local(layer.weight)
+    # Each rank gives back the gradient of its own columns: column-split layers do so, too.
+    own = x.narrow(-1, mesh.get_local_rank() * weight.shape[1], weight.shape[1])
+    return _summed(layer, Replicate(), F.linear(own.float(), weight.float()))
+
+
 def _own_forward(layer: nn.Module, *args: torch.Tensor) -> object:
     """A module's own forward pass, on this rank's tokens or heads."""
     return replaced(layer, _own_forward)(_Local(layer), *args)
@@ -208,6 +216,7 @@ class _Local:
 STYLES: dict[Role, tuple[Callable[..., Any] | None, dict[str, Shard]]] = {
     Role.EMBEDDING: (_embedding, {"weight": Shard(0)}),
     Role.OUTPUT: (_output, COLUMN),
+    Role.SCORE: (_score, {"weight": Shard(1)}),
     Role.COLUMN: (_column, COLUMN),
     Role.FUSED: (_fused, COLUMN),
     Role.ROW: (_row, {"weight": Shard(1)}),

@@ -13,8 +13,9 @@ from runspec import files
 from trainer.config import TrainConfig
 from trainer.data.tokenizers import template_text
 from trainer.layers import experts, linear, nf4
-from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
+from trainer.layers.adapters.base import PEFT_PREFIX, AdaptedLinear, AdapterKind
 from trainer.models.build import Model
+from trainer.models.decoder import SCORE
 from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
 from trainer.storage import adapter, weights
@@ -51,7 +52,7 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     """
     final = config.output_dir / files.EXPORT
     temporary = config.output_dir / f".tmp_{files.EXPORT}"
-    world.on_main(lambda: _prepare(temporary, config, model.dtype))
+    world.on_main(lambda: _prepare(temporary, config, model))
     if not config.save_adapter_weights_only:
         _write_model(model, config, temporary, world)
     if model.module.adapter is not None:
@@ -60,7 +61,7 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     return final
 
 
-def _prepare(temporary: Path, config: TrainConfig, dtype: torch.dtype) -> None:
+def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     # From scratch a tokenizer may come from another folder than config.json.
@@ -73,7 +74,13 @@ def _prepare(temporary: Path, config: TrainConfig, dtype: torch.dtype) -> None:
         files.write_text(temporary / "chat_template.jinja", template_text(str(template)))
     settings = files.read_json_or_none(temporary / "config.json") or {}
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
-    files.write_json(temporary / "config.json", settings | {key: str(dtype).removeprefix("torch.")})
+    settings[key] = str(model.dtype).removeprefix("torch.")
+    if model.module.score_head is not None:
+        from trainer.storage import classifier  # a rank is to start fast
+
+        settings |= classifier.settings(model.module.config, config.model_folder)
+        classifier.set_pad_token(temporary)
+    files.write_json(temporary / "config.json", settings)
 
 
 def _commit(temporary: Path, final: Path) -> None:
@@ -189,6 +196,9 @@ def _write_adapter(
         **fields,
         "inference_mode": True,
     }
+    if (head := model.module.score_head) is not None:
+        tensors[PEFT_PREFIX + SCORE] = full_tensor(head.weight.detach()).to(model.dtype).cpu()
+        settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
 
     def write() -> None:
         folder.mkdir()

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from runspec.layout import longest_row
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
+from trainer.layers.score import ScoreHead
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.names import HubNames
@@ -100,6 +102,17 @@ class TransformersDecoder(Decoder):
     def output_head(self) -> nn.Module | None:
         """The output layer; None if it is tied to the embedding."""
         return self.lm_head
+
+    def use_score_head(self) -> None:
+        """See `Decoder.use_score_head`; it is that of the class's ...ForSequenceClassification."""
+        known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        if self._is_part or type(self.config) not in known:
+            what = "its text model is a part" if self._is_part else "transformers has no class"
+            self._refuse([f"as a reward model, as {what} for sequence classification"])
+        self.lm_head = None
+        self.score = ScoreHead(self.config.hidden_size)
+        self._roles = {k: r for k, r in self._roles.items() if r is not Role.OUTPUT}
+        self._roles["score"] = Role.SCORE
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
