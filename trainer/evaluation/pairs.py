@@ -98,7 +98,9 @@ class Scorer:
         for sample, rows in zip(samples, zip(*drawn, strict=True), strict=True):
             asked = [*turns, {"role": "user", "content": sample.prompt}]
             documents = [
-                tokenizer.tokenize_turns([*asked, {"role": "assistant", "content": row["answer"]}], [])
+                tokenizer.tokenize_turns(
+                    [*asked, {"role": "assistant", "content": row["answer"]}], []
+                )
                 for row in rows
             ]
             scores = self.scores([tokens for tokens, _ in documents])

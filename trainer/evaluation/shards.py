@@ -160,19 +160,18 @@ class Plan:
                 for sample, own, other in zip(chosen, ours, theirs, strict=True)
             ]
             rows = [{"win": win} for win in judge.verdicts(task, asked)]
+        elif isinstance(answerer, pairs.Scorer) or task["kind"] == "pair_accuracy":
+            rows = pairs.compared(answerer, chosen)
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":
             rows = answerer.likelihoods(chosen, task)
-        elif task["kind"] == "pair_accuracy":
-            rows = pairs.compared(answerer, chosen)
         else:
             size = int(self.config["batch_size"])
             for begin in range(0, len(chosen), size):
                 rows += self._answered(answerer, chosen[begin : begin + size], task)
         content = {"mark": self._marks[shard.task][shard.side], "rows": rows}
         files.write_json(self.folder_of_shards / shard.file, content)
-
 
     def _answered(
         self, answerer: Answerer, samples: list[Sample], task: dict[str, Any]

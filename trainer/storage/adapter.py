@@ -86,9 +86,7 @@ def _score(
         del settings["modules_to_save"]
     score = tensors.pop(found[0])
     if score.shape != model.score_head.weight.shape:
-        faults.append(
-            f"its score head gives {score.shape[0]} numbers, a reward model one"
-        )
+        faults.append(f"its score head gives {score.shape[0]} numbers, a reward model one")
     return {SCORE: score}
 
 
