@@ -16,8 +16,6 @@ ENTRIES = {
     "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
     "distill": "distillation: use entry: torchtune:knowledge_distillation_distributed",
     "kd": "distillation: use entry: torchtune:knowledge_distillation_distributed",
-    "pretrain": "an entry for pre-training: to continue it on text, use entry: sft with "
-    "dataset._component_: torchtune.datasets.text_completion_dataset",
     "command": f"commands that torchrun does not start: use {_SCRIPT}",
 }
 _CONTAINERS = (

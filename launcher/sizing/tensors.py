@@ -139,7 +139,10 @@ class Units(NamedTuple):
 def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
-    embedding, output = Unit.over(shards, [_table(step)]), Unit.over(shards, _output(step))
+    embedding, output = (
+        Unit.over(shards, [_table(step, "tok_embeddings")]),
+        Unit.over(shards, _output(step)),
+    )
     root = Unit.over(shards, [_vector(step, Vector(step.shape.dim)), *_added(step, "model")])
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
@@ -176,7 +179,7 @@ def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
         # It is added to the sum of the ranks, on each rank's own tokens.
         yield Parameter(rows, each, each * e, full, shared or matrix.role == "row")
     if name in step.lora_targets:
-        yield from _adapter(step, matrix)
+        yield from _adapter(step, name, matrix)
 
 
 def _vector(step: StepConfig, vector: Vector) -> Parameter:
@@ -194,18 +197,18 @@ def _split(step: StepConfig, matrix: Matrix) -> tuple[float, float]:
     return matrix.outputs / (1 if by_row else tp), matrix.inputs / (tp if by_row else 1)
 
 
-def _adapter(step: StepConfig, matrix: Matrix) -> Iterator[Parameter]:
+def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
     """What the kind of adapter adds to a matrix."""
     e, along = step.element_bytes, "in" if matrix.role == "row" else "out"
     rows, width = _split(step, matrix)
     whole = step.partial_gradient(matrix)
     if matrix.role == "expert":
         for size in (matrix.inputs, matrix.outputs):
-            numbers = step.lora_rank * size
-            yield Parameter(rows, numbers, numbers * e, True, whole, (size, step.lora_rank))
+            numbers = step.rank_of(name) * size
+            yield Parameter(rows, numbers, numbers * e, True, whole, (size, step.rank_of(name)))
         return
     for sizes in step.adapter.parts_of(*matrix.owners).values() if step.adapter else ():
-        known = {"in": width, "out": rows}
+        known = {"in": width, "out": rows, "lora_rank": step.rank_of(name)}
         first, inner = (step.adapter_size(part, known) for part in (sizes[:1], sizes[1:]))
         yield Parameter(first, inner, inner * e, True, whole or along not in sizes)
 
@@ -220,17 +223,17 @@ def _added(step: StepConfig, owner: str, block: Block | None = None) -> Iterator
         yield Parameter(rows, width, width * step.element_bytes, True, shared="kv" not in sizes)
 
 
-def _table(step: StepConfig) -> Parameter:
+def _table(step: StepConfig, name: str) -> Parameter:
     rows, dim = step.shape.vocab / step.layout.tensor_parallel, step.shape.dim
-    return Parameter(rows, dim, dim * step.element_bytes, step.is_full)
+    return Parameter(rows, dim, dim * step.element_bytes, step.trains_table(name))
 
 
 def _output(step: StepConfig) -> Iterator[Parameter]:
     """The output layer; a tied one has no parameters of its own."""
     if not step.shape.tied:
-        yield _table(step)
+        yield _table(step, "output")
         if step.lora_output:
-            yield from _adapter(step, step.shape.output)
+            yield from _adapter(step, "output", step.shape.output)
 
 
 # Logits and loss --------------------------------------------------------------------------------
@@ -287,7 +290,7 @@ def _linear(step: StepConfig) -> LossMemory:
     part = min(linear_loss_rows(step), step.tokens) * columns
     # In fp32, and in bf16 before it or the slope after it; a cap keeps its tanh.
     made = part * (FP32 + (FP32 if shape.softcap else 0) + (e if e < FP32 else 0))
-    product = e * columns * shape.dim if step.is_full and e < FP32 else 0.0
+    product = e * columns * shape.dim if step.trains_table("output") and e < FP32 else 0.0
     # The trained rows, their gradient, the layers' result, and the norm's if nothing keeps it.
     forward = (1 + 1 / tp + (not step.is_full)) * hidden + max(made, e * part + product)
     # The norm's backward pass is in fp32.

@@ -11,6 +11,8 @@ from runspec.keys.key import REQUIRED, Key, setting
 
 # model._component_ of a model that its folder's config.json names: transformers has the code.
 TRANSFORMERS = "transformers"
+# dataset._component_ of a mixture of sources that is read while it is trained.
+STREAM = "trainer.data.stream.stream_dataset"
 # dataset.source of files, as datasets.load_dataset takes it; any other names a dataset or a folder.
 FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
 
@@ -31,9 +33,9 @@ class ModelKeys:
             Key(
                 "adapter",
                 "text",
-                "What is trained instead of all weights: lora, dora, or the dotted path of an "
-                "adapter of your own. Default: lora if lora_rank is set, or if the builder is "
-                "torchtune's lora_*.",
+                "What is trained instead of all weights: lora, dora, ia3, prompt, prefix, or the "
+                "dotted path of an adapter of your own. Default: lora if lora_rank is set, or if "
+                "the builder is torchtune's lora_*.",
             ),
             Key(
                 "lora_modules",
@@ -65,7 +67,67 @@ class ModelKeys:
                 "lora_*, else twice the rank.",
             ),
             Key("lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
+            Key(
+                "modules_to_save",
+                "texts",
+                "Beside an adapter, what is trained whole: embed_tokens, lm_head (torchtune's "
+                "builders: tok_embeddings, output).",
+            ),
             Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
+            Key(
+                "use_rslora",
+                "flag",
+                "rsLoRA: updates are scaled by lora_alpha / sqrt(lora_rank), for high ranks.",
+                False,
+            ),
+            Key(
+                "lora_plus_ratio",
+                "number",
+                "LoRA+: the learning rate of B over that of A, such as 16; optimizer.lr is A's.",
+            ),
+            Key(
+                "rank_pattern",
+                "open block",
+                "Ranks of single layers, by the end of a layer's name or a regular expression: "
+                "{down_proj: 32}.",
+            ),
+            Key("alpha_pattern", "open block", "The same of lora_alpha."),
+            Key(
+                "init_lora_weights",
+                "kaiming | gaussian | orthogonal",
+                "What A and B begin as: kaiming and gaussian set B to zero; orthogonal sets "
+                "neither, and their product is zero. Default: kaiming.",
+            ),
+            Key(
+                "num_virtual_tokens",
+                "positive",
+                "Virtual tokens before each document, for adapter: prompt and prefix. Default: 20.",
+            ),
+            Key(
+                "prompt_init",
+                "text | random | vocabulary",
+                "What a prompt begins as: the embeddings of prompt_init_text, random numbers, or "
+                "the embeddings of random tokens. Default: text.",
+            ),
+            Key(
+                "prefix_init",
+                "text | random",
+                "What a prefix begins as: the base model's keys and values of prompt_init_text, "
+                "or random numbers. Default: text.",
+            ),
+            Key(
+                "prompt_init_text",
+                "text",
+                "The text that a prompt or a prefix begins as, such as the task in one sentence; "
+                "repeated or cut to num_virtual_tokens. Default: a general instruction.",
+            ),
+            Key(
+                "target_modules",
+                "texts",
+                "Linear layers that get (IA)3, by the last part of their names. Default: as PEFT, "
+                "k_proj, v_proj and the last layer of the MLP; q_proj instead of k_proj for Qwen "
+                "and Gemma.",
+            ),
             Key(
                 "quantize_base",
                 "flag",
@@ -80,6 +142,16 @@ class ModelKeys:
         REQUIRED,
         inner=(
             Key("path", "text", "Folder or file of the tokenizer."),
+            Key(
+                "chat_template",
+                "any",
+                "A chat template in the place of the folder's: its file, or its text.",
+            ),
+            Key(
+                "chat_template_kwargs",
+                "open block",
+                "Arguments of the chat template, such as {enable_thinking: false}.",
+            ),
             Key(
                 "max_seq_len",
                 "positive",
@@ -210,19 +282,44 @@ class TrainingKeys:
             Key("weight_decay", "rate", "Weight decay.", may_change=True),
             Key("betas", "list", "Adam's decay rates: [0.9, 0.95].", may_change=True),
             Key("eps", "rate", "Adam's epsilon.", may_change=True),
+            Key(
+                "no_weight_decay",
+                "texts",
+                "What has no weight decay: norm, bias, embedding (and output head), or patterns of "
+                "names.",
+                may_change=True,
+            ),
+            Key(
+                "adamw",
+                "open block",
+                "With torch.optim.Muon, which updates the matrices of the blocks: lr, betas and "
+                "the like of AdamW for all other parameters.",
+                may_change=True,
+            ),
         ),
     )
     lr_scheduler: dict[str, Any] | None = setting(
         "component",
         "Learning rate schedule, stepped after each optimizer step. Default: a constant rate.",
         may_change=True,
-        inner=(Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),),
+        inner=(
+            Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),
+            Key("warmup_ratio", "rate", "The same as a share of all steps, such as 0.03."),
+            Key("decay_ratio", "rate", "Share of all steps in which get_wsd_schedule falls."),
+        ),
     )
     router_aux_loss_coef: float = setting(
         "rate", "Weight of the load-balancing loss of the experts.", 0.0
     )
     train_router: bool = setting(
         "flag", "Train the router of the experts, in full fine-tuning.", True
+    )
+    freeze: list[str] | None = setting(
+        "texts",
+        "Patterns of names of parameters that are not trained: model.layers.[0-9].*.",
+    )
+    neftune_noise_alpha: float | None = setting(
+        "number", "NEFTune: noise on the embeddings, such as 5. Default: none.", may_change=True
     )
     clip_grad_norm: float | None = setting(
         "number", "Maximum gradient norm. Default: no clipping.", may_change=True

@@ -4,6 +4,7 @@ The module trainer.NAME starts the method NAME.
 """
 
 from runspec.keys.preference import DpoConfig, KtoConfig
+from runspec.keys.pretrain import PretrainConfig
 from runspec.keys.reward import RewardConfig
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig
@@ -12,5 +13,6 @@ METHODS: dict[str, type[TrainConfig]] = {
     "sft": SftConfig,
     "dpo": DpoConfig,
     "kto": KtoConfig,
+    "pretrain": PretrainConfig,
     "reward": RewardConfig,
 }

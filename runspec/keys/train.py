@@ -150,7 +150,9 @@ class TrainConfig(
         if not cls.has_reference:
             return ""
         start = (config.get("checkpointer") or {}).get("adapter_checkpoint")
-        is_new = adapters.name_of(config.get("model") or {}) is not None and not start
+        model = config.get("model") or {}
+        # The embedding and the output head have no adapter that could be turned off.
+        is_new = adapters.name_of(model) and not (start or model.get("modules_to_save"))
         return "adapter_off" if is_new else "model"
 
     @property
@@ -162,6 +164,11 @@ class TrainConfig(
     def model_folder(self) -> Path:
         """The Hugging Face folder that the weights come from."""
         return Path(self.checkpointer["checkpoint_dir"])
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether training begins with the weights of the model's folder."""
+        return True
 
     @property
     def fp8_recipe(self) -> str | None:

@@ -1,6 +1,7 @@
 """Preference tuning: pairs and labelled answers, in every layout, with each kind of reference."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,30 @@ import pytest
 import yaml
 
 from benchmarks import preference
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.step_config import step_of
+from runspec.keys.preference import DpoConfig
 from tests.trainer.runs import (
     assert_same_curve,
+    curve,
     finish,
+    kill_rank,
     lora_model,
     metrics,
+    reopen,
     start,
+    wait_for_step,
     write_config,
 )
+from tests.trainer.transformers_cases import write
+from trainer.config import parse, read_yaml
+from trainer.trace import trace
 
+LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 LORA = lora_model(lora_dropout=0.0)
 SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
 PAIRS = "trainer.data.preferences.PreferenceDataset"
 UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
-KTO = {"module": "trainer.kto"}
 # By name: ranks, the run that it equals, changes to the config.
 RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "lora": (1, None, {"model": LORA, "epochs": 1}),
@@ -133,3 +144,151 @@ def test_its_curves_are_those_of_trl(name: str, texts: Path, tmp_path: Path) -> 
     wanted = json.loads(preference.CURVES.read_text())["losses"][name]
     losses = [row["loss"] for row in metrics(tmp_path)]
     assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("reference", ["adapter_off", "model"])
+def test_labelled_answers_train_the_same_in_every_layout(
+    reference: str, tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    """The distance of policy and reference is measured over the samples of all ranks."""
+    shared = {"model": LORA, "max_steps": 3, "reference": reference}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "fsdp": (2, {"batch_size": 2}),
+        "tensor": (2, {"tensor_parallel_dim": 2}),
+    }
+    for name, (ranks, changes) in runs.items():
+        path = config(tmp_path / name, model_folder, pairs, UNPAIRED, **shared | changes)
+        output = finish(start(path, ranks, module="trainer.kto"))
+        assert "24 desirable and 24 undesirable answers" in output
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+        for own, wanted in zip(metrics(path.parent), metrics(tmp_path / "one"), strict=True):
+            assert own["kl"] == pytest.approx(wanted["kl"], rel=1e-4, abs=1e-4)
+    first, *_, last = metrics(tmp_path / "one")
+    assert first["kl"] == 0 and first["loss"] == 0.5
+    assert last["kl"] > 0.1 and last["rewards/chosen"] > last["rewards/rejected"]
+
+
+@pytest.mark.parametrize("name", ["orpo", "kto"])
+def test_packed_equals_padded(name: str, tmp_path: Path, model_folder: Path, pairs: Path) -> None:
+    """Figures of one pass over dataset_val: a packed row holds other samples together."""
+    component, module = (PAIRS, "trainer.dpo") if name == "orpo" else (UNPAIRED, "trainer.kto")
+    rate = {"optimizer": SLOW["optimizer"] | {"lr": 0.0}}
+    found = []
+    for packed in ({}, {"row_length": 256}):
+        changes = rate | {"max_steps": 1, "run_val_every_n_steps": 1} | packed
+        changes |= {"loss": "orpo"} if name == "orpo" else {}
+        path = config(tmp_path / str(len(packed)), model_folder, pairs, component, **changes)
+        finish(start(path, module=module))
+        (row,) = metrics(path.parent)
+        found.append({key: value for key, value in row.items() if key.startswith("val_")})
+    assert found[0]["val_logps/chosen"] < -10
+    for key, value in found[0].items():
+        assert found[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+def test_kept_log_probs_are_made_once_and_a_killed_run_resumes_by_them(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    changes = SLOW | {"batch_size": 2, "max_steps": 6}
+    whole, killed = (
+        config(tmp_path / name, model_folder, pairs, **changes) for name in ("whole", "killed")
+    )
+    made = "log-probabilities of 24 samples of dataset ..."
+    assert made in finish(start(whole, 2, module="trainer.dpo"))
+    process = start(killed, 2, module="trainer.dpo")
+    wait_for_step(killed, 4, process)
+    kill_rank(process, 1)
+    finish(process, None)
+    output = finish(start(killed, 2, attempt=1, module="trainer.dpo"))
+    assert "resuming from checkpoints/step_" in output and made not in output
+    assert curve(killed.parent) == curve(whole.parent)
+    # On one rank, from the same checkpoint, with another kind of reference.
+    other = tmp_path / "other"
+    shutil.copytree(whole.parent, other)
+    for path in (other / "checkpoints").glob("step_6*"):
+        shutil.rmtree(path)
+    content = yaml.safe_load(whole.read_text()) | {"output_dir": str(other), "batch_size": 4}
+    (other / "train.yaml").write_text(yaml.safe_dump(content | {"reference": "model"}))
+    reopen(other)
+    output = finish(start(other / "train.yaml", attempt=1, module="trainer.dpo"))
+    assert "resuming from checkpoints/step_4" in output and "reference  frozen, " in output
+    assert_same_curve(other, whole.parent, 2e-5, 1e-4)
+
+
+def test_a_part_of_the_kept_log_probs_goes_on(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    """A start that is killed in the pass over the data leaves what it wrote, perhaps torn."""
+    path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
+    finish(start(path, module="trainer.dpo"))
+    (kept,) = [
+        file for file in (tmp_path / "tokens").rglob("reference_*.npy") if len(np.load(file)) == 24
+    ]
+    values = np.load(kept)
+    kept.unlink()
+    name = f".reference_{kept.parent.name}_{kept.stem.removeprefix('reference_')}.part"
+    records = np.empty(20, [("sample", np.int64), ("values", np.float32, (2,))])
+    records["sample"], records["values"] = np.arange(20), values[:20]
+    again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
+    (again.parent / name).write_bytes(records.tobytes() + b"torn")
+    output = finish(start(again, module="trainer.dpo"))
+    assert "log-probabilities of 4 samples of dataset ..." in output
+    assert np.load(kept) == pytest.approx(values, rel=1e-5)
+    assert not list(again.parent.glob(".reference_*"))
+
+
+def test_a_reference_that_is_not_the_policy_ends_the_run(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
+    finish(start(path, module="trainer.dpo"))
+    for kept in (tmp_path / "tokens").rglob("reference_*.npy"):
+        np.save(kept, np.load(kept) - 1.0)
+    again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
+    output = finish(start(again, module="trainer.dpo"), None)
+    assert "before the first update it must equal the policy" in output
+
+
+@pytest.mark.parametrize("reference", ["log_probs", "adapter_off", "model"])
+def test_the_closed_form_knows_each_kind_of_reference(
+    reference: str, tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": reference}
+    content = read_yaml(config(tmp_path, model_folder, pairs, **changes))
+    content["model"] |= (LORA if reference == "adapter_off" else {}) | wide
+    traced = trace(parse(content, DpoConfig), 2)
+    step = step_of(content | {"entry": "dpo"}, 1, 2)
+    assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.05)
+    plain = step_of(content | {"entry": "sft", "loss": LINEAR}, 1, 2)
+    assert StepMemory(step).peak <= (1.25 if reference != "model" else 2) * StepMemory(plain).peak
+    ratio = step.flops.model / plain.flops.model
+    assert ratio == (1 if reference == "log_probs" else pytest.approx(1.4, abs=0.15))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4, "lora_alpha": 8}], ids=["full", "lora"])
+def test_experts_train_on_pairs_in_every_layout(
+    model: dict[str, Any], tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    source = write("qwen3-moe", tmp_path / "moe", model_folder)
+    tokenizer = {
+        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+        "path": str(source),
+    }
+    rate = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.01}}
+    shared = rate | {"model": model, "checkpointer": {"checkpoint_dir": str(source)}}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "expert": (2, {"batch_size": 2, "expert_parallel_dim": 2}),
+        "both": (2, {"expert_parallel_dim": 2, "tensor_parallel_dim": 2, "reference": "model"}),
+    }
+    for name, (ranks, changes) in runs.items():
+        own = shared | {"tokenizer": tokenizer} | changes
+        path = config(tmp_path / name, source, pairs, **own)
+        finish(start(path, ranks, module="trainer.dpo"))
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+    first, *_, last = metrics(tmp_path / "one")
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["rewards/margins"] > 1e-3

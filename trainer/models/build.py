@@ -3,8 +3,9 @@
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from runspec.adapters import LORA, is_built_in, own_adapters
+from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
+from runspec.description import family_of
+from runspec.hints import nearest
 from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
-from trainer.layers import attention, fp8, linear, nf4
+from trainer.layers import attention, fp8, linear, nf4, noise
 from trainer.layers.adapters import base as adapters
 from trainer.models.decoder import Decoder, Role
 from trainer.parallel import activations, fsdp, tensor_parallel
@@ -52,6 +55,12 @@ class Model:
         """The parameters that the optimizer changes."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
+    def learning_rates(self) -> dict[nn.Parameter, float]:
+        """What the learning rate of a parameter is multiplied by, where that is not 1."""
+        kind, named = self.module.adapter, weights.named_parameters(self.module)
+        found = {p: kind.learning_rate(name) for name, p in named if kind and p.requires_grad}
+        return {parameter: rate for parameter, rate in found.items() if rate != 1}
+
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters of the whole model, not of this rank's part.
 
@@ -85,11 +94,16 @@ def build(
     source, module = world.on_all(lambda: fitting(config, data_faults))
     lay_out(module, config, world, output_chunks, frozen)
     allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
-    world.on_all(lambda: weights.load(module, source))
+    if source is None:
+        world.on_all(lambda: weights.initialise(module, empty(config), config.seed))
+    else:
+        world.on_all(lambda: weights.load(module, source))
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
     weights.initialise_score(module, source, config.seed)
     module.train(not frozen)
+    if config.neftune_noise_alpha and not frozen:
+        noise.add(module, config.neftune_noise_alpha)
     return Model(module, adapters.method(module), DTYPES[config.dtype])
 
 
@@ -108,6 +122,10 @@ def lay_out(
         frozen: nothing of it is trained.
     """
     freeze_base(module)
+    if module.adapter is not None:
+        module.adapter.row_multiple = config.row_multiple
+    for parameter in frozen_by_name(module, config.freeze or []).values():
+        parameter.requires_grad_(False)
     if frozen:
         module.requires_grad_(False)
     if not config.train_router:
@@ -135,9 +153,42 @@ def lay_out(
 
 
 def freeze_base(module: Decoder) -> None:
-    """Let only adapter and score head be trained, or everything if there is no adapter."""
+    """Let what `Decoder.is_trained` names be trained, and nothing else."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(module.is_trained(name))
+
+
+def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:
+    """The parameters whose plain name is like one of the patterns, by that name."""
+    return {
+        name: parameter
+        for name, parameter in weights.named_parameters(module)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
+    names = [name for name, _ in weights.named_parameters(module)]
+    for pattern in config.freeze or []:
+        if not frozen_by_name(module, [pattern]):
+            yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
+    trained = {name for name in names if module.adapter is None or module.is_adapter(name)}
+    if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
+        yield "freeze: nothing is left to train; leave out a pattern"
+
+
+def _saved_faults(module: Decoder) -> Iterator[str]:
+    known = [name.rpartition(".")[2] for name in module.tables]
+    if module.modules_to_save and module.adapter is None:
+        yield "model.modules_to_save: all weights are trained without an adapter; leave it out"
+    elif module.modules_to_save and module.output_head is None:
+        yield (
+            "model.modules_to_save: this model's output head is its embedding (tied), which PEFT "
+            "would train apart; leave it out, or train all weights"
+        )
+    for name in module.modules_to_save:
+        if name not in known:
+            yield f"model.modules_to_save: {name} is none of {', '.join(known)}"
 
 
 def empty(config: TrainConfig) -> Decoder:
@@ -165,7 +216,9 @@ def own_keys(block: dict[str, Any]) -> set[str]:
     """
     kind = adapters.kind_of(block) if own_adapters(block) else None
     keys = LORA.keys if kind is None else kind.declared.keys
-    return {"quantize_base", "adapter", *(keys if own_adapters(block) else ())}
+    if not own_adapters(block):
+        keys = OF_LORA if is_built_in(block) else ()
+    return {"quantize_base", "adapter", "modules_to_save", *keys}
 
 
 def _source(block: dict[str, Any]) -> str | None:
@@ -205,7 +258,9 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
         if "quantize_base" in inspect.signature(builder).parameters:
             plain["quantize_base"] = False
         model = _adopted(instantiate("model", plain), block)
+    model.family = family_of(block, folder)
     _add_adapter(model, block, kind)
+    model.modules_to_save = tuple(block.get("modules_to_save") or ())
     if quantised:
         _quantise(model)
     return model
@@ -263,8 +318,10 @@ def _quantise(model: Decoder) -> None:
 
 def fitting(
     config: TrainConfig, data_faults: Callable[[int, int], list[str]] | None = None
-) -> tuple[weights.SafetensorsSource, Decoder]:
+) -> tuple[weights.SafetensorsSource | None, Decoder]:
     """Return the files that `config` names, and an empty model that fits them.
+
+    There are no files if training begins from scratch.
 
     Args:
         data_faults: (number of tokens, number of positions that the model knows) -> what in the
@@ -273,10 +330,13 @@ def fitting(
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    source = weights.SafetensorsSource.open(config.checkpointer)
+    reads = config.reads_weights
+    source = weights.SafetensorsSource.open(config.checkpointer) if reads else None
     hf_config = weights.read_hf_config(config.model_folder / "config.json")
     module = empty(config)
     faults = module.fit(hf_config, config)
+    if module.adapter is not None:
+        faults += module.adapter.fit(module, config)
     names = dict(module.named_modules())
     faults += [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -285,8 +345,9 @@ def fitting(
     ]
     faults += layout_faults(module, config)
     if data_faults is not None:
-        faults += data_faults(module.vocab_size, module.max_seq_len)
-    faults += weights.mismatches(module, source, config.model_folder)
+        faults += data_faults(module.vocab_size, module.longest_document)
+    if source is not None:
+        faults += weights.mismatches(module, source, config.model_folder)
     if faults:
         raise ConfigError(*faults)
     return source, module
@@ -300,6 +361,12 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
         faults.append(
             f"{key}: this model has no routers of experts that it applies to; leave it out"
+        )
+    faults += [*_freeze_faults(module, config), *_saved_faults(module)]
+    if config.neftune_noise_alpha and ranks > 1:
+        faults.append(
+            "neftune_noise_alpha: tensor parallelism splits the embeddings' output; leave it out, "
+            "or set tensor_parallel_dim=1"
         )
     if config.dataset.get("packed") and not module.packs:
         faults.append(

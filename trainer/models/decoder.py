@@ -5,7 +5,7 @@ builders, and a component of your own may be one (docs/models.md, "Your own mode
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,10 @@ class Decoder(nn.Module, ABC):
         blocks: the transformer blocks, in order. Each is compiled, checkpointed and sharded by
             itself, and takes its input [batch, sequence, dim] as its first argument.
         title: what the log calls it; None for the component that made it.
+        family: transformers' model_type, or the module of torchtune's builder.
         adapter: the kind of its adapter; None if all weights are trained.
+        modules_to_save: last parts of the names of the embedding and the output head, if these are
+            trained whole beside the adapter.
         embedding: has a weight [vocabulary, dim].
         final_norm: between the last block and the output.
         output_head: a linear layer with or without an adapter; None if the embedding's weight is
@@ -96,7 +99,9 @@ class Decoder(nn.Module, ABC):
 
     blocks: nn.ModuleList
     title: str | None = None
+    family: str = ""
     adapter: AdapterKind | None = None
+    modules_to_save: tuple[str, ...] = ()
     embedding: nn.Module
     final_norm: nn.Module
     max_seq_len: int
@@ -139,7 +144,8 @@ class Decoder(nn.Module, ABC):
             input_pos: int64 [batch, sequence], the position of each token in its document; None
                 counts along the row.
             output: called with this model and its hidden states, [batch, sequence, dim], where FSDP
-                has gathered the output head; None is `unembed`.
+                has gathered the output head; None is `unembed`. Virtual tokens of an adapter are
+                among them until the final norm, which takes them out.
         """
         hidden = self.hidden(tokens, mask, input_pos)
         return self.unembed(hidden) if output is None else output(self, hidden)
@@ -247,13 +253,34 @@ class Decoder(nn.Module, ABC):
             and (not roles or any(fnmatchcase(name, pattern) for pattern in wanted))
         ]
 
+    @property
+    def longest_document(self) -> int:
+        """Number of positions that the model knows and virtual tokens of an adapter leave."""
+        return self.max_seq_len - (0 if self.adapter is None else self.adapter.virtual_tokens)
+
     def is_adapter(self, parameter: str) -> bool:
         """True for the name of a parameter that an adapter adds."""
         return self.adapter is not None and self.adapter.owns(parameter)
 
     def is_trained(self, parameter: str) -> bool:
-        """True for the name of a parameter that is not frozen: beside an adapter the score head."""
-        return self.adapter is None or self.is_adapter(parameter) or parameter == SCORE
+        """True for the name of a parameter that is not frozen.
+
+        All are without an adapter; beside one `modules_to_save` and the score head.
+        """
+        if self.adapter is None or self.is_adapter(parameter):
+            return True
+        return self.is_saved(parameter) or parameter == SCORE
+
+    def is_saved(self, parameter: str) -> bool:
+        """True for the name of a parameter of `modules_to_save`."""
+        module, _, name = parameter.rpartition(".")
+        return name == "weight" and module in self.tables and _last(module) in self.modules_to_save
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of the embedding and of the output head, if it has one of its own."""
+        own = [self.embedding, self.output_head]
+        return [name for name, module in self.named_modules() if any(module is m for m in own)]
 
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
         """Make the model compute what config.json says; return what differs, one line per fault.
@@ -265,8 +292,23 @@ class Decoder(nn.Module, ABC):
         """
         return []
 
+    def shares_keys(self) -> bool:
+        """Whether layers use the keys and values of another layer."""
+        return False
+
     def fill_buffers(self, device: torch.device) -> None:
         """Compute on `device` the buffers that no file holds, such as rotary tables."""
+
+    def first_values(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter's name and first value for training from scratch, in fp32 on the CPU.
+
+        They depend on the seed and the model alone. It is called on the meta device, before the
+        model is laid out, and holds one module's parameters at a time.
+
+        Raises:
+            ConfigError: the source of the model knows no first values, or not of all parameters.
+        """
+        raise ConfigError("from_scratch: this source of models knows no first weights")
 
     def hub_name(self, parameter: str) -> str | None:
         """Name of the tensor on the Hugging Face hub that holds a parameter; None if none does.
@@ -320,3 +362,7 @@ class Decoder(nn.Module, ABC):
     def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `from_hub`, also for LoRA's B, [out, rank]."""
         return rows
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

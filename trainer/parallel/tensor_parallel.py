@@ -48,10 +48,10 @@ def _embedding(layer: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
     first = layer.tensor_parallel_mesh.get_local_rank() * rows.shape[0]
     index = tokens - first
     elsewhere = (index < 0) | (index >= rows.shape[0])
-    # transformers' embeddings give the token that config.json pads by no gradient.
+    # Its row has no gradient, although the token may be one that begins documents.
     padding = getattr(layer, "padding_idx", None)
-    held = padding is not None and first <= padding < first + rows.shape[0]
-    own = padding - first if held else None
+    padding = None if padding is None else padding - first
+    own = padding if padding is not None and 0 <= padding < rows.shape[0] else None
     found = F.embedding(index.masked_fill(elsewhere, 0), rows, own)
     out = _summed(layer, SEQUENCE, found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
     scale = getattr(layer, "output_scale", None)
@@ -315,7 +315,6 @@ def faults(model: Decoder, ranks: int) -> list[str]:
         sizes=sizes,
         linear=packed,
         quantised=bool(packed),
-        dropout=model.adapter is not None and model.adapter.dropout,
     ).faults()
 
 

@@ -280,6 +280,24 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
             fill(parameter, module.from_hub(name, rows))
 
 
+def seed_of(seed: int, name: str) -> int:
+    """A seed for what has this name, so that it is the same on any number of ranks."""
+    digest = hashlib.sha256(json.dumps([seed, name]).encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+@torch.no_grad()
+def initialise(module: Decoder, fresh: Decoder, seed: int) -> None:
+    """Fill the weights of `module` for training from scratch; each rank copies its own part.
+
+    Args:
+        fresh: the same model on the meta device, which is not laid out.
+    """
+    own = dict(named_parameters(module))
+    for name, value in fresh.first_values(seed):
+        fill(own[name], value)
+
+
 @torch.no_grad()
 def initialise_adapter(module: Decoder, seed: int, kind: AdapterKind | None = None) -> None:
     """Fill an adapter with its kind's first values, the same on any number of ranks.
@@ -293,7 +311,7 @@ def initialise_adapter(module: Decoder, seed: int, kind: AdapterKind | None = No
     kind = kind or module.adapter
     for name, parameter in module.named_parameters():
         if kind is not None and kind.owns(name):
-            generator = _generator(seed, name)
+            generator = torch.Generator().manual_seed(seed_of(seed, plain_name(name)))
             fill(parameter, kind.first_value(module, name, parameter.shape, generator))
 
 
@@ -304,13 +322,10 @@ def initialise_score(module: Decoder, source: SafetensorsSource, seed: int) -> N
     As transformers does: from a normal distribution of config.json's initializer_range.
     """
     if (head := module.score_head) is not None and SCORE not in source.shapes:
-        first = torch.randn(head.weight.shape, generator=_generator(seed, SCORE))
+        first = torch.randn(
+            head.weight.shape, generator=torch.Generator().manual_seed(seed_of(seed, SCORE))
+        )
         fill(head.weight, first * getattr(module.config, "initializer_range", 0.02))
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(json.dumps([seed, plain_name(name)]).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
@@ -21,6 +21,7 @@ from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.names import HubNames
 from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
+from trainer.storage import weights
 from trainer.storage.weights import SafetensorsSource, named_parameters
 from trainer.storage.weights import plain_name as plain
 
@@ -183,6 +184,10 @@ class TransformersDecoder(Decoder):
         names = super().linear_layers(*roles)
         return [name for name in names if not experts.is_router(self.get_submodule(name))]
 
+    def shares_keys(self) -> bool:
+        """See `Decoder.shares_keys`; Gemma 3n and some of Gemma 4."""
+        return bool(getattr(self.config, "num_kv_shared_layers", 0))
+
     def split_faults(self) -> list[str]:
         """Why tensor parallelism cannot split it, one line each."""
         kind = self.config.model_type
@@ -206,8 +211,31 @@ class TransformersDecoder(Decoder):
             self._initialise(module)
         rope.fill(self)
 
+    def first_values(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Decoder.first_values`: each module's by transformers' class, seeded by its name."""
+        for owner, module in self.named_modules():
+            shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
+            if not shapes:
+                continue
+            for name, shape in shapes.items():
+                setattr(module, name, nn.Parameter(torch.full(shape, math.nan, device="cpu")))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(weights.seed_of(seed, owner))
+                self._initialise(module)
+            for name, shape in shapes.items():
+                value = getattr(module, name).detach()
+                if value.isnan().any():
+                    raise ConfigError(
+                        f"from_scratch: {self.title} gives no first values to {owner}.{name}; "
+                        "start from trained weights with from_scratch=False"
+                    )
+                yield f"{owner}.{name}", value
+                setattr(module, name, nn.Parameter(torch.empty(shape, device="meta")))
+
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
         """Find the names of a text part's tensors among those of the folder's files."""
+        if not config.reads_weights:
+            return [f"{PLACE}: from_scratch trains no part of a larger model"] * self._is_part
         names = SafetensorsSource.open(config.checkpointer).shapes
         if self._is_part:
             found = self._names.find(names, f"{self._embedding_name()}.weight")
