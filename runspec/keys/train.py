@@ -54,6 +54,7 @@ class TrainConfig(
             the key `loss` says how.
         has_reference: the method compares with the policy before training: the policy with its
             adapter off, or a frozen second model.
+        streams: the data may be a stream, which has no number of samples.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
     """
 
@@ -62,6 +63,7 @@ class TrainConfig(
     fused_loss: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
+    streams: ClassVar[bool] = False
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(
