@@ -145,7 +145,7 @@ def lay_out(
 def freeze_base(module: Decoder) -> None:
     """Let only the adapter be trained, or everything if there is no adapter."""
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(module.adapter is None or module.is_adapter(name))
+        parameter.requires_grad_(module.adapter is None or module.adapter.trains(name))
 
 
 def empty(config: TrainConfig) -> Decoder:
