@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from runspec import files
 from trainer import metrics
 from trainer.config import TrainConfig
-from trainer.data.batches import Batches, Data
+from trainer.data.batches import Data
 from trainer.heartbeat import Heartbeat
 from trainer.layers.batch import MicroBatch
 from trainer.objectives.base import Models
@@ -40,7 +40,7 @@ class Reporter:
         self._progress = Progress(data.training.total_steps, attempt)
         self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
         frozen = [models.teacher] if models.teacher else []
-        if config.has_reference:
+        if config.reference_kind in ("adapter_off", "model"):
             frozen.append(models.reference or models.policy)
         self._frozen = _frozen_line(config, models)
         self._flops = metrics.model_flops(models.policy.module)
@@ -64,9 +64,9 @@ class Reporter:
             f"method     {model.method}, {trainable:,} trainable ({100 * trainable / total:.2f} %)",
             *self._frozen,
             f"ranks      {world.size} on {world.device.type}, {world.described(config)}",
-            f"data       {_described(batches)}, {batches.samples_per_step} per step, "
+            f"data       {batches.described}, {batches.samples_per_step} per step, "
             f"{batches.steps_per_epoch} steps per epoch",
-            *([] if validation is None else [f"validation {_described(validation)}"]),
+            *([] if validation is None else [f"validation {validation.described}"]),
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self._state.step}; set up in {seconds:.1f} s",
             *(["compile    the first step is compiled: about a minute"] if config.compile else []),
@@ -189,21 +189,13 @@ class Reporter:
 def _frozen_line(config: TrainConfig, models: Models) -> list[str]:
     """What is run beside the policy, a line each."""
     found = []
-    if config.has_reference:
+    if kind := config.reference_kind:
+        words = {
+            "adapter_off": "the policy with its adapter off",
+            "log_probs": "log-probabilities of the policy before training, kept with the tokens",
+        }
         own = models.reference and f"frozen, {models.reference.parameter_counts()[1]:,} parameters"
-        found.append(f"reference  {own or 'the policy with its adapter off'}")
+        found.append(f"reference  {own or words[kind]}")
     if models.teacher is not None:
         found.append(f"teacher    frozen, {models.teacher.parameter_counts()[1]:,} parameters")
     return found
-
-
-def _described(batches: Batches) -> str:
-    rows = batches.rows
-    samples, each = rows.samples.documents.shape
-    count = f"{samples:,} samples" + (f" of {each} documents" if each > 1 else "")
-    if rows.length is None:
-        return count
-    return (
-        f"{count} in {len(rows):,} packed rows of {rows.length:,} tokens, "
-        f"{100 * rows.filled:.0f} % filled"
-    )

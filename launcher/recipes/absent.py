@@ -9,16 +9,13 @@ _TRL = f"TRL in {_SCRIPT}"
 
 # Entries by the names that other tools give to their methods.
 ENTRIES = {
-    "dpo": f"preference tuning: use entry: torchtune:lora_dpo_distributed, or {_TRL}",
     "ppo": f"reinforcement learning: use {_TRL}",
     "grpo": f"reinforcement learning: use {_TRL}",
-    "kto": f"preference tuning on single answers: use {_TRL}",
-    "orpo": f"preference tuning: use entry: torchtune:lora_dpo_distributed, or {_TRL}",
-    "reward": f"reward models: use {_TRL}",
+    "orpo": "entry of its own for ORPO: use entry: dpo with loss: orpo",
+    "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
+    "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
     "distill": "distillation: use entry: torchtune:knowledge_distillation_distributed",
     "kd": "distillation: use entry: torchtune:knowledge_distillation_distributed",
-    "pretrain": "an entry for pre-training: to continue it on text, use entry: sft with "
-    "dataset._component_: torchtune.datasets.text_completion_dataset",
     "command": f"commands that torchrun does not start: use {_SCRIPT}",
 }
 _CONTAINERS = (

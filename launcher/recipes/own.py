@@ -188,12 +188,16 @@ def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str
     else:
         text = overrides.get(f"{key}.column_map", "")
         columns = yamlfile.parse(text.partition("=")[2], text) if text else None
-        if columns and not (isinstance(columns, dict) and {"input", "output"} <= columns.keys()):
-            raise UsageFault(f"{text!r}: write {key}.column_map='{{input: A, output: B}}'")
         # Imported late: hardly any command reads data.
-        from launcher.recipes import own_data
+        from launcher.recipes import entries, own_data
 
-        found = own_data.read(name, columns)
+        method = entries.of(config).method
+        pairs = method.pairs if method else ""
+        wanted = set() if pairs else {"input", "output"}
+        if columns and not (isinstance(columns, dict) and wanted <= columns.keys()):
+            form = "{chosen: A, rejected: B}" if pairs else "{input: A, output: B}"
+            raise UsageFault(f"{text!r}: write {key}.column_map='{form}'")
+        found = own_data.read(name, columns, pairs)
         config[key] = {**found.block, **{k: before[k] for k in _OF_ROWS if k in before}}
         form = found.summary
     if key == "dataset":

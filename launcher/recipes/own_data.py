@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher import venv
 from launcher.errors import UsageFault
+from runspec.keys.preference import DpoConfig
 
 _SUFFIXES = {
     ".jsonl": "json",
@@ -27,6 +28,7 @@ _READ = 200
 # Usual names of the columns of a question and of its answer; the first that a file has counts.
 _INPUTS = ("prompt", "question", "instruction", "input", "query", "user", "problem")
 _OUTPUTS = ("completion", "response", "answer", "output", "assistant", "solution", "target")
+_OF_PAIRS = ("prompt", "chosen", "rejected", "completions", "completion", "label", "tools")
 _TEXTS = ("text", "content")
 _KNOWN = (
     "messages (a list of role and content), conversations (a list of from and value), "
@@ -57,11 +59,15 @@ class DataFile:
         return f"{self.path.name} has {self.form}{unused}"
 
 
-def read(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
+def read(
+    name: str, column_map: Mapping[str, Any] | None = None, pairs: str | None = None
+) -> DataFile:
     """Return what a file holds, from its first 200 records.
 
     Args:
         column_map: {input: COLUMN, output: COLUMN}, if the user names the columns.
+        pairs: the component that reads the preferences of a method that trains on them; "" for
+            another method, for which they are a fault; None if the method follows from the file.
 
     Raises:
         UsageFault: it cannot be read, or its columns do not say how to train on it.
@@ -85,7 +91,8 @@ def read(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
     if not records:
         raise UsageFault(f"{path} has no record: give a file with data")
     columns = list(dict.fromkeys(column for record in records for column in record))
-    form, block, used = _form(path, records, columns, column_map)
+    found = _preferences(path, columns, column_map, pairs)
+    form, block, used = found or _form(path, records, columns, column_map)
     block = {**block, "source": source, "data_files": str(path), "split": "train"}
     if path.suffix.lower() == ".tsv":
         block["sep"] = "\t"
@@ -166,12 +173,6 @@ def _form(
             )
         return _pair(str(column_map["input"]), str(column_map["output"]))
     by_lower = {column.lower(): column for column in reversed(columns)}
-    if chosen := {"chosen", "rejected"} & by_lower.keys():
-        raise UsageFault(
-            f"{path} has preference data (column {', '.join(sorted(chosen))}), and this version "
-            "trains by supervised fine-tuning only: to train the preferred answers, give them as "
-            "a column of their own and name it: dataset.column_map='{input: prompt, output: ...}'"
-        )
     for column in columns:
         value = next((r[column] for r in records if r.get(column)), None)
         first = value[0] if isinstance(value, list) and value else None
@@ -198,6 +199,37 @@ def _form(
         f"{path} has the columns {', '.join(columns)}, and the kit knows {_KNOWN}: rename them, or "
         f"name the two to use: dataset.column_map='{{input: {columns[0]}, output: {columns[-1]}}}'"
     )
+
+
+def _preferences(
+    path: Path, columns: list[str], column_map: Mapping[str, Any] | None, pairs: str | None
+) -> tuple[str, dict[str, Any], set[str]] | None:
+    """As `_form`, for pairs of answers, or answers with labels; None if the file has none."""
+    names = {**{name: name for name in _OF_PAIRS}, **(column_map or {})}
+    used = {name for name in names.values() if name in columns}
+    two = {names["chosen"], names["rejected"]} <= used or names["completions"] in used
+    labelled = {names["prompt"], names["completion"], names["label"]} <= used
+    if pairs == "" and two and not column_map:
+        raise UsageFault(
+            f"{path} has pairs of answers, and this recipe trains by supervised fine-tuning: use "
+            "a recipe with entry: dpo, such as llama8b_dpo, or set entry=dpo; to train one of the "
+            "answers alone, name it: dataset.column_map='{input: prompt, output: chosen}'"
+        )
+    if not pairs and not (pairs is None and two):
+        return None
+    is_single = pairs is not None and pairs.endswith("UnpairedPreferenceDataset")
+    if not (two or (is_single and labelled)):
+        single = ", or prompt, completion and label" if is_single else ""
+        raise UsageFault(
+            f"{path} has the columns {', '.join(columns)}, and the recipe trains on preferences: "
+            f"it needs chosen and rejected{single}; name others by "
+            "dataset.column_map='{chosen: COLUMN, rejected: COLUMN}'"
+        )
+    block: dict[str, Any] = {"_component_": pairs or DpoConfig.pairs}
+    if column_map:
+        block["column_map"] = dict(column_map)
+    words = "pairs of answers" if two else "answers with labels"
+    return f"{words} (columns {', '.join(n for n in columns if n in used)})", block, used
 
 
 def _pair(question: str, answer: str) -> tuple[str, dict[str, Any], set[str]]:

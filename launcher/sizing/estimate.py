@@ -17,6 +17,7 @@ from launcher.sizing import gpus
 from launcher.sizing.memory import StepMemory, checkpoint_bytes, export_bytes, host_bytes
 from launcher.sizing.search import METHODS, Predictor, remedies, settings
 from launcher.sizing.step_config import GIB, StepConfig, step_of
+from runspec.keys.fields import STREAM
 
 DEFAULT_MFU = 0.4
 # English text, Llama 3's and Qwen's tokenizers: roughly; for an epoch whose tokens nobody counted.
@@ -36,12 +37,15 @@ _SMALLER = {
 }
 
 
-def epoch_of(config: Mapping[str, Any], length: int) -> tuple[int, str]:
+def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str]:
     """Return the tokens of an epoch, by the size of a local file, else a million; and what it is.
 
-    length: tokens at which a sample is cut.
+    Of a stream, which has no epochs, those of the whole run.
     """
-    dataset = config.get("dataset")
+    dataset, length, steps = config.get("dataset"), step.length, config.get("max_steps")
+    if isinstance(dataset, Mapping) and dataset.get("_component_") == STREAM and steps:
+        tokens = int(steps) * step.rows_per_step * length
+        return tokens, f"the run's {steps:,} steps, {tokens:,} tokens"
     files = dataset.get("data_files") if isinstance(dataset, Mapping) else None
     file = Path(files) if isinstance(files, str) else None
     if file is None or file.suffix != ".jsonl" or not file.is_file():
@@ -96,13 +100,16 @@ class Estimate:
         self.predictor = Predictor(step, self.gpu, mfu, network_gbits)
         self.memory = StepMemory(step)
         self.fits = self.memory.peak / GIB <= self.gpu.usable_gib
-        self.tokens, self.tokens_are = epoch_of(config, step.length)
+        self.tokens, self.tokens_are = epoch_of(config, step)
         if tokens is not None:
             self.tokens, self.tokens_are = tokens, f"{tokens:,} tokens, as given"
         # At the given MFU.
         self.tokens_per_second_per_gpu = self.gpu.bf16_tflops * 1e12 * mfu / step.flops.model
         rate = self.tokens_per_second_per_gpu * step.layout.ranks
-        self.hours = self.tokens / rate / 3600
+        # Of the pass over the data before the first step, at the same MFU.
+        share = step.flops.once / step.flops.model / int(config.get("epochs") or 1)
+        self.hours_before = self.tokens / rate / 3600 * share
+        self.hours = self.tokens / rate / 3600 + self.hours_before
         self.cost = None if price is None else self.hours * step.layout.ranks * price
         self.currency = currency
         self.remedies = [] if self.fits else [*remedies(self.predictor)]
@@ -141,6 +148,7 @@ class Estimate:
             "hfu": self.predictor.mfu * step.flops.hardware / step.flops.model,
             "tokens": self.tokens,
             "hours": self.hours,
+            "hours_before": self.hours_before,
             "gpu_hours": self.hours * step.layout.ranks,
             "cost": self.cost,
             "remedies": [vars(each) for each in self.remedies],
@@ -233,7 +241,8 @@ def _settings(step: StepConfig) -> str:
     }.get(step.checkpointing, f"activation checkpointing of one layer in {step.checkpointing}")
     dtype = "bf16" if step.element_bytes == 2 else "fp32"
     dtype += ", fp32 master weights" if step.fp32_master else ""
-    return f"{step.method}, {recomputed}, {step.loss} cross-entropy, {step.optimizer}, {dtype}"
+    loss = "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
+    return f"{step.method}, {recomputed}, {loss}, {step.optimizer}, {dtype}"
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:
@@ -280,6 +289,8 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     more = step.flops.hardware / step.flops.model
     hfu = f" ({100 * mfu * more:.0f} % HFU, with recomputation)" if more > 1 else ""
     cost = "" if estimate.cost is None else f", {estimate.cost:,.2f} {estimate.currency}".rstrip()
+    before = f"{100 * estimate.hours_before / took:.0f} % of it: the reference's log-probabilities"
+    before = f"  {'':<20} {before}, once\n" if estimate.hours_before else ""
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
     exported = "merged model" if step.adapter is None or step.adapter.merges else "adapter"
     yield (
@@ -287,6 +298,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
         f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"
         f"  {'time':<14} {duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours{cost}\n"
         f"  {'of':<20} {estimate.tokens_are}\n"
+        f"{before}"
         "Disk\n"
         f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
         f"  {'export':<20} {_size(export_bytes(step))}, the {exported}"

@@ -24,6 +24,7 @@ from launcher.sizing.estimate import Estimate, duration
 from launcher.sizing.step_config import GIB
 from launcher.workflows.submit import context, plan
 from runspec import prepared
+from runspec.keys.preference import DpoConfig
 
 MODEL = "Qwen/Qwen3-0.6B"
 # Rows are at most so long unless the recipe is changed: longer ones need much more memory.
@@ -91,6 +92,7 @@ def draft(
     if file.exists():
         raise UsageFault(f"{file} exists: choose another name with --output, or remove it")
     block, form, questions = _data(data)
+    pairs = block["_component_"] == DpoConfig.pairs
     config: dict[str, Any] = {}
     _, faults = own.use(config, (), None, model, "lora")
     if faults:
@@ -106,6 +108,7 @@ def draft(
         "form": form,
         "dataset": block,
         "questions": questions,
+        "pairs": pairs,
         "time": "04:00:00",
     }
     with TemporaryDirectory() as place:
@@ -144,6 +147,7 @@ class _Drafts:
 
     def text(self, settings: _Settings) -> str:
         method = {"hub_lora": "LoRA", "hub_qlora": "QLoRA"}[settings.base]
+        method = f"preference tuning by {method}" if self.values["pairs"] else method
         title = f"{method} of {self.model} on {self.path.stem}"
         return render.template("start.yaml.j2").render(**vars(settings), **self.values, title=title)
 

@@ -12,8 +12,8 @@ _KEYS = (
     Key(
         "entry",
         "text",
-        "What to run: sft, the kit's trainer; torchtune:NAME, a torchtune recipe; or "
-        "script:PATH, your own script. PATH is relative to the recipe's file.",
+        "What to run: a method of the kit's trainer, such as sft or dpo; torchtune:NAME, a "
+        "torchtune recipe; or script:PATH, your own script. PATH is relative to the recipe's file.",
         "sft",
     ),
     Key(

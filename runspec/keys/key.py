@@ -198,7 +198,7 @@ def faults(values: Mapping[Any, Any], keys: Keys, block: str = "") -> Iterator[F
             yield Fault(f"{start}{name}", text)
         elif key and isinstance(value, dict) and (key.is_open or children(keys, key.name)):
             yield from faults(value, keys, key.name)
-        elif key is None and not (block and keys[block].is_open):
+        elif key is None and value is not None and not (block and keys[block].is_open):
             hint = nearest(str(name), known)
             yield Fault(f"{start}{name}", f"unknown key '{start}{name}'{hint}")
     for name, key in known.items():

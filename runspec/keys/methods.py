@@ -3,7 +3,16 @@
 The module trainer.NAME starts the method NAME.
 """
 
+from runspec.keys.preference import DpoConfig, KtoConfig
+from runspec.keys.pretrain import PretrainConfig
+from runspec.keys.reward import RewardConfig
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig
 
-METHODS: dict[str, type[TrainConfig]] = {"sft": SftConfig}
+METHODS: dict[str, type[TrainConfig]] = {
+    "sft": SftConfig,
+    "dpo": DpoConfig,
+    "kto": KtoConfig,
+    "pretrain": PretrainConfig,
+    "reward": RewardConfig,
+}

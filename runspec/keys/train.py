@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from runspec import files
+from runspec import adapters, files
 from runspec.keys.fields import (
     CheckpointKeys,
     DataKeys,
@@ -52,8 +52,10 @@ class TrainConfig(
         documents_per_sample: documents that lie together in a batch, such as the two of a pair.
         fused_loss: the loss goes through the output head in chunks (trainer.layers.log_probs); else
             the key `loss` says how.
-        has_reference: the method compares with the policy before training: the policy with its
-            adapter off, or a frozen second model.
+        has_reference: the method compares with the policy before training; see `reference_of`.
+        pairs: the component that reads preferences from a file of the user's own; "" for a method
+            that does not train on them.
+        has_score_head: the model gives one number for each document instead of logits.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
     """
 
@@ -61,6 +63,8 @@ class TrainConfig(
     documents_per_sample: ClassVar[int] = 1
     fused_loss: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False
+    pairs: ClassVar[str] = ""
+    has_score_head: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
@@ -136,10 +140,35 @@ class TrainConfig(
         shared = keys_of(TrainConfig)
         return {name: key for name, key in keys_of(cls).items() if name not in shared}
 
+    @classmethod
+    def reference_of(cls, config: Mapping[str, Any]) -> str:
+        """What stands for the policy before training, by a recipe's content.
+
+        adapter_off: the policy with its adapter off; model: a frozen second model; log_probs: its
+        log-probabilities, kept beside the tokens; "": nothing does.
+        """
+        if not cls.has_reference:
+            return ""
+        start = (config.get("checkpointer") or {}).get("adapter_checkpoint")
+        model = config.get("model") or {}
+        # The embedding and the output head have no adapter that could be turned off.
+        is_new = adapters.name_of(model) and not (start or model.get("modules_to_save"))
+        return "adapter_off" if is_new else "model"
+
+    @property
+    def reference_kind(self) -> str:
+        """As `reference_of` this config."""
+        return self.reference_of(vars(self))
+
     @property
     def model_folder(self) -> Path:
         """The Hugging Face folder that the weights come from."""
         return Path(self.checkpointer["checkpoint_dir"])
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether training begins with the weights of the model's folder."""
+        return True
 
     @property
     def fp8_recipe(self) -> str | None:

@@ -29,6 +29,10 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "llama8b_prompt",
     "qwen0_5b_full",
     "qwen0_5b_lora",
+    # By preferences.
+    *(f"{model}_dpo" for model in ("llama8b", "qwen3_8b", "gemma3_12b", "llama70b")),
+    "qwen3_30b_a3b_dpo",
+    "llama8b_kto",
     # Of transformers' source.
     "gemma3_12b_lora",
     "gemma3_1b_full",
@@ -52,6 +56,9 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "qwen3_30b_a3b_lora",
     "qwen3_5_27b_lora",
     "qwen3_5_35b_a3b_lora",
+    # Pre-training.
+    "llama100m_pretrain",
+    "llama8b_pretrain",
 }
 
 
@@ -81,7 +88,7 @@ def test_the_catalogue_is_what_is_promised_and_loads():
     for name in recipes.names():
         recipe = recipes.load(name)
         assert recipe.description, name
-        assert name.endswith(recipe.method) or name == "demo"
+        assert name.endswith((recipe.method, recipe.entry_name)) or name == "demo"
         header = recipe.path.read_text().partition("description:")[0]
         assert f"cookbook submit --recipe {name}" in header, "the header tells how to run it"
         assert name == "demo" or f"cookbook download {name}" in header

@@ -335,7 +335,7 @@ _WITHOUT_LORA = [f"~model.{key}" for key in LORA if key.startswith(("lora_", "ap
 
 
 def test_no_file_of_the_kit_knows_it() -> None:
-    names = ["hinge", "PreferFirst", "Imitation", "toy_objective", "toy_teacher"]
+    names = ["ToyConfig", "PreferFirst", "Imitation", "toy_objective", "toy_teacher"]
     patterns = [part for name in names for part in ("-e", name)]
     folders = ["trainer", "launcher", "runspec", "slurm", "configs"]
     found = subprocess.run(

@@ -102,7 +102,7 @@ class Conversations:
             answers = [i for i in answers if marked[i]]
         excluded = [turn.pop(WEIGHT, 1) == 0 for turn in turns]
         answers = [i for i in answers if not excluded[i]]
-        schemas = _schemas(tools, self._columns[1])
+        schemas = schemas_of(tools, self._columns[1])
         tokens, mask = self._tokenizer.tokenize_turns(turns, answers, schemas, self._reasoning)
         labels = [
             IGNORE_INDEX if masked else token for token, masked in zip(tokens, mask, strict=True)
@@ -160,7 +160,10 @@ def _text(turn: dict[str, Any], where: str) -> str:
     if isinstance(content, list):
         kinds = {p.get("type", "text") if isinstance(p, Mapping) else "?" for p in content}
         if other := sorted(kinds - {"text"}):
-            raise ConfigError(f"{where} has a part of type {other[0]}; only text can be trained")
+            raise ConfigError(
+                f"{where} has a part of type {other[0]}; only text can be trained: for pictures "
+                "and sound use axolotl or NeMo Automodel"
+            )
         return "".join(part["text"] for part in content)
     if content is None and (turn.get("tool_calls") or any(turn.get(key) for key in REASONING)):
         return ""
@@ -192,7 +195,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": arguments or {}}}
 
 
-def _schemas(tools: Any, column: str) -> list[dict[str, Any]] | None:
+def schemas_of(tools: Any, column: str) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools or "null")

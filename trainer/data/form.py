@@ -1,6 +1,6 @@
 """What a method reads of each sample that a dataset gives, and what lies together in a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +27,24 @@ class SampleForm:
         """Documents in a sample."""
         return len(self.documents)
 
-    def limit(self, block: Mapping[str, Any], max_seq_len: int | None) -> int | None:
-        """Tokens at which a document is cut: in a packed row there is room for all of a sample.
+    def share(self, block: Mapping[str, Any]) -> bool:
+        """Whether the documents of a sample have one limit together: they are in a packed row.
 
         Args:
             block: the dataset's.
-            max_seq_len: the tokenizer's; None cuts nothing.
         """
-        if max_seq_len is None or not block.get("packed"):
-            return max_seq_len
-        return max(1, max_seq_len // self.count)
+        return self.count > 1 and bool(block.get("packed"))
+
+
+def cut_at(lengths: Sequence[int], limit: int) -> int:
+    """The length at which documents are cut that have room for `limit` tokens together.
+
+    The longest are cut, all at the same length; at least one token of each is left.
+    """
+    room, left = limit, sorted(lengths)
+    while left and left[0] * len(left) <= room:
+        room -= left.pop(0)
+    return max(1, room // len(left)) if left else max(lengths)
 
 
 # One document per sample, by the names that torchtune's datasets have.

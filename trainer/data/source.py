@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.config import instantiate
 from trainer.data import origin, tokenizers
-from trainer.data.form import SINGLE, SampleForm
+from trainer.data.form import SINGLE, SampleForm, cut_at
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
@@ -50,6 +50,7 @@ class Source:
         samples: by index, mappings with the `tokens` and the `labels` of a sample.
         tokenizer: the one that `samples` calls. Its `max_seq_len` cuts documents, if it has one.
         form: what the method reads of a sample.
+        share: whether that is the limit of all documents of a sample together.
 
     omissions: what the chat template left out of the samples that were read, in how many of them,
     and where the first of these is.
@@ -62,14 +63,15 @@ class Source:
         samples: Any,
         tokenizer: Any,
         form: SampleForm = SINGLE,
+        share: bool = False,
     ) -> None:
-        self.key, self.block, self.form = key, block, form
+        self.key, self.block, self.form, self._share = key, block, form, share
         self._samples, self._tokenizer = samples, tokenizer
         self._limit: int | None = getattr(tokenizer, "max_seq_len", None)
         # torchtune's class cannot be imported here: it would bring all of its datasets.
         kinds = {kind.__name__ for kind in type(samples).__mro__}
         self.omissions: dict[str, tuple[int, str]] = {}
-        self.is_text = "TextCompletionDataset" in kinds
+        self.is_text = "TextCompletionDataset" in kinds or getattr(samples, "is_text", False)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -88,6 +90,9 @@ class Source:
     def pieces(self, index: int) -> list[Piece]:
         """A sample, as one piece; a text that is longer than a row, as several.
 
+        None for a sample of several documents of which one has no answer left once it is cut, and
+        for one that cannot be used, if the dataset has drop_invalid; `omissions` counts them.
+
         Each token of a text is trained once: a further piece begins with the last token of the one
         before it, which is not trained again, so that its first new token is predicted from one.
 
@@ -95,21 +100,33 @@ class Source:
             ConfigError: the sample cannot be tokenised; names its file and line.
         """
         try:
-            documents, number = self._whole(index)
+            documents, number = self._read(index, None)
             for what in getattr(self._tokenizer, "take_left_out", frozenset)():
-                count, first = self.omissions.get(what) or (0, self.origin(index))
-                self.omissions[what] = count + 1, first
-            length = sum(len(tokens) for tokens, _ in documents)
-            if self._limit is None or max(len(t) for t, _ in documents) <= self._limit:
+                self._omitted(what, index)
+            lengths = [len(tokens) for tokens, _ in documents]
+            length = sum(lengths)
+            if self._limit is None or (length if self._share else max(lengths)) <= self._limit:
                 return [_piece(documents, 0, number)]
             if self.is_text and self._limit > 1:
                 return _split(*documents[0], self._limit)
+            limit = cut_at(lengths, self._limit) if self._share else self._limit
             # Once more, as each tokenizer has its own way to end what it cuts.
-            cut, number = self._read(index, self._limit)
+            cut, number = self._read(index, limit)
+            if len(cut) > 1 and not all(trained[1:].any() for _, trained in cut):
+                room = f"{self._limit} tokens{' together' if self._share else ''}"
+                self._omitted(f"the prompt leaves no room for an answer in {room}", index)
+                return []
             left_out = length - sum(len(tokens) for tokens, _ in cut)
             return [_piece(cut, left_out, number)]
         except ConfigError as error:
-            raise ConfigError(f"{self.key}: {self.origin(index)}: {error}") from error
+            droppable = getattr(self._samples, "drop_invalid", None)
+            if droppable:
+                self._omitted(str(error), index)
+                return []
+            remedy = (
+                "" if droppable is None else f"; or leave such out: {self.key}.drop_invalid=True"
+            )
+            raise ConfigError(f"{self.key}: {self.origin(index)}: {error}{remedy}") from error
 
     def origin(self, index: int) -> str:
         """Where a sample comes from: file and line, or source, split and index."""
@@ -119,17 +136,18 @@ class Source:
         """The columns of a sample before they become messages; None if the dataset keeps none."""
         return _row(self._samples, index)
 
-    def _whole(self, index: int) -> tuple[list[Document], float]:
-        if self._limit is None:
-            return self._read(index, None)
-        self._tokenizer.max_seq_len = None
-        try:
-            return self._read(index, None)
-        finally:
-            self._tokenizer.max_seq_len = self._limit
+    def _omitted(self, what: str, index: int) -> None:
+        count, first = self.omissions.get(what) or (0, self.origin(index))
+        self.omissions[what] = count + 1, first
 
     def _read(self, index: int, limit: int | None) -> tuple[list[Document], float]:
-        return sample(self._samples, index, limit, self.form)
+        if self._limit is None:
+            return sample(self._samples, index, None, self.form)
+        self._tokenizer.max_seq_len = limit
+        try:
+            return sample(self._samples, index, limit, self.form)
+        finally:
+            self._tokenizer.max_seq_len = self._limit
 
 
 def omission_notes(omissions: Mapping[str, tuple[int, str]], count: int) -> list[str]:
@@ -179,13 +197,13 @@ def open_source(
     block: dict[str, Any],
     tokenizer: Any,
     form: SampleForm = SINGLE,
-    limit: int | None = None,
+    share: bool = False,
 ) -> Source:
     """Open the dataset of a block that `read_block` returned.
 
     Args:
         form: what the method reads of a sample.
-        limit: tokens at which a document is cut; None leaves it to the tokenizer.
+        share: whether tokenizer.max_seq_len is for all documents of a sample together.
 
     Raises:
         ConfigError: it cannot be opened, or is empty.
@@ -196,8 +214,6 @@ def open_source(
     disable_progress_bars()
     # Its own, as `Source` changes the limit.
     tokenizer = copy.copy(tokenizer)
-    if limit is not None:
-        tokenizer.max_seq_len = limit
     try:
         samples = instantiate(key, _with_own_template(block, tokenizer), tokenizer)
     except StopIteration:
@@ -213,7 +229,7 @@ def open_source(
     if len(samples) == 0:
         split = f" (split {block['split']})" if "split" in block else ""
         raise ConfigError(f"{key}: holds no sample{split}")
-    return Source(key, block, samples, tokenizer, form)
+    return Source(key, block, samples, tokenizer, form, share)
 
 
 def _with_own_template(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -317,7 +333,7 @@ def _sharegpt_fault(message: Mapping[str, Any]) -> str | None:
 def _row(samples: Any, index: int) -> dict[str, Any] | None:
     """The columns of a sample before they become messages; None if the dataset keeps none."""
     try:
-        row = samples._data[index]
+        row = samples.row(index) if hasattr(samples, "row") else samples._data[index]
     except (AttributeError, TypeError, KeyError):
         return None
     return dict(row) if isinstance(row, Mapping) else None

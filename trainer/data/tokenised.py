@@ -27,7 +27,7 @@ from trainer.data.source import Piece, Source, omission_notes, open_source
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
-FORMAT = 4
+FORMAT = 5
 META = "meta.json"
 # Of a table of samples, int64; beside them the lengths of the documents, and a number.
 COLUMNS = ("length", "targets", "fingerprint", "source", "left_out")
@@ -48,7 +48,8 @@ class TokenisedDataset:
     trained. fingerprints: a 64-bit hash of each sample's tokens and mask. sources: the index of
     each in the dataset, of which a long text has several. left_out: how many tokens were cut off
     behind it. documents: tokens of each document of each sample, int64 [samples, documents].
-    numbers: of each sample, float64 [samples]; see SampleForm. omissions: see Source.
+    numbers: of each sample, float64 [samples]; see SampleForm. reference: float32
+    [samples, documents], what MicroBatch has of it, if a method kept it. omissions: see Source.
 
     Raises:
         ConfigError: files are missing or cut short.
@@ -62,6 +63,7 @@ class TokenisedDataset:
         self.highest_token, self._highest_source = meta["highest"]
         self.split_sizes: dict[str, int] = meta["split_sizes"]
         self.omissions: dict[str, tuple[int, str]] = meta["omissions"]
+        self._read: int = meta["read"]
         tables = [np.load(folder / SAMPLES.format(number)) for number in meta["parts"]]
         self._parts = [
             _mapped(folder / TOKENS.format(number), table["length"])
@@ -72,6 +74,7 @@ class TokenisedDataset:
             whole[name].copy() for name in COLUMNS
         )
         self.documents, self.numbers = whole["documents"].copy(), whole["number"].copy()
+        self.reference: np.ndarray | None = None
         self._part_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self._begins = np.concatenate([np.cumsum(t["length"]) - t["length"] for t in tables])
 
@@ -96,7 +99,7 @@ class TokenisedDataset:
 
     def notes(self, limit: int | None) -> Iterator[str]:
         """What of the samples is not in the tokens, in words."""
-        yield from omission_notes(self.omissions, len(self))
+        yield from omission_notes(self.omissions, self._read)
         longer = f"longer than tokenizer.max_seq_len={limit}"
         parts = np.bincount(self.sources)
         count = np.count_nonzero(parts)
@@ -135,16 +138,16 @@ def open_dataset(
     Raises:
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
     """
-    limit = form.limit(block, config.tokenizer.get("max_seq_len"))
+    share = form.share(block)
     block = source.read_block(block, form)
 
     def open_it() -> Source:
-        return open_source(key, block, tokenizer, form, limit)
+        return open_source(key, block, tokenizer, form, share)
 
     def find() -> tuple[Path, Source | None]:
         # Data of the hub changes under one name: only the opened dataset tells its version.
         opened = None if origin.data_files(block) else open_it()
-        return config.data_cache / _name(block, config.tokenizer, form, limit, opened), opened
+        return config.data_cache / _name(block, config.tokenizer, form, share, opened), opened
 
     folder, opened = world.on_main(find) or (None, None)
     folder = world.gather(folder)[0]
@@ -159,7 +162,7 @@ def _name(
     block: dict[str, Any],
     tokenizer_block: dict[str, Any],
     form: SampleForm,
-    limit: int | None,
+    share: bool,
     opened: Source | None,
 ) -> str:
     """The folder's name: a hash of all that the tokens depend on."""
@@ -169,9 +172,9 @@ def _name(
         "code": [files.sha256(Path(__file__).with_name(name)) for name in _makers(block)],
         "dataset": block,
         "tokenizer": tokenizer_block,
-        "form": [form.documents, form.number, limit],
+        "form": [form.documents, form.number, share],
         "data": [files.sha256(path) for path in origin.data_files(block)],
-        "tokenizer_files": [files.sha256(path) for path in _tokenizer_files(tokenizer_block)],
+        "tokenizer_files": [files.sha256(path) for path in tokenizer_files(tokenizer_block)],
         # The addresses of files on the hub hold the commit.
         "addresses": sorted(getattr(opened and opened.info, "download_checksums", None) or {}),
     }
@@ -186,9 +189,12 @@ def _makers(block: dict[str, Any]) -> tuple[str, ...]:
     return (*own, *(("conversations.py",) if conversations else ()))
 
 
-def _tokenizer_files(block: dict[str, Any]) -> list[Path]:
+def tokenizer_files(block: dict[str, Any]) -> list[Path]:
+    """The files that a `tokenizer` block names, and those of folders that it names."""
     found: set[Path] = set()
     for name in origin.texts(list(block.values())):
+        if "{" in name:
+            continue  # the text of a chat template
         path = Path(name)
         if path.is_dir():
             found |= {p for p in path.iterdir() if p.suffix in TOKENIZER_SUFFIXES}
@@ -209,6 +215,9 @@ def make(samples: Source, folder: Path, world: World) -> None:
         highest = world.on_all(lambda: _write_part(_seen(temporary), samples, world))
         parts = [part for part in enumerate(world.gather(highest)) if part[1] is not None]
         omissions = _merged(world.gather(samples.omissions))
+        if not parts:
+            reasons = "; ".join(omission_notes(omissions, len(samples)))
+            raise ConfigError(f"{samples.key}: no sample can be trained: {reasons}")
         world.on_main(lambda: _publish(temporary, folder, parts, samples, omissions))
     except Exception:
         if world.is_main:
@@ -243,6 +252,7 @@ def _publish(
         "parts": [number for number, _ in parts],
         "highest": max((highest for _, highest in parts), key=lambda pair: pair[0]),
         "omissions": omissions,
+        "read": len(samples),
         "split_sizes": samples.split_sizes,
     }
     files.write_json(temporary / META, meta)
@@ -306,6 +316,8 @@ def _write_part(folder: Path, samples: Source, world: World) -> tuple[int, int] 
                 world.say(
                     f"tokenising {samples.key}: {done:,} of {len(indices):,} samples of this rank"
                 )
+    if not table:
+        return None
     columns = [
         *((name, np.int64) for name in COLUMNS),
         ("documents", np.int64, (samples.form.count,)),

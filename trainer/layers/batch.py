@@ -40,11 +40,15 @@ class MicroBatch:
     token_count: real input tokens. target_count: trained labels. lengths: real tokens of each
     document that counts; the documents of a sample are neighbours.
     document_index: int64 [target_count], which of these documents a trained position belongs to.
-    documents_per_sample: how many of them are a sample. numbers: fp32 [samples], which the method
-    reads with each sample; see trainer.data.form.
+    documents_per_sample: how many of them are a sample. samples: int64 [samples], their indices in
+    the dataset. numbers: fp32 [samples], which the method reads with each sample; see
+    trainer.data.form. reference: fp32 [samples, documents per sample], the log-probability of each
+    document by the model before training; None if none were kept.
     positions: int64 [batch, sequence], the position of each token in its document; documents:
     which document it belongs to. Both are None if rows are not packed; packed rows all have the
     same length.
+    ends: int64 [documents], where the last token of each document that counts is in the flattened
+    batch; None in batches that no dataset made.
     """
 
     tokens: torch.Tensor
@@ -54,10 +58,13 @@ class MicroBatch:
     target_count: int
     lengths: tuple[int, ...]
     document_index: torch.Tensor
+    samples: torch.Tensor
     numbers: torch.Tensor
     documents_per_sample: int = 1
+    reference: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     documents: Documents | None = None
+    ends: torch.Tensor | None = None
 
     @property
     def sample_count(self) -> int:

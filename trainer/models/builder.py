@@ -8,6 +8,7 @@ from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig
 from trainer.data.batches import Data
 from trainer.errors import ConfigError
+from trainer.layers.adapters.base import turn_off
 from trainer.models import build
 from trainer.models.build import Model
 from trainer.parallel.world import World
@@ -51,18 +52,16 @@ class Builder:
         """
         return self._built(self.config, output_chunks, frozen=False)
 
-    def reference(self, policy: Model, output_chunks: int = 0) -> Model | None:
-        """The policy as it is before training; None if that is the policy with its adapter off.
+    def reference(self, output_chunks: int = 0) -> Model:
+        """The policy as it is before training, as a model of its own.
 
-        An adapter that training goes on from is a part of it: then it is a model of its own, as in
-        full fine-tuning.
+        An adapter that training goes on from is a part of it; a new one is off.
         """
-        start = self.config.checkpointer.get("adapter_checkpoint")
-        if policy.method != "full" and start is None:
-            return None
         model = self._frozen("reference", self.config, output_chunks)
-        if start is not None:
+        if self.config.checkpointer.get("adapter_checkpoint") is not None:
             self._load_adapter(model)
+        else:
+            turn_off(model.module)
         return model
 
     def teacher(self, folder: str, output_chunks: int = 0) -> Model:

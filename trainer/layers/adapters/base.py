@@ -242,15 +242,21 @@ def method(model: "Decoder") -> str:
     return f"{'Q' if quantised else ''}{model.adapter.declared.title}"
 
 
+def turn_off(module: nn.Module) -> list[nn.Module]:
+    """Let `module` compute what its base model does from now on; returns what was changed."""
+    changed = [m for m in module.modules() if vars(m).get("adapter_enabled")]
+    for each in changed:
+        each.adapter_enabled = False
+    return changed
+
+
 @contextmanager
 def disabled(module: nn.Module) -> Iterator[None]:
     """Within it `module` computes what its base model does, on every layout and compiled.
 
     A backward pass belongs within it, too: activation checkpointing computes the model again.
     """
-    changed = [m for m in module.modules() if vars(m).get("adapter_enabled")]
-    for each in changed:
-        each.adapter_enabled = False
+    changed = turn_off(module)
     try:
         yield
     finally:

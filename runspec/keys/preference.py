@@ -1,0 +1,84 @@
+"""The configs of `entry: dpo` and `entry: kto`, training on preferences."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from runspec.keys.key import setting
+from runspec.keys.train import TrainConfig
+
+# Losses that compare with no reference model.
+REFERENCE_FREE = ("simpo", "orpo")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PreferenceConfig(TrainConfig):
+    """The keys that both methods share."""
+
+    fused_loss: ClassVar[bool] = True
+    documents_per_sample: ClassVar[int] = 2
+    has_reference: ClassVar[bool] = True
+
+    beta: float = setting(
+        "number", "Strength of the preference; the larger, the closer to the reference.", 0.1
+    )
+    reference: str = setting(
+        "auto | adapter_off | model | log_probs",
+        "The model before training: the policy with its adapter off; a frozen second model; or its "
+        "log-probabilities, computed once before the first step and kept beside the tokens. auto: "
+        "adapter_off with a new adapter and one epoch, else log_probs.",
+        "auto",
+        may_change=True,
+    )
+
+    @classmethod
+    def reference_of(cls, config: Mapping[str, Any]) -> str:
+        """As TrainConfig.reference_of, by the key `reference`."""
+        if config.get("loss") in REFERENCE_FREE:
+            return ""
+        wanted = str(config.get("reference") or "auto")
+        if wanted != "auto":
+            return wanted
+        without_key = super().reference_of(config)
+        once = (config.get("epochs") or 1) == 1
+        return "adapter_off" if once and without_key == "adapter_off" else "log_probs"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DpoConfig(PreferenceConfig):
+    """Preference tuning on pairs of a chosen and a rejected answer."""
+
+    objective: ClassVar[str] = "trainer.objectives.dpo.PreferenceTuning"
+    pairs: ClassVar[str] = "trainer.data.preferences.PreferenceDataset"
+
+    loss: str = setting(
+        "dpo | ipo | hinge | simpo | orpo",
+        "Loss of a pair. simpo and orpo need no reference model.",
+        "dpo",
+    )
+    label_smoothing: float = setting(
+        "rate", "Probability that chosen and rejected are swapped, below 0.5; dpo and simpo.", 0.0
+    )
+    robust: bool = setting(
+        "flag",
+        "With label_smoothing: the unbiased loss instead of the conservative one.",
+        False,
+    )
+    length_normalized: bool = setting(
+        "flag", "Use means over the tokens of an answer instead of sums; dpo and hinge.", False
+    )
+    simpo_gamma: float = setting("rate", "Margin that simpo demands.", 0.5)
+    sft_weight: float = setting(
+        "rate", "Weight of the chosen answer's mean negative log-likelihood in the loss.", 0.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class KtoConfig(PreferenceConfig):
+    """Preference tuning on single answers, each labelled as desirable or not."""
+
+    objective: ClassVar[str] = "trainer.objectives.kto.UnpairedPreferenceTuning"
+    pairs: ClassVar[str] = "trainer.data.preferences.UnpairedPreferenceDataset"
+
+    desirable_weight: float = setting("rate", "Weight of desirable answers in the loss.", 1.0)
+    undesirable_weight: float = setting("rate", "Weight of undesirable answers in the loss.", 1.0)

@@ -1,0 +1,294 @@
+"""Preference tuning: pairs and labelled answers, in every layout, with each kind of reference."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from benchmarks import preference
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.step_config import step_of
+from runspec.keys.preference import DpoConfig
+from tests.trainer.runs import (
+    assert_same_curve,
+    curve,
+    finish,
+    kill_rank,
+    lora_model,
+    metrics,
+    reopen,
+    start,
+    wait_for_step,
+    write_config,
+)
+from tests.trainer.transformers_cases import write
+from trainer.config import parse, read_yaml
+from trainer.trace import trace
+
+LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
+LORA = lora_model(lora_dropout=0.0)
+SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
+PAIRS = "trainer.data.preferences.PreferenceDataset"
+UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
+# By name: ranks, the run that it equals, changes to the config.
+RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
+    "lora": (1, None, {"model": LORA, "epochs": 1}),
+    "lora-kept": (1, "lora", {"model": LORA, "reference": "log_probs"}),
+    "lora-model": (1, "lora", {"model": LORA, "reference": "model"}),
+    "lora-tensor": (2, "lora", {"model": LORA, "epochs": 1, "tensor_parallel_dim": 2}),
+    "full": (1, None, SLOW),
+    "full-model": (2, "full", SLOW | {"batch_size": 2, "reference": "model"}),
+    "full-tensor": (2, "full", SLOW | {"tensor_parallel_dim": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [
+        {
+            "prompt": f"Is node {i} up?",
+            "chosen": "Yes, it is " + "very " * (i % 5) + "fast.",
+            "rejected": "No" + ", really" * (i % 3) + ".",
+        }
+        for i in range(32)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config(
+    folder: Path, model_folder: Path, pairs: Path, component: str = PAIRS, **changes: Any
+) -> Path:
+    standard = {
+        "max_steps": 4,
+        "save_every_n_steps": 2,
+        "run_val_every_n_steps": 2,
+        "dataset_val": {"split": "train[24:]"},
+        "data_cache_dir": str(folder.parent / "tokens"),
+        "batch_size": 4,
+    }
+    path = write_config(folder, model_folder, pairs, **standard | changes)
+    content = yaml.safe_load(path.read_text())
+    content["dataset"] = {
+        "_component_": component,
+        "source": "json",
+        "data_files": str(pairs),
+        "split": "train[:24]",
+        "packed": "row_length" in changes,
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Path) -> Path:
+    """The folder in which every run lies by its name."""
+    folder = tmp_path_factory.mktemp("preference")
+    lines = {
+        "adapter_off": "the policy with its adapter off",
+        "log_probs": "log-probabilities of the policy before training",
+        "model": "frozen, 1,",
+    }
+    for name, (ranks, _, changes) in RUNS.items():
+        path = config(folder / name, model_folder, pairs, **changes)
+        output = finish(start(path, ranks, module="trainer.dpo"))
+        kind = changes.get("reference", "adapter_off" if "lora" in name else "log_probs")
+        assert f"reference  {lines[kind]}" in output
+        assert "5.8 tokens longer than rejected ones on average" in output
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_begins_at_its_reference_and_learns(name: str, root: Path) -> None:
+    first, *_, last = metrics(root / name)
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] == 1.0
+    assert last["val_loss"] < 0.65 and last["val_rewards/margins"] > 0.1
+
+
+@pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
+def test_every_layout_and_reference_gives_the_same_run(name: str, root: Path) -> None:
+    wanted = root / str(RUNS[name][1])
+    assert_same_curve(root / name, wanted, 2e-5, 1e-4)
+    for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
+        for figure in ("rewards/margins", "logps/chosen", "val_rewards/margins", "val_loss"):
+            assert (figure in own) == (figure in other)
+            assert own.get(figure, 0) == pytest.approx(other.get(figure, 0), rel=2e-5, abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What benchmarks.preference gave TRL: model, adapter, pairs and labelled answers."""
+    folder = tmp_path_factory.mktemp("trl")
+    model = preference.make_model(folder / "model")
+    preference.make_adapter(folder / "adapter", model)
+    preference.write_pairs(folder / "pairs.jsonl")
+    preference.write_labelled(folder / "labelled.jsonl")
+    return folder
+
+
+@pytest.mark.parametrize("name", json.loads(preference.CURVES.read_text())["losses"])
+def test_its_curves_are_those_of_trl(name: str, texts: Path, tmp_path: Path) -> None:
+    """20 steps in fp32; python -m benchmarks.preference curves writes TRL's."""
+    method, _, kind = name.partition("-")
+    data = texts / ("labelled.jsonl" if method == "kto" else "pairs.jsonl")
+    adapter = texts / "adapter" if kind == "lora" else None
+    path = preference.our_config(tmp_path, texts / "model", data, method, adapter)
+    finish(start(path, 1, module="trainer.kto" if method == "kto" else "trainer.dpo"))
+    wanted = json.loads(preference.CURVES.read_text())["losses"][name]
+    losses = [row["loss"] for row in metrics(tmp_path)]
+    assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("reference", ["adapter_off", "model"])
+def test_labelled_answers_train_the_same_in_every_layout(
+    reference: str, tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    """The distance of policy and reference is measured over the samples of all ranks."""
+    shared = {"model": LORA, "max_steps": 3, "reference": reference}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "fsdp": (2, {"batch_size": 2}),
+        "tensor": (2, {"tensor_parallel_dim": 2}),
+    }
+    for name, (ranks, changes) in runs.items():
+        path = config(tmp_path / name, model_folder, pairs, UNPAIRED, **shared | changes)
+        output = finish(start(path, ranks, module="trainer.kto"))
+        assert "24 desirable and 24 undesirable answers" in output
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+        for own, wanted in zip(metrics(path.parent), metrics(tmp_path / "one"), strict=True):
+            assert own["kl"] == pytest.approx(wanted["kl"], rel=1e-4, abs=1e-4)
+    first, *_, last = metrics(tmp_path / "one")
+    assert first["kl"] == 0 and first["loss"] == 0.5
+    assert last["kl"] > 0.1 and last["rewards/chosen"] > last["rewards/rejected"]
+
+
+@pytest.mark.parametrize("name", ["orpo", "kto"])
+def test_packed_equals_padded(name: str, tmp_path: Path, model_folder: Path, pairs: Path) -> None:
+    """Figures of one pass over dataset_val: a packed row holds other samples together."""
+    component, module = (PAIRS, "trainer.dpo") if name == "orpo" else (UNPAIRED, "trainer.kto")
+    rate = {"optimizer": SLOW["optimizer"] | {"lr": 0.0}}
+    found = []
+    for packed in ({}, {"row_length": 256}):
+        changes = rate | {"max_steps": 1, "run_val_every_n_steps": 1} | packed
+        changes |= {"loss": "orpo"} if name == "orpo" else {}
+        path = config(tmp_path / str(len(packed)), model_folder, pairs, component, **changes)
+        finish(start(path, module=module))
+        (row,) = metrics(path.parent)
+        found.append({key: value for key, value in row.items() if key.startswith("val_")})
+    assert found[0]["val_logps/chosen"] < -10
+    for key, value in found[0].items():
+        assert found[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+def test_kept_log_probs_are_made_once_and_a_killed_run_resumes_by_them(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    changes = SLOW | {"batch_size": 2, "max_steps": 6}
+    whole, killed = (
+        config(tmp_path / name, model_folder, pairs, **changes) for name in ("whole", "killed")
+    )
+    made = "log-probabilities of 24 samples of dataset ..."
+    assert made in finish(start(whole, 2, module="trainer.dpo"))
+    process = start(killed, 2, module="trainer.dpo")
+    wait_for_step(killed, 4, process)
+    kill_rank(process, 1)
+    finish(process, None)
+    output = finish(start(killed, 2, attempt=1, module="trainer.dpo"))
+    assert "resuming from checkpoints/step_" in output and made not in output
+    assert curve(killed.parent) == curve(whole.parent)
+    # On one rank, from the same checkpoint, with another kind of reference.
+    other = tmp_path / "other"
+    shutil.copytree(whole.parent, other)
+    for path in (other / "checkpoints").glob("step_6*"):
+        shutil.rmtree(path)
+    content = yaml.safe_load(whole.read_text()) | {"output_dir": str(other), "batch_size": 4}
+    (other / "train.yaml").write_text(yaml.safe_dump(content | {"reference": "model"}))
+    reopen(other)
+    output = finish(start(other / "train.yaml", attempt=1, module="trainer.dpo"))
+    assert "resuming from checkpoints/step_4" in output and "reference  frozen, " in output
+    assert_same_curve(other, whole.parent, 2e-5, 1e-4)
+
+
+def test_a_part_of_the_kept_log_probs_goes_on(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    """A start that is killed in the pass over the data leaves what it wrote, perhaps torn."""
+    path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
+    finish(start(path, module="trainer.dpo"))
+    (kept,) = [
+        file for file in (tmp_path / "tokens").rglob("reference_*.npy") if len(np.load(file)) == 24
+    ]
+    values = np.load(kept)
+    kept.unlink()
+    name = f".reference_{kept.parent.name}_{kept.stem.removeprefix('reference_')}.part"
+    records = np.empty(20, [("sample", np.int64), ("values", np.float32, (2,))])
+    records["sample"], records["values"] = np.arange(20), values[:20]
+    again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
+    (again.parent / name).write_bytes(records.tobytes() + b"torn")
+    output = finish(start(again, module="trainer.dpo"))
+    assert "log-probabilities of 4 samples of dataset ..." in output
+    assert np.load(kept) == pytest.approx(values, rel=1e-5)
+    assert not list(again.parent.glob(".reference_*"))
+
+
+def test_a_reference_that_is_not_the_policy_ends_the_run(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
+    finish(start(path, module="trainer.dpo"))
+    for kept in (tmp_path / "tokens").rglob("reference_*.npy"):
+        np.save(kept, np.load(kept) - 1.0)
+    again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
+    output = finish(start(again, module="trainer.dpo"), None)
+    assert "before the first update it must equal the policy" in output
+
+
+@pytest.mark.parametrize("reference", ["log_probs", "adapter_off", "model"])
+def test_the_closed_form_knows_each_kind_of_reference(
+    reference: str, tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": reference}
+    content = read_yaml(config(tmp_path, model_folder, pairs, **changes))
+    content["model"] |= (LORA if reference == "adapter_off" else {}) | wide
+    traced = trace(parse(content, DpoConfig), 2)
+    step = step_of(content | {"entry": "dpo"}, 1, 2)
+    assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.05)
+    plain = step_of(content | {"entry": "sft", "loss": LINEAR}, 1, 2)
+    assert StepMemory(step).peak <= (1.25 if reference != "model" else 2) * StepMemory(plain).peak
+    ratio = step.flops.model / plain.flops.model
+    assert ratio == (1 if reference == "log_probs" else pytest.approx(1.4, abs=0.15))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4, "lora_alpha": 8}], ids=["full", "lora"])
+def test_experts_train_on_pairs_in_every_layout(
+    model: dict[str, Any], tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    source = write("qwen3-moe", tmp_path / "moe", model_folder)
+    tokenizer = {
+        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+        "path": str(source),
+    }
+    rate = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.01}}
+    shared = rate | {"model": model, "checkpointer": {"checkpoint_dir": str(source)}}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "expert": (2, {"batch_size": 2, "expert_parallel_dim": 2}),
+        "both": (2, {"expert_parallel_dim": 2, "tensor_parallel_dim": 2, "reference": "model"}),
+    }
+    for name, (ranks, changes) in runs.items():
+        own = shared | {"tokenizer": tokenizer} | changes
+        path = config(tmp_path / name, source, pairs, **own)
+        finish(start(path, ranks, module="trainer.dpo"))
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+    first, *_, last = metrics(tmp_path / "one")
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["rewards/margins"] > 1e-3

@@ -1,0 +1,260 @@
+"""Preferences as samples: pairs of a chosen and a rejected answer, and single answers with a label.
+
+A record has a prompt, and answers, each a text or messages in OpenAI's form; tools may go with
+them. The forms are those of TRL's datasets, and ranked completions as NeMo-RL has them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from trainer.data.conversations import schemas_of, turns_of
+from trainer.data.tokenizers import HuggingFaceTokenizer
+from trainer.errors import ConfigError
+from trainer.layers.batch import IGNORE_INDEX
+
+PAIR_COLUMNS = ("prompt", "chosen", "rejected", "completions", "margin", "tools")
+SINGLE_COLUMNS = ("prompt", "completion", "label", "chosen", "rejected", "tools")
+SAME = "the chosen and the rejected answer are the same"
+# A completion of a ranked list: its text or messages, under the first of these that it has.
+TEXT_OF_RANKED = ("completion", "messages", "text", "content", "response")
+
+Turns = list[dict[str, Any]]
+
+
+class Answer(NamedTuple):
+    """A prompt and an answer to it.
+
+    Both are texts, or both are turns; the last turns are the answer.
+    """
+
+    prompt: Any
+    answer: Any
+
+
+class Preferences:
+    """What the two kinds of datasets share: opening, columns, and an answer as tokens.
+
+    Args:
+        tokenizer: of the model's folder.
+        column_map: other names of the columns in `names`, such as {chosen: better}.
+        drop_invalid: leave out and count records that cannot be used; else they are faults.
+        source, split, filter_fn: as those of torchtune's datasets; the rest goes to load_dataset.
+
+    Raises:
+        ConfigError: another tokenizer, or an unknown name in column_map.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        *,
+        source: str,
+        column_map: Mapping[str, str] | None = None,
+        split: str = "train",
+        drop_invalid: bool = False,
+        filter_fn: Callable[..., bool] | None = None,
+        **load_dataset_kwargs: Any,
+    ) -> None:
+        from datasets import load_dataset
+
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(
+                "dataset: preferences are rendered by the model's own chat template; leave the "
+                "tokenizer block out, so that the model folder's is used"
+            )
+        if unknown := sorted(set(column_map or {}) - set(self.names)):
+            known = ", ".join(self.names)
+            raise ConfigError(f"dataset.column_map: unknown {', '.join(unknown)}; known: {known}")
+        self._columns = {name: name for name in self.names} | dict(column_map or {})
+        self._tokenizer = tokenizer
+        # Read by trainer.data.source.
+        self.drop_invalid = drop_invalid
+        rows = load_dataset(source, split=split, **load_dataset_kwargs)
+        self._data = rows if filter_fn is None else rows.filter(filter_fn)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The record of a sample, which names the line of a fault."""
+        return dict(self._data[index])
+
+    def _value(self, row: Mapping[str, Any], name: str) -> Any:
+        return row.get(self._columns[name])
+
+    def _required(self, row: Mapping[str, Any], *names: str) -> list[Any]:
+        missing = [repr(self._columns[n]) for n in names if self._value(row, n) is None]
+        if missing:
+            raise ConfigError(
+                f"there is no {' and no '.join(missing)}; name other columns by dataset.column_map"
+            )
+        return [self._value(row, name) for name in names]
+
+    def _documents(
+        self, answer: Answer, row: Mapping[str, Any], name: str
+    ) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt and its answer, and the labels, which are the answer's alone."""
+        if isinstance(answer.answer, str):
+            if not answer.answer.strip():
+                raise ConfigError(f"the {name} answer is empty")
+            prompt = self._tokenizer.encode(answer.prompt, add_bos=True)
+            own = self._tokenizer.encode(answer.answer, add_eos=True)
+            return prompt + own, [IGNORE_INDEX] * len(prompt) + own
+        turns = [*answer.prompt, *answer.answer]
+        trained = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        trained = [i for i in trained if i >= len(answer.prompt)]
+        if not trained or not any(_says_something(turns[i]) for i in trained):
+            raise ConfigError(f"the {name} answer is empty")
+        tools = schemas_of(self._value(row, "tools"), self._columns["tools"])
+        tokens, mask = self._tokenizer.tokenize_turns(turns, trained, tools)
+        labels = [IGNORE_INDEX if masked else t for t, masked in zip(tokens, mask, strict=True)]
+        return tokens, labels
+
+    def _answer(self, prompt: Any, answer: Any) -> Answer:
+        """Prompt and answer as texts for a tokenizer without a chat template, else as turns."""
+        texts = isinstance(answer, str) and isinstance(prompt, str | None)
+        if texts and not self._tokenizer.has_chat_template:
+            return Answer(prompt or "", answer)
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+        if isinstance(answer, Mapping):
+            answer = [answer]
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        turns, _ = turns_of(answer, "the answer")
+        if turns[0]["role"] not in ("assistant", "tool"):
+            # A whole conversation, prompt included.
+            return Answer([], turns)
+        return Answer(turns_of(before, "the prompt")[0] if before else [], turns)
+
+    def _pair(self, row: Mapping[str, Any]) -> tuple[Answer, Answer]:
+        """The chosen and the rejected answer of a record, behind what both have in common.
+
+        Raises:
+            ConfigError: columns are missing, or both answers are the same.
+        """
+        prompt = self._value(row, "prompt")
+        if "completions" in self.names and self._value(row, "completions"):
+            chosen, rejected = _best_and_worst(self._value(row, "completions"))
+        else:
+            chosen, rejected = self._required(row, "chosen", "rejected")
+        if chosen == rejected:
+            raise ConfigError(SAME)
+        if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+            return _split_texts(chosen, rejected)
+        first, second = (self._answer(prompt, each) for each in (chosen, rejected))
+        if isinstance(first.answer, str):
+            return first, second
+        turns, others = ([*each.prompt, *each.answer] for each in (first, second))
+        if turns == others:
+            raise ConfigError(SAME)
+        shared = _shared(turns, others)
+        return Answer(turns[:shared], turns[shared:]), Answer(others[:shared], others[shared:])
+
+
+class PreferenceDataset(Preferences):
+    """Pairs, as torchtune's datasets of preferences give them, and a margin: 0 if there is none.
+
+    A record has `chosen` and `rejected`, and a `prompt` unless these are whole conversations; or a
+    `prompt` and `completions`, each with a `rank`, of which the best and the worst are the pair.
+    """
+
+    names = PAIR_COLUMNS
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._data[index]
+        found: dict[str, Any] = {"margin": float(self._value(row, "margin") or 0.0)}
+        pair = self._pair(row)
+        for name, answer in zip(("chosen", "rejected"), pair, strict=True):
+            tokens, labels = self._documents(answer, row, name)
+            found |= {f"{name}_input_ids": tokens, f"{name}_labels": labels}
+        return found
+
+
+def _shared(first: Any, second: Any) -> int:
+    """How many items two sequences have in common from their beginning."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[Answer, Answer]:
+    """Texts whose prompt is what they have in common, up to the last white space in it."""
+    shared = _shared(chosen, rejected)
+    if shared < max(len(chosen), len(rejected)):
+        shared = max(chosen.rfind(each, 0, shared) for each in " \n\t") + 1
+    prompt = chosen[:shared]
+    return Answer(prompt, chosen[shared:]), Answer(prompt, rejected[shared:])
+
+
+def _best_and_worst(completions: Any) -> tuple[Any, Any]:
+    ranks: list[Any] = [
+        each.get("rank") if isinstance(each, Mapping) else None for each in completions
+    ]
+    if None in ranks or len(set(ranks)) < 2:
+        raise ConfigError("'completions' needs at least two completions of different 'rank'")
+    answers = []
+    for rank in (min(ranks), max(ranks)):
+        ranked = completions[ranks.index(rank)]
+        name = next((name for name in TEXT_OF_RANKED if ranked.get(name) is not None), None)
+        if name is None:
+            raise ConfigError(f"a completion has none of {', '.join(TEXT_OF_RANKED)}")
+        answers.append(ranked[name])
+    return answers[0], answers[1]
+
+
+class UnpairedPreferenceDataset(Preferences):
+    """Single answers: `prompt`, `completion`, and `label`, true for a desirable one.
+
+    Pairs of `chosen` and `rejected` are taken, too: each is two samples. Beside its own answer a
+    sample has that of the record before it, which does not belong to its prompt: KTO measures by
+    these how far policy and reference are apart.
+    """
+
+    names = SINGLE_COLUMNS
+
+    @property
+    def _are_pairs(self) -> bool:
+        return self._columns["chosen"] in self._data.column_names
+
+    def row(self, index: int) -> dict[str, Any]:
+        """As Preferences.row."""
+        return super().row(index // 2 if self._are_pairs else index)
+
+    def __len__(self) -> int:
+        return len(self._data) * (2 if self._are_pairs else 1)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        count = len(self._data)
+        row, own, desirable = self._single(index)
+        other = self._single((index - (2 if self._are_pairs else 1)) % len(self))[1]
+        if count < 2:
+            raise ConfigError("there is one record; this method needs at least two")
+        tokens, labels = self._documents(own, row, "given")
+        kl_tokens, kl_labels = self._documents(Answer(own.prompt, other.answer), row, "other")
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "kl_tokens": kl_tokens,
+            "kl_labels": kl_labels,
+            "desirable": float(desirable),
+        }
+
+    def _single(self, index: int) -> tuple[Mapping[str, Any], Answer, bool]:
+        """A record, its answer, and whether that is desirable."""
+        if self._are_pairs:
+            row = self._data[index // 2]
+            return row, self._pair(row)[index % 2], index % 2 == 0
+        row = self._data[index]
+        prompt, completion, label = self._required(row, "prompt", "completion", "label")
+        if label not in (True, False, 0, 1):
+            raise ConfigError(f"the label is {label!r}; it must be true or false")
+        return row, self._answer(prompt, completion), bool(label)
+
+
+def _says_something(turn: Mapping[str, Any]) -> bool:
+    return bool(turn.get("tool_calls") or str(turn.get("content") or "").strip())

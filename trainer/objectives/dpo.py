@@ -1,0 +1,114 @@
+"""Preference tuning on pairs of answers: DPO, IPO, hinge, SimPO, ORPO."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from runspec.keys.preference import DpoConfig
+from runspec.keys.train import TrainConfig
+from trainer.data.batches import Batches
+from trainer.data.form import SampleForm
+from trainer.layers.batch import MicroBatch
+from trainer.layers.log_probs import document_sums, token_log_probs
+from trainer.objectives import preference_losses as losses
+from trainer.objectives.base import LossSum, Models
+from trainer.objectives.preference import PreferenceObjective
+from trainer.objectives.preference_losses import Answers, difference
+
+PAIRS = SampleForm(
+    # The names that torchtune's datasets of preferences have.
+    documents=(
+        ("chosen_input_ids", "chosen_labels"),
+        ("rejected_input_ids", "rejected_labels"),
+    ),
+    preferences=DpoConfig.pairs,
+)
+
+
+class PreferenceTuning(PreferenceObjective):
+    """The chosen answer of a pair is to be likelier than the rejected one.
+
+    Figures, means over the pairs: rewards/chosen and rewards/rejected, beta times the log-ratio to
+    the reference (to 1 for losses without one; of means for losses of means); rewards/margins,
+    their difference; rewards/accuracies, the share of pairs where it is above 0; logps/chosen and
+    logps/rejected, log-probabilities of whole answers, which may both fall while the margin grows;
+    nll/chosen, the mean negative log-likelihood of a token, if it is in the loss.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = DpoConfig
+    form: ClassVar[SampleForm] = PAIRS
+
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """What of the loss's keys is not used, or outside of its range."""
+        found = super().faults(config)
+        if config.label_smoothing >= 0.5:
+            found.append(f"label_smoothing: must be below 0.5, got {config.label_smoothing}")
+        unused = {
+            "label_smoothing": config.label_smoothing and config.loss not in ("dpo", "simpo"),
+            "robust": config.robust and not (config.loss == "dpo" and config.label_smoothing),
+            "length_normalized": config.length_normalized and config.loss not in ("dpo", "hinge"),
+            "sft_weight": config.sft_weight and config.loss == "orpo",
+        }
+        reasons = {
+            "robust": "needs loss=dpo and label_smoothing above 0",
+            "length_normalized": f"{config.loss} takes means over the tokens by itself",
+            "sft_weight": "orpo has the chosen answer's likelihood in its loss, with weight 1",
+        }
+        other = f"loss={config.loss} does not use it"
+        given = [name for name, is_so in unused.items() if is_so]
+        return found + [f"{name}: {reasons.get(name, other)}; leave it out" for name in given]
+
+    def described(self, batches: Batches) -> list[str]:
+        """How much longer the chosen answers are: the policy may learn no more than that."""
+        lengths = batches.rows.samples.documents
+        by = float((lengths[:, 0] - lengths[:, 1]).mean())
+        share = float((lengths[:, 0] > lengths[:, 1]).mean())
+        word = "longer" if by >= 0 else "shorter"
+        return [
+            f"chosen answers are {abs(by):,.1f} tokens {word} than rejected ones on average, and "
+            f"longer in {100 * share:.0f} % of the pairs"
+        ]
+
+    def loss(self, models: Models, batch: MicroBatch) -> LossSum:
+        config = self.config
+        batch = batch.to(self.world.device)
+        reference = self.reference_sums(models, batch)
+        log_probs = token_log_probs(models.policy.module, batch, compile_chunks=config.compile)
+        counts = document_sums(torch.ones_like(log_probs), batch).clamp_min(1)
+        sums = document_sums(log_probs, batch)
+        answers = Answers(sums, torch.zeros_like(sums) if reference is None else reference, counts)
+        loss, rewards = self._loss(answers)
+        figures = {}
+        if config.sft_weight or config.loss == "orpo":
+            figures["nll/chosen"] = -answers.means[:, 0]
+            if config.loss != "orpo":
+                loss = loss + config.sft_weight * figures["nll/chosen"]
+        margins = difference(rewards)
+        figures |= {
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/margins": margins,
+            "rewards/accuracies": margins > 0,
+            "logps/chosen": sums[:, 0],
+            "logps/rejected": sums[:, 1],
+        }
+        return LossSum(loss.sum(), {n: value.detach().sum() for n, value in figures.items()})
+
+    def _loss(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of each pair, [pairs], and the answers' rewards, [pairs, 2]."""
+        config, beta = self.config, self.config.beta
+        if config.loss == "simpo":
+            loss = losses.simpo(answers, beta, config.simpo_gamma, config.label_smoothing)
+            return loss, beta * answers.means
+        if config.loss == "orpo":
+            return losses.orpo(answers, beta), beta * answers.means
+        if config.loss == "ipo":
+            return losses.ipo(answers, beta), beta * answers.ratios / answers.counts
+        ratios = answers.ratios
+        if config.length_normalized:
+            ratios = ratios / answers.counts
+        if config.loss == "hinge":
+            return losses.hinge(ratios, beta), beta * ratios
+        loss = losses.dpo(ratios, beta, config.label_smoothing, config.robust)
+        return loss, beta * ratios

@@ -1,0 +1,90 @@
+"""Preference tuning on single answers, each labelled as desirable or not: KTO."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from runspec.keys.preference import KtoConfig
+from runspec.keys.train import TrainConfig
+from trainer.data.batches import Batches, Data
+from trainer.data.form import SampleForm
+from trainer.layers.batch import MicroBatch
+from trainer.objectives import preference_losses as losses
+from trainer.objectives import reference
+from trainer.objectives.base import LossSum, Models
+from trainer.objectives.preference import PreferenceObjective
+
+# Beyond this ratio of the labels' weights the rarer one is hardly learned (KTO's paper, 4.2).
+BALANCED = 4 / 3
+
+
+class UnpairedPreferenceTuning(PreferenceObjective):
+    """A desirable answer is to become likelier than by the reference, an undesirable one less.
+
+    How far policy and reference are apart, `kl`, is measured by answers that belong to other
+    prompts, over the samples of a micro-step on all ranks, so that batches must not be of one.
+
+    Figures: kl; rewards/chosen and rewards/rejected, beta times the log-ratio to the reference of
+    desirable and of undesirable answers; logps/chosen and logps/rejected, their log-probabilities.
+    Each sum is divided by as many answers of its label as the training data have on average.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = KtoConfig
+    form: ClassVar[SampleForm] = SampleForm(
+        documents=(("tokens", "labels"), ("kl_tokens", "kl_labels")),
+        number="desirable",
+        preferences=KtoConfig.pairs,
+    )
+
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """Whether the distance of policy and reference can be measured."""
+        found = super().faults(config)
+        if config.batch_size == 1 and not config.dataset.get("packed"):
+            found.append(
+                "batch_size: KTO compares with the other samples of a micro-batch, and 1 has "
+                "none; set batch_size=2 or more, or dataset.packed=True"
+            )
+        return found
+
+    # The share of desirable answers in the training data; trainer.trace has none.
+    _share = 0.5
+
+    def prepare(self, models: Models, data: Data) -> None:
+        """As PreferenceObjective.prepare."""
+        if isinstance(data.training, Batches):
+            self._share = float(data.training.rows.samples.numbers.mean())
+        super().prepare(models, data)
+
+    def described(self, batches: Batches) -> list[str]:
+        """How many samples have each label, and which weights balance them."""
+        labels = batches.rows.samples.numbers
+        count, wanted = len(labels), int(labels.sum())
+        other = count - wanted
+        line = f"{wanted:,} desirable and {other:,} undesirable answers"
+        weights = self.config.desirable_weight * wanted, self.config.undesirable_weight * other
+        if min(weights) > 0 and max(weights) / min(weights) > BALANCED:
+            rarer = "undesirable_weight" if weights[0] > weights[1] else "desirable_weight"
+            value = getattr(self.config, rarer) * max(weights) / min(weights)
+            line += f"; {rarer}={value:.2g} would give both the same weight"
+        return [line]
+
+    def loss(self, models: Models, batch: MicroBatch) -> LossSum:
+        config = self.config
+        batch = batch.to(self.world.device)
+        before = self.reference_sums(models, batch)
+        sums = reference.sums(models.policy.module, batch, config.compile)
+        if before is None:
+            raise RuntimeError("KTO has a reference")
+        ratios = sums - before
+        baseline = self.mean_over_data(ratios[:, 1].detach()).clamp_min(0)
+        own, desirable = ratios[:, 0], batch.numbers > 0.5
+        loss = losses.kto(own, desirable, baseline, config.beta)
+        weight = torch.where(desirable, config.desirable_weight, config.undesirable_weight)
+        figures = {"kl": baseline * len(own)}
+        for name, value in (("rewards", config.beta * own), ("logps", sums[:, 0])):
+            shares = (("chosen", desirable, self._share), ("rejected", ~desirable, 1 - self._share))
+            for label, mask, share in shares:
+                total = (value.detach() * mask).sum()
+                figures[f"{name}/{label}"] = total / share if share else total
+        return LossSum((weight * loss).sum(), figures)

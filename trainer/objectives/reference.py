@@ -1,0 +1,206 @@
+"""The reference of preference tuning: log-probabilities of whole answers before training.
+
+They come from the policy with its adapter off, from a frozen second model, or from a file beside
+the tokens that is made once, before the first step, by the policy itself: then no second model is
+held and no second forward pass is made in a step.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from runspec import files
+from runspec.adapters import is_quantised
+from trainer.config import TrainConfig
+from trainer.data.batches import Rows
+from trainer.data.tokenised import TokenisedDataset
+from trainer.errors import ConfigError
+from trainer.layers.adapters.base import disabled
+from trainer.layers.batch import MicroBatch
+from trainer.layers.log_probs import document_sums, token_log_probs
+from trainer.objectives.base import Models
+from trainer.parallel import fsdp, tensor_parallel
+from trainer.parallel.world import World
+from trainer.storage.weights import SafetensorsSource
+
+# After so many batches the results so far are written, so that a start that is killed loses few.
+BATCHES_PER_PART = 20
+PROGRESS_EVERY_S = 15.0
+
+
+def sums(module: torch.nn.Module, batch: MicroBatch, compiled: bool) -> torch.Tensor:
+    """The log-probability of each document's trained tokens, fp32 [samples, documents]."""
+    return document_sums(token_log_probs(module, batch, compile_chunks=compiled), batch)
+
+
+def in_step(models: Models, batch: MicroBatch, config: TrainConfig) -> torch.Tensor | None:
+    """The reference's sums for a batch on the device; None for a loss without a reference.
+
+    Call it before the policy's own pass: see Models.as_reference.
+    """
+    kind = config.reference_kind
+    if kind == "log_probs":
+        return batch.reference
+    if not kind:
+        return None
+    with models.as_reference() as module:
+        return sums(module, batch, config.compile)
+
+
+def fingerprints(config: TrainConfig, world: World) -> dict[str, str]:
+    """Hashes of the weights that the reference has, by name, the same on every rank."""
+
+    def read() -> dict[str, str]:
+        found = {"reference": SafetensorsSource.open(config.checkpointer).fingerprint()}
+        start = config.checkpointer.get("adapter_checkpoint")
+        if start is not None:
+            from trainer.storage import adapter
+
+            found["reference_adapter"] = files.sha256(adapter.file_of(config))
+        return found
+
+    found: dict[str, str] = world.gather(world.on_main(read))[0]
+    return found
+
+
+class KeptLogProbs:
+    """The file of a dataset's log-probabilities by the model before training.
+
+    Args:
+        weights: see `fingerprints`.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, weights: dict[str, str]) -> None:
+        self._config, self._world = config, world
+        precision = (config.dtype, config.fp8_recipe, is_quantised(config.model))
+        content = json.dumps([weights, precision], sort_keys=True, default=str)
+        self._name = hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def give(self, key: str, rows: Rows[TokenisedDataset], models: Models) -> None:
+        """Let batches of `rows` have the log-probabilities; computes what is not kept yet.
+
+        Args:
+            key: of the dataset, for messages.
+            models: with the weights before training, and no more than that.
+
+        Raises:
+            ConfigError: the folder of the tokens cannot be written to.
+        """
+        samples, world = rows.samples, self._world
+        path = samples.folder / f"reference_{self._name}.npy"
+        part = self._config.output_dir / f".reference_{samples.folder.name}_{self._name}.part"
+        shape = samples.documents.shape
+        if not world.gather(path.is_file())[0]:
+            self._compute(key, rows, models, part)
+            world.on_main(lambda: _publish(part, path, shape))
+        samples.reference = world.on_all(lambda: _read(path, shape))
+
+    def _compute(self, key: str, rows: Rows[TokenisedDataset], models: Models, part: Path) -> None:
+        world, module = self._world, models.policy.module
+        # A new adapter is no part of the model before training.
+        start = self._config.checkpointer.get("adapter_checkpoint")
+        base = disabled(module) if start is None else nullcontext()
+        count, documents = rows.samples.documents.shape
+        done = world.gather(_parts(part, documents)["sample"] if world.is_main else None)[0]
+        missing = np.ones(count, dtype=bool)
+        missing[done] = False
+        left = [index for index in range(len(rows)) if missing[rows.members(index)].any()]
+        world.say(f"reference: log-probabilities of {missing.sum():,} samples of {key} ...")
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        said, finished = time.monotonic(), count - int(missing.sum())
+        module.eval()
+        split = tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim)
+        try:
+            with torch.no_grad(), base, split:
+                for number, batch in enumerate(self._batches(rows, left), 1):
+                    on_device = batch.to(world.device)
+                    own.append((batch.samples, sums(module, on_device, self._config.compile)))
+                    if number % BATCHES_PER_PART == 0:
+                        finished += self._append(part, own)
+                        if time.monotonic() - said > PROGRESS_EVERY_S:
+                            said = time.monotonic()
+                            world.say(f"reference: {finished:,} of {count:,} samples of {key}")
+            self._append(part, own)
+        finally:
+            module.train()
+            fsdp.reshard(module)
+
+    def _batches(self, rows: Rows[TokenisedDataset], left: list[int]) -> Iterator[MicroBatch]:
+        """This rank's batches of the rows that are left; every rank has as many."""
+        world, size = self._world, self._config.batch_size
+        for begin in range(0, len(left), size * world.data_size):
+            first = begin + world.data_rank * size
+            own = left[first : first + size]
+            own = own + [~(own or left)[0]] * (size - len(own))
+            yield rows.collate([rows[index] for index in own])
+
+    def _append(self, part: Path, own: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+        """Add every rank's results to the part; how many samples these were."""
+        here = [(s.numpy(), values.float().cpu().numpy()) for s, values in own]
+        own.clear()
+        world = self._world
+        gathered = world.gather(here if world.data_weight else [])
+        pairs = [pair for of_rank in gathered for pair in of_rank if len(pair[0])]
+        world.on_main(lambda: _write(part, pairs))
+        return sum(len(numbers) for numbers, _ in pairs)
+
+
+def _record(documents: int) -> np.dtype[Any]:
+    return np.dtype([("sample", np.int64), ("values", np.float32, (documents,))])
+
+
+def _write(part: Path, pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    with open(part, "ab") as file:
+        for numbers, values in pairs:
+            records = np.empty(len(numbers), _record(values.shape[1]))
+            records["sample"], records["values"] = numbers, values
+            file.write(records.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _parts(part: Path, documents: int) -> np.ndarray:
+    """The records of a part; what was not written to the end is left out, and cut off."""
+    kind = _record(documents)
+    if not part.is_file():
+        return np.zeros(0, kind)
+    whole = part.stat().st_size // kind.itemsize
+    os.truncate(part, whole * kind.itemsize)
+    return np.fromfile(part, kind)
+
+
+def _publish(part: Path, path: Path, shape: tuple[int, ...]) -> None:
+    records = _parts(part, shape[1])
+    values = np.full(shape, np.nan, np.float32)
+    values[records["sample"]] = records["values"]
+    temporary = path.with_name(f".tmp_{path.name}.{os.urandom(4).hex()}")
+    try:
+        with open(temporary, "wb") as file:
+            np.save(file, values)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(
+            f"data_cache_dir: {path.parent} cannot be written to: {error.strerror}; set "
+            "data_cache_dir to a folder of your own"
+        ) from None
+    part.unlink(missing_ok=True)
+
+
+def _read(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    try:
+        values: np.ndarray = np.load(path)
+    except (OSError, ValueError):
+        values = np.zeros(0)
+    if values.shape != shape or not np.isfinite(values).all():
+        raise ConfigError(f"{path} is damaged: delete it and start again")
+    return values
