@@ -94,9 +94,10 @@ class ModelKeys:
             Key("alpha_pattern", "open block", "The same of lora_alpha."),
             Key(
                 "init_lora_weights",
-                "kaiming | gaussian | orthogonal",
+                "kaiming | gaussian | orthogonal | pissa",
                 "What A and B begin as: kaiming and gaussian set B to zero; orthogonal sets "
-                "neither, and their product is zero. Default: kaiming.",
+                "neither, and their product is zero; pissa takes the largest singular values out "
+                "of the weights. Default: kaiming.",
             ),
             Key(
                 "num_virtual_tokens",

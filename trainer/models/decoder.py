@@ -267,7 +267,7 @@ class Decoder(nn.Module, ABC):
 
         All are without an adapter; beside one `modules_to_save` and the score head.
         """
-        if self.adapter is None or self.is_adapter(parameter):
+        if self.adapter is None or self.adapter.trains(parameter):
             return True
         return self.is_saved(parameter) or parameter == SCORE
 
