@@ -33,6 +33,7 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     *(f"{model}_dpo" for model in ("llama8b", "qwen3_8b", "gemma3_12b", "llama70b")),
     "qwen3_30b_a3b_dpo",
     "llama8b_kto",
+    "qwen3_8b_reward",
     # Of transformers' source.
     "gemma3_12b_lora",
     "gemma3_1b_full",
