@@ -3,6 +3,7 @@
 The module trainer.NAME starts the method NAME.
 """
 
+from runspec.keys.distill import DistillConfig
 from runspec.keys.preference import DpoConfig, KtoConfig
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig
@@ -11,4 +12,5 @@ METHODS: dict[str, type[TrainConfig]] = {
     "sft": SftConfig,
     "dpo": DpoConfig,
     "kto": KtoConfig,
+    "distill": DistillConfig,
 }
