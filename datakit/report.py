@@ -51,8 +51,30 @@ def page(
         # Also of the set's own rows: they may have kept columns, or there may be no personal_data.
         finalize=lambda value: hidden(value) if isinstance(value, str) else value,
     )
+    environment.filters["told"] = told
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(name=name, card=card, lineage=lineage, **shown)
+
+
+def told(notes: Any) -> str:
+    """Return a step's notes as text: "similar pairs 1,234; languages: en 80, de 20"."""
+    if not isinstance(notes, Mapping):
+        return _figure(notes) if notes is not None else ""
+    parts = []
+    for name, value in notes.items():
+        label = str(name).replace("_", " ")
+        if isinstance(value, Mapping):
+            inner = ", ".join(f"{str(k).replace('_', ' ')} {_figure(v)}" for k, v in value.items())
+            parts.append(f"{label}: {inner or 'none'}")
+        else:
+            parts.append(f"{label} {_figure(value)}")
+    return "; ".join(parts)
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _written(version: Path, columns: list[str]) -> Any:

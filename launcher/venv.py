@@ -109,7 +109,8 @@ def ask_trainer(
             file.write_text(yamlfile.dump(config), encoding="utf-8")
             names.append(str(file))
         return run_module(
-            f"trainer.{module}",
+            "trainer.once",
+            module,
             *names,
             *arguments,
             timeout_s=timeout_s,

@@ -6,6 +6,7 @@ read here without an import, as the launcher never imports torch.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,11 @@ Sizes = tuple[str, ...]
 BUILT_IN = ("lora_", "qlora_")
 # The rank of torchtune's builders if a recipe names none; and the usual one, of configs/base.
 TORCHTUNE_RANK, USUAL_RANK = 8, 16
+# Virtual tokens of prompts and prefixes if a recipe names none.
+VIRTUAL_TOKENS = 20
+# Keys of LoRA that the trainer reads whoever has added it; names as in PEFT's LoraConfig.
+OF_LORA = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "lora_plus_ratio")
+NUM_VIRTUAL = "num_virtual_tokens"
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.
@@ -32,7 +38,10 @@ class Adapter:
             and "out" of the linear layer, "kv" (the width of all keys), "dim" (that of the
             stream), or a key of the model block, such as lora_rank.
         saved: what else each of these keeps of a token for the backward pass, in the same terms.
+        reads_input: the backward pass needs the input of the linear layers that have it.
         keys: the keys of the model block that it reads.
+        defaults: of those that are numbers, where the model block gives none.
+        lengthens: each document has as many positions more as it has virtual tokens.
         merges: the base weights can hold it; if not, it is exported by itself only.
         peft_type: PEFT's name of it, in adapter_config.json.
     """
@@ -40,7 +49,10 @@ class Adapter:
     title: str
     parts: Mapping[str, Sizes]
     saved: tuple[Sizes, ...] = ()
+    reads_input: bool = True
     keys: tuple[str, ...] = ()
+    defaults: tuple[tuple[str, int], ...] = ()
+    lengthens: bool = False
     merges: bool = False
     peft_type: str = ""
 
@@ -53,9 +65,10 @@ class Adapter:
         return [of[1:] for of in self.saved if of[0] in owners]
 
     def numbers(self, model: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-        """The whole numbers among the values that a model block gives its keys."""
-        given = ((key, model.get(key)) for key in self.keys)
-        return tuple((key, value) for key, value in given if type(value) is int)
+        """The whole numbers among the values that a model block gives its keys, or the defaults."""
+        given = {key: model.get(key) for key in self.keys}
+        found = {key: value for key, value in given.items() if type(value) is int}
+        return (*(dict(self.defaults) | found).items(),)
 
     @property
     def vectors(self) -> bool:
@@ -70,7 +83,7 @@ LORA = Adapter(
         "lora_b.weight": ("linear", "out", "lora_rank"),
     },
     saved=(("linear", "lora_rank"),),
-    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora"),
+    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora", *OF_LORA),
     merges=True,
     peft_type="LORA",
 )
@@ -81,7 +94,37 @@ DORA = replace(
     # The sum that the magnitude scales.
     saved=(*LORA.saved, ("linear", "out")),
 )
-KINDS = {"lora": LORA, "dora": DORA}
+IA3 = Adapter(
+    "(IA)3",
+    # A layer that is split by rows scales its inputs, any other its outputs.
+    {"ia3_out": ("column", "out"), "ia3_in": ("row", "in")},
+    saved=(("column", "out"), ("row", "in")),
+    reads_input=False,
+    keys=("target_modules",),
+    merges=True,
+    peft_type="IA3",
+)
+PROMPT = Adapter(
+    "Prompt tuning",
+    {"prompt_embeddings": ("model", NUM_VIRTUAL, "dim")},
+    keys=(NUM_VIRTUAL, "prompt_init", "prompt_init_text"),
+    defaults=((NUM_VIRTUAL, VIRTUAL_TOKENS),),
+    lengthens=True,
+    peft_type="PROMPT_TUNING",
+)
+PREFIX = Adapter(
+    "Prefix tuning",
+    {
+        "prefix_keys": ("block", NUM_VIRTUAL, "kv"),
+        "prefix_values": ("block", NUM_VIRTUAL, "kv"),
+    },
+    # Keys and values of all tokens once more, behind those of the prefix.
+    saved=(("block", "kv"), ("block", "kv")),
+    keys=(NUM_VIRTUAL, "prefix_init", "prompt_init_text"),
+    defaults=((NUM_VIRTUAL, VIRTUAL_TOKENS),),
+    peft_type="PREFIX_TUNING",
+)
+KINDS = {"lora": LORA, "dora": DORA, "ia3": IA3, "prompt": PROMPT, "prefix": PREFIX}
 
 
 def name_of(model: Mapping[str, Any]) -> str | None:
@@ -90,6 +133,35 @@ def name_of(model: Mapping[str, Any]) -> str | None:
     if name is None and (is_built_in(model) or (own_adapters(model) and model.get("lora_rank"))):
         name = "lora"
     return "dora" if name == "lora" and model.get("use_dora") else name
+
+
+def by_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
+    """The value of the first pattern that matches the end of a layer's name; None without one.
+
+    As PEFT's rank_pattern and alpha_pattern (peft.utils.get_pattern_key).
+    """
+    found = (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name))
+    return next(found, None)
+
+
+def virtual_tokens(model: Mapping[str, Any]) -> int:
+    """How many virtual tokens the adapter that a `model` block names puts before each document."""
+    kind = KINDS.get(name_of(model) or "")
+    return dict(kind.numbers(model)).get(NUM_VIRTUAL, 0) if kind else 0
+
+
+# What transformers and torchtune call the last layer of an MLP.
+MLP_LAST = ("down_proj", "w2")
+
+
+def ia3_targets(family: str) -> tuple[str, ...]:
+    """The layers that have (IA)3 by default in a model of this model_type, as PEFT has them.
+
+    Names are the last part of transformers' or torchtune's
+    (peft.utils.constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING).
+    """
+    first = "q_proj" if family.startswith(("gemma", "llama4", "phi", "qwen")) else "k_proj"
+    return (first, "v_proj", *MLP_LAST)
 
 
 def is_built_in(model: Mapping[str, Any]) -> bool:

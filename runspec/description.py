@@ -25,13 +25,23 @@ SHIPPED = _CONFIGS / "descriptions"
 # By the beginning of a component's name: the package that its models depend on.
 _PACKAGES = {TRANSFORMERS: "transformers", "torchtune.": "torchtune"}
 # Arguments that change no base model: those of adapters and of 4 bits.
-_ADAPTER = re.compile("adapter$|lora_|apply_lora_|use_dora$|quantize_base$")
+_ADAPTER = re.compile("adapter$|lora_|apply_lora_|use_dora$|use_rslora$|quantize_base$")
 
 
 def config_file(folder: Path) -> Path | None:
     """Return the config.json of a model folder; the published one if it is not downloaded yet."""
     files = (folder / "config.json", PUBLISHED / f"{folder.name}.json")
     return next((file for file in files[: 1 + (not folder.is_dir())] if file.is_file()), None)
+
+
+def family_of(model: Mapping[str, Any], folder: Path | None) -> str:
+    """Return transformers' model_type of the text model, or torchtune's module; "" if unknown."""
+    name = str(model.get("_component_") or TRANSFORMERS)
+    if name.startswith("torchtune.models."):
+        return name.split(".")[2]
+    file = config_file(folder) if folder and name == TRANSFORMERS else None
+    content = (read_json(file) if file else None) or {}
+    return str((content.get("text_config") or content).get("model_type") or "")
 
 
 def base_of(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +53,9 @@ def base_of(model: Mapping[str, Any]) -> dict[str, Any]:
     if name == TRANSFORMERS:
         return {"_component_": name}
     kind, own = name_of(model), tuple[str, ...]()
-    if kind is not None and kind not in KINDS:
+    if kind in KINDS:
+        own = KINDS[kind].keys
+    elif kind is not None:
         # A kind that is not there is a fault of the recipe, which sizing and trainer name.
         with suppress(ValueError):
             own = declared(kind).keys

@@ -30,6 +30,7 @@ RESERVE = ".reserve"  # space that is freed for the last word when the disk is f
 LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"
+DRILL = "drill.txt"  # the page of cookbook doctor --drill
 # Inside logs/<attempt>: the trainer's sign of life, the stacks of its ranks, and who asks for them.
 HEARTBEAT = "heartbeat.json"
 STACKS = "stack_rank_{}.log"

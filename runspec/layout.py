@@ -116,8 +116,9 @@ class StepFacts:
         linear: the linear layers of the blocks: (inputs, outputs, whether the inputs are split).
         sharded: FSDP or tensor parallelism gives each GPU a part of each trained parameter.
         vectors: what is trained is not matrices only, as in full fine-tuning and DoRA.
-        dropout: of adapters. quantised: the base is in NF4.
+        quantised: the base is in NF4.
         length: of a row, and longest: positions up to which the model computes as it was trained.
+        virtual: tokens that an adapter puts before each document, of which one may fill a row.
         optimizer: its component.
     """
 
@@ -129,12 +130,12 @@ class StepFacts:
     linear: Collection[tuple[int, int, bool]] = ()
     sharded: bool = False
     vectors: bool = False
-    dropout: bool = False
     quantised: bool = False
     fp8: bool = False
     fp32: bool = False
     length: int = 0
     longest: int | None = None
+    virtual: int = 0
     optimizer: str = ""
 
     def faults(self) -> list[str]:
@@ -166,11 +167,6 @@ class StepFacts:
                     f"{NF4_BLOCK} inputs: choose a number that does, or set "
                     "model.quantize_base=False"
                 )
-        if self.dropout:
-            yield (
-                "model.lora_dropout: must be 0 under tensor parallelism; "
-                "set model.lora_dropout=0.0 or tensor_parallel_dim=1"
-            )
 
     def _expert_faults(self) -> Iterator[str]:
         ranks = self.expert_parallel
@@ -208,11 +204,16 @@ class StepFacts:
                 )
 
     def _length_faults(self) -> Iterator[str]:
-        if self.longest is not None and self.length > self.longest:
-            yield (
-                f"tokenizer.max_seq_len: {self.length} is more than the model's {self.longest}; "
-                f"set tokenizer.max_seq_len={self.longest}"
-            )
+        if self.longest is None or self.length + self.virtual <= self.longest:
+            return
+        room, before = self.longest - self.virtual, ""
+        if self.virtual:
+            before = f" behind {self.virtual} virtual tokens (model.num_virtual_tokens)"
+        yield (
+            f"tokenizer.max_seq_len: {self.length}{before} is more than the model's "
+            f"{self.longest}; set tokenizer.max_seq_len={max(room, 1)}. Extending a context (rope "
+            "scaling) is not supported: axolotl does it"
+        )
 
     def _optimizer_faults(self) -> Iterator[str]:
         name, others = self.optimizer, "use torch.optim.AdamW or torchao.optim.AdamW8bit"

@@ -3,11 +3,14 @@
 transformers serve itself listens on a port, without a key. It seeds the one generator of all
 requests when a request comes in, while another one may draw from it, ends a text at a stop string
 that began in the prompt, and generates beyond what the model takes. Here each request has its own
-seed and its own stop strings, and ends there.
+seed and its own stop strings, and ends there. Virtual tokens of prompt and prefix tuning, which
+transformers cannot load by itself, are PEFT's to add.
 """
 
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.cli.serving import utils
+from transformers.cli.serving import model_manager, utils
+
+from runspec import adapters, files
 
 
 class Stops(StoppingCriteria):
@@ -70,6 +75,40 @@ class Manager(utils.GenerateManager):
         return super().async_submit(_seeded(fn, self._seed), *args, **kwargs)
 
 
+class Models(model_manager.ModelManager):
+    """Loads models, and adapters of virtual tokens over their base model."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._adapted: tuple[Any, Any] = (None, None)
+        self._lock = threading.Lock()
+        super().__init__(*arguments, **named)
+
+    def load_model_and_processor(
+        self, model_id_and_revision: str, *more: Any, **named: Any
+    ) -> tuple[Any, Any]:
+        """Return the model of a name and its processor; loaded once."""
+        name, _, revision = model_id_and_revision.rpartition("@")
+        settings = files.read_json_or_none(Path(name) / "adapter_config.json")
+        if not isinstance(settings, dict) or settings.get("peft_type") not in _VIRTUAL:
+            found: tuple[Any, Any] = super().load_model_and_processor(
+                model_id_and_revision, *more, **named
+            )
+            return found
+        from peft import PeftModel
+
+        base = f"{settings['base_model_name_or_path']}@{revision}"
+        model, processor = super().load_model_and_processor(base, *more, **named)
+        with self._lock:
+            # A base that was unloaded while nobody asked comes back as another object.
+            if self._adapted[0] is not model:
+                self._adapted = model, PeftModel.from_pretrained(model, name).eval()
+            return self._adapted[1], processor
+
+
+# PEFT's names of the kinds that transformers does not load.
+_VIRTUAL = {kind.peft_type for kind in (adapters.PROMPT, adapters.PREFIX)}
+
+
 def _seeded(fn: Callable[..., Any], seed: int | None) -> Callable[..., Any]:
     """Return a function that seeds the generating thread, and generates."""
 
@@ -85,7 +124,8 @@ def _limit(model: Any, inputs: Any, gen_config: Any) -> None:
     """End an answer where the model's positions end."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and gen_config.max_new_tokens is not None:
-        room = max(1, positions - inputs["input_ids"].shape[-1])
+        before = getattr(getattr(model, "active_peft_config", None), adapters.NUM_VIRTUAL, 0)
+        room = max(1, positions - before - inputs["input_ids"].shape[-1])
         gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
 
 
@@ -114,6 +154,7 @@ def main() -> None:
 
     uvicorn.Config = on_socket  # type: ignore[misc,assignment]
     utils.GenerateManager = Manager
+    model_manager.ModelManager = Models
     from transformers.cli.transformers import main as transformers
 
     sys.argv = ["transformers", "serve", *arguments]

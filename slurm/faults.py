@@ -38,6 +38,12 @@ _KILLED = re.compile(
     r"time +: (\S+)\n +host +: (\S+)\n +rank +: (\d+).*\n +exitcode +: -\d+ .*\((SIG(?!TERM)\w+)\)"
 )
 
+# A process cannot know who sent it SIGKILL.
+SIGKILL = (
+    "killed by SIGKILL: probably the node ran out of CPU memory (raise resources.mem), or somebody "
+    "ended the process"
+)
+
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 # A Python traceback: its frames, the exception and its message.
@@ -139,7 +145,7 @@ def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
     if not end.startswith("Killed"):
         return []
     nodes = job_log.hosts(node)
-    message = f"torchrun (task {task}) was killed"
+    message = f"torchrun (task {task}) was {SIGKILL}"
     host = nodes[0] if len(nodes) == 1 else None
     return [{"host": host, "time": 0, "type": "Killed", "message": message}]
 
@@ -199,7 +205,7 @@ def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
     errors = []
     for when, host, rank, name in _KILLED.findall(_tail(node_log)):
         kind = "Killed"
-        message = f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        message = SIGKILL if name == "SIGKILL" else f"killed by {name}"
         timeout = _NCCL_TIMEOUT.search(_tail(node_log.with_name(f"rank_{rank}.log")))
         if name == "SIGABRT" and timeout:
             kind, message = "NetworkTimeout", timeout.group().strip()

@@ -20,14 +20,14 @@ notify() { # start or ended
 under_slurm() { [ -n "${SLURM_JOB_ID:-}" ]; }
 
 # A line of the site's job_setup failed or ended the script. The run fails, because a retry cannot fix
-# this. SETUP_LINE is the line, SITE_FILE the file that contains it.
+# this. SETUP_LINE is the line, SETUP_PLACE the site's file and the number of the line in it.
 setup_failed() {
   local rc=$?
   trap - ERR EXIT
   set +eu
   [ "$rc" != 0 ] || rc=1
   begin_attempt || finish
-  end_attempt "$rc" --message "the job_setup line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix job_setup in $SITE_FILE for new runs, and the line in $RUN_DIR/job.sbatch to resume this one"
+  end_attempt "$rc" --message "$SETUP_PLACE: the job_setup line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix it there, then: ${AGAIN:-cookbook resume ${RUN_DIR##*/}}"
   finish
 }
 

@@ -19,7 +19,13 @@ from slurm.identity import own_job_id
 
 TIMEOUT_S, TRIES = 8, 2
 # The event by the state that the job has written.
-_EVENTS = {"COMPLETED": "end", "CANCELLED": "end", "FAILED": "failure", "INTERRUPTED": "failure"}
+_EVENTS = {
+    "COMPLETED": "end",
+    "CANCELLED": "end",
+    "STOPPED_EARLY": "end",
+    "FAILED": "failure",
+    "INTERRUPTED": "failure",
+}
 
 
 def facts(run_dir: Path, event: str) -> dict[str, Any]:

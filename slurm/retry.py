@@ -3,13 +3,15 @@
 slurm/attempt.py collects the input, slurm/job.sh carries the decision out. Standard library only.
 """
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from slurm.faults import NODE_FAILURE, describe, first_error
+from runspec.states import STOPPED_EARLY
+from slurm.faults import NODE_FAILURE, SIGKILL, describe, first_error
 
 # By the type of the error that ended the attempt.
 _CAUSES = {
@@ -188,7 +190,10 @@ class AttemptEnd:
             return Reason("time_limit", "stopped before the time limit")
         if self.stopped:
             return Reason("stopped", "the ranks were asked to stop, but not by the job script")
-        return Reason("killed", f"exit status {self.exit_code}, and no rank recorded an error")
+        words = "no rank recorded an error"
+        if self.exit_code == 128 + signal.SIGKILL:
+            words = f"the ranks were {SIGKILL}"
+        return Reason("killed", f"exit status {self.exit_code}, and {words}")
 
 
 class Rule(NamedTuple):
@@ -219,7 +224,7 @@ RULES = (
     Rule("FAILED", "failed", lambda e: e.timed_out_s is not None,
          "ended by the recipe's timeout of {end.timed_out_s:.0f} s", "timeout"),
     Rule("FAILED", "failed", lambda e: e.used_up and e.stopped, "{end.used_up}", "budget"),
-    Rule("CANCELLED", "failed", lambda e: e.worse and e.stopped, "{end.worse}", "stopped_early"),
+    Rule(STOPPED_EARLY, "failed", lambda e: e.worse and e.stopped, "{end.worse}", "stopped_early"),
     # What a retry cannot fix, or has not fixed often enough.
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),
     Rule("FAILED", "failed", lambda e: e.out_of_memory and e.memory_is_result),

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runspec.description import config_file
+from runspec.hints import nearest
 from runspec.keys.fields import TRANSFORMERS
 from runspec.layout import StepFacts
 from trainer import config as configs
@@ -85,7 +86,9 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
             bind = signature.bind if complete and key in HANDED_OVER else signature.bind_partial
             bind(*[None] * handed_over, **arguments)
         except TypeError as error:
-            found.append(f"{key}: {block['_component_']} does not take this: {error}")
+            unknown = next((name for name in arguments if name not in signature.parameters), "")
+            hint = nearest(unknown, signature.parameters) if unknown in str(error) else ""
+            found.append(f"{key}: {block['_component_']} does not take this: {error}{hint}")
         except ValueError:
             continue  # a component in C has no signature
     return found
@@ -130,7 +133,8 @@ def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[st
         _tried(found, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 1))
     length = config.tokenizer.get("max_seq_len")
     if model is not None and isinstance(length, int):
-        found += StepFacts(length=length, longest=model.max_seq_len).faults()
+        virtual = model.max_seq_len - model.longest_document
+        found += StepFacts(length=length, longest=model.max_seq_len, virtual=virtual).faults()
     return found
 
 

@@ -56,6 +56,26 @@ def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimi
     return optimizer
 
 
+def scale_rates(optimizer: Optimizer, factors: dict[torch.nn.Parameter, float]) -> None:
+    """Give parameters a learning rate of their own, in further groups of the optimizer.
+
+    A schedule that is made later scales each group's own rate.
+
+    Args:
+        factors: what the learning rate is multiplied by; 1 if a parameter is not named.
+    """
+    for group in list(optimizer.param_groups):
+        by_factor: dict[float, list[torch.nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_factor.setdefault(factors.get(parameter, 1.0), []).append(parameter)
+        first, *others = sorted(by_factor)
+        group["params"] = by_factor[first]
+        rate = group["lr"]
+        group["lr"] = rate * first
+        for factor in others:
+            optimizer.add_param_group({**group, "params": by_factor[factor], "lr": rate * factor})
+
+
 @torch.no_grad()
 def _try_a_step(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
     """Step on copies of a small matrix and a small vector, to fail before the model is trained."""

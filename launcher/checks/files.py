@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
+from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, warning
 from launcher.paths import DOWNLOAD_RECORD
 from runspec import prepared
 from runspec.files import read_json_or_none, sha256
 from runspec.keys.fields import FILE_SOURCES
 
 _AGAIN = "download it again"
+_MEDIA = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
+# Variables with which the libraries of the Hub do not ask it.
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def weights(context: Context) -> Iterable[Finding]:
@@ -156,6 +159,10 @@ def dataset(context: Context) -> Iterable[Finding]:
             if why := unreadable(path) or _unfit(path, whole):
                 remedy = f"fix the path or the file, or set {key}.data_files="
                 found.append(failed("dataset", f"{key}.data_files {path} {why}", remedy))
+            elif media := _media(path, whole):
+                words = f"{key}.data_files {path} has the column {media}, which is not trained"
+                remedy = "only text can be trained: for pictures and sound use axolotl or NeMo "
+                found.append(warning("dataset", words, f"{remedy}Automodel"))
         if block.get("_component_") == prepared.COMPONENT:
             folder = Path(str(block.get("data_dir")))
             seen.append(folder)
@@ -168,9 +175,46 @@ def dataset(context: Context) -> Iterable[Finding]:
             if context.here(folder) and (why := unreadable(folder)):
                 remedy = f"fix the path, or set {key}.source="
                 found.append(failed("dataset", f"{key}.source {source} {why}", remedy))
-    if not seen:
+    found += _not_downloaded(context)
+    if not seen and not found:
         raise Skipped("the data come from the hub, or are only on the nodes")
     return found or [ok("dataset", ", ".join(map(str, seen)))]
+
+
+def hub_name(config: dict[str, Any], block: dict[str, Any]) -> str | None:
+    """Return the name on the Hub of a dataset, None if it does not come from there."""
+    name = block.get("source") or (config.get("hub") or {}).get("dataset")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@\S+)?", name):
+        return None
+    return name.partition("@")[0] if on_hub(block) else None
+
+
+def _not_downloaded(context: Context) -> Iterator[Finding]:
+    """Name the datasets of the Hub that are not in the folder where jobs look."""
+    if context.recipe.entry.checked is None:
+        return
+    variables = {**context.cluster.environment, **(context.config.get("env") or {})}
+    offline = any(
+        str(variables.get(name, "")).lower() in ("1", "on", "yes", "true") for name in _OFFLINE
+    )
+    home = context.cluster.root / "hf"
+    told = context.config.get("hub")
+    listed = (told if isinstance(told, dict) else {}).get("dataset")
+    blocks = dataset_blocks(context.config)
+    for name in dict.fromkeys(hub_name(context.config, whole) for _, _, whole in blocks):
+        if name is None or any(home.glob(f"hub/datasets--{name.replace('/', '--')}/snapshots/*")):
+            continue
+        if any(home.glob(f"datasets/{name.replace('/', '___')}/*")):
+            continue
+        words = f"{name} of the Hub is not in the cache ({home})"
+        download = f"cookbook download {context.recipe.given_name}"
+        if str(listed).partition("@")[0] != name:
+            download += f" +hub.dataset={name}" if listed is None else f" hub.dataset={name}"
+        if offline:
+            yield failed("dataset", f"{words}, and jobs of this site are offline", download)
+        else:
+            remedy = f"{download}, or let the job download it, if the nodes have internet access"
+            yield warning("dataset", words, remedy)
 
 
 def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -222,6 +266,21 @@ def on_hub(block: dict[str, Any]) -> bool:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _media(path: Path, block: dict[str, Any]) -> str | None:
+    """Return the column of pictures, sound or video in a file of JSON lines or CSV, if any."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            first = next((line for line in file if line.strip()), "")
+        if path.suffix == ".csv":
+            columns = [name.strip('" ') for name in first.strip().split(str(block.get("sep", ",")))]
+        else:
+            row = json.loads(first) if path.suffix == ".jsonl" else {}
+            columns = [name for name, value in row.items() if value]
+    except (OSError, ValueError, AttributeError):
+        return None
+    return next((name for name in columns if name.lower() in _MEDIA), None)
 
 
 def _unfit(path: Path, block: dict[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -22,6 +22,7 @@ from launcher.cli.samples import lines as sample_lines
 from launcher.recipes import recipe as recipe_file
 from launcher.workflows import registered
 from launcher.workflows.submit import context, plan
+from runspec import files
 
 
 @click.command()
@@ -83,25 +84,47 @@ def check(
 
 @click.command()
 @common.flag("--node-check", help="Check every node of the partition, with one job.")
-@click.option("--nodes", type=click.IntRange(min=1), help="With --node-check: number of nodes.")
+@common.flag("--drill", help="Cause faults in a small run, and show what it survived and the cost.")
+@click.option(
+    "--faults",
+    metavar="LIST",
+    help="With --drill: rank, step, checkpoint, node, requeue. [default: all but node]",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    help="With --node-check or --drill: number of nodes. [default of --drill: 2]",
+)
 @click.option(
     "--wait",
     "wait_s",
     type=click.FloatRange(min=1, max=3600),
     metavar="SECONDS",
-    help="How long the job may wait to start. [default: 3; with --node-check 60]",
+    help="How long the job may wait to start. [default: 3; with --node-check 60, with --drill 600]",
 )
 @common.json_option
 @common.cluster_option
 def doctor(
-    node_check: bool, nodes: int | None, wait_s: float | None, as_json: bool, cluster: str | None
+    node_check: bool,
+    drill: bool,
+    faults: str | None,
+    nodes: int | None,
+    wait_s: float | None,
+    as_json: bool,
+    cluster: str | None,
 ) -> None:
     """Check if this site can run the kit, and show a fix for each problem.
 
-    The exit status is 1 if a check fails.
+    The exit status is 1 if a check fails, or if the run of --drill does not survive a fault.
     """
-    if nodes and not node_check:
-        raise click.UsageError("--nodes requires --node-check")
+    if node_check and drill:
+        raise click.UsageError("--node-check and --drill are two commands: leave one out")
+    if nodes and not (node_check or drill):
+        raise click.UsageError("--nodes requires --node-check or --drill")
+    if faults and not drill:
+        raise click.UsageError("--faults requires --drill")
+    if drill:
+        _drill(sites.load(cluster), nodes or 2, wait_s or 600, faults, as_json)
     options = Options.node_check(nodes, wait_s) if node_check else Options(wait_s=wait_s or 3)
     if node_check:
         note("checking the nodes; this takes about a minute once they are free")
@@ -110,6 +133,24 @@ def doctor(
     if nodes_asked and not as_json:
         click.echo("\n".join(["", *table(nodes_asked)]))
     sys.exit(1 if failed else 0)
+
+
+def _drill(
+    site: sites.Site, nodes: int, wait_s: float, faults: str | None, as_json: bool
+) -> NoReturn:
+    # Imported late: only this option needs it.
+    from launcher.workflows import drill
+
+    result = drill.drill(site, nodes, wait_s, drill.chosen(faults), note)
+    file = result.run.path / files.DRILL
+    if as_json:
+        faced = list(map(asdict, result.outcomes))
+        told = {"run": result.run.name, "outcomes": faced, "page": str(file)}
+        click.echo(json.dumps(told, indent=1))
+    else:
+        click.echo("\n".join(["", *result.page]))
+        note(f"\nthis page is in {file}")
+    sys.exit(0 if all(each.survived is not False for each in result.outcomes) else 1)
 
 
 @click.command()

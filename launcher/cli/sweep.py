@@ -167,7 +167,7 @@ def _resume(
     if executor.arrays is None:
         _run_here(found, executor, parallel, as_json)
         return
-    again = workflow.resume_sweep(found, executor.arrays, parallel)
+    again = workflow.resume_sweep(found, executor.arrays, note, parallel)
     if as_json:
         _tell(found, as_json)
         return

@@ -19,6 +19,7 @@ from launcher.observe import gpu_use
 from launcher.observe.lines import Growing, tail_start
 from launcher.observe.logs import Tail
 from launcher.observe.status import left_s, part_of, used_s
+from launcher.observe.steps import fitted, is_step
 from launcher.observe.text import duration, number, percent, plain
 from launcher.observe.watch import States
 from launcher.runs.directory import Run, Snapshot
@@ -57,7 +58,12 @@ class View:
                     # Steps that were done again replace those that were lost.
                     self._losses[step] = loss
         while lines := self._tail.new_lines():
-            self._lines += (plain(line.rpartition("\r")[2]) for line in lines)
+            for line in lines:
+                line = plain(line.rpartition("\r")[2])
+                # The newest step is enough: the curve shows the others.
+                if self._lines and is_step(line) and is_step(self._lines[-1]):
+                    self._lines.pop()
+                self._lines.append(line)
 
     def panel(self, state: State, width: int, height: int) -> RenderableType:
         """Return what is shown of the run, in so many lines."""
@@ -72,7 +78,9 @@ class View:
         parts += [] if state.ended else [Text(line, no_wrap=True) for line in gpu_use.lines(run)]
         parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
         room = max(1, height - len(parts) - 2)
-        newest = list(self._lines)[-room:]
+        newest = [
+            fitted(line, width - 4) if is_step(line) else line for line in list(self._lines)[-room:]
+        ]
         parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in newest]
         title = Text(f"{self.run.name}  ").append(state.word, style=f"bold {colour}")
         return Panel(Group(*parts), title=title, title_align="left", border_style=colour)

@@ -29,6 +29,8 @@ _CHARTS = {
     "grad_norm": "Gradient norm",
     "lr": "Learning rate",
 }
+# The first step after a start compiles, and sets no scale of these.
+_COMPILED = frozenset({"step_time_s", "tokens_per_second_per_gpu", "mfu"})
 # Samples side by side of each evaluated task.
 _SAMPLES = 3
 # A chart's size in its own units, and its margins: left, right, top, bottom.
@@ -140,6 +142,8 @@ def _has(read: Sequence[Curves], name: str) -> bool:
 def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
     """Return a chart's lines, marks and axes in its own units."""
     values = [value for each in read for _, value in each.points.get(name, [])]
+    if name in _COMPILED:
+        values = [value for each in read for value in _warm(each, name)] or values
     low, high = min(values), max(values)
     if low == high:
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
@@ -149,7 +153,8 @@ def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
         return f"{_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last:.1f}"
 
     def y(value: float) -> str:
-        share = (value - low) / (high - low)
+        # What compiles leaves the drawing: it ends at the edge.
+        share = min(1.0, max(0.0, (value - low) / (high - low)))
         return f"{_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - share):.1f}"
 
     return {
@@ -176,6 +181,14 @@ def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
         "x_ticks": [(x(step), f"{step:,.0f}") for step in curves.ticks(0, last, 7)],
         "y_ticks": [(y(value), f"{value:,.4g}") for value in curves.ticks(low, high)],
     }
+
+
+def _warm(run: Curves, name: str) -> Iterator[float]:
+    """Yield the values of a curve but those of the first logged step of each attempt."""
+    points = run.points.get(name, [])
+    starts = [0.0, *(step for step, _ in run.attempts)]
+    first = {next((step for step, _ in points if step >= start), None) for start in starts}
+    yield from (value for step, value in points if step not in first)
 
 
 def _attempts(run: Run) -> list[list[str]]:

@@ -10,7 +10,7 @@ from launcher import yamlfile
 from launcher.errors import UsageFault
 from launcher.recipes import override
 from runspec import prepared
-from runspec.adapters import TORCHTUNE_RANK
+from runspec.adapters import KINDS, LORA, OF_LORA, TORCHTUNE_RANK
 from runspec.keys.fields import FILE_SOURCES, TRANSFORMERS
 from runspec.keys.key import Fault
 
@@ -22,7 +22,7 @@ _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?"
 # What a dataset block says of rows, wherever these come from.
 _OF_ROWS = ("packed", "split_across_pack")
 # The keys of an adapter that every model takes.
-_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "quantize_base")
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "quantize_base", *OF_LORA)
 
 
 class Inputs(NamedTuple):
@@ -120,7 +120,7 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
     """Put a model folder, or a model of the hub, in the place of the recipe's; return its name.
 
     Args:
-        method: the recipe's: full, lora, dora, qlora or qdora; it stays.
+        method: the recipe's: full, lora, dora, qlora, qdora or another kind; it stays.
 
     Raises:
         UsageFault: it is neither a folder with a config.json nor a name of the hub.
@@ -145,7 +145,11 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
         )
     before = _block(config, "model")
     model: dict[str, Any] = {"_component_": TRANSFORMERS}
-    if method != "full":
+    kind = KINDS.get(method.removeprefix("q"), LORA)
+    if kind.keys != LORA.keys:
+        kept = ("adapter", "quantize_base", *kind.keys)
+        model |= {key: before[key] for key in kept if key in before}
+    elif method != "full":
         model |= {"lora_rank": TORCHTUNE_RANK} | {k: before[k] for k in _OF_ADAPTERS if k in before}
         model |= {"quantize_base": True} if method.startswith("q") else {}
     length = _block(config, "tokenizer").get("max_seq_len")

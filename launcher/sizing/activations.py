@@ -73,7 +73,7 @@ def _inputs(step: StepConfig, block: Block) -> int:
     """Numbers per token that attention's first matrices read: the hidden state once, latents."""
     read: dict[str, int] = {}
     for name, matrix in block.of("attention", "column", "fused", "replicated"):
-        if step.is_full or name in step.lora_targets:
+        if step.needs_input(name):
             read["" if matrix.inputs == step.shape.dim else name] = matrix.inputs
     return sum(read.values())
 
@@ -147,17 +147,23 @@ def _saved_by_adapters(step: StepConfig, block: Block) -> float:
     # Between the blocks a rank has its own part of the sequence.
     own = e * _own_tokens(step)
     saved = sum(own * step.adapter_size(sizes, {}, block) for sizes in kind.saved_of("block"))
-    for _, matrix in step.adapted(block):
+    for name, matrix in step.adapted(block):
         tp, by_row = step.split_of(matrix), matrix.role == "row"
+        width = matrix.inputs / (tp if by_row else 1)
         if step.dropout and matrix.role != "expert":
-            saved += (1 + e) * t * matrix.inputs / (tp if by_row else 1)
+            saved += (1 + e) * t * width
+        # What compiled layers compute again: the product before an MLP's last matrix, and its sum.
+        remade = step.compiled and matrix.part == "mlp"
         for sizes in kind.saved_of(*matrix.owners):
-            if sizes != ("out",):
-                rows = expert_rows(step, block) if matrix.role == "expert" else t
-                saved += e * rows * step.adapter_size(sizes, {}, block)
-            elif not (step.compiled and matrix.part == "mlp"):
+            if sizes == ("in",):
+                saved += 0 if remade else e * t * width
+            elif sizes == ("out",):
                 # The sum that is scaled; a matrix split by rows has a share of all of it.
-                saved += e * t * matrix.outputs / (1 if by_row else tp)
+                saved += 0 if remade else e * t * matrix.outputs / (1 if by_row else tp)
+            else:
+                rows = expert_rows(step, block) if matrix.role == "expert" else t
+                known = {"lora_rank": step.rank_of(name)}
+                saved += e * rows * step.adapter_size(sizes, known, block)
     return saved
 
 
@@ -207,8 +213,8 @@ def saved_products(step: StepConfig, block: Block) -> float:
         if matrix.role == "expert":
             rows = expert_rows(step, block)
         kept += e * rows * width
-        if name in step.lora_targets:
-            kept += e * rows * (width + step.lora_rank)
+        if name in step.lora_targets and step.lora_rank:
+            kept += e * rows * (width + step.rank_of(name))
     if tp == 1:
         return kept
     gathered = 1 if block.experts else 2

@@ -102,7 +102,10 @@ class Estimate:
         # At the given MFU.
         self.tokens_per_second_per_gpu = self.gpu.bf16_tflops * 1e12 * mfu / step.flops.model
         rate = self.tokens_per_second_per_gpu * step.layout.ranks
-        self.hours = self.tokens / rate / 3600
+        # Of the pass over the data before the first step, at the same MFU.
+        share = step.flops.once / step.flops.model / int(config.get("epochs") or 1)
+        self.hours_before = self.tokens / rate / 3600 * share
+        self.hours = self.tokens / rate / 3600 + self.hours_before
         self.cost = None if price is None else self.hours * step.layout.ranks * price
         self.currency = currency
         self.remedies = [] if self.fits else [*remedies(self.predictor)]
@@ -141,6 +144,7 @@ class Estimate:
             "hfu": self.predictor.mfu * step.flops.hardware / step.flops.model,
             "tokens": self.tokens,
             "hours": self.hours,
+            "hours_before": self.hours_before,
             "gpu_hours": self.hours * step.layout.ranks,
             "cost": self.cost,
             "remedies": [vars(each) for each in self.remedies],
@@ -280,15 +284,19 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     more = step.flops.hardware / step.flops.model
     hfu = f" ({100 * mfu * more:.0f} % HFU, with recomputation)" if more > 1 else ""
     cost = "" if estimate.cost is None else f", {estimate.cost:,.2f} {estimate.currency}".rstrip()
+    before = f"{100 * estimate.hours_before / took:.0f} % of it: the reference's log-probabilities"
+    before = f"  {'':<20} {before}, once\n" if estimate.hours_before else ""
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
+    exported = "merged model" if step.adapter is None or step.adapter.merges else "adapter"
     yield (
         f"\nTime at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured\n"
         f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"
         f"  {'time':<14} {duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours{cost}\n"
         f"  {'of':<20} {estimate.tokens_are}\n"
+        f"{before}"
         "Disk\n"
         f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
-        f"  {'export':<20} {_size(export_bytes(step))}, the merged model"
+        f"  {'export':<20} {_size(export_bytes(step))}, the {exported}"
     )
 
 

@@ -69,9 +69,11 @@ def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
 
 def _to_method(step: StepConfig, method: str) -> StepConfig:
     """Full, LoRA or QLoRA, with the recipe's own adapter if it has one."""
+    if method.removeprefix("q") == step.method.removeprefix("q"):
+        return replace(step, method=method)
     if method == "full":
         step = replace(step, lora_rank=0, lora_targets=(), lora_output=False, dropout=False)
-    if method == "full" or step.lora_targets:
+    if method == "full" or (step.lora_targets and step.lora_rank):
         return replace(step, method=method, own=None)
     targets = (*step.shape.names,)
     return replace(step, method=method, own=None, lora_rank=USUAL_RANK, lora_targets=targets)
@@ -135,6 +137,9 @@ def _keys(step: StepConfig) -> Iterator[str]:
 
 
 def _method_keys(step: StepConfig) -> str:
+    if not step.is_full and not step.lora_rank:
+        kind, quantised = step.method.removeprefix("q"), str(step.is_quantised).lower()
+        return f"model.adapter={kind} model.quantize_base={quantised}"
     if step.builder == TRANSFORMERS:
         if step.method == "full":
             return "model.lora_rank=null"
@@ -266,7 +271,7 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
         yield {"layout": [(step.layout.tensor_parallel, 1, n) for n in spreads(step)[1:]]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
     if not step.is_quantised and step.own is None:
-        yield {"method": ["qdora" if step.is_dora else "qlora"]}
+        yield {"method": ["qlora" if step.is_full else f"q{step.method}"]}
     # Offloading reduces after every micro-step, as no GPU could hold all gradients.
     yield {"fields": [{"cpu_offload": True, "sync_each": True}]}
 

@@ -14,7 +14,8 @@ from launcher.recipes import entries
 from launcher.recipes.recipe import method_of
 from launcher.sizing.model import shape_of
 from runspec import adapters
-from runspec.adapters import KINDS, Adapter
+from runspec.adapters import IA3, KINDS, Adapter
+from runspec.description import family_of
 from runspec.flops import of_shape
 from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
@@ -32,7 +33,7 @@ class StepConfig:
     """One training step: a model, what is trained of it, a layout, rows and ways to save memory."""
 
     shape: Shape
-    method: str  # full, lora, dora, qlora, qdora, or the class of an adapter of one's own
+    method: str  # full, lora, dora, qlora, another kind, or the class of an adapter of one's own
     layout: Layout = field(default_factory=Layout)
     gpus_per_node: int = 8
     builder: str = ""  # of the model, as the recipe names it
@@ -51,6 +52,7 @@ class StepConfig:
     sync_each: bool = False  # gradients are reduced after every micro-step
     own: Adapter | None = None  # of a kind of one's own
     lora_rank: int = 0
+    lora_ranks: tuple[tuple[str, int], ...] = ()  # by matrix, of those with another rank
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
     own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
@@ -62,13 +64,13 @@ class StepConfig:
     fp8: bool = False  # the products of the blocks' linear layers
     updated_by: str = ""  # the optimizer's component
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
+    keeps_log_probs: bool = False  # of the reference, computed once before the first step
     keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
 
     def faults(self) -> list[str]:
         """Return why the trainer would refuse the step, by the rules that it asks itself."""
         shape, layout = self.shape, self.layout
-        adapted = not self.is_full and bool(self.lora_targets)
         return StepFacts(
             tensor_parallel=layout.tensor_parallel,
             expert_parallel=layout.expert_parallel,
@@ -78,12 +80,12 @@ class StepConfig:
             linear=shape.linear,
             sharded=self.fsdp or layout.tensor_parallel > 1,
             vectors=self.adapter is None or self.adapter.vectors,
-            dropout=adapted and self.dropout,
             quantised=self.is_quantised,
             fp8=self.fp8,
             fp32=self.element_bytes == FP32,
             length=self.length,
             longest=shape.longest,
+            virtual=self.virtual_tokens,
             optimizer=self.updated_by,
         ).faults()
 
@@ -117,8 +119,19 @@ class StepConfig:
 
     @property
     def tokens(self) -> int:
-        """Positions in one micro-batch of one tensor-parallel group."""
-        return self.batch * (self.length + -self.length % self.layout.tensor_parallel)
+        """Positions in one micro-batch of one tensor-parallel group.
+
+        Virtual tokens that are positions count once for each row.
+        """
+        lengthens = self.adapter is not None and self.adapter.lengthens
+        length = self.length + self.virtual_tokens * lengthens
+        return self.batch * (length + -length % self.layout.tensor_parallel)
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Tokens that the adapter puts before each document."""
+        has = self.adapter is not None and adapters.NUM_VIRTUAL in self.adapter.keys
+        return dict(self.own_sizes).get(adapters.NUM_VIRTUAL, 0) if has else 0
 
     @property
     def rows_per_step(self) -> int:
@@ -170,7 +183,12 @@ class StepConfig:
 
     def trains(self, block: Block, part: Part, *roles: Role) -> bool:
         """Whether a matrix of a part, of these roles if given, needs its input in backward."""
-        return self.is_full or any(name in self.lora_targets for name, _ in block.of(part, *roles))
+        return self.is_full or any(map(self.needs_input, (n for n, _ in block.of(part, *roles))))
+
+    def needs_input(self, name: str) -> bool:
+        """Whether the backward pass needs the input of the matrix of this name."""
+        reads = self.adapter is None or self.adapter.reads_input
+        return self.is_full or (reads and name in self.lora_targets)
 
     def adapted(self, block: Block) -> list[tuple[str, Matrix]]:
         """The matrices of a block that have an adapter."""
@@ -194,8 +212,12 @@ class StepConfig:
         parts = {} if self.adapter is None else self.adapter.parts_of(*owners)
         return int(sum(self.adapter_size(sizes, known, block) for sizes in parts.values()))
 
-    def _adapter(self, matrix: Matrix) -> int:
-        sizes = {"in": matrix.inputs, "out": matrix.outputs}
+    def rank_of(self, name: str) -> int:
+        """LoRA's rank of the matrix of this name."""
+        return dict(self.lora_ranks).get(name, self.lora_rank)
+
+    def _adapter(self, name: str, matrix: Matrix) -> int:
+        sizes = {"in": matrix.inputs, "out": matrix.outputs, "lora_rank": self.rank_of(name)}
         return matrix.count * self._numbers(matrix.owners, sizes)
 
     @property
@@ -204,12 +226,12 @@ class StepConfig:
         if self.is_full:
             return self.shape.parameters
         layers = sum(
-            count * self._adapter(matrix)
+            count * self._adapter(name, matrix)
             for block, count in self.shape.blocks
-            for _, matrix in self.adapted(block)
+            for name, matrix in self.adapted(block)
         )
         layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
-        output = self._adapter(self.shape.output) if self.lora_output else 0
+        output = self._adapter("output", self.shape.output) if self.lora_output else 0
         return layers + output + self._numbers(["model"], {})
 
     @property
@@ -238,12 +260,14 @@ class StepConfig:
 class TokenFlops:
     """FLOPs per token, every position trained: of a layer on average, of the output, of all.
 
+    once: of the pass over the data before the first step, which is in none of the others.
+
     A query sees half of the row on average, or of the window.
     """
 
     def __init__(self, step: StepConfig) -> None:
         length, layers = step.length, step.shape.layers
-        ranks = dict.fromkeys(step.lora_targets, step.lora_rank)
+        ranks = {name: step.rank_of(name) for name in step.lora_targets}
         ranks["output"] = step.lora_rank if step.lora_output else 0
         both = of_shape(step.shape, step.is_full, ranks)
         forward = of_shape(step.shape, step.is_full, ranks, backward=False)
@@ -252,6 +276,7 @@ class TokenFlops:
         self.backward = (both.token + attention) / layers - self.forward
         self.recomputed = step.recomputed_share * self.forward
         self.output = both.target
+        self.once = _forward(step.shape, length) if step.keeps_log_probs else 0.0
         self.frozen = sum(_forward(shape, length) for shape in step.frozen_passes)
         self.model = both.of(1, 1) + attention + self.frozen
         self.hardware = self.model + layers * self.recomputed
@@ -288,6 +313,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
             "tokenizer.max_seq_len is not set, and the longest sample decides the memory: set "
             "tokenizer.max_seq_len=4096, or what your data need"
         )
+    family = family_of(model, Path(folder) if folder else None)
     layers, method = recomputed(config), entries.of(config).method or TrainConfig
     reference = method.reference_of(config)
     # In a packed row the documents of a sample share it; else each is a row.
@@ -314,10 +340,11 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         fp8=bool(config.get("enable_fp8_training")),
         updated_by=str(_block(config, "optimizer").get("_component_") or ""),
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
-        **_adapter(model, shape, faults),
+        **_adapter(model, shape, family, faults),
         **_optimizer(_block(config, "optimizer")),
         **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
         has_reference=reference in ("adapter_off", "model"),
+        keeps_log_probs=reference == "log_probs",
         keeps_reference=reference == "model",
         teacher=shape_of({}, Path(str(folder))) if folder else None,
     )
@@ -331,7 +358,9 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[str, Any]:
+def _adapter(
+    model: Mapping[str, Any], shape: Shape, family: str, faults: list[str]
+) -> dict[str, Any]:
     name, own = adapters.name_of(model), None
     if name is None:
         return {}
@@ -341,23 +370,33 @@ def _adapter(model: Mapping[str, Any], shape: Shape, faults: list[str]) -> dict[
         except ValueError as error:
             faults.append(str(error))
             return {}
+    kind, low_rank = own or KINDS[name], name in ("lora", "dora")
     if adapters.own_adapters(model):
-        kind, named = own or KINDS[name], set(model.get("lora_modules") or ())
+        named = set(model.get("target_modules" if kind is IA3 else "lora_modules") or ())
+        if kind is IA3 and not named:
+            named = set(adapters.ia3_targets(family))
         every = {n: m for block, _ in shape.blocks for n, m in block.matrices.items()}
         targets = [
             name
             for name, matrix in every.items()
             if matrix.part != "router" and kind.parts_of(*matrix.owners)
+            if matrix.is_split or kind is not IA3
             if not named or ("experts" if matrix.part == "experts" else _last(name)) in named
         ]
     else:
         named = set(model.get("lora_attn_modules") or ())
         mlp = bool(model.get("apply_lora_to_mlp"))
         targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
+    rank = int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
     return {
         "own": own,
-        "own_sizes": () if own is None else own.numbers(model),
-        "lora_rank": int(model.get("lora_rank") or adapters.TORCHTUNE_RANK),
+        "own_sizes": () if low_rank else kind.numbers(model),
+        "lora_rank": rank if low_rank or own else 0,
+        "lora_ranks": tuple(
+            (name, rank)
+            for name in targets
+            if (rank := adapters.by_pattern(model.get("rank_pattern"), name))
+        ),
         "lora_targets": tuple(targets),
         "lora_output": bool(model.get("apply_lora_to_output")),
         "dropout": bool(model.get("lora_dropout")),

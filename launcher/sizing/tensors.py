@@ -175,7 +175,7 @@ def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
         # It is added to the sum of the ranks, on each rank's own tokens.
         yield Parameter(rows, each, each * e, full, shared or matrix.role == "row")
     if name in step.lora_targets:
-        yield from _adapter(step, matrix)
+        yield from _adapter(step, name, matrix)
 
 
 def _vector(step: StepConfig, vector: Vector) -> Parameter:
@@ -193,18 +193,18 @@ def _split(step: StepConfig, matrix: Matrix) -> tuple[float, float]:
     return matrix.outputs / (1 if by_row else tp), matrix.inputs / (tp if by_row else 1)
 
 
-def _adapter(step: StepConfig, matrix: Matrix) -> Iterator[Parameter]:
+def _adapter(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
     """What the kind of adapter adds to a matrix."""
     e, along = step.element_bytes, "in" if matrix.role == "row" else "out"
     rows, width = _split(step, matrix)
     whole = step.partial_gradient(matrix)
     if matrix.role == "expert":
         for size in (matrix.inputs, matrix.outputs):
-            numbers = step.lora_rank * size
-            yield Parameter(rows, numbers, numbers * e, True, whole, (size, step.lora_rank))
+            numbers = step.rank_of(name) * size
+            yield Parameter(rows, numbers, numbers * e, True, whole, (size, step.rank_of(name)))
         return
     for sizes in step.adapter.parts_of(*matrix.owners).values() if step.adapter else ():
-        known = {"in": width, "out": rows}
+        known = {"in": width, "out": rows, "lora_rank": step.rank_of(name)}
         first, inner = (step.adapter_size(part, known) for part in (sizes[:1], sizes[1:]))
         yield Parameter(first, inner, inner * e, True, whole or along not in sizes)
 
@@ -229,7 +229,7 @@ def _output(step: StepConfig) -> Iterator[Parameter]:
     if not step.shape.tied:
         yield _table(step)
         if step.lora_output:
-            yield from _adapter(step, step.shape.output)
+            yield from _adapter(step, "output", step.shape.output)
 
 
 # Logits and loss --------------------------------------------------------------------------------

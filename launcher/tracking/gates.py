@@ -26,6 +26,9 @@ _EVALUATION = {
         Key("data_sha256", "text", "Hash of the samples.", REQUIRED),
         Key("min_samples", "positive", "Fewest samples that the model answered.", REQUIRED),
         Key("settings", "open block", "Settings of the suite; the others have their defaults."),
+        Key(
+            "required", "flag", "Whether a version without it fails; else they do not apply.", True
+        ),
     )
 }
 _GATE = {
@@ -48,11 +51,15 @@ _KINDS = ("metric", "size_gib_at_most", "latency_p95_s_at_most", "forbidden")
 
 @dataclass(frozen=True)
 class Wanted:
-    """The evaluation of a task that counts: its samples, how many, and settings by key."""
+    """The evaluation of a task that counts: its samples, how many, and settings by key.
+
+    required: False if its gates do not apply to a version that was never evaluated on the task.
+    """
 
     data_sha256: str
     min_samples: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    required: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,12 @@ def load(path: Path) -> Gates:
     if texts:
         raise RecipeFault([f"{text}, in {path}" for text in texts])
     wanted = {
-        str(task): Wanted(block["data_sha256"], block["min_samples"], block.get("settings") or {})
+        str(task): Wanted(
+            block["data_sha256"],
+            block["min_samples"],
+            block.get("settings") or {},
+            block.get("required", True),
+        )
         for task, block in evaluations.items()
     }
     return Gates(list(config.get("aliases") or ["staging", "champion"]), wanted, list(gates or []))

@@ -18,7 +18,12 @@ from runspec import files
 
 # MLflow's limits of one call, and of a value.
 _METRICS, _PARAMS, _TEXT = 1000, 100, 5000
-_ENDS = {"COMPLETED": "FINISHED", "CANCELLED": "KILLED", "FAILED": "FAILED"}
+_ENDS = {
+    "COMPLETED": "FINISHED",
+    "CANCELLED": "KILLED",
+    "STOPPED_EARLY": "KILLED",
+    "FAILED": "FAILED",
+}
 RUN_TAG = "cookbook.run"
 
 

@@ -19,9 +19,12 @@ _SHOWN_OF_HASH = 12
 
 @dataclass(frozen=True)
 class Verdict:
-    """One gate's answer: whether it is passed, the text with the figures, and the evaluation."""
+    """One gate's answer: whether it is passed, the text with the figures, and the evaluation.
 
-    passed: bool
+    passed: None if the gate does not apply.
+    """
+
+    passed: bool | None
     text: str
     evaluation: str | None = None
 
@@ -152,7 +155,10 @@ def _missing(name: str, subject: Subject, wanted: Wanted) -> Verdict:
             why = "; ".join(_differences(wanted, task, result, subject))
             text = f"{name}: the evaluation by {result.get('run')} does not count: {why}"
             return Verdict(False, f"{text}: {hint}")
-    return Verdict(False, f"{name}: {subject.label} has no evaluation of {task}: {hint}")
+    text = f"{subject.label} has no evaluation of {task}"
+    if not wanted.required:
+        return Verdict(None, f"{task}: {text}, so its gates do not apply; {hint}")
+    return Verdict(False, f"{name}: {text}: {hint}")
 
 
 def _size(gate: Mapping[str, Any], subject: Subject) -> Verdict:

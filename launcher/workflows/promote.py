@@ -99,19 +99,29 @@ def promote(
                     if (sha256 := registry.judged_weights(store, name, named))
                 },
             )
-            failed = []
+            failed: list[str] = []
+            told: list[str] = []
             for verdict in judging.judge(rules, subject):
                 text = verdict.text.replace("models:/NAME@", f"models:/{name}@")
                 text = text.replace("promote NAME", f"promote {name}")
                 text = text.replace(
                     "cookbook eval ...", f"cookbook eval models:/{name}/{chosen.number}"
                 )
-                say(f"{'passed' if verdict.passed else 'FAILED'}  {text}")
-                failed += [] if verdict.passed else [text]
+                # What failed is in the error.
+                if verdict.passed is False:
+                    failed.append(text)
+                elif text not in told:
+                    say(f"{'passed ' if verdict.passed else 'not applicable '} {text}")
+                    told.append(text)
                 evaluations += [verdict.evaluation] if verdict.evaluation else []
             if failed:
                 head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
                 raise GateFault([f"{head} {text}" for text in dict.fromkeys(failed)])
+            if not evaluations:
+                say(
+                    "note: no gate has judged the answers of this version; write gates for your "
+                    "own suite: cookbook eval MODEL --results --as-gates (docs/lifecycle.md)"
+                )
             weights = subject.weights_sha256
         by = list(dict.fromkeys(evaluations))
         registry.set_alias(client, store, name, alias, chosen.number, why, by, weights)

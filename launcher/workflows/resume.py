@@ -7,14 +7,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import executors
+import jinja2
+
+from launcher import executors, paths
 from launcher import site as sites
 from launcher.checks import preflight
-from launcher.errors import PreflightFault, RecipeFault, RunFault, SlurmTimeout, UsageFault
+from launcher.errors import (
+    CookbookError,
+    PreflightFault,
+    RecipeFault,
+    RunFault,
+    SlurmTimeout,
+    UsageFault,
+)
 from launcher.recipes import override
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe
-from launcher.runs import code, sweeps
+from launcher.runs import code, provenance, sweeps
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
@@ -26,6 +35,8 @@ from runspec.layout import Layout, LayoutError
 
 # They may change together, as long as a step sees the same samples.
 _BATCH = ("batch_size", "gradient_accumulation_steps")
+# Lines of a job script that follow the environment of the command that rendered it.
+_OF_THE_SHELL = ("export VENV=", "export COOKBOOK_ROOT=", "export COOKBOOK_COMPONENTS=")
 
 
 @dataclass(frozen=True)
@@ -58,8 +69,9 @@ def resume(
 ) -> None:
     """Start a new job of a run; UsageFault if it is finished or a job of it is still there.
 
-    The job runs where the last one ran, or by the given executor. Changes are
-    checked as submit checks a new run; if they, or the job, are refused, the run stays as it was.
+    The job runs where the last one ran, or by the given executor. Its script follows the site's
+    file. Changes are checked as submit checks a new run; if they, or the job, are refused, the run
+    stays as it was.
     """
     with locked(run) as lease:
         if faults := run.broken():
@@ -69,7 +81,8 @@ def resume(
         if not (changes and changes.code):
             _tell_of_code(run, say)
         if changes is None:
-            start(run, executor, lease)
+            with script_of_today(run, executor, say) as told:
+                start(run, executor, lease, told)
             return
         if (run.path / files.DATA_SETTINGS).exists():
             raise UsageFault(
@@ -83,8 +96,65 @@ def resume(
         planned, changes = _planned(run, changes, executor, say, kit.folder / "templates")
         if faults := preflight.faults(context(planned, executor, changes.elsewhere), changes.skip):
             raise PreflightFault(faults)
-        with _rewritten(run, planned, kit):
+        with _rewritten(run, planned.contents, planned.asked, kit):
             start(run, executor, lease, changes.words)
+
+
+@contextmanager
+def script_of_today(
+    run: Run, executor: executors.Executor, say: Callable[[str], None]
+) -> Iterator[list[str]]:
+    """Render the job script from the site's file as it is now; yield what changed, for the record.
+
+    A script that was edited by hand stays as it is, and so does one that cannot be rendered now. If
+    no job comes of it, the script is restored.
+    """
+    name = run.submission.get("site")
+    planned = None
+    # A preparation of data is rendered from another recipe; cookbook prepare continues it.
+    if name and not (run.path / files.DATA_SETTINGS).exists():
+        try:
+            planned = _rendered(run, str(name), executor)
+        except (CookbookError, jinja2.TemplateError, OSError) as error:
+            say(f"note: job.sbatch stays as it is, because it cannot be rendered now: {error}")
+    if planned is None or not _replaces_script(run, planned, say):
+        yield []
+        return
+    origin = f"configs/clusters/{name}.yaml"
+    say(f"job.sbatch: rendered again from {origin}, which has changed since")
+    contents = {files.JOB_SCRIPT: planned.script}
+    with _rewritten(run, contents, planned.asked, code.of_run(run.path)):
+        yield [f"job.sbatch rendered again from {origin}"]
+
+
+def _rendered(run: Run, site_name: str, executor: executors.Executor) -> PlannedRun:
+    changes = Changes(sites.load(site_name))
+    kit = code.of_run(run.path)
+    templates = paths.TEMPLATES if kit is None else kit.folder / "templates"
+    return _planned(run, changes, executor, lambda line: None, templates)[0]
+
+
+def _replaces_script(run: Run, planned: PlannedRun, say: Callable[[str], None]) -> bool:
+    """Return whether the rendered script differs by what the site's file says, and say so if not.
+
+    What the shell of this command sets belongs to that shell, not to the site.
+    """
+    old = (run.path / files.JOB_SCRIPT).read_text(encoding="utf-8")
+    if old == planned.script:
+        return False
+    known = run.submission.get("script_sha256") or run.provenance.get("script_sha256")
+    if provenance.text_sha256(old) != known:
+        say("note: job.sbatch was edited by hand and stays as it is")
+        return False
+    shell = [
+        sorted(line for line in text.splitlines() if line.startswith(_OF_THE_SHELL))
+        for text in (old, planned.script)
+    ]
+    if shell[0] != shell[1]:
+        differs = next(iter(set(shell[0]) ^ set(shell[1]))).removeprefix("export ")
+        say(f"note: job.sbatch stays as it is, because this shell has another {differs}")
+        return False
+    return True
 
 
 def _tell_of_code(run: Run, say: Callable[[str], None]) -> None:
@@ -211,17 +281,19 @@ def _leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 @contextmanager
-def _rewritten(run: Run, planned: PlannedRun, kit: code.Code) -> Iterator[None]:
+def _rewritten(
+    run: Run, changed: Mapping[str, str], asked: Mapping[str, Any], kit: code.Code | None
+) -> Iterator[None]:
     """Replace files of the run and its code; if no job comes of it, restore them."""
     mode, used = run.path.stat().st_mode & 0o666, code.of_run(run.path)
-    contents = {
-        **planned.contents,
-        files.SUBMISSION: files.json_text({**run.submission, "asked": planned.asked}),
-    }
+    hashed = provenance.text_sha256(changed[files.JOB_SCRIPT])
+    made = {**run.submission, "asked": asked, "script_sha256": hashed}
+    contents = {**changed, files.SUBMISSION: files.json_text(made)}
     before = {name: (run.path / name).read_text(encoding="utf-8") for name in contents}
     for name, text in contents.items():
         files.write_text(run.path / name, text, mode)
-    code.link(run.path, kit)
+    if kit is not None:
+        code.link(run.path, kit)
     try:
         yield
     except (KeyboardInterrupt, SlurmTimeout):

@@ -158,6 +158,10 @@ def _check(recipe: Recipe, asked: Served) -> None:
         raise UsageFault(faults)
 
 
+# model_type of models that PEFT 0.18 cannot put a prefix before.
+WITHOUT_PREFIX = ("gemma2", "gemma3_text")
+
+
 def adapter_faults(engine: str, folder: Path) -> list[str]:
     """Return why an engine would answer with another model than this adapter over its base.
 
@@ -165,11 +169,24 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     lora_alpha / r whatever else the adapter's settings say.
     """
     adapter = files.read_json_or_none(folder / "adapter_config.json")
-    if engine == "transformers" or not isinstance(adapter, dict):
+    if not isinstance(adapter, dict):
         return []
     kind = adapter.get("peft_type") or adapters.LORA.peft_type
+    if engine == "transformers":
+        base = Path(str(adapter.get("base_model_name_or_path")))
+        family = (files.read_json_or_none(base / "config.json") or {}).get("model_type")
+        if kind == adapters.PREFIX.peft_type and family in WITHOUT_PREFIX:
+            return [
+                f"{folder}: PEFT 0.18 cannot put a prefix before Gemma 2 and 3: train "
+                "model.adapter=lora, ia3 or prompt"
+            ]
+        return []
     if kind != adapters.LORA.peft_type:
-        return [f"{folder}: engine={engine} serves no {kind} adapters; set engine=transformers"]
+        merged = ", or serve the merged model (of a run: its export folder)"
+        return [
+            f"{folder}: engine={engine} serves no {kind} adapters; set engine=transformers"
+            f"{merged if kind == adapters.IA3.peft_type else ''}"
+        ]
     ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
     rank, alpha = float(adapter.get("r") or 8), float(adapter.get("lora_alpha") or 8)
     power = 0.5 if adapter.get("use_rslora") else 1.0

@@ -33,6 +33,7 @@ from launcher.site import Site
 from launcher.workflows import registered
 from launcher.workflows.cancel import cancel
 from launcher.workflows.prepare import missing, prepare
+from launcher.workflows.resume import script_of_today
 from launcher.workflows.submit import (
     PlannedRun,
     context,
@@ -43,12 +44,13 @@ from launcher.workflows.submit import (
     start,
 )
 from runspec import files
+from runspec.states import STOPPED_EARLY
 
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.
 _LABEL = 58
 # What has come to its end, and is not started again.
-_DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY"})
+_DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY", STOPPED_EARLY})
 
 
 @dataclass(frozen=True)
@@ -311,9 +313,11 @@ def _is_done(run: Run, state: State) -> bool:
 
 
 def resume_sweep(
-    sweep: SweepDirectory, executor: Arrays, parallel: int | None = None
+    sweep: SweepDirectory, executor: Arrays, say: Say, parallel: int | None = None
 ) -> list[dict[str, Any]]:
     """Start again the cells that have ended and are not done, each from its checkpoint.
+
+    Their job scripts follow the site's file.
 
     Returns:
         Those cells; a cell that waits or runs is left alone.
@@ -332,6 +336,8 @@ def resume_sweep(
     chosen = {cell["number"] for cell in again}
     for cell in again:
         run = sweep.run_of(cell)
+        with directory.locked(run), script_of_today(run, executors.choose(False), say):
+            pass
         if not run.submission.get("array"):
             # It ran on a host without Slurm until now.
             run.write(
@@ -375,8 +381,11 @@ def run_here(
         while left and len(working) < limit:
             cell = left.pop(0)
             run = sweep.run_of(cell)
-            with directory.locked(run) as lease:
-                start(run, executor, lease)
+            with (
+                directory.locked(run) as lease,
+                script_of_today(run, executor, say) as changes,
+            ):
+                start(run, executor, lease, changes)
             working[run.name] = cell
             say(f"started {run.name}: {cell['name']}")
         time.sleep(0.5)

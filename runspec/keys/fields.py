@@ -31,9 +31,9 @@ class ModelKeys:
             Key(
                 "adapter",
                 "text",
-                "What is trained instead of all weights: lora, dora, or the dotted path of an "
-                "adapter of your own. Default: lora if lora_rank is set, or if the builder is "
-                "torchtune's lora_*.",
+                "What is trained instead of all weights: lora, dora, ia3, prompt, prefix, or the "
+                "dotted path of an adapter of your own. Default: lora if lora_rank is set, or if "
+                "the builder is torchtune's lora_*.",
             ),
             Key(
                 "lora_modules",
@@ -66,6 +66,60 @@ class ModelKeys:
             ),
             Key("lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
             Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
+            Key(
+                "use_rslora",
+                "flag",
+                "rsLoRA: updates are scaled by lora_alpha / sqrt(lora_rank), for high ranks.",
+                False,
+            ),
+            Key(
+                "lora_plus_ratio",
+                "number",
+                "LoRA+: the learning rate of B over that of A, such as 16; optimizer.lr is A's.",
+            ),
+            Key(
+                "rank_pattern",
+                "open block",
+                "Ranks of single layers, by the end of a layer's name or a regular expression: "
+                "{down_proj: 32}.",
+            ),
+            Key("alpha_pattern", "open block", "The same of lora_alpha."),
+            Key(
+                "init_lora_weights",
+                "kaiming | gaussian | orthogonal",
+                "What A and B begin as: kaiming and gaussian set B to zero; orthogonal sets "
+                "neither, and their product is zero. Default: kaiming.",
+            ),
+            Key(
+                "num_virtual_tokens",
+                "positive",
+                "Virtual tokens before each document, for adapter: prompt and prefix. Default: 20.",
+            ),
+            Key(
+                "prompt_init",
+                "text | random | vocabulary",
+                "What a prompt begins as: the embeddings of prompt_init_text, random numbers, or "
+                "the embeddings of random tokens. Default: text.",
+            ),
+            Key(
+                "prefix_init",
+                "text | random",
+                "What a prefix begins as: the base model's keys and values of prompt_init_text, "
+                "or random numbers. Default: text.",
+            ),
+            Key(
+                "prompt_init_text",
+                "text",
+                "The text that a prompt or a prefix begins as, such as the task in one sentence; "
+                "repeated or cut to num_virtual_tokens. Default: a general instruction.",
+            ),
+            Key(
+                "target_modules",
+                "texts",
+                "Linear layers that get (IA)3, by the last part of their names. Default: as PEFT, "
+                "k_proj, v_proj and the last layer of the MLP; q_proj instead of k_proj for Qwen "
+                "and Gemma.",
+            ),
             Key(
                 "quantize_base",
                 "flag",

@@ -4,12 +4,20 @@ import json
 
 import pytest
 
+from datakit import report
 from datakit.errors import DataError
 from tests.datakit.kit import lines, qa, rows, run
 
 
 def answers(made, on) -> list[str]:
     return [row["answer"] for row in rows(made, on)]
+
+
+def test_the_notes_of_a_step_are_shown_as_text():
+    notes = {"similar_pairs": 12345, "rows_with": {"email": 1200, "phone": 0}, "share": 0.123456}
+    shown = "similar pairs 12,345; rows with: email 1,200, phone 0; share 0.1235"
+    assert report.told(notes) == shown and report.told({}) == report.told(None) == ""
+    assert report.told({"languages": {}, "kinds": ["a", "b"]}) == "languages: none; kinds a, b"
 
 
 @pytest.mark.long

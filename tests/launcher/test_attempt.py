@@ -72,7 +72,7 @@ def judged(**changes):
         ),
         (
             {"exit_code": 0, "progress": {"state": "stopped"}, "worse": "loss 9"},
-            ("CANCELLED", "failed", "stopped_early"),
+            ("STOPPED_EARLY", "failed", "stopped_early"),
         ),
         (
             {"errors": [{**CRASH, "message": "CUDA error: out of memory"}]},

@@ -196,6 +196,42 @@ def test_a_checked_recipe_with_one_more_number_is_checked_again(demo_model: Path
     assert one.state == "failed" and "run_val_every_n_steps: needs dataset_val" in one.words
 
 
+def test_a_dataset_of_the_hub_that_is_not_downloaded_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path))
+    (one,) = found("dataset", "llama8b_lora", [])
+    assert one.state == "warning"
+    assert (
+        f"HuggingFaceH4/ultrachat_200k of the Hub is not in the cache ({tmp_path}/hf)" in one.words
+    )
+    assert one.remedy.startswith("cookbook download llama8b_lora, or let the job download it, if")
+    offline = cluster.Site(environment={"HF_HUB_OFFLINE": "1"})
+    (one,) = found("dataset", "llama8b_lora", ["dataset.source=ours/chats"], offline)
+    assert one.state == "failed" and "ours/chats of the Hub is not in the cache" in one.words
+    assert one.remedy == "cookbook download llama8b_lora hub.dataset=ours/chats"
+    (tmp_path / "hf/hub/datasets--HuggingFaceH4--ultrachat_200k/snapshots/1").mkdir(parents=True)
+    (one,) = found("dataset", "llama8b_lora", [], offline)
+    assert one.state == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column"),
+    [
+        ("a.jsonl", '{"question": "?", "answer": "!", "images": ["a.png"]}\n', "images"),
+        ("a.jsonl", '{"question": "?", "answer": "!", "images": []}\n', None),
+        ("a.csv", 'question,answer,"Image"\n?,!,a.png\n', "Image"),
+        ("a.csv", "question,answer\n?,!\n", None),
+    ],
+)
+def test_pictures_in_the_data_are_said_not_to_be_trained(tmp_path, name, text, column):
+    (tmp_path / name).write_text(text)
+    (one,) = [*found("dataset", "demo", [f"dataset.data_files={tmp_path / name}"])][:1]
+    if column is None:
+        assert one.state == "ok"
+        return
+    assert one.state == "warning" and f"has the column {column}, which is not trained" in one.words
+    assert one.remedy.endswith("for pictures and sound use axolotl or NeMo Automodel")
+
+
 def test_a_changed_component_of_ones_own_is_checked_again(tmp_path: Path, monkeypatch):
     file = tmp_path / "own_losses" / "loss.py"
     file.parent.mkdir()

@@ -130,9 +130,12 @@ def test_each_wrong_setting_of_the_site_is_named(slurm_user: Kit, site, tmp_path
     status, findings, _ = doctor(slurm_user, "--cluster", name)
     assert "Requested node configuration" in text_of(findings, "sbatch test", "failed")
     assert states(findings)["nodes"] == {"failed"}  # no such GPU anywhere: the job is refused
-    name = site("network_interface: ib7\n")
+    name = site("network_interface: ib7\njob_setup:\n  - export A=1\n  - module load cuda/12.8\n")
     status, findings, _ = doctor(slurm_user, "--cluster", name)
     assert status == 1
+    told = text_of(findings, "job_setup", "failed")
+    assert f"{name}.yaml, line 4: 'module load cuda/12.8' failed on n" in told
+    assert "exit status 127: fix that line" in told
     assert "network_interface ib7 is not up on n" in text_of(findings, "network", "failed")
 
 

@@ -73,7 +73,15 @@ def test_an_adapter_whose_scale_is_ignored(tmp_path, settings, engine, field):
 def test_an_adapter_that_is_no_lora_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     (fault,) = serve.adapter_faults("vllm", tmp_path)
-    assert "engine=vllm serves no IA3 adapters" in fault
+    assert "engine=vllm serves no IA3 adapters" in fault and "the merged model" in fault
+    settings = {"peft_type": "PREFIX_TUNING", "base_model_name_or_path": str(tmp_path)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    (fault,) = serve.adapter_faults("sglang", tmp_path)
+    assert "engine=sglang serves no PREFIX_TUNING adapters; set engine=transformers" in fault
+    assert serve.adapter_faults("transformers", tmp_path) == []
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
+    (fault,) = serve.adapter_faults("transformers", tmp_path)
+    assert "PEFT 0.18 cannot put a prefix before Gemma 2 and 3" in fault
 
 
 def served_run(endpoint: Endpoint, limit: str, began_s_ago: float) -> Run:

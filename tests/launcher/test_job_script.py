@@ -18,9 +18,9 @@ from launcher.recipes import recipe
 from launcher.runs import code, directory
 from launcher.runs.directory import Run
 from launcher.runs.states import State, state_of
-from launcher.site import Site
-from launcher.workflows.resume import Changes, resume
-from launcher.workflows.submit import plan
+from launcher.site import Site, load
+from launcher.workflows.resume import Changes, resume, script_of_today
+from launcher.workflows.submit import plan, record
 from runspec.variables import owned_variables
 from tests.conftest import SlurmCluster
 from tests.launcher.kit import Kit, report, until
@@ -79,8 +79,9 @@ def test_a_setup_line_that_fails_ends_the_run_and_is_named(root, plain_env, line
     assert "trained" not in log(run) and "\nafter\n" not in log(run)
     state = state_of(run)
     assert (state.word, state.source, state.ended) == ("FAILED", "status.json", True)
-    assert f"the job_setup line '{line}' failed with exit status {status} (see " in state.detail
-    assert "fix job_setup in configs/clusters/site.yaml" in state.detail
+    told = f"the job_setup line '{line}' failed with exit status {status} (see "
+    assert f"configs/clusters/site.yaml: {told}" in state.detail
+    assert f"fix it there, then: cookbook resume {run.name}" in state.detail
     (attempt,) = run.attempts
     assert (attempt["attempt"], attempt["exit_code"], attempt["cause"]) == (0, status, "error")
 
@@ -110,6 +111,58 @@ def test_under_slurm_a_setup_line_that_fails_is_shown_by_status(
     assert "FAILED" in shown and "'no-such-command --now' failed with exit status 127" in shown
     assert user.status(run.path)["job_id"] == sent.stdout.strip()
     assert "no-such-command: command not found" in user.cookbook("logs", run.name).stdout
+
+
+@pytest.fixture
+def site_file(monkeypatch, tmp_path) -> Path:
+    """A site's file of this test's own."""
+    monkeypatch.setattr(paths, "CLUSTERS", tmp_path / "clusters")
+    paths.CLUSTERS.mkdir()
+    return paths.CLUSTERS / "here.yaml"
+
+
+def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
+    site_file.write_text("# Ours.\njob_setup:\n  - export BEFORE=1\n  - module-of-ours load\n")
+    path = project(root, PASS, resources={"nodes": 1, "gpus_per_node": 1, "time": "10"})
+    planned = plan(recipe.load(str(path)), load("here"))
+    run = record(planned)
+    assert by_bash(run, plain_env) == 1
+    place = "configs/clusters/here.yaml, line 4: the job_setup line 'module-of-ours load'"
+    assert f"{place} failed with exit status 127" in state_of(run).detail
+    said: list[str] = []
+    site_file.write_text("job_setup:\n  - export AFTER=1\n")
+    resume(run, choose(True), say=said.append)
+    until(lambda: state_of(run).word == "COMPLETED", 60, lambda: report(run.path))
+    again = "job.sbatch rendered again from configs/clusters/here.yaml"
+    assert said == [f"{again.replace(' ', ': ', 1)}, which has changed since"]
+    assert run.jobs[-1]["changes"] == [again]
+
+
+def test_a_script_that_was_edited_by_hand_stays_as_it_is(root, plain_env, site_file):
+    site_file.write_text("job_setup: [export BEFORE=1]\n")
+    path = project(root, "raise SystemExit(1)\n", resources={"time": "10"}, max_retries=0)
+    run = record(plan(recipe.load(str(path)), load("here")))
+    assert by_bash(run, plain_env) == 1
+    script, said = run.path / "job.sbatch", []
+    edited = script.read_text().replace("BEFORE=1", "BEFORE=2")
+    site_file.write_text("job_setup: [export BEFORE=3]\n")
+    shell = str(root / "other-environment")
+    with script_of_today(run, choose(True), said.append):
+        assert "export BEFORE=3" in script.read_text()
+    original = script.read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "venv_root", lambda: Path(shell))
+        site_file.write_text("job_setup: [export BEFORE=4]\n")
+        with script_of_today(run, choose(True), said.append) as changes:
+            assert changes == [] and script.read_text() == original
+    script.write_text(edited)
+    with script_of_today(run, choose(True), said.append) as changes:
+        assert changes == [] and script.read_text() == edited
+    assert said[0].startswith("job.sbatch: rendered again")
+    assert said[1].startswith(
+        "note: job.sbatch stays as it is, because this shell has another VENV"
+    )
+    assert said[2] == "note: job.sbatch was edited by hand and stays as it is"
 
 
 @pytest.mark.parametrize("line", ["if true; then", "echo 'a", "echo )"])

@@ -10,6 +10,7 @@ import pytest
 from launcher.errors import UsageFault
 from launcher.recipes import own_data
 from launcher.recipes import recipe as recipes
+from runspec.keys.methods import METHODS
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHARE = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -80,7 +81,7 @@ def test_the_format_is_found(tmp_path, suffix, record, builder, keys):
         ('{"a": 1}\n{"a": \n', "line 2 is not JSON"),
         ('"a"\n', "line 1 is not a JSON object"),
         ('{"question": "M\xfcller", "answer": "b"}\n', "is not UTF-8 text: save it as UTF-8"),
-        ('{"chosen": "a", "rejected": "b"}\n', "has preference data (column chosen, rejected)"),
+        ('{"chosen": "a", "rejected": "b"}\n', "use a recipe with entry: dpo"),
         ('{"frage": "a", "antwort": "b"}\n', "column_map='{input: frage, output: antwort}'"),
     ],
 )
@@ -88,8 +89,29 @@ def test_what_cannot_be_trained_is_refused(tmp_path, content, reason):
     file = tmp_path / "mine.jsonl"
     file.write_text(content, encoding="latin-1")
     with pytest.raises(UsageFault) as raised:
-        own_data.read(str(file))
+        own_data.read(str(file), pairs="")
     assert reason in str(raised.value) and str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "record", "options", "words"),
+    [
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, (), "pairs of answers"),
+        ("dpo", {"a": "b", "c": "d"}, ("{chosen: a, rejected: c}",), "pairs of answers"),
+        ("kto", {"prompt": "a", "completion": "b", "label": True}, (), "answers with labels"),
+        ("kto", {"chosen": "b", "rejected": "c"}, (), "pairs of answers"),
+    ],
+)
+def test_a_method_reads_its_own_form(tmp_path, entry, record, options, words):
+    file = written(tmp_path / "mine.jsonl", [record] * 3)
+    overrides = tuple(f"dataset.column_map={text}" for text in options)
+    recipe = recipes.load(f"llama8b_{entry}", overrides, data=file)
+    assert words in recipe.inputs.found[0]
+    block = recipe.config["dataset"]
+    assert block["_component_"] == METHODS[entry].pairs and block["data_files"] == file
+    assert block["packed"] and "drop_invalid" not in block
+    with pytest.raises(UsageFault, match="needs chosen and rejected"):
+        recipes.load(f"llama8b_{entry}", data=written(tmp_path / "text.jsonl", [{"text": "a"}]))
 
 
 @pytest.mark.parametrize("how", ["--data", "override"])
@@ -198,7 +220,10 @@ def test_another_tools_file_is_named(tmp_path, content, tool):
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("entry=dpo", "this version has no preference tuning: use entry: torchtune:lora_dpo"),
+        (
+            "entry=orpo",
+            "no entry of its own for ORPO: use entry: dpo with loss: orpo",
+        ),
         ("+container=my.sif", "not in containers: load modules with job_setup"),
         ("environment.dependencies=[trl]", "recipes install no packages"),
         ("optimizer.Lr=1", "did you mean lr?"),

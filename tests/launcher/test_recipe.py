@@ -24,8 +24,15 @@ MODELS = ["llama1b", "llama3b", "llama8b", "llama70b", "qwen7b", "qwen32b", "qwe
 MODELS += ["mistral7b", "gemma9b", "phi4"]
 SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora", "qlora")} | {
     "demo",
+    "llama8b_ia3",
+    "llama8b_prefix",
+    "llama8b_prompt",
     "qwen0_5b_full",
     "qwen0_5b_lora",
+    # By preferences.
+    *(f"{model}_dpo" for model in ("llama8b", "qwen3_8b", "gemma3_12b", "llama70b")),
+    "qwen3_30b_a3b_dpo",
+    "llama8b_kto",
     # Of transformers' source.
     "gemma3_12b_lora",
     "gemma3_1b_full",
@@ -78,7 +85,7 @@ def test_the_catalogue_is_what_is_promised_and_loads():
     for name in recipes.names():
         recipe = recipes.load(name)
         assert recipe.description, name
-        assert name.endswith(recipe.method) or name == "demo"
+        assert name.endswith((recipe.method, recipe.entry_name)) or name == "demo"
         header = recipe.path.read_text().partition("description:")[0]
         assert f"cookbook submit --recipe {name}" in header, "the header tells how to run it"
         assert name == "demo" or f"cookbook download {name}" in header

@@ -48,6 +48,7 @@ def evaluated(
     data: str = "d1",
     count: int = 20,
     tokens: int = 8,
+    suite: str = "suite",
 ) -> None:
     """The files that an evaluation leaves beside a run."""
     export = run.path / "export"
@@ -59,7 +60,7 @@ def evaluated(
     task = {"kind": "generation", "samples": count, "data_sha256": data}
     settings = {key: EVAL[key].default for key in COMPARED} | {"max_new_tokens": tokens}
     result = {
-        "suite": "suite",
+        "suite": suite,
         "run": f"eval-of-{run.name[-4:]}-{len(list(folder.glob('*.json')))}",
         "created": float(len(list(folder.glob("*.json")))),
         "settings": settings,
@@ -67,7 +68,7 @@ def evaluated(
         "against": {"weights_sha256": content_sha256(against)} if against else None,
         "tasks": {"answers": {**task, "settings": {}, "metrics": {"f1": {"all": figures}}}},
     }
-    name = f"suite--{len(list(folder.glob('*.json')))}"
+    name = f"{suite}--{len(list(folder.glob('*.json')))}"
     (folder / f"{name}.json").write_text(json.dumps(result))
     sample = {"task": "answers", "index": 0, "candidate": {"answer": answer}}
     (folder / f"{name}.samples.jsonl").write_text(json.dumps(sample) + "\n")
@@ -200,6 +201,24 @@ def test_a_champion_whose_files_were_replaced_is_no_measure(site):
     (fault,) = error.value.faults
     assert f"{export}, the champion, has changed since it was promoted: restore it" in fault
     assert "cookbook promote same --rollback champion" in fault
+
+
+def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
+    run, told = finished_run(site.root, 8), []
+    workflow.register(site, models.resolve(site, run.name), "faq", copy=False)
+    default = Path("configs/gates/default.yaml")
+    made = workflow.promote(site, "faq", "champion", None, default, None, told.append)
+    assert made.number == 1
+    for task in ("likelihood", "answers"):
+        assert sum(f"slurm_qa.{task}" in line for line in told) == 1, told
+    assert told[0].startswith("not applicable  slurm_qa.likelihood: faq v1 has no evaluation of ")
+    assert "passed  size" in told[2] and told[3].startswith("note: no gate has judged the answers")
+    # An evaluation that does not count is no reason to pass.
+    again = finished_run(site.root, 9)
+    workflow.register(site, models.resolve(site, again.name), "faq", copy=False)
+    evaluated(again, 1.0, suite="slurm_qa")
+    with pytest.raises(GateFault, match="does not count: its samples are others"):
+        workflow.promote(site, "faq", "champion", None, default, None, told.append)
 
 
 def test_an_evaluation_is_printed_as_gates(tmp_path):

@@ -148,6 +148,21 @@ def test_what_cannot_be_shown_is_named(tmp_path):
         report.write([run], tmp_path / "nowhere" / "r.html")
 
 
+def test_the_compiled_step_sets_no_scale(tmp_path):
+    run = made(tmp_path, steps=40)
+    rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for row in rows:
+        row["step_time_s"] = 60.0 if row["step"] == 1 else 1.0 + row["step"] / 100
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.write([run], tmp_path / "r.html")
+    text = page(tmp_path / "r.html")[0]
+    drawn = text.partition('aria-label="Step time (s)"')[2].partition("</svg>")[0]
+    labels = [float(label) for label in re.findall(r'baseline="middle">([\d.]+)</text>', drawn)]
+    assert max(labels) < 2, labels
+    line = re.search(r'points="([^"]*)"', drawn)[1].split()
+    assert len(line) == 40 and line[0].endswith(",16.0")
+
+
 def test_a_single_point_is_drawn_and_data_files_are_named(tmp_path):
     run = made(tmp_path, steps=1)
     provenance = run.path / "provenance.json"

@@ -59,6 +59,18 @@ def test_a_table_becomes_a_recipe(faq: Path, model: Path, tmp_path: Path, monkey
     assert "my_faq.yaml exists" in str(again.exception)
 
 
+def test_a_table_of_hundreds_of_rows_is_split_for_validation(model: Path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
+    done = start(str(QA), str(model), "--samples", "1")
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    config = recipes.load("slurm_qa.yaml").config
+    splits = config["dataset"]["split"], config["dataset_val"]["split"]
+    assert splits == ("train[:95%]", "train[95%:]")
+    checked = CliRunner().invoke(cookbook, ["check", "slurm_qa.yaml", "--local"])
+    assert "no faults: submit would accept this run" in checked.output
+
+
 def test_a_model_of_the_hub_is_downloaded_first(faq: Path, tmp_path: Path, monkeypatch):
     """Its memory is known from its published config.json; its tokenizer is not here yet."""
     monkeypatch.chdir(tmp_path)

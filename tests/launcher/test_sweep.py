@@ -273,7 +273,7 @@ def test_the_small_sweep_without_slurm(user: Kit, tmp_path):
     found = {row["cell"]: row for row in rows}
     assert found["full, lr 3e-3"]["state"] == "COMPLETED"
     assert found["LoRA 2^40"]["state"] == "OUT_OF_MEMORY"
-    assert found["full, lr 1e-5"]["state"] == "CANCELLED"
+    assert found["full, lr 1e-5"]["state"] == "STOPPED_EARLY"
     slow = next(Path(path) for path in (user.root / "runs").glob("*-study-01-*"))
     assert "stopped early by its sweep: loss" in user.status(slow)["detail"]
     # It stopped at a step, with a checkpoint.

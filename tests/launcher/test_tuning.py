@@ -32,7 +32,7 @@ def mfu_while_computing(found: Prediction) -> float:
 
 def test_no_setting_that_check_refuses_is_looked_at() -> None:
     """Each move alone is sound: what the rules refuse is a combination."""
-    given = ["enable_fp8_training=true", "model.lora_dropout=0.1"]
+    given = ["enable_fp8_training=true"]
     config = recipes.load("llama8b_lora", given).train_config(Path("/none"), "/none/run")
     step = step_of(config, 1, 8)
     layouts = [(1, 1), (2, 1)]
@@ -41,6 +41,7 @@ def test_no_setting_that_check_refuses_is_looked_at() -> None:
         ("full", 1),
         ("full", 2),
         ("lora", 1),
+        ("lora", 2),
     ]
 
 

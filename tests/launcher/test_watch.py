@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.observe import steps
 from launcher.observe import watch as watching
 from launcher.observe.live import View, sparkline
 from launcher.runs.directory import Run
@@ -158,6 +159,53 @@ def test_steps_that_are_done_again_replace_the_lost_ones(tmp_path):
     (run.path / "metrics.jsonl").write_text("\n".join([*lines, "", "7", "x"]) + "\n")
     view._look()
     assert (view._losses[1], view._losses[2], view._losses[3]) == (9.0, 9.0, 4.7)
+
+
+def step_line(step: int, more: str = "") -> str:
+    return (
+        f"step {step:>3}/100  epoch  1/22  loss   3.1234  {more}lr 3.00e-03  grad norm    1.234  "
+        "   1,234 tok/s/GPU  MFU 41.2 %  mem   0.6 GiB  left 01:02"
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "kept", "gone"),
+    [
+        (200, ["grad norm", "mem", "epoch"], []),
+        (120, ["mem", "epoch", "left 01:02"], ["grad norm"]),
+        (80, ["loss   3.1234", "tok/s/GPU", "MFU", "left 01:02"], ["grad norm", "mem", "epoch"]),
+        (45, ["step   7/100", "loss   3.1234", "left 01:02"], ["MFU", "lr", "tok/s"]),
+        (20, ["step   7/100", "…"], ["left"]),
+    ],
+)
+def test_step_lines_fit_the_terminal(width, kept, gone):
+    line = steps.fitted(step_line(7), width)
+    assert len(line) <= width
+    assert all(text in line for text in kept) and not any(text in line for text in gone)
+
+
+def test_a_line_for_each_step_does_not_flood_a_terminal():
+    said: list[str] = []
+    clock = iter(0.1 * k for k in range(1000))
+    say = steps.Paced(said.append, lambda: 200, lambda: next(clock))
+    for step in range(1, 41):
+        say(step_line(step, "val loss   2.5000  " if step == 30 else ""))
+    say("checkpoint saved")
+    say("one | " + step_line(41))
+    shown = [int(line.split("/")[0].rpartition(" ")[2]) for line in said if "loss" in line]
+    assert shown == [1, 21, 30, 40, 41]
+    assert said[1] == "(of the steps' lines one in 2 s is shown; the log has all)"
+    assert said[-2:] == ["checkpoint saved", "one | " + step_line(41)]
+
+
+def test_the_live_view_shows_the_newest_of_many_step_lines(tmp_path):
+    run = made(tmp_path, NAMES[0])
+    with (run.logs / "1/rank_0.log").open("a") as log:
+        log.write("\n".join([*map(step_line, range(1, 60)), "saved", ""]))
+    view = View(run)
+    view.panel(State("RUNNING", "the job"), 100, 30)
+    kept = list(view._lines)
+    assert kept[-2:] == [step_line(59), "saved"] and not any("step  58/" in each for each in kept)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def randomise_adapter(module: torch.nn.Module) -> None:
-    """Give an adapter weights that do something: LoRA's B and DoRA's magnitudes."""
+    """Give an adapter weights that do something: LoRA's B, magnitudes and factors."""
     from trainer.storage import weights
 
     torch.manual_seed(2)
@@ -41,7 +41,7 @@ def randomise_adapter(module: torch.nn.Module) -> None:
         for key, parameter in weights.named_parameters(module):
             if key.endswith("lora_b.weight"):
                 parameter.normal_(std=0.05)
-            if key.endswith("magnitude"):
+            if key.endswith(("magnitude", "ia3_out", "ia3_in")):
                 parameter *= 1 + 0.1 * torch.randn_like(parameter)
 
 

@@ -151,6 +151,10 @@ OFF = {
     "toy-fsdp": (TOY["model"], {"_component_": "transformers"}, {}),
     "toy-tp": (PLAIN | {"adapter": KIND, "gain_init": 0.9}, PLAIN, {"tensor_parallel_dim": 2}),
     "lora": (lora_model(), PLAIN, {"compile": True}),
+    "ia3": (PLAIN | {"adapter": "ia3"}, PLAIN, {"compile": True}),
+    "prompt": (PLAIN | {"adapter": "prompt"}, PLAIN, {"compile": True}),
+    "prefix-tp": (PLAIN | {"adapter": "prefix"}, PLAIN, {"tensor_parallel_dim": 2}),
+    "prompt-tp": (PLAIN | {"adapter": "prompt"}, PLAIN, {"tensor_parallel_dim": 2}),
     "dora-fsdp": (lora_model(use_dora=True, apply_lora_to_output=True), PLAIN, {}),
     "lora-tp": (lora_model(lora_dropout=0.0), PLAIN, {"tensor_parallel_dim": 2}),
 }

@@ -160,7 +160,10 @@ def _text(turn: dict[str, Any], where: str) -> str:
     if isinstance(content, list):
         kinds = {p.get("type", "text") if isinstance(p, Mapping) else "?" for p in content}
         if other := sorted(kinds - {"text"}):
-            raise ConfigError(f"{where} has a part of type {other[0]}; only text can be trained")
+            raise ConfigError(
+                f"{where} has a part of type {other[0]}; only text can be trained: for pictures "
+                "and sound use axolotl or NeMo Automodel"
+            )
         return "".join(part["text"] for part in content)
     if content is None and (turn.get("tool_calls") or any(turn.get(key) for key in REASONING)):
         return ""

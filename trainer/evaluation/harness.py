@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from statistics import NormalDist
 from typing import Any
 
 from trainer.errors import ConfigError
@@ -42,17 +43,22 @@ def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -
         fewshot_random_seed=config["seed"],
         task_manager=manager,
     )
+    logged = found["samples"]
+    # Of a normal distribution, whose width the harness's standard errors tell.
+    width = NormalDist().inv_cdf((1 + config["confidence"]) / 2)
     figures: dict[str, Any] = {}
     for name, block in found["results"].items():
         for metric, value in block.items():
             if isinstance(value, int | float) and "_stderr" not in metric:
                 label = f"{name}/{metric.removesuffix(',none')}"
                 stem, _, rest = metric.partition(",")
-                figures[label] = {
-                    "value": float(value),
-                    "stderr": block.get(f"{stem}_stderr,{rest}"),
-                }
-    logged = found["samples"]
+                stderr = block.get(f"{stem}_stderr,{rest}")
+                figures[label] = {"value": float(value), "stderr": stderr}
+                if isinstance(stderr, int | float):
+                    low, high = float(value) - width * stderr, float(value) + width * stderr
+                    figures[label] |= {"low": low, "high": high}
+                if name in logged:
+                    figures[label]["samples"] = len(logged[name])
     asked = ("doc_hash", "prompt_hash", "target_hash")
     hashes = {
         name: sorted("".join(row[key] for key in asked) for row in rows)

@@ -57,7 +57,9 @@ class Answerer:
         self.model = model.to(device).eval()
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.limit = int(getattr(self.model.config, "max_position_embeddings", 0) or 2**20)
+        positions = int(getattr(self.model.config, "max_position_embeddings", 0) or 2**20)
+        # Virtual tokens of prompt and prefix tuning take positions, too.
+        self.limit = positions - ((adapter or {}).get("num_virtual_tokens") or 0)
 
     @property
     def template_hash(self) -> str | None:

@@ -247,6 +247,8 @@ def _of_harness(plan: Plan, name: str) -> dict[str, Any]:
     metrics = {}
     for metric in sides["candidate"]:
         known = {side: figures[metric] for side, figures in sides.items() if metric in figures}
-        metrics[metric] = {"all": known}
+        count = sides["candidate"][metric].get("samples")
+        samples = {} if count is None else {"samples": count}
+        metrics[metric] = {"all": {**samples, **known}}
     known = {key: rows["candidate"].get(key) for key in ("samples", "data_sha256")}
     return {"kind": "lm_eval", **known, "metrics": metrics}

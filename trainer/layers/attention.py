@@ -62,6 +62,8 @@ class DocumentAttention(nn.Module):
         self.softcap, self.dropout = softcap, dropout
         self.varlen_attention: Callable[..., torch.Tensor] | None = None
         self.flex_attention: Callable[..., torch.Tensor] | None = None
+        # Keys before each document that an adapter has added and switched on.
+        self.prefix_length, self.adapter_enabled = 0, False
 
     def forward(
         self,
@@ -92,7 +94,17 @@ class DocumentAttention(nn.Module):
                 output = self.varlen_attention(*flat, bounds, bounds, longest, longest)
                 return output.unflatten(0, query.shape[:2])
             mask = mask.mask()
-        mask = _with_window(mask, self.window, query)
+        return self.dense(query, key, value, with_window(mask, self.window, query), sinks)
+
+    def dense(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same with a boolean mask [batch, queries, keys]; None is causal, without a window."""
         if self.softcap is None and sinks is None:
             return self._sdpa(query, key, value, mask)
         return self._textbook(query, key, value, mask, sinks)
@@ -207,12 +219,13 @@ def use_flex_attention(model: nn.Module, device: torch.device) -> None:
 
     def make_block_masks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         documents = kwargs.get("mask")
-        if documents is None and not always:
+        prefix = max(each.prefix_length * each.adapter_enabled for each in layers(model))
+        if documents is None and not always and not prefix:
             return None
         ids = args[0].new_zeros(args[0].shape, dtype=torch.int32)
         if isinstance(documents, Documents):
             ids = documents.ids
-        return args, kwargs | {"mask": flex.block_masks(ids, windows)}
+        return args, kwargs | {"mask": flex.block_masks(ids, windows, prefix)}
 
     model.register_forward_pre_hook(make_block_masks, with_kwargs=True)
 
@@ -229,7 +242,7 @@ def varlen_attention(window: int | None = None) -> Callable[..., torch.Tensor] |
     return partial(varlen_attn, **options)
 
 
-def _with_window(
+def with_window(
     mask: torch.Tensor | None, window: int | None, query: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the boolean mask with a sliding window; None is causal."""

@@ -26,21 +26,34 @@ class BlockMasks(NamedTuple):
     ids: torch.Tensor
 
 
-def block_masks(document_ids: torch.Tensor, windows: set[int | None]) -> BlockMasks:
+def block_masks(
+    document_ids: torch.Tensor, windows: set[int | None], prefix: int = 0
+) -> BlockMasks:
     """Return the block masks of a batch for layers with these windows.
 
     Args:
         document_ids: int32 [batch, sequence], ascending within each row.
+        prefix: keys that stand before each document; they lie behind the row, see `with_prefix`.
     """
-    masks = {window: _block_mask(document_ids, window) for window in windows}
+    masks = {window: _block_mask(document_ids, window, prefix) for window in windows}
     return BlockMasks(masks, document_ids)
 
 
-def _block_mask(ids: torch.Tensor, window: int | None) -> BlockMask:
+def with_prefix(row: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+    """Keys or values [batch, sequence, heads, width], filled up to whole blocks, and the prefix's.
+
+    Args:
+        prefix: [tokens, heads, width].
+    """
+    filled = torch.nn.functional.pad(row, (0, 0, 0, 0, 0, -row.shape[1] % BLOCK))
+    return torch.cat([filled, prefix.expand(row.shape[0], -1, -1, -1)], 1)
+
+
+def _block_mask(ids: torch.Tensor, window: int | None, prefix: int) -> BlockMask:
     """A query sees keys of its document that are not after it and less than `window` before it.
 
-    The first and last tokens of blocks tell which blocks are left out, and which are full: those
-    need no mask_mod.
+    It sees the prefix as if that stood before its document. The first and last tokens of blocks
+    tell which blocks are left out, and which are full: those need no mask_mod.
     """
     length = ids.shape[1]
     first = torch.arange(0, length, BLOCK, device=ids.device)
@@ -52,13 +65,20 @@ def _block_mask(ids: torch.Tensor, window: int | None) -> BlockMask:
     if window is not None:
         seen = seen & (first[:, None] - last < window)
         full = full & (last[:, None] - first < window)
-    partial_blocks, full_blocks = (_indices(part) for part in (seen & ~full, full))
+    seen, keys, mask_mod = seen & ~full, length, _mask_mod(ids, window)
+    if prefix:
+        blocks = seen.new_ones(*seen.shape[:2], -(-prefix // BLOCK))
+        seen, full = torch.cat([seen, blocks], 2), torch.cat([full, blocks & False], 2)
+        keys = length + -length % BLOCK
+        mask_mod = _prefix_mod(ids, window, keys, prefix)
+        keys += prefix
+    partial_blocks, full_blocks = (_indices(part) for part in (seen, full))
     return BlockMask.from_kv_blocks(
         *partial_blocks,
         *full_blocks,
         BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(ids, window),
-        seq_lengths=(length, length),
+        mask_mod=mask_mod,
+        seq_lengths=(length, keys),
     )
 
 
@@ -72,6 +92,26 @@ def _mask_mod(ids: torch.Tensor, window: int | None) -> Callable[..., torch.Tens
     def sees(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         seen = (query >= key) & (ids[row, query] == ids[row, key])
         return seen if window is None else seen & (query - key < window)
+
+    return sees
+
+
+def _prefix_mod(
+    ids: torch.Tensor, window: int | None, begin: int, prefix: int
+) -> Callable[..., torch.Tensor]:
+    """As `_mask_mod` with `prefix` keys from the one at `begin` on; before it lies filling."""
+    length = ids.shape[1]
+    place = torch.arange(length, device=ids.device)
+    begins = torch.nn.functional.pad(ids.diff(dim=1) != 0, (1, 0), value=True)
+    position = place - torch.where(begins, place, 0).cummax(1).values
+    within = _mask_mod(ids, window)
+
+    def sees(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        own = (key < length) & within(row, head, query, key.clamp(max=length - 1))
+        before = (key >= begin) & (key < begin + prefix)
+        if window is not None:
+            before = before & (position[row, query] + prefix - (key - begin) < window)
+        return own | before
 
     return sees
 

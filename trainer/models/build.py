@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runspec.adapters import LORA, is_built_in, own_adapters
+from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
+from runspec.description import family_of
 from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
@@ -51,6 +52,12 @@ class Model:
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that the optimizer changes."""
         return [p for p in self.module.parameters() if p.requires_grad]
+
+    def learning_rates(self) -> dict[nn.Parameter, float]:
+        """What the learning rate of a parameter is multiplied by, where that is not 1."""
+        kind, named = self.module.adapter, weights.named_parameters(self.module)
+        found = {p: kind.learning_rate(name) for name, p in named if kind and p.requires_grad}
+        return {parameter: rate for parameter, rate in found.items() if rate != 1}
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters of the whole model, not of this rank's part.
@@ -107,6 +114,8 @@ def lay_out(
         frozen: nothing of it is trained.
     """
     freeze_base(module)
+    if module.adapter is not None:
+        module.adapter.row_multiple = config.row_multiple
     if frozen:
         module.requires_grad_(False)
     if not config.train_router:
@@ -162,7 +171,9 @@ def own_keys(block: dict[str, Any]) -> set[str]:
     """
     kind = adapters.kind_of(block) if own_adapters(block) else None
     keys = LORA.keys if kind is None else kind.declared.keys
-    return {"quantize_base", "adapter", *(keys if own_adapters(block) else ())}
+    if not own_adapters(block):
+        keys = OF_LORA if is_built_in(block) else ()
+    return {"quantize_base", "adapter", *keys}
 
 
 def _source(block: dict[str, Any]) -> str | None:
@@ -202,6 +213,7 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
         if "quantize_base" in inspect.signature(builder).parameters:
             plain["quantize_base"] = False
         model = _adopted(instantiate("model", plain), block)
+    model.family = family_of(block, folder)
     _add_adapter(model, block, kind)
     if quantised:
         _quantise(model)
@@ -274,6 +286,8 @@ def fitting(
     hf_config = weights.read_hf_config(config.model_folder / "config.json")
     module = empty(config)
     faults = module.fit(hf_config, config)
+    if module.adapter is not None:
+        faults += module.adapter.fit(module, config)
     names = dict(module.named_modules())
     faults += [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -282,7 +296,7 @@ def fitting(
     ]
     faults += layout_faults(module, config)
     if data_faults is not None:
-        faults += data_faults(module.vocab_size, module.max_seq_len)
+        faults += data_faults(module.vocab_size, module.longest_document)
     faults += weights.mismatches(module, source, config.model_folder)
     if faults:
         raise ConfigError(*faults)

@@ -71,6 +71,7 @@ class Decoder(nn.Module, ABC):
         blocks: the transformer blocks, in order. Each is compiled, checkpointed and sharded by
             itself, and takes its input [batch, sequence, dim] as its first argument.
         title: what the log calls it; None for the component that made it.
+        family: transformers' model_type, or the module of torchtune's builder.
         adapter: the kind of its adapter; None if all weights are trained.
         embedding: has a weight [vocabulary, dim].
         final_norm: between the last block and the output.
@@ -90,6 +91,7 @@ class Decoder(nn.Module, ABC):
 
     blocks: nn.ModuleList
     title: str | None = None
+    family: str = ""
     adapter: AdapterKind | None = None
     embedding: nn.Module
     final_norm: nn.Module
@@ -133,7 +135,8 @@ class Decoder(nn.Module, ABC):
             input_pos: int64 [batch, sequence], the position of each token in its document; None
                 counts along the row.
             output: called with this model and its hidden states, [batch, sequence, dim], where FSDP
-                has gathered the output head; None is `unembed`.
+                has gathered the output head; None is `unembed`. Virtual tokens of an adapter are
+                among them until the final norm, which takes them out.
         """
         hidden = self.hidden(tokens, mask, input_pos)
         return self.unembed(hidden) if output is None else output(self, hidden)
@@ -207,6 +210,11 @@ class Decoder(nn.Module, ABC):
             and (not roles or any(fnmatchcase(name, pattern) for pattern in wanted))
         ]
 
+    @property
+    def longest_document(self) -> int:
+        """Number of positions that the model knows and virtual tokens of an adapter leave."""
+        return self.max_seq_len - (0 if self.adapter is None else self.adapter.virtual_tokens)
+
     def is_adapter(self, parameter: str) -> bool:
         """True for the name of a parameter that an adapter adds."""
         return self.adapter is not None and self.adapter.owns(parameter)
@@ -220,6 +228,10 @@ class Decoder(nn.Module, ABC):
             hf_config: the content of the model folder's config.json.
         """
         return []
+
+    def shares_keys(self) -> bool:
+        """Whether layers use the keys and values of another layer."""
+        return False
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute on `device` the buffers that no file holds, such as rotary tables."""

@@ -301,7 +301,6 @@ def faults(model: Decoder, ranks: int) -> list[str]:
         sizes=sizes,
         linear=packed,
         quantised=bool(packed),
-        dropout=model.adapter is not None and model.adapter.dropout,
     ).faults()
 
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher import paths
+from launcher import paths, render
 from launcher.errors import PreflightFault
 from launcher.executors import slurm
 from launcher.site import Site
@@ -136,9 +136,29 @@ def _script(question: Question, folder: Path) -> str:
     }
     # As in a job script: the site's own variables and lines come before everything else.
     lines = [f"export {key}={shlex.quote(value)}" for key, value in exported.items()]
-    lines += question.cluster.job_setup
+    lines += _setup(question.cluster)
     lines += [f"{key}={shlex.quote(str(value))}" for key, value in values.items()]
     return "\n".join([*lines, SCRIPT.read_text(encoding="utf-8")])
+
+
+def _setup(cluster: Site) -> list[str]:
+    """Return the site's job_setup, and what reports a line that fails or ends the script."""
+    if not cluster.job_setup:
+        return []
+    places = render.setup_places(cluster)
+    # As in slurm/job.sh, but the other checks go on if they can.
+    lines = [
+        """printf '@ node %s\\n' "${SLURMD_NODENAME:-$(hostname -s)}\"""",
+        "setup_failed() {",
+        "  local rc=$?",
+        "  trap - ERR EXIT",
+        """  printf '@ setup_fault %s %s\\n' "$((rc ? rc : 1))" "$SETUP_PLACE\"""",
+        "}",
+        "trap setup_failed ERR EXIT",
+    ]
+    for place, line in zip(places, cluster.job_setup, strict=True):
+        lines += [f"SETUP_PLACE={shlex.quote(f'{place}: {line!r}')}", line]
+    return [*lines, "trap - ERR EXIT", "set +eu"]
 
 
 def _reports(step: slurm.Step) -> list[NodeReport]:
@@ -149,7 +169,7 @@ def _reports(step: slurm.Step) -> list[NodeReport]:
             continue
         task, key, value = found.groups()
         if key == "node":
-            reports[task] = NodeReport(value)
+            reports.setdefault(task, NodeReport(value))
         elif task in reports:
             reports[task].values.setdefault(key, []).append(value)
             if key == "time" and value.isdigit():

@@ -17,6 +17,7 @@ _SETUP = "bash setup.sh --torch VERSION --torch-index URL"
 def node_findings(report: NodeReport, question: Question) -> list[Finding]:
     """Return one finding for each thing that the node was asked about."""
     found = [
+        *_setup(report, question.cluster),
         _files(report, question.cluster),
         _clock(report),
         _python(report),
@@ -31,6 +32,18 @@ def node_findings(report: NodeReport, question: Question) -> list[Finding]:
     words = f"{report.name} began to answer and did not finish in time"
     late = failed("nodes", words, f"exclude it: resources.exclude={report.name}")
     return [*(finding for finding in found if finding.state == "ok"), late]
+
+
+def _setup(report: NodeReport, cluster: Site) -> list[Finding]:
+    if not cluster.job_setup:
+        return []
+    count = len(cluster.job_setup)
+    if "setup_fault" not in report.values:
+        words = f"{count} line{'s' * (count > 1)} of the site file succeeded on {report.name}"
+        return [ok("job_setup", words)]
+    status, _, line = report.one("setup_fault").partition(" ")
+    words = f"{line} failed on {report.name} with exit status {status}"
+    return [failed("job_setup", words, "fix that line: it would end every run")]
 
 
 def _files(report: NodeReport, cluster: Site) -> Finding:

@@ -49,7 +49,8 @@ def test_a_harness_task_of_ones_own_is_taken_as_it_is(tmp_path, model_folder):
     (place / "slurm_yes_no.yaml").write_text(HARNESS.format(data=data))
     task = {"kind": "lm_eval", "tasks": ["slurm_yes_no"], "include_path": str(place)}
     found = evaluated(tmp_path / "run", {"harness": task}, candidate=str(model_folder))
-    figures = found["harness"]["metrics"]["slurm_yes_no/acc"]["all"]["candidate"]
+    groups = found["harness"]["metrics"]["slurm_yes_no/acc"]["all"]
+    figures = groups["candidate"]
     # What the harness computes, by hand: the choice whose tokens are likelier after the question.
     config = {**evaluate.load_defaults(), **SETTINGS, "template": "none"}
     answerer = Answerer(model_folder, config, torch.device("cpu"))
@@ -65,7 +66,9 @@ def test_a_harness_task_of_ones_own_is_taken_as_it_is(tmp_path, model_folder):
             likely.append(float(sum(logits[k, whole[k + 1]] for k in places)))
         right += (likely[1] > likely[0]) == bool(row["label"])
     assert figures["value"] == pytest.approx(right / 12)
-    assert figures["stderr"] is not None
+    wide = 1.96 * figures["stderr"]
+    assert groups["samples"] == 12
+    assert figures["high"] - figures["low"] == pytest.approx(2 * wide, rel=1e-3)
     assert found["harness"]["samples"] == 12 and len(found["harness"]["data_sha256"]) == 64
 
 

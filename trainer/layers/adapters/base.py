@@ -21,12 +21,16 @@ from trainer.errors import ConfigError
 from trainer.parallel.sharded import full_tensor
 
 if TYPE_CHECKING:
+    from trainer.config import TrainConfig
     from trainer.models.decoder import Decoder
 
 # By name, the class of each kind that is the trainer's own.
 BUILT_IN = {
     "lora": "trainer.layers.adapters.lora.LoRA",
     "dora": "trainer.layers.adapters.lora.DoRA",
+    "ia3": "trainer.layers.adapters.ia3.IA3",
+    "prompt": "trainer.layers.adapters.prompt.Prompt",
+    "prefix": "trainer.layers.adapters.prefix.Prefix",
 }
 PEFT_PREFIX = "base_model.model."
 # By tensor of the hub, the base parameters in its rows: trainer.storage.weights.hub_tensors.
@@ -110,12 +114,14 @@ class AdapterKind(ABC):
 
     Attributes:
         declared: what it is as data; a class of your own writes it with literals only.
+        row_multiple: what the length of every row must be divisible by.
 
     Args:
         settings: the model block's values of `declared.keys`, those that are given.
     """
 
     declared: ClassVar[Adapter]
+    row_multiple: int = 1
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -123,6 +129,18 @@ class AdapterKind(ABC):
     @abstractmethod
     def add(self, model: "Decoder") -> None:
         """Add the parameters to a model on the meta device; raises ConfigError if it cannot."""
+
+    def fit(self, model: "Decoder", config: "TrainConfig") -> list[str]:
+        """Read what the rest of the config says of it; return what does not fit, a line each.
+
+        It is called once, on the meta device, before the model is laid out.
+        """
+        return []
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Positions that it takes before each document."""
+        return dict(self.declared.numbers(self.settings)).get(adapters.NUM_VIRTUAL, 0)
 
     @abstractmethod
     def first_value(
@@ -137,10 +155,9 @@ class AdapterKind(ABC):
         """True for the name of a parameter of this kind; all others are frozen."""
         return f".{name}".endswith(tuple(f".{part}" for part in self.declared.parts))
 
-    @property
-    def dropout(self) -> bool:
-        """Whether it drops out numbers, which tensor-parallel ranks would do differently."""
-        return False
+    def learning_rate(self, name: str) -> float:
+        """What the optimizer's learning rate is multiplied by for a parameter."""
+        return 1.0
 
     def identity(self, model: "Decoder") -> dict[str, Any]:
         """What else must stay the same between a checkpoint and the start that resumes it."""

@@ -17,10 +17,18 @@ if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
 
 
+ORTHOGONAL, GAUSSIAN = "orthogonal", "gaussian"
+
+
 class LoRA(AdapterKind):
     """LoRA on linear layers and on experts."""
 
     declared: ClassVar[adapters.Adapter] = adapters.LORA
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        # By the name of what is adapted, the matrix that A and B share at first.
+        self._shared: dict[str, torch.Tensor] = {}
 
     @property
     def use_dora(self) -> bool:
@@ -41,15 +49,51 @@ class LoRA(AdapterKind):
                 f"model.lora_modules: no layer {', '.join(sorted(unknown))}; has "
                 f"{', '.join(sorted(known))}"
             )
-        alpha = self.settings.get("lora_alpha", 2 * rank)
+        alpha, use_rslora = self.settings.get("lora_alpha", 2 * rank), self._use_rslora
         dropout = self.settings.get("lora_dropout", 0.0)
         if experts.NAME in wanted:
             self._check_experts(dropout, known - {experts.NAME})
             for layer in routed:
-                lora_experts.add(layer, rank, alpha)
-        for name in [name for name, last in layers.items() if last in wanted]:
-            base = model.get_submodule(name)
-            model.set_submodule(name, LowRankLinear(base, rank, alpha, dropout, self.use_dora))
+                lora_experts.add(layer, rank, alpha, use_rslora)
+        chosen = [name for name, last in layers.items() if last in wanted]
+        self.check(chosen)
+        for name in chosen:
+            self.wrap(model, name, rank, alpha, dropout)
+
+    @property
+    def _use_rslora(self) -> bool:
+        return bool(self.settings.get("use_rslora"))
+
+    def wrap(
+        self, model: "Decoder", name: str, rank: int, alpha: float, dropout: float = 0.0
+    ) -> None:
+        """Give a linear layer LoRA of this rank and alpha, or of those that its patterns say."""
+        rank = adapters.by_pattern(self.settings.get("rank_pattern"), name) or rank
+        alpha = adapters.by_pattern(self.settings.get("alpha_pattern"), name) or alpha
+        base, dora = model.get_submodule(name), self.use_dora
+        layer = LowRankLinear(base, rank, alpha, dropout, dora, self._use_rslora)
+        model.set_submodule(name, layer)
+
+    def check(self, names: list[str]) -> None:
+        """Raise ConfigError if the settings fit no layer of these names."""
+        faults = []
+        for key, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
+            for pattern, value in (self.settings.get(key) or {}).items():
+                if not any(adapters.by_pattern({pattern: 1}, name) for name in names):
+                    faults.append(f"model.{key}: {pattern} is the end of no adapted layer's name")
+                if not isinstance(value, kind) or value <= 0:
+                    faults.append(f"model.{key}: {pattern} has {value!r}, and needs a number")
+        ranks = {adapters.by_pattern(self.settings.get("rank_pattern"), name) for name in names}
+        ranks = ranks - {None} | {self.settings.get("lora_rank", adapters.TORCHTUNE_RANK)}
+        if self.settings.get("init_lora_weights") == ORTHOGONAL and any(r % 2 for r in ranks):
+            faults.append("model.init_lora_weights: orthogonal needs even ranks")
+        if faults:
+            raise ConfigError(*faults)
+
+    def learning_rate(self, name: str) -> float:
+        """LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B's is `lora_plus_ratio` times as high."""
+        is_b = name.endswith("lora_b.weight")
+        return float(self.settings.get("lora_plus_ratio") or 1.0) if is_b else 1.0
 
     def _check_experts(self, dropout: float, others: set[str]) -> None:
         """PEFT has neither for weights of several experts."""
@@ -67,20 +111,31 @@ class LoRA(AdapterKind):
         self, model: "Decoder", name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
         """A by Kaiming uniform, B by zeros (Hu et al. 2021, arXiv 2106.09685); magnitudes by the
-        norms of the base weight's rows."""
+        norms of the base weight's rows.
+
+        As in PEFT "gaussian" is a normal A; "orthogonal" is an A and a B that are not zero, and
+        whose product is (peft.tuners.lora.layer.LoraLayer.orthogonal_init).
+        """
         owner, _, last = name.rpartition(".")
         if last == "magnitude":
             return row_norms(model.get_submodule(owner))
+        chosen, is_a = self.settings.get("init_lora_weights"), owner.endswith(".lora_a")
+        if chosen == ORTHOGONAL:
+            rank = shape[-2] if is_a else shape[-1]
+            if is_a:
+                whole = torch.linalg.qr(torch.randn(rank, rank, generator=generator)).Q
+                self._shared[owner.removesuffix("lora_a")] = whole[1::2]
+                rows = torch.randn(*shape[:-2], rank // 2, shape[-1], generator=generator)
+                return whole[0::2].T @ rows / 10
+            columns = torch.randn(*shape[:-1], rank // 2, generator=generator)
+            return columns @ self._shared.pop(owner.removesuffix("lora_b")) / 10
+        if chosen == GAUSSIAN and is_a:
+            return torch.randn(shape, generator=generator) / shape[-2]
         full = torch.zeros(shape, dtype=torch.float32)
         if owner.endswith(".lora_a"):
             bound = 1 / math.sqrt(shape[-1])
             full.uniform_(-bound, bound, generator=generator)
         return full
-
-    @property
-    def dropout(self) -> bool:
-        """Whether the adapters' inputs are dropped out."""
-        return bool(self.settings.get("lora_dropout"))
 
     def identity(self, model: "Decoder") -> dict[str, Any]:
         """The factors of B A."""
@@ -101,6 +156,13 @@ def built_in(model: "Decoder", settings: Mapping[str, Any]) -> LoRA | None:
     Args:
         settings: the model block.
     """
-    layers = [m for m in model.modules() if isinstance(m, LowRankLinear)]
-    kind = DoRA if any(layer.magnitude is not None for layer in layers) else LoRA
-    return kind(settings) if layers else None
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, LowRankLinear)}
+    if not layers:
+        return None
+    dora = any(layer.magnitude is not None for layer in layers.values())
+    kind = (DoRA if dora else LoRA)(settings)
+    kind.check([*layers])
+    for name, layer in layers.items():
+        dropout = getattr(layer.dropout, "p", 0.0)
+        kind.wrap(model, name, layer.rank, layer.scaling * layer.rank, dropout)
+    return kind

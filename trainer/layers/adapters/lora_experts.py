@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from trainer.layers import experts
+from trainer.layers.adapters.peft_config import scaling
 from trainer.parallel.sharded import full_tensor
 
 
@@ -51,9 +52,10 @@ class _Stack(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-def add(layer: nn.Module, rank: int, alpha: float) -> None:
+def add(layer: nn.Module, rank: int, alpha: float, use_rslora: bool = False) -> None:
     """Give both matrices of an expert layer LoRA; on the meta device."""
-    layer.rank, layer.scaling, layer.use_rslora = rank, alpha / rank, False
+    layer.rank, layer.use_rslora = rank, use_rslora
+    layer.scaling = scaling(rank, alpha, use_rslora)
     for name in experts.MATRICES:
         layer.adapters[name] = ExpertsLoRA(getattr(layer, name), rank, layer.transposed)
 

@@ -14,6 +14,7 @@ from torch import nn
 from runspec import adapters
 from trainer.layers import linear
 from trainer.layers.adapters.base import AdaptedLinear, Own
+from trainer.layers.adapters.peft_config import scaling
 from trainer.parallel.sharded import full_tensor
 
 
@@ -23,19 +24,28 @@ class LowRankLinear(AdaptedLinear):
     Args:
         base: has a weight [out, in] and a bias [out] or None, which become this layer's own.
         rank, alpha: the adapter's; s = alpha / rank.
-        dropout: probability, on the adapter's input.
+        dropout: probability, on the adapter's input. Tensor-parallel ranks drop out by themselves:
+            each part of the outputs has its own mask of the same inputs.
         use_dora: add the magnitude, [out], which begins as `row_norms`.
+        use_rslora: s = alpha / sqrt(rank).
     """
 
     def __init__(
-        self, base: nn.Module, rank: int, alpha: float, dropout: float = 0.0, use_dora: bool = False
+        self,
+        base: nn.Module,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        use_dora: bool = False,
+        use_rslora: bool = False,
     ) -> None:
         super().__init__(base, (adapters.DORA if use_dora else adapters.LORA).parts_of("linear"))
         weight, like = base.weight, {"device": base.weight.device, "dtype": base.weight.dtype}
         magnitude = nn.Parameter(torch.empty(weight.shape[0], **like)) if use_dora else None
         self.register_parameter("magnitude", magnitude)
         # A loaded adapter may have another factor: see peft_config.
-        self.rank, self.scaling, self.use_rslora = rank, alpha / rank, False
+        self.rank, self.use_rslora = rank, use_rslora
+        self.scaling = scaling(rank, alpha, use_rslora)
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
         self.lora_a = nn.Linear(weight.shape[1], rank, bias=False, **like)
         self.lora_b = nn.Linear(rank, weight.shape[0], bias=False, **like)

@@ -49,6 +49,9 @@ def write(
             if isinstance(layer, LowRankLinear):
                 block = full_tensor(layer.lora_b.weight).cpu()
                 end = row + block.shape[0], column + block.shape[1]
+                # PEFT has one factor for the whole tensor.
+                factor = layer.scaling / adapted[0].scaling
+                block = block if factor == 1 else block * factor
                 b[row : end[0], column : end[1]] = model.to_hub(name, block)
                 column = end[1]
             row += parameter.shape[0]
@@ -90,7 +93,7 @@ def _magnitude(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 def _fields(
     kind: "LoRA", model: "Decoder", scales: Scales, expert_scales: Scales
 ) -> dict[str, Any]:
-    layer = adapted_layers(model)[0]
+    layer = _usual(kind, adapted_layers(model))
     # Other parts of a model of several may have layers with the same last names.
     whole = bool(model.carried_tensors)
     targets = scales if whole else sorted({name.rpartition(".")[2] for name in scales})
@@ -142,7 +145,7 @@ def _scalings(
         f"the adapter has {field}, which is not supported; {peft_config.REMEDY}"
         for field in settings.unsupported()
     ]
-    layer = next(iter(layers.values()))
+    layer = _usual(kind, [*layers.values()])
     alpha = layer.scaling / peft_config.scaling(layer.rank, 1, layer.use_rslora)
     faults += [
         f"the adapter has {theirs}={old}, the model {ours}={new}; set {ours}={old}"
@@ -150,6 +153,12 @@ def _scalings(
             ("r", "model.lora_rank", settings.rank, layer.rank),
             ("lora_alpha", "model.lora_alpha", settings.alpha, alpha),
             ("use_dora", "model.use_dora", bool(settings.use_dora), kind.use_dora),
+            (
+                "use_rslora",
+                "model.use_rslora",
+                bool(settings.use_rslora),
+                kind.settings.get("use_rslora", bool(settings.use_rslora)),
+            ),
         )
         if not math.isclose(old, new)
     ]
@@ -161,10 +170,10 @@ def _scalings(
         for name in names:
             rank_here = layers[name].rank
             # An export of our own has the adapters of several layers as blocks of one.
-            if rank not in (rank_here, rank_here * len(names)):
+            if rank not in (rank_here, sum(layers[each].rank for each in names)):
                 faults.append(
                     f"rank_pattern gives {kind_of_layer(place)} rank {rank}, the model has "
-                    f"model.lora_rank={rank_here} in all layers; {peft_config.REMEDY}"
+                    f"rank {rank_here} there; set model.rank_pattern, or {peft_config.REMEDY}"
                 )
             elif not math.isclose(scalings.setdefault(name, factor), factor):
                 faults.append(
@@ -172,6 +181,17 @@ def _scalings(
                     f"which is not supported; {peft_config.REMEDY}"
                 )
     return scalings
+
+
+def _usual(kind: "LoRA", layers: list[nn.Module]) -> Any:
+    """A layer of the rank and alpha that the recipe gives to all, if there is one."""
+    rank, alpha = (kind.settings.get(key) for key in ("lora_rank", "lora_alpha"))
+
+    def is_usual(layer: Any) -> bool:
+        own = layer.scaling / peft_config.scaling(layer.rank, 1, layer.use_rslora)
+        return rank in (None, layer.rank) and (alpha is None or math.isclose(own, alpha))
+
+    return next(filter(is_usual, layers), layers[0])
 
 
 def _places(model: "Decoder", hub: Hub, layers: dict[str, nn.Module]) -> dict[str, list[str]]:
@@ -218,7 +238,7 @@ def _from_peft(
         for name, rows in layers.items():
             block = b[row : row + rows]
             if name in adapted:
-                rank = len(a) if shared else len(a) // len(adapted)
+                rank = len(a) if shared else shapes[f"{name}.lora_a.weight"][0]
                 own = slice(None) if shared else slice(column, column + rank)
                 column += rank
                 found[f"{name}.lora_a.weight"] = a[own]

@@ -170,6 +170,10 @@ class TransformersDecoder(Decoder):
         names = super().linear_layers(*roles)
         return [name for name in names if not experts.is_router(self.get_submodule(name))]
 
+    def shares_keys(self) -> bool:
+        """See `Decoder.shares_keys`; Gemma 3n and some of Gemma 4."""
+        return bool(getattr(self.config, "num_kv_shared_layers", 0))
+
     def split_faults(self) -> list[str]:
         """Why tensor parallelism cannot split it, one line each."""
         kind = self.config.model_type

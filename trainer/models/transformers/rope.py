@@ -1,6 +1,7 @@
 """LongRoPE (arXiv 2402.13753), one document at a time."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -39,9 +40,9 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, [batch, sequence, rotated features], in x's dtype.
 
-    A document begins at each position 0.
+    A document begins where positions do not go on.
     """
-    documents = (position_ids == 0).cumsum(1)
+    documents = F.pad(position_ids.diff(dim=1) != 1, (1, 0), value=True).cumsum(1)
     longest = torch.zeros(
         position_ids.shape[0], position_ids.shape[1] + 1, dtype=torch.int64, device=x.device
     ).scatter_reduce(1, documents, position_ids, "amax")

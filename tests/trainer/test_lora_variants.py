@@ -1,0 +1,200 @@
+"""rsLoRA, LoRA+, ranks and alphas by layer, other first values: against PEFT's own."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from click.testing import CliRunner
+from peft.optimizers import create_loraplus_optimizer
+from transformers import AutoModelForCausalLM
+
+from launcher.cli import cookbook
+from tests.trainer.runs import (
+    assert_same_curve,
+    lora_model,
+    metrics,
+    tensors,
+    train,
+    write_config,
+)
+from trainer import optimizers
+from trainer.config import load
+from trainer.data import batches
+from trainer.errors import ConfigError
+from trainer.models import build as models
+from trainer.parallel import world as distributed
+from trainer.storage import adapter, weights
+
+TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
+FOLDER = {"_component_": "transformers", "lora_rank": 4, "lora_alpha": 8}
+# Adam would spread the last bits of B's first gradients.
+SGD = {"_component_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
+VARIANTS = {
+    "use_rslora": True,
+    "rank_pattern": {"down_proj": 8, "layers.1.self_attn.q_proj": 2},
+    "alpha_pattern": {"v_proj": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[distributed.World]:
+    yield distributed.start("cpu")
+    distributed.stop()
+
+
+@pytest.mark.parametrize("settings", [VARIANTS, {"init_lora_weights": "orthogonal"}])
+def test_twenty_steps_equal_pefts_with_lora_plus(
+    settings: dict[str, Any],
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: distributed.World,
+) -> None:
+    model = FOLDER | settings | {"lora_plus_ratio": 4}
+    cosine = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+    changes = {
+        "max_steps": 20,
+        "clip_grad_norm": None,
+        "lr_scheduler": {"_component_": cosine, "num_warmup_steps": 4},
+        "optimizer": SGD,
+    }
+    path = write_config(tmp_path / "own", model_folder, dataset, model=model, **changes)
+    train(path)
+    own = load(path)
+    module = models.build(own, world).module
+    first, _ = module.adapter.to_peft(module, weights.hub_tensors(module), torch.float32)
+
+    given = {key: value for key, value in settings.items() if key in VARIANTS}
+    fields = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **given}
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    other = peft.get_peft_model(base, peft.LoraConfig(**fields, task_type="CAUSAL_LM"))
+    trained = {n: p for n, p in other.named_parameters() if p.requires_grad}
+    assert {n.replace(".default", "") for n in trained} == set(first)
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(first[name.replace(".default", "")])
+    optimizer = create_loraplus_optimizer(
+        other, torch.optim.SGD, lr=SGD["lr"], momentum=SGD["momentum"], loraplus_lr_ratio=4
+    )
+    schedule = optimizers.schedule(changes["lr_scheduler"], optimizer, 20)
+    losses = []
+    for [batch] in batches.build(own, world).training.from_step(0):
+        logits = other(input_ids=batch.tokens).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = [line["loss"] for line in metrics(tmp_path / "own")]
+    assert found == pytest.approx(losses, abs=1e-5) and found[-1] < found[0] - 0.1
+
+    # PEFT reads the export, and a run goes on from it.
+    folder = tmp_path / "own/export/adapter"
+    with torch.inference_mode():
+        plain = AutoModelForCausalLM.from_pretrained(model_folder)
+        read = peft.PeftModel.from_pretrained(plain, folder).eval()(TOKENS).logits
+        torch.testing.assert_close(read, other.eval()(TOKENS).logits, rtol=0, atol=1e-4)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "own/export")(TOKENS).logits
+    torch.testing.assert_close(merged, read, rtol=0, atol=2e-5)
+    own.checkpointer["adapter_checkpoint"] = str(folder)
+    again = models.build(own, world)
+    adapter.load(again, own)
+    with torch.inference_mode():
+        found = again.module.eval()(TOKENS)
+    torch.testing.assert_close(found, read, rtol=0, atol=1e-5)
+    written = json.loads((folder / "adapter_config.json").read_text())
+    assert written["use_rslora"] is bool(settings.get("use_rslora"))
+
+
+def test_layouts_of_torchtunes_builders(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    """The builder's own LoRA takes the same keys, and checkpoints hold the groups' state."""
+    settings = {"use_rslora": True, "rank_pattern": {"w2": 8}, "lora_plus_ratio": 4}
+    model, sgd = lora_model(**settings), {"optimizer": SGD}
+    one, two = (
+        write_config(tmp_path / n, model_folder, dataset, model=model, **sgd, **changes)
+        for n, changes in (
+            ("one", {}),
+            ("two", {"tensor_parallel_dim": 2, "batch_size": 4, "save_every_n_steps": 3}),
+        )
+    )
+    train(one)
+    train(two, ranks=4)
+    assert_same_curve(tmp_path / "two", tmp_path / "one", 2e-5, 1e-4)
+    found = tensors(tmp_path / "one/export/adapter")
+    assert {len(t) for n, t in found.items() if "down_proj.lora_A" in n} == {8}
+    # It goes on from step 3 on one rank.
+    three = write_config(tmp_path / "three", model_folder, dataset, model=model, **sgd)
+    (tmp_path / "two/checkpoints/step_3").rename(tmp_path / "kept")
+    (tmp_path / "three/checkpoints").mkdir()
+    (tmp_path / "kept").rename(tmp_path / "three/checkpoints/step_3")
+    assert "resuming from checkpoints/step_3" in train(three, attempt=1)
+    wanted = [line["loss"] for line in metrics(tmp_path / "one")][3:]
+    assert [x["loss"] for x in metrics(tmp_path / "three")] == pytest.approx(wanted, abs=2e-5)
+
+
+def test_orthogonal_values_are_not_zero_and_their_product_is(
+    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
+) -> None:
+    model = FOLDER | {"init_lora_weights": "orthogonal"}
+    module = models.build(load(write_config(tmp_path, model_folder, dataset, model=model)), world)
+    named = dict(module.module.named_parameters())
+    for name, a in named.items():
+        if name.endswith("lora_a.weight"):
+            b = named[name.replace("lora_a", "lora_b")]
+            assert b.abs().max() > 0.01 and (b @ a).abs().max() < 1e-6
+
+
+def test_what_fits_no_layer_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    cases = {
+        "rank_pattern: z_proj is the end of no": {"rank_pattern": {"z_proj": 4}},
+        "alpha_pattern: v_proj has 'a'": {"alpha_pattern": {"v_proj": "a"}},
+        "orthogonal needs even ranks": {"lora_rank": 3, "init_lora_weights": "orthogonal"},
+    }
+    for reason, settings in cases.items():
+        with pytest.raises(ConfigError, match=reason), torch.device("meta"):
+            models.empty_module(FOLDER | settings, model_folder)
+
+
+def test_estimate_counts_ranks_by_layer(
+    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
+) -> None:
+    model = FOLDER | {"rank_pattern": {"down_proj": 8}}
+    path = write_config(tmp_path / "own", model_folder, dataset, model=model)
+    trained, _ = models.build(load(path), world).parameter_counts()
+    content = yaml.safe_load(path.read_text()) | {"entry": "sft"}
+    del content["output_dir"]
+    content["tokenizer"]["max_seq_len"] = 64
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(content | {"resources": {"nodes": 1, "gpus_per_node": 1}}))
+    found = CliRunner().invoke(cookbook, ["estimate", str(recipe), "--gpu", "h100-80", "--json"])
+    assert found.exit_code == 0, found.output + repr(found.exception)
+    assert json.loads(found.output)["trainable"] == trained
+
+
+def test_dropout_under_tensor_parallelism_resumes_bit_for_bit(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    """And it only drops out: with a tenth of the inputs less the loss falls nearly as without."""
+    given = {"tensor_parallel_dim": 2, "save_every_n_steps": 3, "row_length": 96, "batch_size": 4}
+    losses = {}
+    for name, rate in (("without", 0.0), ("whole", 0.1), ("again", 0.1)):
+        model = lora_model(lora_dropout=rate)
+        path = write_config(tmp_path / name, model_folder, dataset, model=model, **given)
+        if name == "again":
+            kept = tmp_path / "whole/checkpoints/step_3"
+            shutil.copytree(kept, tmp_path / "again/checkpoints/step_3")
+        train(path, ranks=2, attempt=int(name == "again"))
+        losses[name] = [line["loss"] for line in metrics(tmp_path / name)]
+    assert losses["again"] == losses["whole"][3:]
+    assert losses["whole"] != losses["without"]
+    assert losses["whole"] == pytest.approx(losses["without"], abs=0.2)
+    one, other = (tensors(tmp_path / name / "export/adapter") for name in ("whole", "again"))
+    assert all(one[key].equal(other[key]) for key in one)

@@ -1,0 +1,264 @@
+"""Prefix tuning: learnt keys and values before those of each document, in each layer.
+
+Li and Liang 2021, arXiv 2101.00190. As in PEFT keys have no rotary embedding, and a document's
+first token stands behind the prefix. In a packed row each document sees the prefix.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from runspec import adapters
+from trainer.errors import ConfigError
+from trainer.layers import attention, flex
+from trainer.layers.adapters import virtual
+from trainer.layers.adapters.base import (
+    AdapterKind,
+    Hub,
+    Loaded,
+    disabled,
+    plain_name,
+)
+from trainer.layers.adapters.ia3 import check_type
+from trainer.layers.attention import DocumentAttention, Mask
+from trainer.layers.batch import Documents
+from trainer.layers.patch import patch_forward, replaced
+from trainer.parallel import fsdp
+from trainer.parallel.sharded import full_tensor, local
+
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
+    from trainer.models.decoder import Decoder
+
+KEYS, VALUES = "prefix_keys", "prefix_values"
+PEFT_NAME = virtual.PEFT_NAME
+
+
+class Prefix(AdapterKind):
+    """Keys and values of virtual tokens, [tokens, key heads x head_dim] in each layer."""
+
+    declared: ClassVar[adapters.Adapter] = adapters.PREFIX
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self._text: list[int] = []
+        self._found: dict[str, torch.Tensor] = {}
+
+    def add(self, model: "Decoder") -> None:
+        """To each attention layer."""
+        layers = attention.layers(model)
+        faults = []
+        if model.shares_keys():
+            faults.append("layers share keys and values with other layers")
+        if len(layers) != len(model.blocks):
+            faults.append("layers do not all have softmax attention")
+        elif any(layer.value_dim != layer.head_dim for layer in layers):
+            faults.append("attention is latent: its keys and values have different widths")
+        elif len({layer.head_dim for layer in layers}) > 1:
+            faults.append("layers have heads of different widths")
+        if faults:
+            raise ConfigError(
+                *(
+                    f"model.adapter: prefix is not possible with this model, whose {fault}; use "
+                    "lora, ia3 or prompt"
+                    for fault in faults
+                )
+            )
+        heads, like = model.sizes()["num_kv_heads"], model.embedding.weight
+        for layer in layers:
+            shape = self.virtual_tokens, heads * layer.head_dim
+            for name in (KEYS, VALUES):
+                layer.register_parameter(name, nn.Parameter(like.new_empty(shape)))
+            layer.prefix_length, layer.adapter_enabled = self.virtual_tokens, True
+            patch_forward(layer, attend)
+        model.adapter_enabled = True
+        model.register_forward_pre_hook(self._shift, with_kwargs=True)
+
+    def _shift(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let each document's tokens stand behind the prefix."""
+        if not model.adapter_enabled:
+            return None
+        positions = kwargs.get("input_pos")
+        if positions is None:
+            positions = torch.arange(args[0].shape[1], device=args[0].device)[None]
+        return args, kwargs | {"input_pos": positions + self.virtual_tokens}
+
+    def fit(self, model: "Decoder", config: "TrainConfig") -> list[str]:
+        """Read the text that it begins as."""
+        if self.settings.get("prefix_init", virtual.TEXT) == virtual.TEXT:
+            self._text = virtual.text_ids(self, config)
+        return virtual.faults(self, model, config)
+
+    def first_value(
+        self, model: "Decoder", name: str, shape: torch.Size, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Of a text, what the base model makes of it; else as torch.nn.Embedding begins."""
+        if not self._text:
+            return torch.randn(shape, generator=generator)
+        if not self._found:
+            self._found = self._of_text(model)
+        return self._found.pop(plain_name(name))
+
+    @torch.no_grad()
+    def _of_text(self, model: "Decoder") -> dict[str, torch.Tensor]:
+        """The base model's keys and values of the text, whole; all ranks call this together."""
+        weight = model.embedding.weight
+        # Parameters may be kept on the CPU and gathered on the GPU.
+        sharded = isinstance(weight, DTensor)
+        device = weight.device_mesh.device_type if sharded else weight.device
+        count = self.virtual_tokens
+        length = count + -count % self.row_multiple
+        tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
+        tokens[0, :count] = torch.tensor(self._text, device=device)
+        found: dict[str, torch.Tensor] = {}
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, DocumentAttention)}
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+                for part, heads in zip((KEYS, VALUES), args[1:3], strict=True):
+                    rows = heads[0, :count].flatten(1).contiguous()
+                    parameter = getattr(layer, part)
+                    if isinstance(parameter, DTensor) and "tp" in _names(parameter):
+                        # Each tensor-parallel rank has its own heads.
+                        mesh = parameter.device_mesh["tp"]
+                        rows = DTensor.from_local(rows, mesh, [Shard(1)], run_check=False)
+                    found[f"{plain_name(name)}.{part}"] = full_tensor(rows).cpu()
+
+            return hook
+
+        hooks = [m.register_forward_pre_hook(keep(n)) for n, m in layers.items()]
+        training = model.training
+        model.eval()
+        try:
+            with disabled(model), torch.compiler.set_stance("force_eager"):
+                model(tokens, output=lambda _, hidden: hidden)
+        finally:
+            fsdp.reshard(model)
+            model.train(training)
+            for each in hooks:
+                each.remove()
+        return found
+
+    @torch.no_grad()
+    def to_peft(
+        self, model: "Decoder", hub: Hub, dtype: torch.dtype
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """PEFT's one tensor, [virtual tokens, layers x 2 x width], keys before values."""
+        parts = []
+        for name, layer in _layers(model):
+            keys, values = (full_tensor(layer.get_parameter(n)).cpu() for n in (KEYS, VALUES))
+            parts += [model.to_hub(_projection(model, name), keys.T).T, values]
+        count, width = parts[0].shape
+        heads = width // attention.layers(model)[0].head_dim
+        settings = virtual.fields(count, width, len(parts) // 2, heads) | {
+            "prefix_projection": False,
+            "encoder_hidden_size": width,
+        }
+        whole = torch.stack(parts, 1).reshape(count, -1).to(dtype).contiguous()
+        return {PEFT_NAME: whole}, settings
+
+    def from_peft(
+        self,
+        model: "Decoder",
+        hub: Hub,
+        tensors: dict[str, torch.Tensor],
+        settings: Mapping[str, Any] | None,
+        faults: list[str],
+    ) -> Loaded:
+        """The inverse; adds what differs to `faults`."""
+        check_type(self, settings, faults)
+        if PEFT_NAME not in tensors or faults:
+            return Loaded(tensors, {})
+        layers = _layers(model)
+        whole = tensors[PEFT_NAME]
+        if whole.shape[1] % (2 * len(layers)):
+            faults.append(f"has {whole.shape[1]} numbers of a token, for {len(layers)} layers")
+            return Loaded({}, {})
+        parts = iter(whole.unflatten(1, (2 * len(layers), -1)).unbind(1))
+        found = {}
+        for name, _ in layers:
+            found[f"{name}.{KEYS}"] = model.from_hub(_projection(model, name), next(parts).T).T
+            found[f"{name}.{VALUES}"] = next(parts)
+        return Loaded(found, {})
+
+
+def _names(parameter: DTensor) -> tuple[str, ...]:
+    return parameter.device_mesh.mesh_dim_names or ()
+
+
+def _layers(model: "Decoder") -> list[tuple[str, nn.Module]]:
+    modules = model.named_modules()
+    return [(plain_name(n), m) for n, m in modules if isinstance(m, DocumentAttention)]
+
+
+def _projection(model: "Decoder", name: str) -> str:
+    """The parameter whose rows are in the order of this attention's keys."""
+    return f"{name.rpartition('.')[0]}.k_proj.weight"
+
+
+def attend(
+    layer: DocumentAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `DocumentAttention.forward`, with the prefix before each document's keys and values."""
+    if not layer.adapter_enabled:
+        return replaced(layer, attend)(layer, query, key, value, mask, sinks)
+    prefixes = [
+        local(part).to(key.dtype).view(layer.prefix_length, key.shape[2], -1)
+        for part in (layer.prefix_keys, layer.prefix_values)
+    ]
+    if isinstance(mask, flex.BlockMasks) and layer.flex_attention is not None:
+        keys, values = (flex.with_prefix(*e) for e in zip((key, value), prefixes, strict=True))
+        heads, blocks = (query, keys, values), mask.by_window[layer.window]
+        return flex.attend(layer.flex_attention, heads, blocks, layer.softcap, layer.scale, sinks)
+    kernel = layer.varlen_attention
+    if kernel is not None and (mask is None or isinstance(mask, Documents)):
+        return _varlen(kernel, query, (key, value), prefixes, mask)
+    if isinstance(mask, torch.Tensor):
+        seen = mask
+    elif isinstance(mask, Documents):
+        seen = mask.mask()
+    else:
+        square = (1, query.shape[1], query.shape[1])
+        seen = torch.ones(square, dtype=torch.bool, device=query.device).tril()
+    # The first token of a document stands right behind the prefix.
+    position = seen.sum(2, keepdim=True) - 1
+    distance = position - torch.arange(-layer.prefix_length, 0, device=query.device)
+    before = distance >= 0 if layer.window is None else distance < layer.window
+    own = attention.with_window(seen, layer.window, query)
+    keys, values = (
+        torch.cat([prefix.expand(key.shape[0], -1, -1, -1), row], 1)
+        for prefix, row in zip(prefixes, (key, value), strict=True)
+    )
+    return layer.dense(query, keys, values, torch.cat([before, own], 2), sinks)
+
+
+def _varlen(
+    kernel: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    prefixes: list[torch.Tensor],
+    documents: Documents | None,
+) -> torch.Tensor:
+    """By the variable-length kernel, whose last query sees the last key of its document."""
+    batch, length = query.shape[:2]
+    if documents is None:
+        bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+    else:
+        bounds = documents.cu_seqlens
+    count = len(prefixes[0])
+    places = virtual.Places.of(bounds, batch * length, count)
+    keys, values = (
+        places.joined(prefix, row.flatten(0, 1)) for prefix, row in zip(prefixes, rows, strict=True)
+    )
+    # No document is longer than the row, a constant that is known without waiting.
+    longest = length + count
+    out = kernel(query.flatten(0, 1), keys, values, bounds, places.bounds, length, longest)
+    return out.unflatten(0, (batch, length))
