@@ -14,6 +14,7 @@ class DistillConfig(TrainConfig):
     objective: ClassVar[str] = "trainer.objectives.distill.Distillation"
     fused_loss: ClassVar[bool] = True
     teacher_key: ClassVar[str] = "teacher"
+    reads_teacher_logits: ClassVar[bool] = True
 
     teacher: str = setting(
         "text",

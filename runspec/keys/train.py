@@ -56,6 +56,7 @@ class TrainConfig(
         pairs: the component that reads preferences from a file of the user's own; "" for a method
             that does not train on them.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
+        reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
     """
 
     objective: ClassVar[str] = ""
@@ -64,6 +65,7 @@ class TrainConfig(
     has_reference: ClassVar[bool] = False
     pairs: ClassVar[str] = ""
     teacher_key: ClassVar[str] = ""
+    reads_teacher_logits: ClassVar[bool] = False
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(

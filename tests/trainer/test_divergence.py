@@ -121,7 +121,7 @@ def test_probabilities_that_are_zero_give_numbers(beta: float) -> None:
         Factors([own]), Factors([(hidden, heads[1])]), torch.tensor([0]), Divergence(beta)
     )
     wanted = 600.0 if beta in (0, 1) else torch.tensor(2.0).log().item()
-    assert found.total.item() == pytest.approx(wanted)
+    assert found.total.item() == pytest.approx(wanted, rel=1e-4)
     (gradient,) = torch.autograd.grad(found.total, own[:1])
     assert gradient.isfinite().all()
 
@@ -155,7 +155,8 @@ def split(rank: int, store: str, vocabulary: int, beta: float) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2
     )
-    group, how, tensors = torch.distributed.group.WORLD, Divergence(beta, 1.5, 0.3), inputs(vocabulary)
+    group, how = torch.distributed.group.WORLD, Divergence(beta, 1.5, 0.3)
+    tensors = inputs(vocabulary)
     own = [tensors[0], tensors[1].chunk(2)[rank], tensors[2], tensors[3].chunk(2)[rank]]
     student = Factors([(own[0], own[1]), (own[2], own[3])], group)
     teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group)

@@ -241,7 +241,7 @@ def _chunk(
     dtype, heat, share = student.dtype, how.temperature, how.cross_entropy_share
     exact = torch.promote_types(dtype, torch.float32)
     student, tanh = _capped(student.to(exact), caps[0])
-    teacher, _ = _capped(teacher.to(exact), caps[1])
+    teacher = _capped(teacher.to(exact), caps[1])[0]
     highest, agreement = _highest(student, teacher, group, begin)
     columns, held = columns.unsqueeze(1), held.to(exact).unsqueeze(1)
     student -= highest[:, :1]
