@@ -19,6 +19,11 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def weights(context: Context) -> Iterable[Finding]:
+    """Check the model's folder, and that of a teacher."""
+    return [*_weights(context), *_teacher(context)]
+
+
+def _weights(context: Context) -> list[Finding]:
     block = context.config.get("checkpointer")
     checkpointer = block if isinstance(block, dict) else {}
     if not checkpointer.get("checkpoint_dir"):
@@ -43,6 +48,18 @@ def weights(context: Context) -> Iterable[Finding]:
         remedy = f"{_download(context)}, or set checkpointer.checkpoint_files="
         return [failed("model", f"checkpointer.checkpoint_dir {folder} {words}", remedy)]
     return whole(folder, [name for name in names if name not in pickles])
+
+
+def _teacher(context: Context) -> list[Finding]:
+    method = context.recipe.entry.method
+    key = "" if method is None else method.teacher_key
+    folder = Path(str(context.config.get(key) or ""))
+    if not (key and context.config.get(key) and context.here(folder)):
+        return []
+    if why := unreadable(folder):
+        remedy = f"download the model there, or set {key}="
+        return [failed("model", f"{key} {folder} {why}", remedy)]
+    return whole(folder, sorted(path.name for path in folder.glob("*.safetensors")))
 
 
 def _download(context: Context) -> str:

@@ -25,7 +25,7 @@ from tests.trainer.runs import (
 )
 from trainer import check
 from trainer.config import parse, read_yaml
-from trainer.objectives.distill import DistillConfig, Distillation, tokenizer_faults
+from trainer.objectives.distill import Distillation, DistillConfig, tokenizer_faults
 from trainer.trace import trace
 
 MODULE = "trainer.distill"
@@ -126,7 +126,10 @@ def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
     kill_rank(process, 0)
     finish(process, status=None)
     content = yaml.safe_load(killed.read_text())
-    for change, why in (({"beta": 1.0}, "beta"), ({"teacher": str(model_folder)}, "teacher_weights")):
+    for change, why in (
+        ({"beta": 1.0}, "beta"),
+        ({"teacher": str(model_folder)}, "teacher_weights"),
+    ):
         killed.write_text(yaml.safe_dump(content | change))
         said = finish(start(killed, attempt=1, module=MODULE), status=None)
         assert f"{why} may not change at resume" in said
