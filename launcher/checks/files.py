@@ -57,14 +57,14 @@ def _teacher(context: Context) -> list[Finding]:
     if not (key and context.config.get(key) and context.here(folder)):
         return []
     if why := unreadable(folder):
-        remedy = f"download the model there, or set {key}="
+        remedy = f"{_download(context, 'teacher')}, or set {key}="
         return [failed("model", f"{key} {folder} {why}", remedy)]
     return whole(folder, sorted(path.name for path in folder.glob("*.safetensors")))
 
 
-def _download(context: Context) -> str:
-    """Say how the model comes to its folder."""
-    if (context.config.get("hub") or {}).get("model"):
+def _download(context: Context, key: str = "model") -> str:
+    """Say how the model, or another one that hub names, comes to its folder."""
+    if (context.config.get("hub") or {}).get(key):
         return f"cookbook download {context.recipe.given_name}"
     return "download the model there"
 

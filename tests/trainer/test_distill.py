@@ -1,4 +1,4 @@
-"""Distillation from a larger teacher: the same in every layout, resumed, and refused if it cannot."""
+"""Distillation from a larger teacher: the same in each layout, resumed, or refused."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The distillation loss is the plain formula, torchtune's, and never holds either model's logits."""
+"""The distillation loss is the plain formula and torchtune's, and never holds all logits."""
 
 from itertools import product
 from typing import Any

@@ -92,8 +92,8 @@ def distillation_loss(
     Raises:
         ConfigError: a rank has no columns of the common vocabulary.
     """
-    width = student.pairs[0][1].shape
-    size = loss_tokens(targets.numel(), *width, chunks)
+    vocabulary, dim = student.pairs[0][1].shape
+    size = loss_tokens(targets.numel(), vocabulary, dim, chunks)
     student, teacher, begin = _aligned(student, teacher)
     tensors = [tensor for pair in student.pairs for tensor in pair]
     # Only what requires a gradient gets a buffer for one.
@@ -112,7 +112,7 @@ class _Plan(NamedTuple):
     group: dist.ProcessGroup | None
     begin: int
     caps: tuple[float | None, float | None]
-    chunk: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    chunk: Callable[..., Any]
     wanted: list[bool]
 
 
