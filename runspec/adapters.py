@@ -70,11 +70,6 @@ class Adapter:
         found = {key: value for key, value in given.items() if type(value) is int}
         return (*(dict(self.defaults) | found).items(),)
 
-    @property
-    def vectors(self) -> bool:
-        """Whether not all parameters are matrices."""
-        return any(len(sizes) < 3 for sizes in self.parts.values())
-
 
 LORA = Adapter(
     "LoRA",

@@ -22,6 +22,8 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 # Configurations of models of the hub as published, by the folder's name.
 PUBLISHED = _CONFIGS / "shapes"
 SHIPPED = _CONFIGS / "descriptions"
+# Folders of models that recipes train from scratch.
+FROM_SCRATCH = _CONFIGS / "models"
 # By the beginning of a component's name: the package that its models depend on.
 _PACKAGES = {TRANSFORMERS: "transformers", "torchtune.": "torchtune"}
 # Arguments that change no base model: those of adapters and of 4 bits.

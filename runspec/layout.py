@@ -99,8 +99,6 @@ FP8_MULTIPLE = 16
 NF4_BLOCK = 64
 # Optimizers of torch whose arithmetic DTensor, the type of a sharded parameter, does not have.
 NEED_WHOLE_PARAMETERS = ("torch.optim.Adafactor", "torch.optim.Rprop")
-# Those that update matrices only.
-NEED_MATRICES = ("torch.optim.Muon",)
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.
@@ -115,7 +113,6 @@ class StepFacts:
         experts: routed experts of each block that has some; None: it is not asked.
         linear: the linear layers of the blocks: (inputs, outputs, whether the inputs are split).
         sharded: FSDP or tensor parallelism gives each GPU a part of each trained parameter.
-        vectors: what is trained is not matrices only, as in full fine-tuning and DoRA.
         quantised: the base is in NF4.
         length: of a row, and longest: positions up to which the model computes as it was trained.
         virtual: tokens that an adapter puts before each document, of which one may fill a row.
@@ -129,7 +126,6 @@ class StepFacts:
     experts: Collection[int] | None = None
     linear: Collection[tuple[int, int, bool]] = ()
     sharded: bool = False
-    vectors: bool = False
     quantised: bool = False
     fp8: bool = False
     fp32: bool = False
@@ -219,11 +215,6 @@ class StepFacts:
         name, others = self.optimizer, "use torch.optim.AdamW or torchao.optim.AdamW8bit"
         if self.sharded and name in NEED_WHOLE_PARAMETERS:
             yield f"optimizer: {name} cannot update parameters that are sharded; {others}"
-        if self.vectors and name in NEED_MATRICES:
-            yield (
-                f"optimizer: {name} updates matrices only, and vectors, such as the scales of "
-                f"norms, are trained too; {others}, or LoRA"
-            )
 
 
 def longest_row(positions: int, chunk: int | None = None, floor_scale: int | None = None) -> int:

@@ -39,7 +39,7 @@ FLOORS = [
     ["trainer.errors", "trainer.config"],
     # models/decoder.py is what these may ask of a model; the models themselves are further down.
     ["trainer.layers", "trainer.parallel", "trainer.models.decoder"],
-    ["trainer.models", "trainer.data", "trainer.storage", "trainer.optimizers"],
+    ["trainer.models", "trainer.data", "trainer.storage", "trainer.optimizers", "trainer.groups"],
     [
         "trainer.metrics",
         "trainer.heartbeat",

@@ -26,7 +26,7 @@ from runspec.hints import nearest
 from runspec.keys.fields import TRANSFORMERS
 from runspec.layout import StepFacts
 from trainer import config as configs
-from trainer import optimizers
+from trainer import groups, optimizers
 from trainer.data import tokenizers
 from trainer.errors import ConfigError
 from trainer.layers.loss import LATER_NAMES
@@ -41,7 +41,11 @@ LARGEST = 2**10
 # The components to which the trainer itself gives their first argument.
 HANDED_OVER = ("optimizer", "lr_scheduler", "dataset", "dataset_val")
 # Keys of a block that the trainer reads and its component does not take.
-OWN_KEYS = dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack"))
+OWN_KEYS = {
+    **dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack")),
+    "optimizer": groups.OWN_KEYS,
+    "lr_scheduler": tuple(optimizers.SHARES),
+}
 
 
 def faults(content: dict[str, Any], objective: type[Objective]) -> list[str]:
@@ -81,6 +85,8 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
                     found.append(why)
                     continue
                 arguments |= dict.fromkeys(optimizers.schedule_arguments(factory, block))
+                given = [n for share, n in optimizers.SHARES.items() if share in block]
+                arguments |= dict.fromkeys(given)
                 handed_over = "optimizer" not in arguments
             signature = inspect.signature(factory)
             bind = signature.bind if complete and key in HANDED_OVER else signature.bind_partial
@@ -111,7 +117,11 @@ def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[st
     found += objective.faults(config)
     if config.model_folder.is_dir():
         model = _tried(found, lambda: models.fitting(config)[1])
-        tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
+        # From scratch it may come from another folder, which is not downloaded yet.
+        apart = Path(str(config.tokenizer.get("path") or config.model_folder))
+        tokenizer = None
+        if config.reads_weights or apart.exists():
+            tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
         if tokenizer is not None:
             found += tokenizers.faults(tokenizer, config.model_folder)
     elif config.model["_component_"] == TRANSFORMERS and not config_file(config.model_folder):
@@ -146,7 +156,8 @@ def _optimizer(config: configs.TrainConfig, model: Decoder | None) -> torch.opti
     """
     name = config.optimizer["_component_"]
     # These work in every layout; torchao's compile their step, which takes long.
-    if name in optimizers.FUSED or name.startswith("torchao.") or model is None:
+    anywhere = name in optimizers.FUSED or name.startswith("torchao.")
+    if model is None or (anywhere and not config.optimizer.get("no_weight_decay")):
         return optimizers.build(config.optimizer, [nn.Parameter(torch.zeros(2, 2))])
     # Imported late, as hardly any recipe needs it.
     from trainer.parallel.fake import fake_world
@@ -155,8 +166,9 @@ def _optimizer(config: configs.TrainConfig, model: Decoder | None) -> torch.opti
     ranks = shard * config.data_parallel_replicate_dim * config.tensor_parallel_dim
     with fake_world(vars(config), ranks) as world:
         models.lay_out(model, replace(config, compile=False), world)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return optimizers.build(config.optimizer, [*map(_small, trained)])
+        trained = groups.trained_of(model)
+        small = [each._replace(parameter=_small(each.parameter)) for each in trained]
+        return optimizers.build(config.optimizer, small)
 
 
 def _small(parameter: nn.Parameter) -> nn.Parameter:

@@ -17,7 +17,7 @@ from runspec import yamlrules
 from runspec.adapters import is_quantised
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.fields import STREAM, TRANSFORMERS
 from runspec.keys.key import REQUIRED, Key, children, faults, unused
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig as TrainConfig
@@ -111,7 +111,10 @@ def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> Tra
     wrong = {fault.key.partition(".")[0] for fault in found}
     given = {name: None if name in wrong else content.get(name) for name in used}
     values = _complete(_with_defaults(given, used))
-    if texts := [fault.text for fault in found] + list(_faults_between_keys(values, used)):
+    texts = [fault.text for fault in found] + list(_faults_between_keys(values, used))
+    if values["generate"] and method.has_score_head:
+        texts.append("generate: a reward model gives scores and no text; leave it out")
+    if texts:
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
     values["activation_checkpointing"] = recomputed(values)
@@ -133,6 +136,8 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         values["batch_size_val"] = values["batch_size"]
     for key in ("dataset", "dataset_val"):
         values[key] = with_train_on_input(values[key], False)
+    if (values["dataset"] or {}).get("_component_") == STREAM:
+        values["dataset"] = {**values["dataset"], "packed": True}
     training, validation = values["dataset"], values["dataset_val"]
     # What dataset_val leaves out is dataset's, unless it names a component with other keys.
     component_of = (validation or {}).get("_component_")

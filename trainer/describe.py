@@ -6,7 +6,7 @@ MODEL is a train.yaml, a model folder, a config.json, or one of torchtune's buil
 built on the meta device, and one forward pass without data shows what goes into each layer. Prints
 a line of JSON for each, a `runspec.shape.Shape`; with --into writes it to a file in FOLDER. Without
 MODEL the descriptions in configs/descriptions are made again, with one for each config.json in
-configs/shapes.
+configs/shapes and configs/models.
 """
 
 import argparse
@@ -308,6 +308,8 @@ def subjects(given: list[str]) -> Iterator[description.Subject]:
                 yield description.Subject(model, None)
         for file in sorted(description.PUBLISHED.glob("*.json")):
             yield description.Subject({}, file.with_suffix(""))
+        for file in sorted(description.FROM_SCRATCH.glob("*/config.json")):
+            yield description.Subject({}, file.parent)
 
 
 def main(arguments: list[str]) -> int:

@@ -19,7 +19,7 @@ from runspec.keys.evaluate import EVAL, TASK
 from runspec.redact import redacted
 from trainer.errors import TrainerError, describe, write_error_record
 from trainer.evaluation import shards
-from trainer.evaluation.model import Answerer
+from trainer.evaluation.pairs import opened
 from trainer.evaluation.result import write as write_result
 from trainer.parallel.device import choose
 from trainer.progress import Progress
@@ -56,7 +56,7 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
     print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do", flush=True)
     for side in plan.sides:
         left = [shard for shard in mine if shard.side == side and shard.needs_model]
-        answerer = Answerer(plan.folder(side), config, device) if left else None
+        answerer = opened(plan.folder(side), config, device) if left else None
         for shard in left:
             if (run_dir / files.STOP).exists():
                 return _stopped(progress, run_dir, rank)

@@ -12,6 +12,7 @@ from runspec.step import StepSums
 from trainer import optimizers
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
+from trainer.groups import trained_of
 from trainer.layers.batch import MicroBatch
 from trainer.models.builder import Builder
 from trainer.objectives.base import Models, Objective
@@ -60,7 +61,7 @@ class Trainer:
             continued = world.on_all(lambda: adapter.load(self.model, config))
             world.say(f"adapter from {continued}")
         self.objective.prepare(self.models, self.data)
-        trainable, steps = self.model.trainable, self.batches.total_steps
+        trainable, steps = trained_of(self.model.module), self.batches.total_steps
         self.optimizer = world.on_all(lambda: optimizers.build(config.optimizer, trainable))
         optimizers.scale_rates(self.optimizer, self.model.learning_rates())
         self.scheduler = world.on_all(
@@ -301,6 +302,7 @@ class Trainer:
         state.skipped_steps, _ = self.guard.counts()
         state.lr = optimizers.learning_rate(self.optimizer)
         state.run, state.settings = self.identity, self._settings()
+        state.data = self.batches.state(state.step)
         self.checkpoints.save(self.model.module, self.optimizer, state, wait)
         self.saved_at = time.monotonic()
         self.reporter.saved()
@@ -353,6 +355,7 @@ class Trainer:
                 f"epochs and max_steps give {last} steps, and checkpoints/step_{state.step} has "
                 f"done more; set max_steps={state.step} to export it, or a higher number to go on"
             )
+        self.batches.restore(state.step, state.data)
         optimizers.advance(self.scheduler, state.step)
         self.world.say(f"resuming from checkpoints/step_{state.step}")
         for change in state.changes(self._settings()):

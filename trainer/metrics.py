@@ -132,7 +132,8 @@ def model_flops(model: Decoder, frozen: bool = False) -> flops.ModelFlops:
     Args:
         frozen: a forward pass alone, without adapters.
     """
-    output = model.embedding if model.output_head is None else model.output_head
+    heads = (model.score_head, model.output_head, model.embedding)
+    output = next(head for head in heads if head is not None)
     kind = model.adapter
     # What an adapter adds to blocks is in no linear layer.
     added = kind is not None and bool(kind.declared.parts_of("block", "model"))

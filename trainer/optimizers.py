@@ -1,8 +1,9 @@
 """The optimizer and its schedule, any component by name, and updates that are left out."""
 
 import inspect
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,9 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from runspec.layout import StepFacts
 from trainer.config import component, instantiate
 from trainer.errors import ConfigError, NonFiniteLossError
+from trainer.groups import Trained, make
 
 # Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
+# Keys of a schedule's block that are shares of the run's steps, and what they become.
+SHARES = {"warmup_ratio": "num_warmup_steps", "decay_ratio": "num_decay_steps"}
 # What schedules of torch need and nothing here can give them.
 UNUSABLE_SCHEDULES = {
     f"torch.optim.lr_scheduler.{name}": need
@@ -28,20 +32,26 @@ UNUSABLE_SCHEDULES = {
 }
 
 
-def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
-    """The optimizer that a config's `optimizer` block names.
+def build(
+    block: dict[str, Any], trained: Sequence[Trained] | Sequence[torch.nn.Parameter]
+) -> Optimizer:
+    """The optimizer that a config's `optimizer` block names; see `groups.make`.
 
     torch's Adam and AdamW are fused unless the block gives `fused` or `foreach`.
+
+    Args:
+        trained: parameters without names, of which no group is made, are taken too.
 
     Raises:
         ConfigError: it does not exist, or cannot work on parameters that are laid out like these.
     """
+    named = [each if isinstance(each, Trained) else _unnamed(each) for each in trained]
+    parameters = [each.parameter for each in named]
     name = str(block.get("_component_"))
     if name in FUSED and not block.keys() & {"fused", "foreach"}:
         block = block | {"fused": True}
     sharded = any(isinstance(each, DTensor) for each in parameters)
-    vectors = any(each.ndim < 2 for each in parameters)
-    if known := StepFacts(optimizer=name, sharded=sharded, vectors=vectors).faults():
+    if known := StepFacts(optimizer=name, sharded=sharded).faults():
         raise ConfigError(*known)
     if name.startswith("bitsandbytes."):
         _check_bitsandbytes(name, parameters)
@@ -51,8 +61,8 @@ def build(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimi
         import torch._functorch.config
 
         torch._functorch.config.enable_autograd_cache = False
-    optimizer = instantiate("optimizer", block, parameters)
-    _try_a_step(block, parameters)
+    optimizer = make(block, named)
+    _try_a_step(block, named)
     return optimizer
 
 
@@ -76,21 +86,27 @@ def scale_rates(optimizer: Optimizer, factors: dict[torch.nn.Parameter, float]) 
             optimizer.add_param_group({**group, "params": by_factor[factor], "lr": rate * factor})
 
 
+def _unnamed(parameter: torch.nn.Parameter) -> Trained:
+    return Trained(parameter, kind="matrix" if parameter.ndim == 2 else "norm")
+
+
 @torch.no_grad()
-def _try_a_step(block: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
-    """Step on copies of a small matrix and a small vector, to fail before the model is trained."""
+def _try_a_step(block: dict[str, Any], trained: Sequence[Trained]) -> None:
+    """Step on copies of a small parameter of each kind, to fail before the model is trained."""
     copies = []
-    for dimensions in {p.ndim for p in parameters}:
-        smallest = min((p for p in parameters if p.ndim == dimensions), key=torch.numel)
-        copies.append(torch.nn.Parameter(torch.zeros_like(smallest)))
-        copies[-1].grad = torch.zeros_like(smallest)
+    for kind in {(each.kind, each.parameter.ndim) for each in trained}:
+        alike = [each.parameter for each in trained if (each.kind, each.parameter.ndim) == kind]
+        smallest = min(alike, key=torch.numel)
+        copies.append(Trained(torch.nn.Parameter(torch.zeros_like(smallest)), kind=kind[0]))
+        copies[-1].parameter.grad = torch.zeros_like(smallest)
     try:
-        instantiate("optimizer", block, copies).step()
+        make(block, copies).step()
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
         raise ConfigError(
             f"optimizer: {block['_component_']} cannot update parameters in this layout "
-            f"({_layout(copies[0])}): {reason}; use torch.optim.AdamW or torchao.optim.AdamW8bit"
+            f"({_layout(copies[0].parameter)}): {reason}; use "
+            "torch.optim.AdamW or torchao.optim.AdamW8bit"
         ) from error
 
 
@@ -132,6 +148,7 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
         return None
     if why := unusable_schedule(block):
         raise ConfigError(why)
+    block = _in_steps(block, steps)
     inner = {
         key: [schedule(each, optimizer, steps) for each in value]
         for key, value in block.items()
@@ -153,6 +170,26 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
             f"after {steps}; leave it out: it is then the run's number"
         )
     return made
+
+
+def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A block whose shares of the run are numbers of steps, rounded up as transformers does."""
+    arguments = inspect.signature(component("lr_scheduler", block["_component_"])).parameters
+    for share, name in SHARES.items():
+        if block.get(share) is None:
+            continue
+        if name not in arguments:
+            raise ConfigError(
+                f"lr_scheduler.{share}: {block['_component_']} has no {name}; put it behind "
+                "torch.optim.lr_scheduler.LinearLR in a SequentialLR, or use a schedule of "
+                "transformers"
+            )
+        if name in block or not 0 <= block[share] <= 1:
+            raise ConfigError(
+                f"lr_scheduler.{share}: must be a share of all steps, from 0 to 1, without {name}"
+            )
+        block = block | {name: math.ceil(block[share] * steps)}
+    return {key: value for key, value in block.items() if key not in SHARES}
 
 
 def schedule_arguments(factory: Callable[..., Any], block: dict[str, Any]) -> set[str]:
@@ -199,7 +236,7 @@ def advance(scheduler: LRScheduler | None, steps: int) -> None:
 
 def warmup_note(block: dict[str, Any] | None, steps: int) -> str | None:
     """What to say if the run ends before the warm-up does."""
-    warmup = (block or {}).get("num_warmup_steps")
+    warmup = (block or {}).get("num_warmup_steps")  # a share is never too long
     if not isinstance(warmup, int) or warmup < steps:
         return None
     return (

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from runspec import files
 from trainer import metrics
 from trainer.config import TrainConfig
-from trainer.data.batches import Batches, Data
+from trainer.data.batches import Data
 from trainer.heartbeat import Heartbeat
 from trainer.layers.batch import MicroBatch
 from trainer.objectives.base import Models
@@ -64,9 +64,9 @@ class Reporter:
             f"method     {model.method}, {trainable:,} trainable ({100 * trainable / total:.2f} %)",
             *self._frozen,
             f"ranks      {world.size} on {world.device.type}, {world.described(config)}",
-            f"data       {_described(batches)}, {batches.samples_per_step} per step, "
+            f"data       {batches.described}, {batches.samples_per_step} per step, "
             f"{batches.steps_per_epoch} steps per epoch",
-            *([] if validation is None else [f"validation {_described(validation)}"]),
+            *([] if validation is None else [f"validation {validation.described}"]),
             f"steps      {batches.total_steps} in {config.epochs} epochs, "
             f"starting after step {self._state.step}; set up in {seconds:.1f} s",
             *(["compile    the first step is compiled: about a minute"] if config.compile else []),
@@ -199,15 +199,3 @@ def _frozen_line(config: TrainConfig, models: Models) -> list[str]:
     if models.teacher is not None:
         found.append(f"teacher    frozen, {models.teacher.parameter_counts()[1]:,} parameters")
     return found
-
-
-def _described(batches: Batches) -> str:
-    rows = batches.rows
-    samples, each = rows.samples.documents.shape
-    count = f"{samples:,} samples" + (f" of {each} documents" if each > 1 else "")
-    if rows.length is None:
-        return count
-    return (
-        f"{count} in {len(rows):,} packed rows of {rows.length:,} tokens, "
-        f"{100 * rows.filled:.0f} % filled"
-    )

@@ -31,7 +31,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.config import TrainConfig, arguments_of, instantiate, load
+from trainer import groups
+from trainer.config import TrainConfig, arguments_of, load
 from trainer.errors import ConfigError
 from trainer.layers import attention
 from trainer.layers.adapters.base import method as method_of
@@ -236,7 +237,10 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     # The fused and the foreach kernels work on real tensors only; neither changes the states.
     block = config.optimizer | {"fused": False, "foreach": False}
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
-    optimizer = instantiate("optimizer", block, trainable)
+    if block["_component_"] == groups.MUON:
+        beside = block.get("adamw") or {}
+        block["adamw"] = beside | {"fused": False, "foreach": False}
+    optimizer = groups.make(block, groups.trained_of(module))
     batch = _batch(config, module)
     tracker = MemoryTracker()
     for each in made.modules:
@@ -381,6 +385,7 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         documents_per_sample=each,
         positions=numbers if packed else None,
         documents=documents if packed or config.dtype == "bf16" else None,
+        ends=torch.tensor(ends[1:]) - 1,
     )
 
 

@@ -10,7 +10,7 @@ from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, w
 from launcher.paths import DOWNLOAD_RECORD
 from runspec import prepared
 from runspec.files import read_json_or_none, sha256
-from runspec.keys.fields import FILE_SOURCES
+from runspec.keys.fields import FILE_SOURCES, STREAM
 
 _AGAIN = "download it again"
 _MEDIA = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
@@ -36,6 +36,11 @@ def _weights(context: Context) -> list[Finding]:
     if why := unreadable(folder):
         remedy = f"{_download(context)}, or set checkpointer.checkpoint_dir="
         return [failed("model", f"checkpointer.checkpoint_dir {folder} {why}", remedy)]
+    if context.config.get("from_scratch"):
+        if why := unreadable(folder / "config.json"):
+            remedy = "put the config.json of the model there, or set checkpointer.checkpoint_dir="
+            return [failed("model", f"{folder / 'config.json'} {why}", remedy)]
+        return [ok("model", f"{folder}: config.json; its weights are drawn by the seed")]
     names = checkpoint_files(checkpointer)
     names = names or sorted(path.name for path in folder.glob("*.safetensors"))
     pickles = [name for name in names if not name.endswith(".safetensors")]
@@ -245,10 +250,23 @@ def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], di
         for block in _listed(config.get(key))
         if isinstance(block, dict)
     ]
-    return [
+    found = [
         (key, block, {**blocks[0][1], **block} if key == "dataset_val" else block)
         for key, block in blocks
     ]
+    # A stream's sources, whose kind the names of the files say.
+    return [
+        (key, each, {"source": "text", **each} if each is not block else whole)
+        for key, block, whole in found
+        for each in _sources(block)
+    ]
+
+
+def _sources(block: dict[str, Any]) -> list[dict[str, Any]]:
+    sources = block.get("sources")
+    if block.get("_component_") != STREAM or not isinstance(sources, list):
+        return [block]
+    return [source for source in sources if isinstance(source, dict)]
 
 
 def _prepared(key: str, folder: Path) -> Iterator[Finding]:

@@ -14,11 +14,8 @@ ENTRIES = {
     "orpo": "entry of its own for ORPO: use entry: dpo with loss: orpo",
     "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
     "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
-    "reward": f"reward models: use {_TRL}",
     "kd": "entry of that name: use entry: distill",
     "gkd": "generation by the student while it is distilled: use entry: distill with beta",
-    "pretrain": "an entry for pre-training: to continue it on text, use entry: sft with "
-    "dataset._component_: torchtune.datasets.text_completion_dataset",
     "command": f"commands that torchrun does not start: use {_SCRIPT}",
 }
 _CONTAINERS = (

@@ -147,7 +147,7 @@ def _step(recipe: Recipe, root: Path) -> tuple[StepConfig, int, str]:
         raise CookbookError(f"{recipe.entry_name} cannot be estimated")
     config, resources = recipe.resolved(root, "run"), recipe.resources
     step = step_of(config, resources.nodes, resources.gpus_per_node)
-    return step, *epoch_of(config, step.length)
+    return step, *epoch_of(config, step)
 
 
 def _row(cell: PredictedCell) -> list[str]:

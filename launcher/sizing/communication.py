@@ -194,6 +194,8 @@ def _experts(step: StepConfig) -> Iterator[Message]:
 
 def _loss(step: StepConfig) -> Iterator[Message]:
     """The loss over a split vocabulary: fp32 sums of each token, for a part of them at a time."""
+    if step.loss == "score":
+        return  # a few bytes for each document
     tokens, tp, sums = step.tokens, step.layout.tensor_parallel, (1,) * LOSS_SUMS
     size = tokens
     if step.loss == "linear":

@@ -17,6 +17,7 @@ from launcher.sizing import gpus
 from launcher.sizing.memory import StepMemory, checkpoint_bytes, export_bytes, host_bytes
 from launcher.sizing.search import METHODS, Predictor, remedies, settings
 from launcher.sizing.step_config import GIB, StepConfig, step_of
+from runspec.keys.fields import STREAM
 
 DEFAULT_MFU = 0.4
 # English text, Llama 3's and Qwen's tokenizers: roughly; for an epoch whose tokens nobody counted.
@@ -36,12 +37,15 @@ _SMALLER = {
 }
 
 
-def epoch_of(config: Mapping[str, Any], length: int) -> tuple[int, str]:
+def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str]:
     """Return the tokens of an epoch, by the size of a local file, else a million; and what it is.
 
-    length: tokens at which a sample is cut.
+    Of a stream, which has no epochs, those of the whole run.
     """
-    dataset = config.get("dataset")
+    dataset, length, steps = config.get("dataset"), step.length, config.get("max_steps")
+    if isinstance(dataset, Mapping) and dataset.get("_component_") == STREAM and steps:
+        tokens = int(steps) * step.rows_per_step * length
+        return tokens, f"the run's {steps:,} steps, {tokens:,} tokens"
     files = dataset.get("data_files") if isinstance(dataset, Mapping) else None
     file = Path(files) if isinstance(files, str) else None
     if file is None or file.suffix != ".jsonl" or not file.is_file():
@@ -96,7 +100,7 @@ class Estimate:
         self.predictor = Predictor(step, self.gpu, mfu, network_gbits)
         self.memory = StepMemory(step)
         self.fits = self.memory.peak / GIB <= self.gpu.usable_gib
-        self.tokens, self.tokens_are = epoch_of(config, step.length)
+        self.tokens, self.tokens_are = epoch_of(config, step)
         if tokens is not None:
             self.tokens, self.tokens_are = tokens, f"{tokens:,} tokens, as given"
         # At the given MFU.
@@ -237,7 +241,8 @@ def _settings(step: StepConfig) -> str:
     }.get(step.checkpointing, f"activation checkpointing of one layer in {step.checkpointing}")
     dtype = "bf16" if step.element_bytes == 2 else "fp32"
     dtype += ", fp32 master weights" if step.fp32_master else ""
-    return f"{step.method}, {recomputed}, {step.loss} cross-entropy, {step.optimizer}, {dtype}"
+    loss = "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
+    return f"{step.method}, {recomputed}, {loss}, {step.optimizer}, {dtype}"
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:

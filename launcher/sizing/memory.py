@@ -38,6 +38,15 @@ def state_bytes(step: StepConfig) -> float:
     AdamW keeps two moments in the weights' dtype; torchao's 8 and 4 bit ones keep codes and an
     fp32 scale for each block of 256 or 128 (torchao.optim).
     """
+    if step.optimizer == "muon":
+        # One momentum for the blocks' matrices; AdamW for the rest.
+        tables = step.shape.parameters - sum(
+            count * matrix.count * matrix.inputs * matrix.outputs
+            for block, count in step.shape.blocks
+            for matrix in block.matrices.values()
+            if matrix.role != "expert"
+        )
+        return (1 + (tables / step.trainable if step.is_full else 0)) * step.weight_bytes
     return {
         "adamw": 2.0 * step.weight_bytes,
         "adamw8bit": 2 * (1 + FP32 / 256),
@@ -58,8 +67,9 @@ class _Phases:
         self.order = shape.order
         self.kinds = [units.blocks[which].whole for which in self.order]
         # Numbers of one rank that are trained: all of them, and those of its shards.
-        self.trained = units.sum(lambda unit: unit.trained)
-        self.trained_here = units.sum(lambda unit: unit.trained_here)
+        share = step.trained_share if step.is_full else 1.0
+        self.trained = share * units.sum(lambda unit: unit.trained)
+        self.trained_here = share * units.sum(lambda unit: unit.trained_here)
         stored = units.sum(lambda unit: unit.stored(step.weight_bytes))
         trained = (p for unit, _ in units.each for p in unit.parameters if p.trained)
         self.largest = max((p.rows * p.width for p in trained), default=0.0)
@@ -103,7 +113,8 @@ class _Phases:
         # What is not resharded stays gathered from forward to backward.
         self.stays = step.fsdp and not step.reshard
         # In full fine-tuning the output layer has a gradient, tied or not.
-        self.output_gradient = e * shape.output.parameters / tp if step.is_full else 0.0
+        head = step.trains_table("output") * shape.output.parameters
+        self.output_gradient = e * head / tp if step.loss != "score" else 0.0
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         depth = self.step.shape.layers

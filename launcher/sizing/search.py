@@ -260,7 +260,7 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     """What may help, in the order in which it is tried: what costs the least time first."""
     yield {"layout": [(step.layout.tensor_parallel, 1)]}
     yield {"fields": [{"checkpointing": "full"}]}
-    if step.loss != "linear":
+    if step.loss not in ("linear", "score"):
         yield {"fields": [{"loss": "linear", "chunks": 0}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}

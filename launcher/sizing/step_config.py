@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -44,10 +45,10 @@ class StepConfig:
     reduce_bytes: int = 4  # of one number of a gradient while FSDP reduces it
     fp32_master: bool = False
     checkpointing: str = "none"  # none, full, op, or a number: every so many-th layer
-    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, momentum, none
+    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, muon, momentum, none
     update: str = "fused"  # or foreach, single
     compiled: bool = False  # the layers, by torch.compile
-    loss: str = "chunked"  # plain, chunked or linear
+    loss: str = "chunked"  # plain, chunked or linear; score: a score head, and no logits
     chunks: int = 8  # 0: the linear loss chooses itself
     sync_each: bool = False  # gradients are reduced after every micro-step
     own: Adapter | None = None  # of a kind of one's own
@@ -55,6 +56,7 @@ class StepConfig:
     lora_ranks: tuple[tuple[str, int], ...] = ()  # by matrix, of those with another rank
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
+    saved: tuple[str, ...] = ()  # tok_embeddings, output: trained whole beside the adapter
     own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
     cpu_offload: bool = False
@@ -63,6 +65,7 @@ class StepConfig:
     apart: tuple[str, ...] = ()  # tok_embeddings, output: FSDP units of their own
     fp8: bool = False  # the products of the blocks' linear layers
     updated_by: str = ""  # the optimizer's component
+    frozen: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
     keeps_log_probs: bool = False  # of the reference, computed once before the first step
     keeps_reference: bool = False  # as a second model beside the policy
@@ -80,7 +83,6 @@ class StepConfig:
             experts=shape.experts,
             linear=shape.linear,
             sharded=self.fsdp or layout.tensor_parallel > 1,
-            vectors=self.adapter is None or self.adapter.vectors,
             quantised=self.is_quantised,
             fp8=self.fp8,
             fp32=self.element_bytes == FP32,
@@ -230,7 +232,7 @@ class StepConfig:
     def trainable(self) -> int:
         """Parameters of the whole model that the optimizer updates."""
         if self.is_full:
-            return self.shape.parameters
+            return round(self.shape.parameters * self.trained_share) + self.score_head
         layers = sum(
             count * self._adapter(name, matrix)
             for block, count in self.shape.blocks
@@ -238,12 +240,46 @@ class StepConfig:
         )
         layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
         output = self._adapter("output", self.shape.output) if self.lora_output else 0
-        return layers + output + self._numbers(["model"], {})
+        output += len(self.saved) * self.shape.vocab * self.shape.dim
+        return layers + output + self._numbers(["model"], {}) + self.score_head
+
+    def trains_table(self, name: str) -> bool:
+        """Whether tok_embeddings or output is trained whole."""
+        return self.is_full or name in self.saved
+
+    @cached_property
+    def trained_share(self) -> float:
+        """The part of the weights that is trained in full fine-tuning.
+
+        Matrices and tables count by the names that transformers and torchtune give them.
+        """
+        if not self.frozen:
+            return 1.0
+        shape = self.shape
+        table = shape.vocab * shape.dim
+        found = table * self._freezes("model.embed_tokens", "tok_embeddings")
+        found += table * (not shape.tied and self._freezes("lm_head", "output"))
+        for index, kind in enumerate(shape.order):
+            for name, matrix in shape.kinds[kind].matrices.items():
+                if self._freezes(f"model.layers.{index}.{name}", f"layers.{index}.{name}"):
+                    found += matrix.count * matrix.inputs * matrix.outputs
+        return max(0.0, 1 - found / shape.parameters)
+
+    def _freezes(self, *modules: str) -> bool:
+        names = [f"{module}.weight" for module in modules]
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.frozen)
 
     @property
     def total(self) -> int:
         """All parameters, adapters included."""
-        return self.shape.parameters + (0 if self.is_full else self.trainable)
+        tables = len(self.saved) * self.shape.vocab * self.shape.dim
+        added = self.score_head if self.is_full else self.trainable - tables
+        return self.shape.parameters + added
+
+    @property
+    def score_head(self) -> int:
+        """Parameters of a reward model's score head, which is always trained."""
+        return self.shape.dim if self.loss == "score" else 0
 
     @property
     def recomputed_share(self) -> float:
@@ -281,10 +317,11 @@ class TokenFlops:
         self.forward = (forward.token + forward.attention((length,)) / length) / layers
         self.backward = (both.token + attention) / layers - self.forward
         self.recomputed = step.recomputed_share * self.forward
-        self.output = both.target
+        # A score head's products are few.
+        self.output = 0.0 if step.loss == "score" else both.target
         self.once = _forward(step.shape, length) if step.keeps_log_probs else 0.0
         self.frozen = sum(_forward(shape, length) for shape in step.frozen_passes)
-        self.model = both.of(1, 1) + attention + self.frozen
+        self.model = both.of(1, 0) + self.output + attention + self.frozen
         self.hardware = self.model + layers * self.recomputed
 
 
@@ -295,6 +332,7 @@ def _forward(shape: Shape, length: int) -> float:
 
 
 # By the trainer's names of what FSDP may gather by itself, those here.
+_TABLES = {"embed_tokens": "tok_embeddings", "lm_head": "output"}
 _APART = {"embedding": "tok_embeddings", "output_head": "output"}
 
 
@@ -325,6 +363,9 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     # In a packed row the documents of a sample share it; else each is a row.
     rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
     folder = config.get(method.teacher_key) if method.teacher_key else None
+    if method.has_score_head:
+        # As a tied output layer, it has no table of its own.
+        shape = replace(shape, tied=True)
     step = StepConfig(
         shape=shape,
         method=method_of(model),
@@ -345,10 +386,12 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         fp8=bool(config.get("enable_fp8_training")),
         updated_by=str(_block(config, "optimizer").get("_component_") or ""),
+        saved=tuple(_TABLES.get(name, name) for name in model.get("modules_to_save") or ()),
+        frozen=tuple(config.get("freeze") or ()),
         apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_adapter(model, shape, family, faults),
         **_optimizer(_block(config, "optimizer")),
-        **({"loss": "linear", "chunks": 0} if method.fused_loss else _loss(_block(config, "loss"))),
+        **_loss(_block(config, "loss"), method),
         has_reference=reference in ("adapter_off", "model"),
         keeps_log_probs=reference == "log_probs",
         keeps_reference=reference == "model",
@@ -419,6 +462,9 @@ def _optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
     kind = "adamw" + next((bits for bits in ("8bit", "4bit") if bits in name), "")
     if name == "sgd":
         kind = "momentum" if block.get("momentum") else "none"
+    elif name == "muon":
+        # Each matrix by itself, in bf16.
+        return {"optimizer": name, "update": "single"}
     # As trainer.optimizers: torch's Adam and AdamW are fused unless a form is asked for.
     fused = name in ("adam", "adamw") and "foreach" not in block
     update = "single" if block.get("foreach") is False else "foreach"
@@ -427,7 +473,11 @@ def _optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
     return {"optimizer": kind, "update": update}
 
 
-def _loss(block: Mapping[str, Any]) -> dict[str, Any]:
+def _loss(block: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+    if method.has_score_head:
+        return {"loss": "score"}
+    if method.fused_loss:
+        return {"loss": "linear", "chunks": 0}
     name = str(block.get("_component_") or "").rpartition(".")[2]
     for loss, chunks in (("linear", 0), ("chunked", 8)):
         if loss.capitalize() in name:

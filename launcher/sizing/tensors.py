@@ -139,11 +139,15 @@ class Units(NamedTuple):
 def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
-    embedding, output = Unit.over(shards, [_table(step)]), Unit.over(shards, _output(step))
+    embedding, output = (
+        Unit.over(shards, [_table(step, "tok_embeddings")]),
+        Unit.over(shards, _output(step)),
+    )
     root = Unit.over(shards, [_vector(step, Vector(step.shape.dim)), *_added(step, "model")])
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
     # logits in parts, or none, stays with the root.
-    apart = set() if step.shape.tied or not step.fsdp else set(step.apart)
+    tied = step.shape.tied and step.loss != "score"
+    apart = set() if tied or not step.fsdp else set(step.apart)
     if "tok_embeddings" not in apart:
         embedding, root = Unit(), embedding + root
     if "output" not in apart or step.loss != "plain":
@@ -219,15 +223,15 @@ def _added(step: StepConfig, owner: str, block: Block | None = None) -> Iterator
         yield Parameter(rows, width, width * step.element_bytes, True, shared="kv" not in sizes)
 
 
-def _table(step: StepConfig) -> Parameter:
+def _table(step: StepConfig, name: str) -> Parameter:
     rows, dim = step.shape.vocab / step.layout.tensor_parallel, step.shape.dim
-    return Parameter(rows, dim, dim * step.element_bytes, step.is_full)
+    return Parameter(rows, dim, dim * step.element_bytes, step.trains_table(name))
 
 
 def _output(step: StepConfig) -> Iterator[Parameter]:
     """The output layer; a tied one has no parameters of its own."""
     if not step.shape.tied:
-        yield _table(step)
+        yield _table(step, "output")
         if step.lora_output:
             yield from _adapter(step, "output", step.shape.output)
 
@@ -260,6 +264,8 @@ def loss_memory(step: StepConfig) -> LossMemory:
     chunk's temporaries; split over the vocabulary one more copy of a chunk. A soft cap makes its
     logits in fp32 itself, and backward keeps its tanh.
     """
+    if step.loss == "score":
+        return _score(step)
     if step.loss == "linear":
         return _linear(step)
     e, tp, capped = step.element_bytes, step.layout.tensor_parallel, step.shape.softcap
@@ -287,9 +293,17 @@ def _linear(step: StepConfig) -> LossMemory:
     if step.teacher_logits:
         # In fp32 the logits of both, the slope, and what it is made of.
         made = part * FP32 * (5 if shape.softcap else 4)
-    product = e * columns * shape.dim if step.is_full and e < FP32 else 0.0
+    product = e * columns * shape.dim if step.trains_table("output") and e < FP32 else 0.0
     # The trained rows, their gradient, the layers' result, and the norm's if nothing keeps it.
     forward = (1 + 1 / tp + (not step.is_full)) * hidden + max(made, e * part + product)
     # The norm's backward pass is in fp32.
     backward = (1 + 6 / tp if step.is_full else 2 + 8 / tp) * hidden
     return LossMemory(hidden, forward, backward, 2 * hidden)
+
+
+def _score(step: StepConfig) -> LossMemory:
+    """The last norm of all positions, of which a score head reads one for each document."""
+    hidden = step.element_bytes * step.tokens * step.shape.dim
+    # The norm's backward pass is in fp32.
+    norm = (1 + 6 / step.layout.tensor_parallel) * hidden
+    return LossMemory(hidden, hidden, norm, 2 * hidden)

@@ -147,7 +147,10 @@ def _check(recipe: Recipe, asked: Served) -> None:
             f"--replicas {asked.replicas}-{asked.max_replicas}: the gateway must reach replicas "
             "on any node: add bind=node"
         )
-    faults += adapter_faults(str(recipe.config["engine"]), Path(str(recipe.config["model"])))
+    folder = Path(str(recipe.config["model"]))
+    if _gives_scores(folder):
+        faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
+    faults += adapter_faults(str(recipe.config["engine"]), folder)
     if not recipe.config.get("engine_python"):
         argv = [str(venv.python()), "-m", "serving.engines", str(recipe.config["engine"])]
         done = subprocess.run(
@@ -160,6 +163,14 @@ def _check(recipe: Recipe, asked: Served) -> None:
 
 # model_type of models that PEFT 0.18 cannot put a prefix before.
 WITHOUT_PREFIX = ("gemma2", "gemma3_text")
+
+
+def _gives_scores(folder: Path) -> bool:
+    """Whether a folder holds a reward model or its adapter, by what its export says."""
+    adapter = files.read_json_or_none(folder / "adapter_config.json") or {}
+    content = files.read_json_or_none(folder / "config.json") or {}
+    classes = content.get("architectures") or []
+    return adapter.get("task_type") == "SEQ_CLS" or any("SequenceClass" in c for c in classes)
 
 
 def adapter_faults(engine: str, folder: Path) -> list[str]:

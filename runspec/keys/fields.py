@@ -11,6 +11,8 @@ from runspec.keys.key import REQUIRED, Key, setting
 
 # model._component_ of a model that its folder's config.json names: transformers has the code.
 TRANSFORMERS = "transformers"
+# dataset._component_ of a mixture of sources that is read while it is trained.
+STREAM = "trainer.data.stream.stream_dataset"
 # dataset.source of files, as datasets.load_dataset takes it; any other names a dataset or a folder.
 FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
 
@@ -65,6 +67,12 @@ class ModelKeys:
                 "lora_*, else twice the rank.",
             ),
             Key("lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
+            Key(
+                "modules_to_save",
+                "texts",
+                "Beside an adapter, what is trained whole: embed_tokens, lm_head (torchtune's "
+                "builders: tok_embeddings, output).",
+            ),
             Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
             Key(
                 "use_rslora",
@@ -134,6 +142,16 @@ class ModelKeys:
         REQUIRED,
         inner=(
             Key("path", "text", "Folder or file of the tokenizer."),
+            Key(
+                "chat_template",
+                "any",
+                "A chat template in the place of the folder's: its file, or its text.",
+            ),
+            Key(
+                "chat_template_kwargs",
+                "open block",
+                "Arguments of the chat template, such as {enable_thinking: false}.",
+            ),
             Key(
                 "max_seq_len",
                 "positive",
@@ -264,19 +282,44 @@ class TrainingKeys:
             Key("weight_decay", "rate", "Weight decay.", may_change=True),
             Key("betas", "list", "Adam's decay rates: [0.9, 0.95].", may_change=True),
             Key("eps", "rate", "Adam's epsilon.", may_change=True),
+            Key(
+                "no_weight_decay",
+                "texts",
+                "What has no weight decay: norm, bias, embedding (and output head), or patterns of "
+                "names.",
+                may_change=True,
+            ),
+            Key(
+                "adamw",
+                "open block",
+                "With torch.optim.Muon, which updates the matrices of the blocks: lr, betas and "
+                "the like of AdamW for all other parameters.",
+                may_change=True,
+            ),
         ),
     )
     lr_scheduler: dict[str, Any] | None = setting(
         "component",
         "Learning rate schedule, stepped after each optimizer step. Default: a constant rate.",
         may_change=True,
-        inner=(Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),),
+        inner=(
+            Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),
+            Key("warmup_ratio", "rate", "The same as a share of all steps, such as 0.03."),
+            Key("decay_ratio", "rate", "Share of all steps in which get_wsd_schedule falls."),
+        ),
     )
     router_aux_loss_coef: float = setting(
         "rate", "Weight of the load-balancing loss of the experts.", 0.0
     )
     train_router: bool = setting(
         "flag", "Train the router of the experts, in full fine-tuning.", True
+    )
+    freeze: list[str] | None = setting(
+        "texts",
+        "Patterns of names of parameters that are not trained: model.layers.[0-9].*.",
+    )
+    neftune_noise_alpha: float | None = setting(
+        "number", "NEFTune: noise on the embeddings, such as 5. Default: none.", may_change=True
     )
     clip_grad_norm: float | None = setting(
         "number", "Maximum gradient norm. Default: no clipping.", may_change=True

@@ -5,6 +5,8 @@ The module trainer.NAME starts the method NAME.
 
 from runspec.keys.distill import DistillConfig
 from runspec.keys.preference import DpoConfig, KtoConfig
+from runspec.keys.pretrain import PretrainConfig
+from runspec.keys.reward import RewardConfig
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig
 
@@ -13,4 +15,6 @@ METHODS: dict[str, type[TrainConfig]] = {
     "dpo": DpoConfig,
     "kto": KtoConfig,
     "distill": DistillConfig,
+    "pretrain": PretrainConfig,
+    "reward": RewardConfig,
 }

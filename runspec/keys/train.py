@@ -55,6 +55,7 @@ class TrainConfig(
         has_reference: the method compares with the policy before training; see `reference_of`.
         pairs: the component that reads preferences from a file of the user's own; "" for a method
             that does not train on them.
+        has_score_head: the model gives one number for each document instead of logits.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
         reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
     """
@@ -64,6 +65,7 @@ class TrainConfig(
     fused_loss: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False
     pairs: ClassVar[str] = ""
+    has_score_head: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
     reads_teacher_logits: ClassVar[bool] = False
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
@@ -150,7 +152,9 @@ class TrainConfig(
         if not cls.has_reference:
             return ""
         start = (config.get("checkpointer") or {}).get("adapter_checkpoint")
-        is_new = adapters.name_of(config.get("model") or {}) is not None and not start
+        model = config.get("model") or {}
+        # The embedding and the output head have no adapter that could be turned off.
+        is_new = adapters.name_of(model) and not (start or model.get("modules_to_save"))
         return "adapter_off" if is_new else "model"
 
     @property
@@ -162,6 +166,11 @@ class TrainConfig(
     def model_folder(self) -> Path:
         """The Hugging Face folder that the weights come from."""
         return Path(self.checkpointer["checkpoint_dir"])
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether training begins with the weights of the model's folder."""
+        return True
 
     @property
     def fp8_recipe(self) -> str | None:

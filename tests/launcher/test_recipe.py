@@ -33,6 +33,9 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     *(f"{model}_dpo" for model in ("llama8b", "qwen3_8b", "gemma3_12b", "llama70b")),
     "qwen3_30b_a3b_dpo",
     "llama8b_kto",
+    # Distilled.
+    "llama8b_to_1b_distill",
+    "qwen3_32b_to_8b_distill",
     # Of transformers' source.
     "gemma3_12b_lora",
     "gemma3_1b_full",
@@ -56,6 +59,9 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "qwen3_30b_a3b_lora",
     "qwen3_5_27b_lora",
     "qwen3_5_35b_a3b_lora",
+    # Pre-training.
+    "llama100m_pretrain",
+    "llama8b_pretrain",
 }
 
 

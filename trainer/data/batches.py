@@ -10,18 +10,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data import packing, tokenizers
+from trainer.data import checks, packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.tokenised import TokenisedDataset, open_dataset
-from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, Documents, MicroBatch
 from trainer.parallel.world import World
 
 # Enough that reading, which is quick, never makes a GPU wait.
 WORKERS_ON_GPU = 2
-_APART = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
 NONE = np.zeros(0, np.int64)
-ALL_SHARED = f"dataset_val: each of its samples is in dataset too; {_APART}"
 
 
 class Row(NamedTuple):
@@ -55,7 +52,84 @@ class Samples(Protocol):
 S = TypeVar("S", bound=Samples)
 
 
-class Rows(Dataset, Generic[S]):
+class Collator:
+    """Makes batches of rows.
+
+    Args:
+        pad_id: the token of padding.
+        multiple: what the length of every row must be divisible by.
+        row_length: tokens of a packed row; None packs nothing.
+        documents_per_sample: documents that lie together.
+
+    length: of a packed row with its padding; None if rows are not packed.
+    """
+
+    def __init__(
+        self,
+        pad_id: int,
+        multiple: int = 1,
+        row_length: int | None = None,
+        documents_per_sample: int = 1,
+    ) -> None:
+        self._pad_id, self._multiple = pad_id, multiple
+        self.length = None if row_length is None else row_length + -row_length % multiple
+        self.documents_per_sample = documents_per_sample
+
+    def collate(self, rows: list[Row]) -> MicroBatch:
+        """A batch of rows. The last token of a document never predicts the next one's first."""
+        packed = self.length is not None
+        samples = np.concatenate([row.samples for row in rows if row.counted] or [NONE])
+        if not packed:
+            rows = [Row([own], row.counted, NONE) for row in rows for own in row.documents]
+        longest = self.length or max(len(tokens) for row in rows for tokens, _ in row.documents)
+        shape = len(rows), longest + -longest % self._multiple
+        tokens = np.full(shape, self._pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        positions, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
+        begins, firsts, ends, documents_so_far = [], [], [NONE], 0
+        for line, row in enumerate(rows):
+            lengths = [len(own) for own, _ in row.documents]
+            end = sum(lengths)
+            firsts.append(documents_so_far)
+            documents_so_far += len(lengths) * row.counted
+            if row.counted:
+                ends.append(np.cumsum(lengths) - 1 + line * shape[1])
+            tokens[line, :end] = np.concatenate([own for own, _ in row.documents])
+            if row.counted:
+                trained = np.concatenate([trained for _, trained in row.documents])
+                labels[line, : end - 1] = np.where(trained[1:], tokens[line, 1:end], IGNORE_INDEX)
+                labels[line, np.cumsum(lengths) - 1] = IGNORE_INDEX
+            if end < shape[1]:
+                # The padding is a document too: every position belongs to one.
+                lengths.append(shape[1] - end)
+            first = np.cumsum([0, *lengths[:-1]])
+            positions[line] = np.arange(shape[1]) - np.repeat(first, lengths)
+            numbers[line] = np.repeat(np.arange(len(lengths)), lengths)
+            begins.append(first + line * shape[1])
+        offsets = np.concatenate([*begins, [len(rows) * shape[1]]]).astype(np.int32)
+        documents = Documents(torch.from_numpy(numbers), torch.from_numpy(offsets))
+        trained_at = np.flatnonzero(labels != IGNORE_INDEX)
+        counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
+        return MicroBatch(
+            tokens=torch.from_numpy(tokens),
+            labels=torch.from_numpy(labels),
+            trained=torch.from_numpy(trained_at),
+            document_index=torch.from_numpy(
+                numbers.ravel()[trained_at] + np.asarray(firsts)[trained_at // shape[1]]
+            ),
+            documents_per_sample=self.documents_per_sample,
+            samples=torch.from_numpy(samples),
+            numbers=torch.zeros(len(samples)),
+            token_count=sum(counted),
+            target_count=len(trained_at),
+            lengths=tuple(counted),
+            positions=torch.from_numpy(positions) if packed else None,
+            documents=documents if packed else None,
+            ends=torch.from_numpy(np.concatenate(ends)),
+        )
+
+
+class Rows(Collator, Dataset, Generic[S]):
     """The rows of batches: one document per row, or whole samples packed to one length.
 
     By index the samples of a packed row, else a sample, whose documents are a row each; ~i is i
@@ -75,11 +149,10 @@ class Rows(Dataset, Generic[S]):
         row_length: int | None = None,
         seed: int | None = None,
     ) -> None:
-        self.samples, self._pad_id, self._multiple = samples, pad_id, multiple
-        self.length, self._begins = None, np.arange(len(samples) + 1)
+        super().__init__(pad_id, multiple, row_length, samples.documents.shape[1])
+        self.samples, self._begins = samples, np.arange(len(samples) + 1)
         self._order = np.arange(len(samples))
         if row_length is not None:
-            self.length = row_length + -row_length % multiple
             rows = packing.pack(samples.lengths, row_length, seed)
             self._begins = np.cumsum([0, *map(len, rows)])
             self._order = np.concatenate([np.asarray(row) for row in rows])
@@ -96,9 +169,17 @@ class Rows(Dataset, Generic[S]):
         """The indices of the samples in a row."""
         return self._order[self._begins[row] : self._begins[row + 1]]
 
+    def collate(self, rows: list[Row]) -> MicroBatch:
+        """As Collator.collate, with what belongs to the samples."""
+        batch, samples = super().collate(rows), self.samples
+        batch.numbers = _fp32(samples.numbers[batch.samples.numpy()])
+        if samples.reference is not None:
+            batch.reference = _fp32(samples.reference[batch.samples.numpy()])
+        return batch
+
     def _documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
         tokens, trained = self.samples[index]
-        if self.samples.documents.shape[1] == 1:
+        if self.documents_per_sample == 1:
             return [(tokens, trained)]
         ends = np.cumsum(self.samples.documents[index])[:-1]
         return list(zip(np.split(tokens, ends), np.split(trained, ends), strict=True))
@@ -107,58 +188,6 @@ class Rows(Dataset, Generic[S]):
     def filled(self) -> float:
         """Share of the packed rows' positions that hold a token."""
         return float(self.samples.lengths.sum()) / (len(self) * (self.length or 1))
-
-    def collate(self, rows: list[Row]) -> MicroBatch:
-        """A batch of rows. The last token of a document never predicts the next one's first."""
-        packed = self.length is not None
-        samples = np.concatenate([row.samples for row in rows if row.counted] or [NONE])
-        if not packed:
-            rows = [Row([own], row.counted, NONE) for row in rows for own in row.documents]
-        longest = self.length or max(len(tokens) for row in rows for tokens, _ in row.documents)
-        shape = len(rows), longest + -longest % self._multiple
-        tokens = np.full(shape, self._pad_id, dtype=np.int64)
-        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-        positions, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
-        begins, firsts, documents_so_far = [], [], 0
-        for line, row in enumerate(rows):
-            lengths = [len(own) for own, _ in row.documents]
-            end = sum(lengths)
-            firsts.append(documents_so_far)
-            documents_so_far += len(lengths) * row.counted
-            tokens[line, :end] = np.concatenate([own for own, _ in row.documents])
-            if row.counted:
-                trained = np.concatenate([trained for _, trained in row.documents])
-                labels[line, : end - 1] = np.where(trained[1:], tokens[line, 1:end], IGNORE_INDEX)
-                labels[line, np.cumsum(lengths) - 1] = IGNORE_INDEX
-            if end < shape[1]:
-                # The padding is a document too: every position belongs to one.
-                lengths.append(shape[1] - end)
-            first = np.cumsum([0, *lengths[:-1]])
-            positions[line] = np.arange(shape[1]) - np.repeat(first, lengths)
-            numbers[line] = np.repeat(np.arange(len(lengths)), lengths)
-            begins.append(first + line * shape[1])
-        offsets = np.concatenate([*begins, [len(rows) * shape[1]]]).astype(np.int32)
-        documents = Documents(torch.from_numpy(numbers), torch.from_numpy(offsets))
-        trained_at = np.flatnonzero(labels != IGNORE_INDEX)
-        counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
-        reference = self.samples.reference
-        return MicroBatch(
-            tokens=torch.from_numpy(tokens),
-            labels=torch.from_numpy(labels),
-            trained=torch.from_numpy(trained_at),
-            document_index=torch.from_numpy(
-                numbers.ravel()[trained_at] + np.asarray(firsts)[trained_at // shape[1]]
-            ),
-            documents_per_sample=self.samples.documents.shape[1],
-            samples=torch.from_numpy(samples),
-            numbers=_fp32(self.samples.numbers[samples]),
-            reference=None if reference is None else _fp32(reference[samples]),
-            token_count=sum(counted),
-            target_count=len(trained_at),
-            lengths=tuple(counted),
-            positions=torch.from_numpy(positions) if packed else None,
-            documents=documents if packed else None,
-        )
 
 
 def _fp32(values: np.ndarray) -> torch.Tensor:
@@ -210,7 +239,7 @@ class Batches:
             batch_sampler=self._index_lists(step),
             collate_fn=self.rows.collate,
             num_workers=self._workers,
-            worker_init_fn=_ignore_sigterm,
+            worker_init_fn=ignore_sigterm,
             pin_memory=self._world.device.type == "cuda",
             # Its own generator, so that the loader leaves the ranks' random state alone.
             generator=torch.Generator(),
@@ -218,6 +247,45 @@ class Batches:
         micro_batches = iter(loader)
         for _ in range(step, self.total_steps):
             yield [next(micro_batches) for _ in range(self._micro_steps)]
+
+    def state(self, step: int) -> None:
+        """What a checkpoint of `step` must hold beside the step: nothing."""
+
+    def restore(self, step: int, state: Any) -> None:
+        """Go on at `step`: `from_step` does."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must stay the same between a checkpoint and the start that resumes it."""
+        return {
+            "dataset_size": self.size,
+            "dataset_sha256": self.rows.samples.sha256,
+            "packed_row_length": self.rows.length,
+            "samples_per_step": self.samples_per_step,
+            "steps_per_epoch": self.steps_per_epoch,
+        }
+
+    @property
+    def described(self) -> str:
+        """What it is, in words."""
+        rows = self.rows
+        samples, each = rows.samples.documents.shape
+        count = f"{samples:,} samples" + (f" of {each} documents" if each > 1 else "")
+        if rows.length is None:
+            return count
+        return (
+            f"{count} in {len(rows):,} packed rows of {rows.length:,} tokens, "
+            f"{100 * rows.filled:.0f} % filled"
+        )
+
+    def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
+        """What would fail inside a model that knows so many tokens and positions.
+
+        Args:
+            key: the config's, for messages.
+        """
+        rows = self.rows
+        return checks.misfits(key, rows.samples, rows.length, vocab_size, max_seq_len)
 
     def _index_lists(self, first_step: int) -> Iterator[list[int]]:
         epoch, world = -1, self._world
@@ -240,9 +308,33 @@ class Batches:
         return torch.randperm(self.size, generator=generator).tolist()
 
 
-def _ignore_sigterm(worker: int) -> None:
+def ignore_sigterm(worker: int) -> None:
     """A stop reaches the ranks; the workers go on until their rank is done with them."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class TrainingBatches(Protocol):
+    """The batches of a run; see `Batches`, which are those of a dataset."""
+
+    samples_per_step: int
+    steps_per_epoch: int
+    total_steps: int
+
+    def epoch_of(self, step: int) -> int: ...
+
+    def from_step(self, step: int) -> Iterator[list[MicroBatch]]: ...
+
+    def state(self, step: int) -> Any: ...
+
+    def restore(self, step: int, state: Any) -> None: ...
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+    @property
+    def described(self) -> str: ...
+
+    def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -252,15 +344,15 @@ class Data:
     `mismatches`: why the tokenizer does not belong to the model.
     """
 
-    training: Batches
+    training: TrainingBatches
     validation: Batches | None
     mismatches: list[str]
 
     def faults(self, vocab_size: int, max_seq_len: int) -> list[str]:
         """What would fail inside a model that knows so many tokens and positions."""
-        found = self.mismatches + _faults("dataset", self.training.rows, vocab_size, max_seq_len)
+        found = self.mismatches + self.training.faults("dataset", vocab_size, max_seq_len)
         if self.validation is not None:
-            found += _faults("dataset_val", self.validation.rows, vocab_size, max_seq_len)
+            found += self.validation.faults("dataset_val", vocab_size, max_seq_len)
         return found
 
 
@@ -277,17 +369,8 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     seed = config.seed if config.shuffle else None
-
-    def rows(key: str, block: dict[str, Any], packing_seed: int | None) -> Rows[TokenisedDataset]:
-        samples = open_dataset(key, block, config, world, tokenizer, form)
-        world.on_all(lambda: _check_targets(key, samples, world))
-        for note in samples.notes(config.tokenizer.get("max_seq_len")):
-            world.say(f"note: {key}: {note}")
-        return packed_rows(config, block, samples, tokenizer, packing_seed)
-
-    workers = WORKERS_ON_GPU if world.device.type == "cuda" else 0
     training = Batches(
-        rows("dataset", config.dataset, seed),
+        _opened("dataset", config.dataset, config, world, tokenizer, form, seed),
         world,
         config.batch_size,
         micro_steps=config.gradient_accumulation_steps,
@@ -295,15 +378,46 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
         epochs=config.epochs,
         max_steps_per_epoch=config.max_steps_per_epoch,
         max_steps=config.max_steps,
-        workers=workers if config.num_workers is None else config.num_workers,
+        workers=workers(config, world),
     )
+    own = validation(config, world, tokenizer, form)
+    if own is not None:
+        samples = own.rows.samples
+        world.on_all(lambda: checks.overlap(config, world, training.rows.samples, samples))
+    return Data(training, own, mismatches)
+
+
+def workers(config: TrainConfig, world: World) -> int:
+    """Processes of this rank that read ahead."""
+    if config.num_workers is not None:
+        return config.num_workers
+    return WORKERS_ON_GPU if world.device.type == "cuda" else 0
+
+
+def validation(
+    config: TrainConfig, world: World, tokenizer: Any, form: SampleForm = SINGLE
+) -> Batches | None:
+    """One pass over dataset_val; None without it. Raises ConfigError as `build`."""
     if config.dataset_val is None:
-        return Data(training, None, mismatches)
-    own = rows("dataset_val", config.dataset_val, None)
-    world.on_all(lambda: _check_overlap(config, world, training.rows.samples, own.samples))
-    return Data(
-        training, Batches(own, world, config.batch_size_val or config.batch_size), mismatches
-    )
+        return None
+    rows = _opened("dataset_val", config.dataset_val, config, world, tokenizer, form, None)
+    return Batches(rows, world, config.batch_size_val or config.batch_size)
+
+
+def _opened(
+    key: str,
+    block: dict[str, Any],
+    config: TrainConfig,
+    world: World,
+    tokenizer: Any,
+    form: SampleForm,
+    packing_seed: int | None,
+) -> Rows[TokenisedDataset]:
+    samples = open_dataset(key, block, config, world, tokenizer, form)
+    world.on_all(lambda: checks.targets(key, samples, world))
+    for note in samples.notes(config.tokenizer.get("max_seq_len")):
+        world.say(f"note: {key}: {note}")
+    return packed_rows(config, block, samples, tokenizer, packing_seed)
 
 
 def packed_rows(
@@ -312,94 +426,3 @@ def packed_rows(
     """Rows of a dataset as its block asks for: packed, or a sample each."""
     row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
     return Rows(samples, getattr(tokenizer, "pad_id", 0), config.row_multiple, row_length, seed)
-
-
-def _check_targets(key: str, samples: TokenisedDataset, world: World) -> None:
-    empty = int((samples.targets == 0).sum())
-    if empty == len(samples):
-        raise ConfigError(
-            f"{key}: no sample holds a token to train on; "
-            "check the answers' column and tokenizer.max_seq_len"
-        )
-    if empty:
-        world.say(
-            f"note: {key}: {empty:,} of {len(samples):,} samples hold no token to train on "
-            "(no answer, or it begins after tokenizer.max_seq_len)"
-        )
-
-
-def _check_overlap(
-    config: TrainConfig, world: World, training: TokenisedDataset, validation: TokenisedDataset
-) -> None:
-    """A validation loss over samples that are trained on says nothing."""
-    if fault := shared_splits(config, training.split_sizes):
-        raise ConfigError(fault)
-    equal = int(np.isin(validation.fingerprints, training.fingerprints).sum())
-    if equal == len(validation):
-        raise ConfigError(ALL_SHARED)
-    if equal:
-        world.say(
-            f"note: dataset_val: {equal:,} of {len(validation):,} samples are the same as "
-            "samples of dataset"
-        )
-
-
-def shared_splits(config: TrainConfig, sizes: dict[str, int]) -> str | None:
-    """Say what splits of the same data have in common, None if nothing or if that is not known.
-
-    Args:
-        sizes: samples of each split, by its name.
-    """
-    alike = {"split": None, "packed": None}
-    given = (config.dataset, config.dataset_val or {})
-    if given[0] | alike != given[1] | alike:
-        return None
-    splits = [block.get("split", "train") for block in given]
-    shared = _shared_samples(splits[0], splits[1], sizes)
-    if not shared:
-        return None
-    return (
-        f"dataset_val: shares {shared:,} samples with dataset (split {splits[1]} and {splits[0]}); "
-        f"{_APART}"
-    )
-
-
-def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:
-    """How many samples two splits such as train[:90%] have in common; 0 if that is not known."""
-    from datasets import ReadInstruction
-
-    try:
-        ranges = [ReadInstruction.from_spec(spec).to_absolute(sizes) for spec in (first, second)]
-    except (ValueError, AssertionError):
-        return 0
-    return sum(
-        max(0, min(a.to, b.to) - max(a.from_, b.from_))
-        for a in ranges[0]
-        for b in ranges[1]
-        if a.splitname == b.splitname
-    )
-
-
-def _faults(key: str, rows: Rows[TokenisedDataset], vocab_size: int, max_seq_len: int) -> list[str]:
-    samples = rows.samples
-    found: list[str] = []
-    lengths = samples.documents.max(1)
-    longest = int(lengths.argmax())
-    if rows.length is not None and rows.length > max_seq_len:
-        found.append(
-            f"{key}.packed: rows of {rows.length} tokens, the model takes {max_seq_len}; "
-            f"set tokenizer.max_seq_len={max_seq_len}"
-        )
-    elif lengths[longest] > max_seq_len:
-        found.append(
-            f"{key}: {int((lengths > max_seq_len).sum()):,} of {len(samples):,} samples "
-            f"are too long: {samples.origin(longest)} has {lengths[longest]} tokens, "
-            f"the model takes {max_seq_len}; set tokenizer.max_seq_len={max_seq_len}"
-        )
-    if samples.highest_token >= vocab_size:
-        found.append(
-            f"tokenizer: it made token {samples.highest_token} of {key}'s "
-            f"{samples.highest_origin}, the model knows {vocab_size} tokens; "
-            "tokenizer and model do not belong together"
-        )
-    return found

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data.batches import ALL_SHARED, Rows, packed_rows, shared_splits
+from trainer.data.batches import Rows, packed_rows
+from trainer.data.checks import ALL_SHARED, shared_splits
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Piece, Source, omission_notes, open_source, read_block
 from trainer.errors import ConfigError
@@ -34,7 +35,8 @@ class FirstSamples:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
         self.lengths = np.array([len(piece.tokens) for piece in pieces], dtype=np.int64)
-        self.documents = np.array([piece.lengths for piece in pieces], dtype=np.int64)
+        lengths = [piece.lengths for piece in pieces]
+        self.documents = np.array(lengths, dtype=np.int64) if pieces else np.zeros((0, 1), int)
         self.numbers = np.array([piece.number for piece in pieces])
         self.reference: np.ndarray | None = None
 

@@ -71,7 +71,7 @@ class Source:
         # torchtune's class cannot be imported here: it would bring all of its datasets.
         kinds = {kind.__name__ for kind in type(samples).__mro__}
         self.omissions: dict[str, tuple[int, str]] = {}
-        self.is_text = "TextCompletionDataset" in kinds
+        self.is_text = "TextCompletionDataset" in kinds or getattr(samples, "is_text", False)
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -174,7 +174,7 @@ def _name(
         "tokenizer": tokenizer_block,
         "form": [form.documents, form.number, share],
         "data": [files.sha256(path) for path in origin.data_files(block)],
-        "tokenizer_files": [files.sha256(path) for path in _tokenizer_files(tokenizer_block)],
+        "tokenizer_files": [files.sha256(path) for path in tokenizer_files(tokenizer_block)],
         # The addresses of files on the hub hold the commit.
         "addresses": sorted(getattr(opened and opened.info, "download_checksums", None) or {}),
     }
@@ -189,9 +189,12 @@ def _makers(block: dict[str, Any]) -> tuple[str, ...]:
     return (*own, *(("conversations.py",) if conversations else ()))
 
 
-def _tokenizer_files(block: dict[str, Any]) -> list[Path]:
+def tokenizer_files(block: dict[str, Any]) -> list[Path]:
+    """The files that a `tokenizer` block names, and those of folders that it names."""
     found: set[Path] = set()
     for name in origin.texts(list(block.values())):
+        if "{" in name:
+            continue  # the text of a chat template
         path = Path(name)
         if path.is_dir():
             found |= {p for p in path.iterdir() if p.suffix in TOKENIZER_SUFFIXES}

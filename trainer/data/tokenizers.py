@@ -21,24 +21,53 @@ TEMPLATE_DATE = datetime(2024, 7, 26)
 ROLES = {"ipython": "tool"}
 
 
-def hugging_face_tokenizer(path: str, max_seq_len: int | None = None) -> "HuggingFaceTokenizer":
+def hugging_face_tokenizer(
+    path: str,
+    max_seq_len: int | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> "HuggingFaceTokenizer":
     """Open the tokenizer of a Hugging Face model folder.
 
     Args:
         path: folder with tokenizer.json and tokenizer_config.json; messages need a chat template
             in it too, plain text needs none.
         max_seq_len: longer conversations are cut to this many tokens; None cuts nothing.
+        chat_template: in the place of the folder's: a file, or the text itself.
+        chat_template_kwargs: arguments of the template, such as enable_thinking.
 
     Raises:
-        ConfigError: tokenizer.json is missing or the chat template is broken.
+        ConfigError: tokenizer.json or the file of the template is missing, or the chat template is
+            broken.
     """
-    return HuggingFaceTokenizer(Path(path), max_seq_len)
+    template = None if chat_template is None else template_text(chat_template)
+    return HuggingFaceTokenizer(Path(path), max_seq_len, template, chat_template_kwargs)
+
+
+def template_text(given: str) -> str:
+    """The text of a chat template, of which a file's name or the text itself is given.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if "{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tokenizer.chat_template: {given} cannot be read: {error}") from None
 
 
 class HuggingFaceTokenizer:
     """Turns messages into tokens and a mask, as torchtune's datasets expect of a tokenizer."""
 
-    def __init__(self, folder: Path, max_seq_len: int | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_seq_len: int | None,
+        template: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         from tokenizers import Tokenizer
 
         file = folder / "tokenizer.json"
@@ -55,7 +84,8 @@ class HuggingFaceTokenizer:
             if key in ("bos_token", "eos_token", "pad_token", "unk_token") and value
         }
         self._folder = folder
-        self._template = _template(folder, settings)
+        self._template = template or _template(folder, settings)
+        self._arguments = dict(template_arguments or {})
         self._left_out: frozenset[str] = frozenset()
         self.special_tokens = {
             token.content: index
@@ -72,6 +102,11 @@ class HuggingFaceTokenizer:
     def has_chat_template(self) -> bool:
         """Whether it can tokenise messages."""
         return self._template is not None
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text, by tokenizer and model."""
+        return frozenset(self._ends)
 
     @property
     def vocab_size(self) -> int:
@@ -190,8 +225,7 @@ class HuggingFaceTokenizer:
                 None,
                 add_generation_prompt,
                 strftime_now=TEMPLATE_DATE.strftime,
-                **self._special,
-                **options,
+                **{**self._special, **self._arguments, **options},
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"tokenizer: the chat template is broken: {error}") from None

@@ -13,7 +13,7 @@ from runspec import files, weights
 from trainer.errors import ConfigError
 from trainer.evaluation.samples import Sample
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def fingerprint(folder: Path) -> str:
@@ -48,12 +48,13 @@ class Answerer:
             raise ConfigError(f"{base}: holds no model (config.json is missing)")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(base), padding_side="left")
-            dtype = _DTYPES[settings["dtype"]]
+            dtype = DTYPES[settings["dtype"]]
             model = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{base}: transformers cannot load it: {error}") from None
         if adapter:
-            model = _adapted(model, folder)
+            model = adapted(model, folder)
+        self.base = base
         self.model = model.to(device).eval()
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -80,14 +81,21 @@ class Answerer:
         return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
 
     @torch.inference_mode()
-    def answers(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:
+    def answers(
+        self, samples: list[Sample], task: dict[str, Any], draw: int = 0
+    ) -> list[dict[str, Any]]:
         """Answer a batch of samples.
+
+        Args:
+            draw: the number of the answer, if each sample gets several.
 
         Returns:
             answer, new_tokens, seconds of the batch, and too_long if the prompt leaves no room.
         """
         # The batch's own seed, so that an answer depends on no other batch.
-        torch.manual_seed(self.settings["seed"] * 1_000_003 + samples[0].index)
+        torch.manual_seed(
+            self.settings["seed"] * 1_000_003 + samples[0].index + draw * 1_000_000_007
+        )
         texts = [self.prompt_text(each, task) for each in samples]
         ids = [self._ids(text) for text in texts]
         room = self.limit - self.settings["max_new_tokens"]
@@ -142,7 +150,8 @@ class Answerer:
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
-def _adapted(model: Any, folder: Path) -> Any:
+def adapted(model: Any, folder: Path) -> Any:
+    """A model with the adapter of a folder; raises ConfigError without the package for it."""
     try:
         from peft import PeftModel
     except ImportError:

@@ -21,6 +21,8 @@ from trainer.evaluation.statistics import difference, interval, sign_test
 
 # Samples whose answers differ that the result itself shows; all are in the file of samples.
 _SHOWN = 20
+# Kinds of tasks that ask a model for no text.
+_WITHOUT_ANSWERS = ("perplexity", "pair_accuracy")
 
 
 def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def _of_samples(
         found["metrics"] = {
             metric: _groups(metric, sides, data, config) for metric, sides in columns.items()
         }
-    if task["kind"] != "perplexity":
+    if task["kind"] not in _WITHOUT_ANSWERS:
         found["speed"] = {side: _speed(rows[side]) for side in plan.sides}
         if "classification" in task["metrics"]:
             found["classification"] = {
@@ -115,7 +117,7 @@ def _of_samples(
                 metric: float(values[side][0][k]) for metric, values in columns.items()
             }
         lines.append(line)
-    if len(plan.sides) == 2 and task["kind"] != "perplexity":
+    if len(plan.sides) == 2 and task["kind"] not in _WITHOUT_ANSWERS:
         differ = [
             line for line in lines if line["candidate"]["answer"] != line["against"]["answer"]
         ]
@@ -145,7 +147,18 @@ def _columns(
                 for side, own in rows.items()
             }
         }
+    if task["kind"] == "pair_accuracy":
+        higher = {
+            side: np.array([row["chosen"] > row["rejected"] for row in own], float)
+            for side, own in rows.items()
+        }
+        return {"accuracy": {side: (own, np.ones(len(own))) for side, own in higher.items()}}
     found: Columns = {}
+    if task.get("reward_model"):
+        best = {side: [row["reward"] for row in own] for side, own in rows.items()}
+        found["reward"] = {
+            side: (np.array(own, float), np.ones(len(own))) for side, own in best.items()
+        }
     for metric in task["metrics"]:
         found[metric] = {}
         for side, own in rows.items():

@@ -21,6 +21,7 @@ class Sample:
     """One sample: its place in the file, its prompt, its reference answer and its group.
 
     messages: the conversation that a task of kind batch continues; the prompt is its last message.
+    Of kind pair_accuracy: the record alone.
     """
 
     index: int
@@ -49,6 +50,8 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
                     row = json.loads(line)
                     if task.get("kind") == "batch":
                         found.append(_request(len(found), row))
+                    elif task.get("kind") == "pair_accuracy":
+                        found.append(_pair(len(found), row, task.get("group")))
                     else:
                         found.append(_sample(len(found), row, columns, task.get("group")))
                 except (ValueError, KeyError, TypeError) as error:
@@ -90,6 +93,17 @@ def _sample(index: int, row: Any, columns: dict[str, str], group: str | None) ->
     values = [row[columns["prompt"]], row[columns["reference"]]]
     texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
     return Sample(index, texts[0], texts[1], str(row[group]) if group else "")
+
+
+def _pair(index: int, row: Any, group: str | None) -> Sample:
+    """Return a record of trainer.data.preferences.PreferenceDataset; the reference is chosen."""
+    if not isinstance(row, dict):
+        raise TypeError("it is no JSON object")
+    if not row.get("completions"):
+        row["chosen"], row["rejected"]
+    texts = [row.get("prompt") or "", row.get("chosen") or ""]
+    prompt, chosen = (each if isinstance(each, str) else json.dumps(each) for each in texts)
+    return Sample(index, prompt, chosen, str(row[group]) if group else "", (row,))
 
 
 # What a line may set for itself when a server is asked; a job has one of each for all lines.

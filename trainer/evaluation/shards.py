@@ -14,7 +14,7 @@ from typing import Any
 from runspec import files
 from runspec.keys.evaluate import COMPARED_OF_TASK
 from trainer.errors import ConfigError
-from trainer.evaluation import harness, judge, samples
+from trainer.evaluation import harness, judge, pairs, samples
 from trainer.evaluation.model import Answerer, fingerprint
 from trainer.evaluation.samples import Sample
 from trainer.evaluation.scores import normalised
@@ -53,8 +53,10 @@ class Plan:
         for side in self.sides:
             if not self.folder(side).is_dir():
                 raise ConfigError(f"{side}: there is no model folder {self.folder(side)}")
+        self._check_kinds()
         self.models = {side: fingerprint(self.folder(side)) for side in self.sides}
         self.data: dict[str, list[Sample]] = {}
+        self._scorers: dict[Path, pairs.Scorer] = {}
         # As the suite has it: labels of classification may be derived from the samples.
         self.asked: dict[str, dict[str, Any]] = {}
         for name, task in config["tasks"].items():
@@ -64,6 +66,20 @@ class Plan:
         self.shards = list(self._shards())
         self.folder_of_shards.mkdir(parents=True, exist_ok=True)
         self._marks = {name: self._mark(name) for name in config["tasks"]}
+
+    def _check_kinds(self) -> None:
+        """A reward model answers nothing; raises ConfigError."""
+        kinds = {name: task["kind"] for name, task in self.config["tasks"].items()}
+        raised = [
+            f"tasks.{name}: {self.folder(side)} is a reward model, which gives scores and no "
+            "text; set kind: pair_accuracy"
+            for side in self.sides
+            if pairs.gives_scores(self.folder(side))
+            for name, kind in kinds.items()
+            if kind != "pair_accuracy"
+        ]
+        if raised:
+            raise ConfigError(*raised)
 
     def _shards(self) -> Iterator[Shard]:
         size, number = int(self.config["shard_samples"]), 0
@@ -87,6 +103,8 @@ class Plan:
         settings = {key: self.config[key] for key in _DEPENDS}
         asked = {key: task[key] for key in task if key not in _SHOWN}
         common = json.dumps([settings, asked, content], sort_keys=True)
+        if task.get("reward_model"):
+            common += fingerprint(Path(task["reward_model"]).expanduser())
         marks = {side: _hash(common + self.models[side]) for side in self.sides}
         return {**marks, "both": _hash(common + "".join(self.models.values()))}
 
@@ -130,28 +148,42 @@ class Plan:
         own = [each for each in self.shards if (each.task, each.side) == (task, side)]
         return [row for shard in own for row in self.rows(shard) or []]
 
-    def work(self, shard: Shard, answerer: Answerer | None) -> None:
+    def work(self, shard: Shard, answerer: Answerer | pairs.Scorer | None) -> None:
         """Make a shard's file."""
         task = self.config["tasks"][shard.task]
         chosen = self.data[shard.task][shard.first : shard.last]
         rows: list[dict[str, Any]] = []
         if answerer is None:
             ours, theirs = (self.rows(each) or [] for each in self._answers(shard))
-            pairs = [
+            asked = [
                 (sample.prompt, sample.reference, own["answer"], other["answer"])
                 for sample, own, other in zip(chosen, ours, theirs, strict=True)
             ]
-            rows = [{"win": win} for win in judge.verdicts(task, pairs)]
+            rows = [{"win": win} for win in judge.verdicts(task, asked)]
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":
             rows = answerer.likelihoods(chosen, task)
+        elif task["kind"] == "pair_accuracy":
+            rows = pairs.compared(answerer, chosen)
         else:
             size = int(self.config["batch_size"])
             for begin in range(0, len(chosen), size):
-                rows += answerer.answers(chosen[begin : begin + size], task)
+                rows += self._answered(answerer, chosen[begin : begin + size], task)
         content = {"mark": self._marks[shard.task][shard.side], "rows": rows}
         files.write_json(self.folder_of_shards / shard.file, content)
+
+    def _answered(
+        self, answerer: Answerer, samples: list[Sample], task: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The model's answers; of several for each sample the best by the task's reward model."""
+        if not task.get("reward_model"):
+            return answerer.answers(samples, task)
+        folder = Path(task["reward_model"]).expanduser()
+        if folder not in self._scorers:
+            self._scorers[folder] = pairs.Scorer(folder, self.config, answerer.device)
+        drawn = [answerer.answers(samples, task, draw) for draw in range(task["best_of"] or 1)]
+        return self._scorers[folder].best(samples, task, drawn)
 
 
 def plan(config: dict[str, Any], run_dir: Path) -> Plan:

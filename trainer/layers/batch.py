@@ -47,6 +47,8 @@ class MicroBatch:
     positions: int64 [batch, sequence], the position of each token in its document; documents:
     which document it belongs to. Both are None if rows are not packed; packed rows all have the
     same length.
+    ends: int64 [documents], where the last token of each document that counts is in the flattened
+    batch; None in batches that no dataset made.
     """
 
     tokens: torch.Tensor
@@ -62,6 +64,7 @@ class MicroBatch:
     reference: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     documents: Documents | None = None
+    ends: torch.Tensor | None = None
 
     @property
     def sample_count(self) -> int:

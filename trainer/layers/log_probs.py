@@ -153,7 +153,25 @@ def linear_cross_entropy(
     forward pass, and its logits are computed once. Weight gradients are summed over the chunks in
     fp32. Arguments and dtype are those of `linear_log_probs`.
     """
-    return _CrossEntropy.apply(*_arguments(made_of, targets, chunks, compile_chunks))
+    return _CrossEntropy.apply(*_arguments(made_of, targets, chunks, compile_chunks))[0]
+
+
+def cross_entropy_with_z_loss(
+    made_of: Factors,
+    targets: torch.Tensor,
+    weight: float,
+    *,
+    compile_chunks: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear_cross_entropy` + weight * sum of log(Z)^2, Z the sum of a token's exp(logits).
+
+    It keeps logits small (PaLM, arXiv 2204.02311, section 5).
+
+    Returns:
+        Both terms, and the second one alone, detached.
+    """
+    total, z_term = _CrossEntropy.apply(*_arguments(made_of, targets, None, compile_chunks, weight))
+    return total, z_term
 
 
 class _Plan(NamedTuple):
@@ -162,10 +180,15 @@ class _Plan(NamedTuple):
     softcap: float | None
     chunk: Callable[..., Any]
     wanted: list[bool]
+    z_loss: float
 
 
 def _arguments(
-    made_of: Factors, targets: torch.Tensor, chunks: int | None, compile_chunks: bool
+    made_of: Factors,
+    targets: torch.Tensor,
+    chunks: int | None,
+    compile_chunks: bool,
+    z_loss: float = 0.0,
 ) -> tuple[Any, ...]:
     vocabulary, dim = made_of.pairs[0][1].shape
     size = loss_tokens(targets.numel(), vocabulary, dim, chunks)
@@ -173,7 +196,7 @@ def _arguments(
     # Only what requires a gradient gets a buffer for one.
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     chunk = _compiled_chunk if compile_chunks and made_of.group is None else _chunk
-    return targets, _Plan(size, made_of.group, made_of.softcap, chunk, wanted), *tensors
+    return targets, _Plan(size, made_of.group, made_of.softcap, chunk, wanted, z_loss), *tensors
 
 
 class _LogProbs(torch.autograd.Function):
@@ -185,7 +208,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.plan = plan
         ctx.save_for_backward(targets, *tensors)
-        return _pass(plan._replace(wanted=[False] * len(tensors)), targets, tensors)[0]
+        return _pass(plan._replace(wanted=[False] * len(tensors)), targets, tensors)[0][0]
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -199,12 +222,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, targets: torch.Tensor, plan: _Plan, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        log_probs, ctx.gradients = _pass(plan, targets, tensors)
-        return -log_probs.sum()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (log_probs, log_sums), ctx.gradients = _pass(plan, targets, tensors)
+        z_term, total = plan.z_loss * log_sums.square().sum(), -log_probs.sum()
+        ctx.mark_non_differentiable(z_term)
+        return total + z_term if plan.z_loss else total, z_term
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the backward pass of linear_cross_entropy runs once only")
         gradients, ctx.gradients = ctx.gradients, None
@@ -217,13 +242,15 @@ def _pass(
     tensors: Sequence[torch.Tensor],
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Log-probabilities [tokens], and the gradients of minus their sum for each wanted tensor.
+    """Log-probabilities and log(Z), [2, tokens], and the gradients for each wanted tensor.
+
+    These are of minus the sum of the log-probabilities, plus that of plan.z_loss * log(Z)^2.
 
     Args:
         scale: [tokens], a factor of each token in that sum; None for 1.
     """
     exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    log_probs = torch.empty(targets.shape, dtype=exact, device=targets.device)
+    found = torch.empty(2, *targets.shape, dtype=exact, device=targets.device)
     # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
     gradients = [
         torch.zeros_like(tensor, dtype=exact if index % 2 else None) if plan.wanted[index] else None
@@ -234,7 +261,7 @@ def _pass(
     # In a function of its own, so that a chunk's logits are gone before the next one's are
     # made. No name and no tuple for them: once they are made exact nothing must hold them.
     def one_chunk(part: slice) -> None:
-        log_probs[part], slope = plan.chunk(
+        found[:, part], slope = plan.chunk(
             logits_of(tensors, part),
             columns[part],
             held[part],
@@ -242,6 +269,7 @@ def _pass(
             plan.softcap,
             any(plan.wanted),
             None if scale is None else scale[part],
+            plan.z_loss,
         )
         for index in range(0, len(tensors), 2):
             inputs, weight = tensors[index : index + 2]
@@ -253,7 +281,7 @@ def _pass(
 
     for begin in range(0, targets.numel(), plan.size):
         one_chunk(slice(begin, begin + plan.size))
-    return log_probs, [
+    return found, [
         None if gradient is None else gradient.to(tensor.dtype)
         for gradient, tensor in zip(gradients, tensors, strict=True)
     ]
@@ -310,11 +338,13 @@ def _chunk(
     softcap: float | None,
     slope_wanted: bool,
     scale: torch.Tensor | None,
+    z_loss: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities [tokens] of [tokens, vocabulary] logits, which may be overwritten.
+    """Log-probabilities and log(Z), [2, tokens], of [tokens, vocabulary] logits.
 
-    They are in fp32, or fp64 for fp64 logits. The second result is the gradient of minus their sum,
-    in the logits' dtype; each token's is multiplied by its `scale`.
+    The logits may be overwritten. The results are in fp32, or fp64 for fp64 logits. The second one
+    is the gradient of minus the sum of the log-probabilities, plus that of z_loss * log(Z)^2, in
+    the logits' dtype; each token's is multiplied by its `scale`.
     """
     dtype, tanh = logits.dtype, None
     logits = logits.to(torch.promote_types(dtype, torch.float32))
@@ -330,17 +360,22 @@ def _chunk(
     sums = torch.cat([logits.exp_().sum(1, keepdim=True), chosen * held], 1)
     if group is not None:
         dist.all_reduce(sums, group=group)
-    log_probs = sums[:, 1] - sums[:, 0].log()
+    log_sums = sums[:, 0].log()
+    found = torch.stack([sums[:, 1] - log_sums, log_sums + highest[:, 0]])
     if not slope_wanted:
-        return log_probs, None
-    slope, own = logits.div_(sums[:, :1]), chosen.exp() / sums[:, :1] - held
+        return found, None
+    slope, own = logits.div_(sums[:, :1]), chosen.exp() / sums[:, :1]
+    if z_loss:
+        factor = (1 + 2 * z_loss * found[1]).unsqueeze(1)
+        slope, own = slope.mul_(factor), own * factor
+    own = own - held
     if tanh is not None:
         own = own * (1 - tanh.gather(1, columns).square())
         slope *= tanh.square_().neg_().add_(1)
     if scale is not None:
         own, slope = own * scale.unsqueeze(1), slope.mul_(scale.unsqueeze(1))
     # Each number is rounded once; the terms of the target's would cancel out in fewer digits.
-    return log_probs, slope.to(dtype).scatter_(1, columns, own.to(dtype))
+    return found, slope.to(dtype).scatter_(1, columns, own.to(dtype))
 
 
 def _compiled_chunk(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, Any]:

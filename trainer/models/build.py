@@ -3,8 +3,9 @@
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch import nn
 
 from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
 from runspec.description import family_of
+from runspec.hints import nearest
 from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
-from trainer.layers import attention, fp8, linear, nf4
+from trainer.layers import attention, fp8, linear, nf4, noise
 from trainer.layers.adapters import base as adapters
 from trainer.models.decoder import Decoder, Role
 from trainer.parallel import activations, fsdp, tensor_parallel
@@ -92,10 +94,16 @@ def build(
     source, module = world.on_all(lambda: fitting(config, data_faults))
     lay_out(module, config, world, output_chunks, frozen)
     allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
-    world.on_all(lambda: weights.load(module, source))
+    if source is None:
+        world.on_all(lambda: weights.initialise(module, empty(config), config.seed))
+    else:
+        world.on_all(lambda: weights.load(module, source))
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
+    weights.initialise_score(module, source, config.seed)
     module.train(not frozen)
+    if config.neftune_noise_alpha and not frozen:
+        noise.add(module, config.neftune_noise_alpha)
     return Model(module, adapters.method(module), DTYPES[config.dtype])
 
 
@@ -116,6 +124,8 @@ def lay_out(
     freeze_base(module)
     if module.adapter is not None:
         module.adapter.row_multiple = config.row_multiple
+    for parameter in frozen_by_name(module, config.freeze or []).values():
+        parameter.requires_grad_(False)
     if frozen:
         module.requires_grad_(False)
     if not config.train_router:
@@ -143,9 +153,42 @@ def lay_out(
 
 
 def freeze_base(module: Decoder) -> None:
-    """Let only the adapter be trained, or everything if there is no adapter."""
+    """Let what `Decoder.is_trained` names be trained, and nothing else."""
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(module.adapter is None or module.is_adapter(name))
+        parameter.requires_grad_(module.is_trained(name))
+
+
+def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:
+    """The parameters whose plain name is like one of the patterns, by that name."""
+    return {
+        name: parameter
+        for name, parameter in weights.named_parameters(module)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
+    names = [name for name, _ in weights.named_parameters(module)]
+    for pattern in config.freeze or []:
+        if not frozen_by_name(module, [pattern]):
+            yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
+    trained = {name for name in names if module.adapter is None or module.is_adapter(name)}
+    if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
+        yield "freeze: nothing is left to train; leave out a pattern"
+
+
+def _saved_faults(module: Decoder) -> Iterator[str]:
+    known = [name.rpartition(".")[2] for name in module.tables]
+    if module.modules_to_save and module.adapter is None:
+        yield "model.modules_to_save: all weights are trained without an adapter; leave it out"
+    elif module.modules_to_save and module.output_head is None:
+        yield (
+            "model.modules_to_save: this model's output head is its embedding (tied), which PEFT "
+            "would train apart; leave it out, or train all weights"
+        )
+    for name in module.modules_to_save:
+        if name not in known:
+            yield f"model.modules_to_save: {name} is none of {', '.join(known)}"
 
 
 def empty(config: TrainConfig) -> Decoder:
@@ -155,6 +198,8 @@ def empty(config: TrainConfig) -> Decoder:
     try:
         with torch.device("meta"):
             module = empty_module(config.model, config.model_folder)
+            if config.has_score_head:
+                module.use_score_head()
     finally:
         torch.set_default_dtype(before)
     if config.fp8_recipe is not None:
@@ -173,7 +218,7 @@ def own_keys(block: dict[str, Any]) -> set[str]:
     keys = LORA.keys if kind is None else kind.declared.keys
     if not own_adapters(block):
         keys = OF_LORA if is_built_in(block) else ()
-    return {"quantize_base", "adapter", *keys}
+    return {"quantize_base", "adapter", "modules_to_save", *keys}
 
 
 def _source(block: dict[str, Any]) -> str | None:
@@ -215,6 +260,7 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
         model = _adopted(instantiate("model", plain), block)
     model.family = family_of(block, folder)
     _add_adapter(model, block, kind)
+    model.modules_to_save = tuple(block.get("modules_to_save") or ())
     if quantised:
         _quantise(model)
     return model
@@ -272,8 +318,10 @@ def _quantise(model: Decoder) -> None:
 
 def fitting(
     config: TrainConfig, data_faults: Callable[[int, int], list[str]] | None = None
-) -> tuple[weights.SafetensorsSource, Decoder]:
+) -> tuple[weights.SafetensorsSource | None, Decoder]:
     """Return the files that `config` names, and an empty model that fits them.
+
+    There are no files if training begins from scratch.
 
     Args:
         data_faults: (number of tokens, number of positions that the model knows) -> what in the
@@ -282,7 +330,8 @@ def fitting(
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    source = weights.SafetensorsSource.open(config.checkpointer)
+    reads = config.reads_weights
+    source = weights.SafetensorsSource.open(config.checkpointer) if reads else None
     hf_config = weights.read_hf_config(config.model_folder / "config.json")
     module = empty(config)
     faults = module.fit(hf_config, config)
@@ -297,7 +346,8 @@ def fitting(
     faults += layout_faults(module, config)
     if data_faults is not None:
         faults += data_faults(module.vocab_size, module.longest_document)
-    faults += weights.mismatches(module, source, config.model_folder)
+    if source is not None:
+        faults += weights.mismatches(module, source, config.model_folder)
     if faults:
         raise ConfigError(*faults)
     return source, module
@@ -311,6 +361,12 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
         faults.append(
             f"{key}: this model has no routers of experts that it applies to; leave it out"
+        )
+    faults += [*_freeze_faults(module, config), *_saved_faults(module)]
+    if config.neftune_noise_alpha and ranks > 1:
+        faults.append(
+            "neftune_noise_alpha: tensor parallelism splits the embeddings' output; leave it out, "
+            "or set tensor_parallel_dim=1"
         )
     if config.dataset.get("packed") and not module.packs:
         faults.append(

@@ -5,7 +5,7 @@ builders, and a component of your own may be one (docs/models.md, "Your own mode
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError
 from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
+
+# The score head's weight, by the name that transformers' classes for sequences have for it.
+SCORE = "score.weight"
 
 
 class Role(Enum):
@@ -29,6 +33,7 @@ class Role(Enum):
         EMBEDDING: its rows, the vocabulary, are split. `output_scale`, if it has one, multiplies
             its output.
         OUTPUT: as a column layer; its logits stay split over the vocabulary.
+        SCORE: the score head: its inputs are split, and each rank gets the sum.
         COLUMN: a linear layer whose outputs are split.
         FUSED: a column layer that computes several outputs one after another, of which each rank
             gets its part. `pieces` has their widths.
@@ -49,6 +54,7 @@ class Role(Enum):
 
     EMBEDDING = auto()
     OUTPUT = auto()
+    SCORE = auto()
     COLUMN = auto()
     FUSED = auto()
     ROW = auto()
@@ -73,6 +79,8 @@ class Decoder(nn.Module, ABC):
         title: what the log calls it; None for the component that made it.
         family: transformers' model_type, or the module of torchtune's builder.
         adapter: the kind of its adapter; None if all weights are trained.
+        modules_to_save: last parts of the names of the embedding and the output head, if these are
+            trained whole beside the adapter.
         embedding: has a weight [vocabulary, dim].
         final_norm: between the last block and the output.
         output_head: a linear layer with or without an adapter; None if the embedding's weight is
@@ -93,6 +101,7 @@ class Decoder(nn.Module, ABC):
     title: str | None = None
     family: str = ""
     adapter: AdapterKind | None = None
+    modules_to_save: tuple[str, ...] = ()
     embedding: nn.Module
     final_norm: nn.Module
     max_seq_len: int
@@ -158,6 +167,38 @@ class Decoder(nn.Module, ABC):
         return 0
 
     @property
+    def score_head(self) -> nn.Module | None:
+        """The linear layer [1, dim] that a reward model has in place of its output head."""
+        return dict(self.named_children()).get("score")
+
+    def use_score_head(self) -> None:
+        """Put a score head, without bias, in place of the output head.
+
+        Call it on the meta device, before the model is laid out.
+
+        Raises:
+            ConfigError: the trainer cannot make a reward model of it.
+        """
+        raise ConfigError(
+            "model: a reward model is made of transformers' classes only; leave model._component_ "
+            "out, and give model.lora_rank for LoRA"
+        )
+
+    def scores(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The score head's outputs, to be called in `forward`'s `output`.
+
+        Args:
+            hidden: the last block's output, [batch, sequence, dim].
+            positions: int64 [documents], indices into the flattened batch.
+
+        Returns:
+            [documents], fp32; each rank of a split model has all of them.
+        """
+        rows = self.final_norm(hidden).flatten(0, 1).index_select(0, positions)
+        found: torch.Tensor = self.score_head(rows)
+        return found.squeeze(-1)
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens that the embedding knows."""
         return self.embedding.weight.shape[0]
@@ -219,6 +260,26 @@ class Decoder(nn.Module, ABC):
         """True for the name of a parameter that an adapter adds."""
         return self.adapter is not None and self.adapter.owns(parameter)
 
+    def is_trained(self, parameter: str) -> bool:
+        """True for the name of a parameter that is not frozen.
+
+        All are without an adapter; beside one `modules_to_save` and the score head.
+        """
+        if self.adapter is None or self.is_adapter(parameter):
+            return True
+        return self.is_saved(parameter) or parameter == SCORE
+
+    def is_saved(self, parameter: str) -> bool:
+        """True for the name of a parameter of `modules_to_save`."""
+        module, _, name = parameter.rpartition(".")
+        return name == "weight" and module in self.tables and _last(module) in self.modules_to_save
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of the embedding and of the output head, if it has one of its own."""
+        own = [self.embedding, self.output_head]
+        return [name for name, module in self.named_modules() if any(module is m for m in own)]
+
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
         """Make the model compute what config.json says; return what differs, one line per fault.
 
@@ -235,6 +296,17 @@ class Decoder(nn.Module, ABC):
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute on `device` the buffers that no file holds, such as rotary tables."""
+
+    def first_values(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter's name and first value for training from scratch, in fp32 on the CPU.
+
+        They depend on the seed and the model alone. It is called on the meta device, before the
+        model is laid out, and holds one module's parameters at a time.
+
+        Raises:
+            ConfigError: the source of the model knows no first values, or not of all parameters.
+        """
+        raise ConfigError("from_scratch: this source of models knows no first weights")
 
     def hub_name(self, parameter: str) -> str | None:
         """Name of the tensor on the Hugging Face hub that holds a parameter; None if none does.
@@ -288,3 +360,7 @@ class Decoder(nn.Module, ABC):
     def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `from_hub`, also for LoRA's B, [out, rank]."""
         return rows
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

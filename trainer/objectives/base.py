@@ -169,10 +169,10 @@ class Objective(ABC):
 
     def identity(self, models: Models, data: Data) -> dict[str, Any]:
         """What must stay the same between a checkpoint and the start that resumes it, by key."""
-        config, training = self.config, data.training
+        config = self.config
         base, adapter = None, models.policy.module.adapter
-        if adapter is not None:
-            # Which base model an adapter belongs to: its checkpoints do not hold that.
+        if (adapter is not None or config.freeze) and config.reads_weights:
+            # Checkpoints hold what is trained; the rest must still be there.
             source = config.checkpointer
             found = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
             base = self.world.gather(found)[0]
@@ -181,6 +181,7 @@ class Objective(ABC):
             "model": config.model,
             "base_weights": base,
             **({} if adapter is None else adapter.identity(models.policy.module)),
+            "freeze": config.freeze,
             "dtype": config.dtype,
             "master_weights": config.master_weights,
             "fp8_recipe_name": config.fp8_recipe,
@@ -189,11 +190,7 @@ class Objective(ABC):
             "shuffle": config.shuffle,
             **self.own_values(may_change=False),
             **{f"{name}_weights": sha for name, sha in models.fingerprints.items()},
-            "dataset_size": training.size,
-            "dataset_sha256": training.rows.samples.sha256,
-            "packed_row_length": training.rows.length,
-            "samples_per_step": training.samples_per_step,
-            "steps_per_epoch": training.steps_per_epoch,
+            **data.training.identity,
         }
 
     def own_values(self, may_change: bool) -> dict[str, Any]:

@@ -52,7 +52,8 @@ class UnpairedPreferenceTuning(PreferenceObjective):
 
     def prepare(self, models: Models, data: Data) -> None:
         """As PreferenceObjective.prepare."""
-        self._share = float(data.training.rows.samples.numbers.mean())
+        if isinstance(data.training, Batches):
+            self._share = float(data.training.rows.samples.numbers.mean())
         super().prepare(models, data)
 
     def described(self, batches: Batches) -> list[str]:

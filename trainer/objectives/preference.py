@@ -29,11 +29,17 @@ class PreferenceObjective(Objective):
         """What of loss and reference does not go together; see `Objective.faults`."""
         found = super().faults(config)
         start = config.checkpointer.get("adapter_checkpoint")
+        whole = config.model.get("modules_to_save")
         if config.reference_kind == "adapter_off":
             if adapters.name_of(config.model) is None:
                 found.append(
                     "reference: adapter_off needs an adapter, and every weight is trained; set "
                     "reference=log_probs"
+                )
+            elif whole:
+                found.append(
+                    f"reference: adapter_off leaves {', '.join(whole)} as trained "
+                    "(model.modules_to_save); set reference=log_probs"
                 )
             elif start is not None:
                 found.append(
@@ -47,7 +53,7 @@ class PreferenceObjective(Objective):
         config, world = self.config, self.world
         self._weights = reference.fingerprints(config, world) if config.reference_kind else {}
         for name, batches in (("dataset", data.training), ("dataset_val", data.validation)):
-            if batches is not None:
+            if isinstance(batches, Batches):
                 for line in self.described(batches):
                     world.say(f"{name}: {line}")
                 if config.reference_kind == "log_probs":

@@ -112,8 +112,10 @@ def _prefetch(model: Decoder, depth: int) -> None:
 
 
 def _stays_with_root(model: Decoder, layer: Any) -> bool:
+    if not isinstance(layer, nn.Module):
+        return True
     # A tied embedding is needed again by the output, after it would have been sharded again.
-    if model.output_head is None and (layer is model.embedding or not isinstance(layer, nn.Module)):
+    if layer is model.embedding and model.output_head is None and model.score_head is None:
         return True
     # Each chunk of logits would gather the output head, and how many chunks there are depends on
     # the length of a rank's batch: the ranks' collectives would no longer match.

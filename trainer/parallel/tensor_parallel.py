@@ -45,9 +45,14 @@ COLUMN = dict.fromkeys(("weight", "bias"), Shard(0))
 def _embedding(layer: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
     """[batch, sequence] to this rank's [batch, sequence / ranks, dim], from its rows."""
     rows = local(layer.weight)
-    index = tokens - layer.tensor_parallel_mesh.get_local_rank() * rows.shape[0]
+    first = layer.tensor_parallel_mesh.get_local_rank() * rows.shape[0]
+    index = tokens - first
     elsewhere = (index < 0) | (index >= rows.shape[0])
-    found = F.embedding(index.masked_fill(elsewhere, 0), rows)
+    # Its row has no gradient, although the token may be one that begins documents.
+    padding = getattr(layer, "padding_idx", None)
+    padding = None if padding is None else padding - first
+    own = padding if padding is not None and 0 <= padding < rows.shape[0] else None
+    found = F.embedding(index.masked_fill(elsewhere, 0), rows, own)
     out = _summed(layer, SEQUENCE, found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
     scale = getattr(layer, "output_scale", None)
     # As Gemma was trained, the factor is rounded to the model's dtype.
@@ -178,6 +183,14 @@ def _output(layer: nn.Module, x: torch.Tensor) -> DTensor:
     return DTensor.from_local(_column(layer, x), mesh, [Shard(-1)], run_check=False)
 
 
+def _score(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """[documents, dim], whole on every rank, to the score of each, likewise."""
+    mesh, weight = layer.tensor_parallel_mesh, local(layer.weight)
+    # Each rank gives back the gradient of its own columns: column-split layers do so, too.
+    own = x.narrow(-1, mesh.get_local_rank() * weight.shape[1], weight.shape[1])
+    return _summed(layer, Replicate(), F.linear(own.float(), weight.float()))
+
+
 def _own_forward(layer: nn.Module, *args: torch.Tensor) -> object:
     """A module's own forward pass, on this rank's tokens or heads."""
     return replaced(layer, _own_forward)(_Local(layer), *args)
@@ -203,6 +216,7 @@ class _Local:
 STYLES: dict[Role, tuple[Callable[..., Any] | None, dict[str, Shard]]] = {
     Role.EMBEDDING: (_embedding, {"weight": Shard(0)}),
     Role.OUTPUT: (_output, COLUMN),
+    Role.SCORE: (_score, {"weight": Shard(1)}),
     Role.COLUMN: (_column, COLUMN),
     Role.FUSED: (_fused, COLUMN),
     Role.ROW: (_row, {"weight": Shard(1)}),

@@ -13,7 +13,7 @@ from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import PEFT_PREFIX, Loaded, kind_of_layer
 from trainer.models.build import Model
-from trainer.models.decoder import Decoder
+from trainer.models.decoder import SCORE, Decoder
 from trainer.storage import weights
 
 KEY = "checkpointer.adapter_checkpoint"
@@ -30,8 +30,11 @@ def load(model: Model, config: TrainConfig) -> Path:
         ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
     """
     path, adapter = read(model.module, config)
-    for name, parameter in _adapter_parameters(model.module).items():
+    whole = dict(saved_of(model.module).values())
+    for name, parameter in (_adapter_parameters(model.module) | whole).items():
         weights.fill(parameter, adapter.tensors[name])
+    if model.module.score_head is not None and SCORE in adapter.tensors:
+        weights.fill(model.module.score_head.weight, adapter.tensors[SCORE])
     modules = {weights.plain_name(name): m for name, m in model.module.named_modules()}
     for name, attributes in adapter.attributes.items():
         for attribute, value in attributes.items():
@@ -62,11 +65,40 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
             "it there from where the adapter was made"
         )
     faults: list[str] = []
+    saved = {key: name for key, (name, _) in saved_of(model).items()}
+    faults += [f"holds no {key}" for key in sorted(saved.keys() - tensors.keys())]
+    whole = {name: tensors.pop(key) for key, name in saved.items() if key in tensors}
+    whole |= _score(model, tensors, faults)
+    if whole and settings is not None:
+        settings = {key: value for key, value in settings.items() if key != "modules_to_save"}
     loaded = model.adapter.from_peft(model, weights.hub_tensors(model), tensors, settings, faults)
     # Another rank shows in the shapes, too.
     if faults := faults or _differences(_adapter_parameters(model), loaded.tensors):
         raise ConfigError(*(f"{KEY}: {fault}" for fault in dict.fromkeys(faults)))
+    loaded.tensors.update(whole)
     return path, loaded
+
+
+def _score(
+    model: Decoder, tensors: dict[str, torch.Tensor], faults: list[str]
+) -> dict[str, torch.Tensor]:
+    """Take the score head's weight out of tensors, if the model has one."""
+    names = (SCORE, PEFT_PREFIX + SCORE)
+    if model.score_head is None or not (found := [n for n in names if n in tensors]):
+        return {}
+    score = tensors.pop(found[0])
+    if score.shape != model.score_head.weight.shape:
+        faults.append(f"its score head gives {score.shape[0]} numbers, a reward model one")
+    return {SCORE: score}
+
+
+def saved_of(model: Decoder) -> dict[str, tuple[str, nn.Parameter]]:
+    """What is trained whole beside the adapter, (plain name, parameter) by PEFT's name."""
+    return {
+        PEFT_PREFIX + model.peft_name(model.hub_name(name) or name): (name, parameter)
+        for name, parameter in weights.named_parameters(model)
+        if model.is_saved(name)
+    }
 
 
 def _settings(file: Path) -> dict[str, Any] | None:

@@ -45,7 +45,8 @@ class TrainerState:
 
     `run` is the objective's identity, which must be the config's; `settings` are the keys that
     may change at resume, and `lr` the learning rate of the next step. `val_loss` was measured on
-    the weights of this very step; None if it was not.
+    the weights of this very step; None if it was not. `data`: where the data are, if the step alone
+    does not say it.
     """
 
     step: int = 0
@@ -59,6 +60,7 @@ class TrainerState:
     tensor_parallel_dim: int = 1
     run: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    data: Any = None
 
     def check_identity(self, now: dict[str, Any]) -> None:
         """Refuse a config with which the run would not go on as the same run.

@@ -11,26 +11,31 @@ from safetensors.torch import save_file
 
 from runspec import files
 from trainer.config import TrainConfig
+from trainer.data.tokenizers import template_text
 from trainer.layers import experts, linear, nf4
-from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
+from trainer.layers.adapters.base import PEFT_PREFIX, AdaptedLinear, AdapterKind
 from trainer.models.build import Model
+from trainer.models.decoder import SCORE
 from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
 from trainer.storage import adapter, weights
 
 MAX_SHARD_BYTES = 4 * 2**30
-# Files of a model folder, besides the weights, that are right for the trained model too.
-COPIED = (
-    "config.json",
-    "generation_config.json",
+TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
-    "preprocessor_config.json",
-    "processor_config.json",
     "added_tokens.json",
     "chat_template*",
     "vocab.json",
     "merges.txt",
+)
+# Files of a model folder, besides the weights, that are right for the trained model too.
+COPIED = (
+    *TOKENIZER,
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     # What an `auto_map` in config.json or tokenizer_config.json names.
     "configuration_*.py",
     "modeling_*.py",
@@ -47,7 +52,7 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     """
     final = config.output_dir / files.EXPORT
     temporary = config.output_dir / f".tmp_{files.EXPORT}"
-    world.on_main(lambda: _prepare(temporary, config.model_folder, model.dtype))
+    world.on_main(lambda: _prepare(temporary, config, model))
     if not config.save_adapter_weights_only:
         _write_model(model, config, temporary, world)
     if model.module.adapter is not None:
@@ -56,15 +61,26 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     return final
 
 
-def _prepare(temporary: Path, source: Path, dtype: torch.dtype) -> None:
+def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for pattern in COPIED:
-        for path in source.glob(pattern):
+    # From scratch a tokenizer may come from another folder than config.json.
+    tokenizer = Path(str(config.tokenizer.get("path") or config.model_folder))
+    copied = [] if config.reads_weights else [(tokenizer, TOKENIZER)]
+    for source, patterns in [*copied, (config.model_folder, COPIED)]:
+        for path in (path for pattern in patterns for path in source.glob(pattern)):
             shutil.copyfile(path, temporary / path.name)
+    if template := config.tokenizer.get("chat_template"):
+        files.write_text(temporary / "chat_template.jinja", template_text(str(template)))
     settings = files.read_json_or_none(temporary / "config.json") or {}
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
-    files.write_json(temporary / "config.json", settings | {key: str(dtype).removeprefix("torch.")})
+    settings[key] = str(model.dtype).removeprefix("torch.")
+    if model.module.score_head is not None:
+        from trainer.storage import classifier  # a rank is to start fast
+
+        settings |= classifier.settings(model.module.config, config.model_folder)
+        classifier.set_pad_token(temporary)
+    files.write_json(temporary / "config.json", settings)
 
 
 def _commit(temporary: Path, final: Path) -> None:
@@ -167,6 +183,12 @@ def _write_adapter(
 ) -> None:
     hub = weights.hub_tensors(model.module)
     tensors, fields = kind.to_peft(model.module, hub, model.dtype)
+    tensors |= {
+        key: full_tensor(parameter.detach()).to(model.dtype).cpu()
+        for key, (_, parameter) in adapter.saved_of(model.module).items()
+    }
+    if saved := [key.split(".")[-2] for key in adapter.saved_of(model.module)]:
+        fields = {**fields, "modules_to_save": saved}
     settings = {
         "peft_type": kind.declared.peft_type or kind.declared.title.upper(),
         "task_type": "CAUSAL_LM",
@@ -174,6 +196,9 @@ def _write_adapter(
         **fields,
         "inference_mode": True,
     }
+    if (head := model.module.score_head) is not None:
+        tensors[PEFT_PREFIX + SCORE] = full_tensor(head.weight.detach()).to(model.dtype).cpu()
+        settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
 
     def write() -> None:
         folder.mkdir()

@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.layers import nf4
 from trainer.layers.adapters.base import AdapterKind
 from trainer.layers.adapters.base import plain_name as plain_name
-from trainer.models.decoder import Decoder
+from trainer.models.decoder import SCORE, Decoder
 from trainer.parallel.sharded import local_part
 
 # The parameters, by plain name, whose rows a tensor of the hub holds; or one buffer.
@@ -237,7 +237,8 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
         else:
             wanted[key] = hub_shape(parts)
     wanted |= {key: piece.shape for key, piece in hub_pieces(module).items()}
-    missing = sorted(wanted.keys() - source.shapes.keys())
+    # A score head that the folder lacks begins anew.
+    missing = sorted(wanted.keys() - source.shapes.keys() - {SCORE})
     faults += [f"{folder}: tensor {key} is missing" for key in missing]
     for key in sorted(source.shapes.keys() - wanted.keys() - set(module.carried_tensors)):
         if not any(fnmatchcase(key, pattern) for pattern in module.ignored_tensors):
@@ -279,6 +280,24 @@ def load(module: Decoder, source: SafetensorsSource) -> None:
             fill(parameter, module.from_hub(name, rows))
 
 
+def seed_of(seed: int, name: str) -> int:
+    """A seed for what has this name, so that it is the same on any number of ranks."""
+    digest = hashlib.sha256(json.dumps([seed, name]).encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+@torch.no_grad()
+def initialise(module: Decoder, fresh: Decoder, seed: int) -> None:
+    """Fill the weights of `module` for training from scratch; each rank copies its own part.
+
+    Args:
+        fresh: the same model on the meta device, which is not laid out.
+    """
+    own = dict(named_parameters(module))
+    for name, value in fresh.first_values(seed):
+        fill(own[name], value)
+
+
 @torch.no_grad()
 def initialise_adapter(module: Decoder, seed: int, kind: AdapterKind | None = None) -> None:
     """Fill an adapter with its kind's first values, the same on any number of ranks.
@@ -292,9 +311,21 @@ def initialise_adapter(module: Decoder, seed: int, kind: AdapterKind | None = No
     kind = kind or module.adapter
     for name, parameter in module.named_parameters():
         if kind is not None and kind.owns(name):
-            digest = hashlib.sha256(json.dumps([seed, plain_name(name)]).encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            generator = torch.Generator().manual_seed(seed_of(seed, plain_name(name)))
             fill(parameter, kind.first_value(module, name, parameter.shape, generator))
+
+
+@torch.no_grad()
+def initialise_score(module: Decoder, source: SafetensorsSource, seed: int) -> None:
+    """Fill a score head that the folder lacks, the same on any number of ranks.
+
+    As transformers does: from a normal distribution of config.json's initializer_range.
+    """
+    if (head := module.score_head) is not None and SCORE not in source.shapes:
+        first = torch.randn(
+            head.weight.shape, generator=torch.Generator().manual_seed(seed_of(seed, SCORE))
+        )
+        fill(head.weight, first * getattr(module.config, "initializer_range", 0.02))
 
 
 def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:

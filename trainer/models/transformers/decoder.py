@@ -2,23 +2,26 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from runspec.layout import longest_row
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
+from trainer.layers.score import ScoreHead
 from trainer.models.decoder import Decoder, Role
 from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.names import HubNames
 from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
+from trainer.storage import weights
 from trainer.storage.weights import SafetensorsSource, named_parameters
 from trainer.storage.weights import plain_name as plain
 
@@ -99,6 +102,17 @@ class TransformersDecoder(Decoder):
     def output_head(self) -> nn.Module | None:
         """The output layer; None if it is tied to the embedding."""
         return self.lm_head
+
+    def use_score_head(self) -> None:
+        """See `Decoder.use_score_head`; it is that of the class's ...ForSequenceClassification."""
+        known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        if self._is_part or type(self.config) not in known:
+            what = "its text model is a part" if self._is_part else "transformers has no class"
+            self._refuse([f"as a reward model, as {what} for sequence classification"])
+        self.lm_head = None
+        self.score = ScoreHead(self.config.hidden_size)
+        self._roles = {k: r for k, r in self._roles.items() if r is not Role.OUTPUT}
+        self._roles["score"] = Role.SCORE
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
@@ -197,8 +211,31 @@ class TransformersDecoder(Decoder):
             self._initialise(module)
         rope.fill(self)
 
+    def first_values(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Decoder.first_values`: each module's by transformers' class, seeded by its name."""
+        for owner, module in self.named_modules():
+            shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
+            if not shapes:
+                continue
+            for name, shape in shapes.items():
+                setattr(module, name, nn.Parameter(torch.full(shape, math.nan, device="cpu")))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(weights.seed_of(seed, owner))
+                self._initialise(module)
+            for name, shape in shapes.items():
+                value = getattr(module, name).detach()
+                if value.isnan().any():
+                    raise ConfigError(
+                        f"from_scratch: {self.title} gives no first values to {owner}.{name}; "
+                        "start from trained weights with from_scratch=False"
+                    )
+                yield f"{owner}.{name}", value
+                setattr(module, name, nn.Parameter(torch.empty(shape, device="meta")))
+
     def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
         """Find the names of a text part's tensors among those of the folder's files."""
+        if not config.reads_weights:
+            return [f"{PLACE}: from_scratch trains no part of a larger model"] * self._is_part
         names = SafetensorsSource.open(config.checkpointer).shapes
         if self._is_part:
             found = self._names.find(names, f"{self._embedding_name()}.weight")

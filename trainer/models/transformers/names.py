@@ -51,6 +51,8 @@ class HubNames:
         """The hub's tensor that holds a parameter, or a buffer."""
         if parameter.startswith("final_norm."):
             return f"{self._prefix}norm.{parameter.removeprefix('final_norm.')}"
+        if parameter == "score.weight":
+            return parameter
         if parameter == "lm_head.weight":
             return self.head
         return self._renamed(self._prefix + parameter.removeprefix(self._base))

@@ -1,0 +1,336 @@
+"""Options of training against what others wrote: Muon, groups, schedules, freezing, NEFTune."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from launcher.sizing.memory import state_bytes
+from launcher.sizing.step_config import step_of
+from runspec.keys.sft import SftConfig
+from tests.trainer.runs import (
+    assert_same_curve,
+    assert_same_tensors,
+    curve,
+    metrics,
+    reopen,
+    tensors,
+    train,
+    write_config,
+)
+from trainer import optimizers
+from trainer.config import load
+from trainer.data import batches
+from trainer.data.tokenizers import hugging_face_tokenizer
+from trainer.errors import ConfigError
+from trainer.groups import trained_of
+from trainer.layers import noise
+from trainer.layers.batch import Documents
+from trainer.models import build as models
+from trainer.parallel import world as distributed
+from trainer.trace import trace
+
+ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "weight_decay": 0.1}
+MUON = {
+    "_component_": "torch.optim.Muon",
+    "lr": 2e-2,
+    "weight_decay": 0.1,
+    "adamw": {"lr": 3e-3, "betas": [0.9, 0.95]},
+}
+FREE = {"no_weight_decay": ["norm", "embedding"]}
+COSINE = {"_component_": "transformers.get_cosine_schedule_with_warmup", "warmup_ratio": 0.4}
+
+
+def plain_curve(
+    path: Path, model_folder: Path, optimizers_of: Any, steps: int = 6
+) -> tuple[list[float], torch.nn.Module]:
+    """The losses of a loop over the same batches by transformers' model, and that model."""
+    config = load(path)
+    world = distributed.start("cpu")
+    try:
+        data = batches.build(config, world).training
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        own, losses = optimizers_of(model), []
+        schedules = [get_cosine_schedule_with_warmup(each, 3, steps) for each in own]
+        for (batch,) in data.from_step(0):
+            logits = model(batch.tokens).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+            losses.append(loss.item())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for each in (*own, *schedules):
+                each.step()
+            model.zero_grad()
+        return losses, model
+    finally:
+        distributed.stop()
+
+
+def config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> Path:
+    cache = str(folder.parent / "tokens")
+    standard = {"model": None, "lr_scheduler": COSINE, "data_cache_dir": cache}
+    return write_config(folder, model_folder, dataset, **standard | changes)
+
+
+def by_adamw(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    ids = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in ids]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return [torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)]
+
+
+def by_muon(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    layers = list(model.model.layers.parameters())
+    matrices = [p for p in layers if p.ndim == 2]
+    ids = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in ids]
+    return [
+        torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1),
+        torch.optim.AdamW(others, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("block", "theirs", "tolerance"),
+    [
+        pytest.param(ADAMW | FREE, by_adamw, 1e-5, id="adamw"),
+        # It rounds to bf16 inside.
+        pytest.param(MUON, by_muon, 2e-4, id="muon"),
+    ],
+)
+def test_an_optimizers_losses_equal_a_plain_loops(
+    block: Any, theirs: Any, tolerance: float, model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    path = config(tmp_path / "run", model_folder, dataset, optimizer=block)
+    train(path)
+    losses, model = plain_curve(path, model_folder, theirs)
+    assert [line["loss"] for line in metrics(path.parent)] == pytest.approx(losses, abs=tolerance)
+    exported = tensors(path.parent / "export")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(exported[name], value, rtol=0, atol=20 * tolerance)
+
+
+def test_muon_over_ranks_and_at_resume(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+    """Sharded it sums in another order, and rounds to bf16: 2e-3 of the loss."""
+    whole = {"optimizer": MUON, "save_every_n_steps": 3}
+    runs = {
+        "one": (1, {}),
+        "fsdp": (2, {"batch_size": 4}),
+        "tensor": (2, {"tensor_parallel_dim": 2}),
+    }
+    for name, (ranks, changes) in runs.items():
+        train(config(tmp_path / name, model_folder, dataset, **whole | changes), ranks=ranks)
+    for name in ("fsdp", "tensor"):
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-3)
+    fsdp = tmp_path / "fsdp"
+    before = curve(fsdp)
+    for name in ("checkpoints/step_6", "export"):
+        (fsdp / name).rename(tmp_path / name.replace("/", "-"))
+    reopen(fsdp)
+    assert "resuming from checkpoints/step_3" in train(fsdp / "train.yaml", ranks=2, attempt=1)
+    assert curve(fsdp) == before
+    again, first = tensors(fsdp / "export"), tensors(tmp_path / "export")
+    assert all(again[name].equal(value) for name, value in first.items())
+
+
+def test_groups_are_named_by_kind_or_pattern(
+    model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    module = models.empty(load(config(tmp_path / "run", model_folder, dataset)))
+    trained = trained_of(module.to_empty(device="cpu"))
+    free = {"no_weight_decay": ["norm", "*.q_proj.weight"]}
+    made = optimizers.build(ADAMW | free, trained)
+    decayed, others = made.param_groups
+    assert others["weight_decay"] == 0 and decayed["weight_decay"] == 0.1
+    assert len(others["params"]) == 3 * (2 + 1) + 1
+    for block, words in (
+        (ADAMW | {"no_weight_decay": ["bias", "*.w1"]}, "nothing that is trained is called"),
+        (ADAMW | {"adamw": {"lr": 1e-3}}, "belongs to torch.optim.Muon"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            optimizers.build(block, trained)
+
+
+def test_a_share_of_steps_becomes_their_number() -> None:
+    def rates(block: dict[str, Any], steps: int) -> list[float]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
+        schedule = optimizers.schedule(block, optimizer, steps)
+        found = []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return found
+
+    named = {"_component_": "transformers.get_wsd_schedule", "min_lr_ratio": 0.1}
+    shares = named | {"warmup_ratio": 0.1, "decay_ratio": 0.25}
+    steps = named | {"num_warmup_steps": 3, "num_decay_steps": 6}
+    assert rates(shares, 21) == rates(steps, 21)
+    assert rates(shares, 21)[3:15] == [1.0] * 12
+    wrong = {"_component_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": 5}
+    with pytest.raises(ConfigError, match="has no num_warmup_steps"):
+        rates(wrong | {"warmup_ratio": 0.1}, 4)
+    with pytest.raises(ConfigError, match="must be a share"):
+        rates(steps | {"warmup_ratio": 0.1}, 4)
+
+
+def test_frozen_layers_stay_as_they_are(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+    patterns = ["model.embed_tokens.*", "model.layers.0.*"]
+    changes = {"freeze": patterns, "save_every_n_steps": 3}
+    one = config(tmp_path / "one", model_folder, dataset, **changes)
+    two = config(tmp_path / "two", model_folder, dataset, batch_size=4, **changes)
+    output = train(one)
+    train(two, ranks=2)
+    assert_same_curve(tmp_path / "two", tmp_path / "one", 2e-5, 1e-4)
+    assert_same_tensors(tmp_path / "two", tmp_path / "one", 1e-4)
+    before, after = tensors(model_folder), tensors(tmp_path / "one/export")
+    same = {name for name, value in before.items() if value.equal(after[name])}
+    assert same == {n for n in before if n.startswith(("model.embed_tokens", "model.layers.0."))}
+    trained = sum(value.numel() for name, value in before.items() if name not in same)
+    assert f"{trained:,} trainable" in output
+    for freeze, words in ((["model.layer.*"], "no parameter"), (["*"], "nothing is left")):
+        path = config(tmp_path / words, model_folder, dataset, freeze=freeze)
+        assert words in train(path, status=1)
+
+
+def test_noise_equals_that_of_transformers(
+    model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    module = models.empty(load(config(tmp_path / "run", model_folder, dataset)))
+    module.to_empty(device="cpu")
+    tokens = torch.arange(36).view(2, 18)
+    torch.nn.init.normal_(module.embedding.weight)
+    plain = module.embedding(tokens)
+    embedding = torch.nn.Embedding.from_pretrained(module.embedding.weight.detach())
+    embedding.neftune_noise_alpha = 5.0
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    noise.add(module.train(), 5.0)
+    taken: list[torch.Tensor] = []
+    module.blocks[0].register_forward_pre_hook(lambda _, args: taken.append(args[0]))
+
+    def embedded(**inputs: Any) -> torch.Tensor:
+        taken.clear()
+        torch.manual_seed(1)
+        module(tokens, **inputs)
+        return taken[0]
+
+    own = embedded()
+    torch.manual_seed(1)
+    torch.testing.assert_close(own, embedding(tokens))
+    ids = torch.tensor([[0] * 8 + [1] * 10] * 2).int()
+    packed = Documents(ids, torch.tensor([0, 8, 18, 26, 36]).int())
+    added = (embedded(mask=packed, input_pos=torch.arange(18).expand(2, -1)) - plain).abs()
+    for part, length in ((slice(0, 8), 8), (slice(8, 18), 10)):
+        bound = 5.0 / (length * 128) ** 0.5
+        assert 0.97 * bound < added[:, part].max() <= bound * 1.0001
+    with torch.no_grad():
+        assert embedded().equal(plain)
+    assert embedded(output=lambda *_: None) is not None
+    module.eval()
+    assert embedded().equal(plain)
+
+
+def test_a_recipe_has_its_own_chat_template(
+    model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    text = (
+        "{% if not enable_thinking %}quick {% endif %}"
+        "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    file = tmp_path / "own.jinja"
+    file.write_text(text)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    folder, off = str(model_folder), {"enable_thinking": False}
+    for given in (text, str(file)):
+        tokenizer = hugging_face_tokenizer(folder, None, given, {"enable_thinking": True})
+        assert tokenizer.render(turns) == "[user]a[assistant]b"
+    assert hugging_face_tokenizer(folder, None, text, off).render(turns).startswith("quick [user]")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        hugging_face_tokenizer(folder, chat_template="/absent.jinja")
+    block = {
+        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+        "path": folder,
+        "chat_template": str(file),
+        "chat_template_kwargs": off,
+    }
+    path = config(tmp_path / "run", model_folder, dataset, tokenizer=block, max_steps=1)
+    train(path)
+    assert (tmp_path / "run/export/chat_template.jinja").read_text() == text
+    cached = {p.name for p in (tmp_path / "tokens").iterdir()}
+    block["chat_template_kwargs"] = {"enable_thinking": True}
+    train(config(tmp_path / "other", model_folder, dataset, tokenizer=block, max_steps=1))
+    assert len({p.name for p in (tmp_path / "tokens").iterdir()}) == len(cached) + 1
+    first, second = (metrics(tmp_path / name)[0] for name in ("run", "other"))
+    assert first["tokens"] > second["tokens"], json.dumps([first, second])
+    assert isinstance(load(path), SftConfig)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"optimizer": MUON}, id="muon"),
+        pytest.param(
+            {"model": {"lora_rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}}, id="saved"
+        ),
+        pytest.param({"freeze": ["model.layers.*.mlp.*", "lm_head.*"]}, id="frozen"),
+    ],
+)
+def test_the_estimate_knows_what_the_optimizer_keeps(
+    changes: dict[str, Any], model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Against the same step on fake tensors, on two ranks."""
+    path = config(tmp_path / "run", model_folder, dataset, row_length=64, **changes)
+    content = yaml.safe_load(path.read_text())
+    step = step_of(content | {"entry": "sft"}, 1, 2)
+    traced = trace(load(path), 2)
+    assert step.trainable * state_bytes(step) / 2 == pytest.approx(traced.optimizer, rel=0.02)
+
+
+def test_embedding_and_head_are_trained_beside_lora(
+    model_folder: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """In every layout, over a 4-bit base, and as PEFT and transformers load them."""
+    lora = {"lora_rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
+    runs = {
+        "one": (1, {"model": lora}),
+        "fsdp": (2, {"model": lora, "batch_size": 4}),
+        "tensor": (2, {"model": lora, "tensor_parallel_dim": 2}),
+        "nf4": (1, {"model": lora | {"quantize_base": True}}),
+    }
+    changes = {"optimizer": ADAMW, "max_steps": 4}
+    for name, (ranks, more) in runs.items():
+        train(config(tmp_path / name, model_folder, dataset, **changes | more), ranks=ranks)
+    for name in ("fsdp", "tensor"):
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+        assert_same_tensors(tmp_path / name, tmp_path / "one", 1e-4)
+    export, tokens = tmp_path / "one/export", torch.arange(40).view(2, 20)
+    before, merged = tensors(model_folder), tensors(export)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert not before[name].equal(merged[name])
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        adapted = PeftModel.from_pretrained(base, export / "adapter").eval()(tokens).logits
+        whole = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(adapted, whole, rtol=0, atol=2e-5)
+    # It goes on from there: the first loss is that of the merged model.
+    more = {"checkpointer": {"checkpoint_dir": str(model_folder)}, "model": lora, "max_steps": 1}
+    more["checkpointer"]["adapter_checkpoint"] = str(export / "adapter")
+    train(config(tmp_path / "on", model_folder, dataset, **changes | more))
+    again = {"checkpointer": {"checkpoint_dir": str(export)}, "model": {"lora_rank": 4}}
+    train(config(tmp_path / "merged", model_folder, dataset, **changes | again | {"max_steps": 1}))
+    first, other = (metrics(tmp_path / name)[0]["loss"] for name in ("on", "merged"))
+    assert first == pytest.approx(other, abs=1e-5) and first < metrics(tmp_path / "one")[0]["loss"]
+    for model, words in (
+        ({"modules_to_save": ["lm_head"]}, "all weights are trained without an adapter"),
+        ({"lora_rank": 4, "modules_to_save": ["q_proj"]}, "q_proj is none of"),
+    ):
+        path = config(tmp_path / words, model_folder, dataset, model=model)
+        assert words in train(path, status=1)

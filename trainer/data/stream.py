@@ -1,0 +1,311 @@
+"""A mixture of sources that is tokenised and packed while it is trained, and kept nowhere.
+
+Row i of every global batch comes from a logical stream of its own, number i, which has its own part
+of every source's files. Ranks share the streams out, so that the order of the data depends on the
+size of the global batch, and not on how many ranks there are. A stream's place is a few numbers for
+each source; a checkpoint holds them for every stream.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from runspec import files
+from runspec.keys.fields import STREAM
+from trainer.config import TrainConfig, instantiate
+from trainer.data import batches, prepared, shards, tokenizers
+from trainer.data.batches import Collator, Data, Row
+from trainer.data.logical import Recipe, Source, encoded
+from trainer.data.tokenised import tokenizer_files
+from trainer.errors import ConfigError
+from trainer.layers.batch import MicroBatch
+from trainer.parallel.world import World
+
+# Documents that a preview shows of each source.
+SHOWN = 250
+SOURCE_KEYS = {"data_files", "data_dir", "column", "weight", "name"}
+
+
+class Stream:
+    """What `stream_dataset` returns: the sources; as a sequence, their first documents.
+
+    The sequence is what a check shows: samples of `tokens` and `labels`, as torchtune's datasets.
+    """
+
+    is_text = True
+
+    def __init__(self, tokenizer: Any, sources: list[Source]) -> None:
+        self.sources, self._tokenizer = sources, tokenizer
+        self._first: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = encoded(self._tokenizer, self._texts[index])
+        return {"tokens": tokens, "labels": list(tokens)}
+
+    @property
+    def _texts(self) -> list[str]:
+        if self._first is None:
+            self._first = []
+            for source in self.sources:
+                parts = shards.parts_of(source.files[:1], 1)[:1]
+                block = next(iter(shards.blocks(parts[0], source.column)), []) if parts else []
+                self._first += block[:SHOWN]
+        return self._first
+
+
+def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: bool = True) -> Stream:
+    """The sources of a mixture.
+
+    Args:
+        tokenizer: with encode.
+        sources: of each data_files (a path, a pattern, a folder, or a list), or data_dir, the
+            folder of a split that cookbook prepare made; and as wanted column (text), weight (1),
+            its share of the tokens, and name.
+        packed: rows are always packed.
+
+    Raises:
+        ConfigError: a file is missing or of no known kind, or a source is described wrongly.
+    """
+    found: list[Source] = []
+    faults: list[str] = []
+    for number, block in enumerate(sources if isinstance(sources, list) else []):
+        try:
+            found.append(_source(f"dataset.sources.{number}", block))
+        except ConfigError as error:
+            faults += error.faults
+    if not (found or faults):
+        faults.append("dataset.sources: must list at least one source with data_files")
+    names = [source.name for source in found]
+    faults += [
+        f"dataset.sources: two are called {name}: give each a name"
+        for name in sorted({n for n in names if names.count(n) > 1})
+    ]
+    if faults:
+        raise ConfigError(*faults)
+    return Stream(tokenizer, found)
+
+
+def _source(key: str, block: Any) -> Source:
+    if not isinstance(block, dict) or not block.keys() & {"data_files", "data_dir"}:
+        raise ConfigError(f"{key}: needs data_files, or data_dir of a prepared split")
+    if unknown := sorted(block.keys() - SOURCE_KEYS):
+        raise ConfigError(f"{key}.{unknown[0]}: is not known: {', '.join(sorted(SOURCE_KEYS))}")
+    weight = block.get("weight", 1.0)
+    if type(weight) not in (int, float) or weight <= 0:
+        raise ConfigError(f"{key}.weight: must be a number above 0, got {weight!r}")
+    given, column = block.get("data_files"), str(block.get("column") or "text")
+    if given is None:
+        read = prepared.by_files({"data_dir": block["data_dir"]})
+        if "column" not in read:
+            raise ConfigError(f"{key}: {block['data_dir']} holds no plain text: use entry: sft")
+        given, column = read["data_files"], read["column"]
+    paths = shards.files_of(f"{key}.data_files", given)
+    name = block.get("name") or block.get("data_dir") or block.get("data_files")
+    return Source(str(name), paths, column, float(weight))
+
+
+class _Own(IterableDataset):
+    """One worker's streams of this rank: by step, (stream, row, state after it) of each.
+
+    A fault is an item too: raised in a worker it would lose its kind.
+    """
+
+    def __init__(self, recipe: Recipe, states: dict[int, dict[str, Any]]) -> None:
+        self._recipe, self._states = recipe, states
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        numbers = list(self._states)[worker::workers]
+        streams = {n: self._recipe.rows(n, self._states[n]) for n in numbers}
+        while True:
+            try:
+                yield [(n, stream.row(), stream.state) for n, stream in streams.items()]
+            except ConfigError as error:
+                yield error
+                return
+
+
+class StreamBatches:
+    """Global batches of a stream; see `Batches`, whose interface it has.
+
+    Args:
+        sha256: of what the order of the data depends on.
+        multiple: what the length of every row must be divisible by.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        batch_size: int,
+        *,
+        micro_steps: int,
+        total_steps: int,
+        sha256: str,
+        collator: Collator,
+        workers: int = 0,
+    ) -> None:
+        self.recipe, self._world, self._collator = recipe, world, collator
+        self._batch_size, self._sha256 = batch_size, sha256
+        self.samples_per_step = recipe.streams
+        self.total_steps = self.steps_per_epoch = total_steps
+        self.own = [
+            (micro * world.data_size + world.data_rank) * batch_size + index
+            for micro in range(micro_steps)
+            for index in range(batch_size)
+        ]
+        self._workers = min(workers, len(self.own))
+        # This rank's streams, by the number of steps that they have given rows for.
+        self._states = {0: {stream: recipe.start(stream) for stream in self.own}}
+
+    def epoch_of(self, step: int) -> int:
+        """A stream has one epoch."""
+        return 0
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state of every stream after `step` steps; all ranks call this together."""
+        gathered = self._world.gather(self._states[step])
+        return {str(n): state for own in gathered for n, state in own.items()}
+
+    def restore(self, step: int, state: dict[str, Any] | None) -> None:
+        """Go on from what `state` returned, whatever the layout was."""
+        if state is None:
+            raise ConfigError(
+                f"checkpoints/step_{step} does not say where the stream was: it is of a run "
+                "without one; submit a new run"
+            )
+        self._states = {step: {stream: state[str(stream)] for stream in self.own}}
+
+    def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches, one list per step, from step index `step` to the last."""
+        loader = DataLoader(
+            _Own(self.recipe, self._states[step]),
+            batch_size=None,
+            num_workers=self._workers,
+            worker_init_fn=batches.ignore_sigterm,
+            generator=torch.Generator(),
+        )
+        items, pinned = iter(loader), self._world.device.type == "cuda"
+        size = self._batch_size
+        for done in range(step + 1, self.total_steps + 1):
+            rows: dict[int, Row] = {}
+            states: dict[int, dict[str, Any]] = {}
+            for _ in range(max(1, self._workers)):
+                item = next(items)
+                if isinstance(item, ConfigError):
+                    # The traceback would keep the workers, which Python waits for at its end.
+                    del items, loader
+                    raise item
+                for stream, row, state in item:
+                    rows[stream], states[stream] = row, state
+            # A stop is seen after the next step's rows are there: that of the last step stays.
+            self._states = {done - 1: self._states[done - 1], done: states}
+            found = [
+                self._collator.collate([rows[stream] for stream in self.own[begin : begin + size]])
+                for begin in range(0, len(self.own), size)
+            ]
+            yield [batch.pin_memory() for batch in found] if pinned else found
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `Batches.identity`."""
+        return {
+            "dataset_sha256": self._sha256,
+            "packed_row_length": self._collator.length,
+            "samples_per_step": self.samples_per_step,
+        }
+
+    @property
+    def described(self) -> str:
+        """What it is, in words."""
+        sources = self.recipe.sources
+        total = sum(source.weight for source in sources)
+        size = sum(path.stat().st_size for source in sources for path in source.files)
+        shares = ", ".join(f"{100 * s.weight / total:.0f} % {s.name}" for s in sources)
+        return (
+            f"a stream of {size / 2**30:,.1f} GiB in packed rows of {self._collator.length:,} "
+            f"tokens: {shares}"
+        )
+
+    def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
+        """See `Batches.faults`; that every token is known follows from the vocabularies."""
+        found = []
+        if self._collator.length is not None and self._collator.length > max_seq_len:
+            found.append(
+                f"{key}: rows of {self._collator.length} tokens, the model takes {max_seq_len}; "
+                f"set tokenizer.max_seq_len={max_seq_len}"
+            )
+        size = getattr(self.recipe.tokenizer, "vocab_size", 0)
+        if size > vocab_size:
+            found.append(
+                f"tokenizer: it has {size} tokens, the model knows {vocab_size}; tokenizer and "
+                "model do not belong together"
+            )
+        return found
+
+
+def faults(config: TrainConfig) -> list[str]:
+    """What of a config with a stream cannot work, one line each; no file is read."""
+    if config.dataset["_component_"] != STREAM:
+        return []
+    found = []
+    if not config.max_steps:
+        found.append("max_steps: a stream has no end; set max_steps to the number of steps")
+    for key in ("max_steps_per_epoch", "dataset.split"):
+        block, _, name = key.rpartition(".")
+        if (config.dataset if block else vars(config)).get(name):
+            found.append(f"{key}: a stream has no epochs and no splits; leave it out")
+    if config.dataset_val and config.dataset_val["_component_"] == STREAM:
+        found.append(
+            "dataset_val: is measured whole, so it cannot be a stream; set dataset_val._component_="
+            "torchtune.datasets.text_completion_dataset with source, data_files and column"
+        )
+    return found
+
+
+def build(config: TrainConfig, world: World) -> Data:
+    """The batches of a stream, and those of dataset_val, which is tokenised as a whole.
+
+    Raises:
+        ConfigError: tokenizer or files cannot be read, or the config does not fit a stream.
+    """
+    if found := faults(config):
+        raise ConfigError(*found)
+    tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
+    mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
+    streams = config.batch_size * config.gradient_accumulation_steps * world.data_size
+
+    # Rank 0 alone looks at all files.
+    def find() -> tuple[list[Source], list[list[shards.Part]], str]:
+        sources = instantiate("dataset", config.dataset, tokenizer).sources
+        parts = [shards.parts_of(source.files, streams) for source in sources]
+        for source, own in zip(sources, parts, strict=True):
+            if not own:
+                raise ConfigError(f"dataset.sources: {source.name} holds no text")
+        content = [config.tokenizer, *(source.identity for source in sources)]
+        content += [files.sha256(path) for path in tokenizer_files(config.tokenizer)]
+        return sources, parts, hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+    found_there = world.on_main(find)
+    sources, parts, sha256 = world.gather(found_there)[0]
+    seed = config.seed if config.shuffle else None
+    length = int(config.tokenizer["max_seq_len"])
+    recipe = Recipe(sources, parts, tokenizer, length, seed, streams)
+    training = StreamBatches(
+        recipe,
+        world,
+        config.batch_size,
+        micro_steps=config.gradient_accumulation_steps,
+        total_steps=int(config.max_steps or 0),
+        sha256=sha256,
+        collator=Collator(getattr(tokenizer, "pad_id", 0), config.row_multiple, length),
+        workers=batches.workers(config, world),
+    )
+    return Data(training, batches.validation(config, world, tokenizer), mismatches)

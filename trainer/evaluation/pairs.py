@@ -1,0 +1,138 @@
+"""Pairs of answers, and the best of several: by a reward model's scores, or by likelihood."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runspec import files
+from trainer.data.preferences import PreferenceDataset
+from trainer.data.tokenizers import hugging_face_tokenizer
+from trainer.errors import ConfigError
+from trainer.evaluation.model import DTYPES, Answerer, adapted
+from trainer.evaluation.samples import Sample
+from trainer.layers.batch import IGNORE_INDEX
+
+
+def gives_scores(folder: Path) -> bool:
+    """Whether a folder holds a reward model, or a reward model's adapter."""
+    adapter = files.read_json_or_none(folder / "adapter_config.json")
+    if isinstance(adapter, dict):
+        return adapter.get("task_type") == "SEQ_CLS"
+    content = files.read_json_or_none(folder / "config.json") or {}
+    return any(name.endswith("ForSequenceClassification") for name in _classes(content))
+
+
+def _classes(content: Mapping[str, Any]) -> list[str]:
+    return list(content.get("architectures") or [])
+
+
+class Pairs(PreferenceDataset):
+    """Pairs as training reads them, of records instead of a dataset; see PreferenceDataset."""
+
+    def __init__(self, folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
+        # The parent would load a dataset.
+        self._columns = {name: name for name in self.names}
+        self._tokenizer = hugging_face_tokenizer(str(folder))
+        self._data = list(records)
+
+
+class Scorer:
+    """A reward model on one device.
+
+    Raises:
+        ConfigError: the folder holds no reward model that transformers can load.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], device: torch.device) -> None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from transformers import AutoModelForSequenceClassification
+
+        if not gives_scores(folder):
+            raise ConfigError(f"{folder}: is no reward model (entry: reward makes one)")
+        adapter = files.read_json_or_none(folder / "adapter_config.json")
+        self.folder = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(
+                str(self.folder), num_labels=1, dtype=DTYPES[settings["dtype"]]
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder}: transformers cannot load it: {error}") from None
+        self.model = (adapted(model, folder) if adapter else model).to(device).eval()
+        # One document at a time ends where its row ends; without it no token is taken for padding.
+        self.model.config.pad_token_id = None
+        self.device = device
+
+    @torch.inference_mode()
+    def scores(self, documents: Sequence[Sequence[int]]) -> list[float]:
+        """The score at the last token of each document, which is given by its tokens."""
+        found = []
+        for tokens in documents:
+            ids = torch.tensor([list(tokens)], device=self.device)
+            found.append(float(self.model(input_ids=ids).logits[0, 0]))
+        return found
+
+    def pairs(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        """The scores of chosen and rejected of each sample, whose record is its only message."""
+        read = Pairs(self.folder, [sample.messages[0] for sample in samples])
+        found = []
+        for index in range(len(samples)):
+            pair = read[index]
+            both = self.scores([pair["chosen_input_ids"], pair["rejected_input_ids"]])
+            found.append(dict(zip(("chosen", "rejected"), both, strict=True)))
+        return found
+
+    def best(
+        self, samples: Sequence[Sample], task: Mapping[str, Any], drawn: list[list[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """Of the answers that were drawn for each sample, the one of the highest score.
+
+        Args:
+            drawn: by draw, what `Answerer.answers` gave for the samples.
+        """
+        tokenizer = hugging_face_tokenizer(str(self.folder))
+        turns = [{"role": "system", "content": task["system"]}] if task.get("system") else []
+        found = []
+        for sample, rows in zip(samples, zip(*drawn, strict=True), strict=True):
+            asked = [*turns, {"role": "user", "content": sample.prompt}]
+            documents = [
+                tokenizer.tokenize_turns(
+                    [*asked, {"role": "assistant", "content": row["answer"]}], []
+                )
+                for row in rows
+            ]
+            scores = self.scores([tokens for tokens, _ in documents])
+            best = max(range(len(rows)), key=scores.__getitem__)
+            spent = {key: sum(row[key] for row in rows) for key in ("new_tokens", "seconds")}
+            found.append(rows[best] | spent | {"reward": scores[best]})
+        return found
+
+
+def opened(folder: Path, settings: dict[str, Any], device: torch.device) -> "Answerer | Scorer":
+    """The model of a folder: one that answers, or one that gives scores."""
+    return (Scorer if gives_scores(folder) else Answerer)(folder, settings, device)
+
+
+def compared(model: "Answerer | Scorer", samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """What a model gives chosen and rejected of each sample: scores, or log-probabilities."""
+    return model.pairs(samples) if isinstance(model, Scorer) else _likelihoods(model, samples)
+
+
+@torch.inference_mode()
+def _likelihoods(answerer: Answerer, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    read = Pairs(answerer.base, [sample.messages[0] for sample in samples])
+    found = []
+    for index in range(len(samples)):
+        pair, sums = read[index], {}
+        for name in ("chosen", "rejected"):
+            ids = torch.tensor([pair[f"{name}_input_ids"]], device=answerer.device)
+            labels = torch.tensor(pair[f"{name}_labels"], device=answerer.device)
+            logits = answerer.model(input_ids=ids).logits[0, :-1].float()
+            nll = torch.nn.functional.cross_entropy(
+                logits, labels[1:], reduction="sum", ignore_index=IGNORE_INDEX
+            )
+            sums[name] = -float(nll)
+        found.append(sums)
+    return found

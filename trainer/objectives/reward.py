@@ -1,0 +1,86 @@
+"""Reward models: a score head at the last token of each answer, trained on pairs."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from runspec.keys.reward import RewardConfig
+from runspec.keys.train import TrainConfig
+from trainer.data.form import SampleForm
+from trainer.layers.batch import MicroBatch
+from trainer.models.decoder import Decoder
+from trainer.objectives.base import LossSum, Models, Objective
+from trainer.objectives.dpo import PAIRS
+
+
+class RewardModelling(Objective):
+    """The chosen answer of a pair is to get the higher reward (Ouyang et al., arXiv 2203.02155).
+
+    Figures, means over the pairs: rewards/chosen and rewards/rejected; rewards/margins, their
+    difference; rewards/accuracies, the share of pairs where it is above 0; rewards/mean, over both.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = RewardConfig
+    # A margin belongs to the pair: by how much the one answer is better.
+    form: ClassVar[SampleForm] = replace(PAIRS, number="margin")
+    normaliser = "samples"
+
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """A reward model has no output head that an adapter could change."""
+        found = super().faults(config)
+        if config.model.get("apply_lora_to_output"):
+            found.append(
+                "model.apply_lora_to_output: a reward model has a score head, which is trained "
+                "whole, in place of the output head; leave it out"
+            )
+        return found
+
+    def loss(self, models: Models, batch: MicroBatch) -> LossSum:
+        batch = batch.to(self.world.device)
+        rewards = document_scores(models.policy.module, batch)
+        rewards = rewards.view(-1, batch.documents_per_sample)
+        chosen, rejected = rewards.unbind(1)
+        loss = pair_loss(chosen, rejected, batch.numbers, self.config.center_rewards_coefficient)
+        margins = chosen - rejected
+        figures = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": margins,
+            "rewards/accuracies": margins > 0,
+            "rewards/mean": rewards.mean(1),
+        }
+        return LossSum(loss.sum(), {n: value.detach().sum() for n, value in figures.items()})
+
+
+def document_scores(model: Decoder, batch: MicroBatch) -> torch.Tensor:
+    """The score of each document that counts, at its last token.
+
+    The token is found by the document's length: which tokens pad rows and end documents does not
+    matter.
+
+    Args:
+        batch: on the model's device.
+
+    Returns:
+        [documents], fp32.
+    """
+
+    def output(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        return model.scores(hidden, batch.ends)
+
+    return model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
+
+
+def pair_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor, centre: float
+) -> torch.Tensor:
+    """The loss of each pair, [pairs]: -log sigmoid(chosen - rejected - margin), and centring.
+
+    The margin is Llama 2's (arXiv 2307.09288), centre * (chosen + rejected)^2 that of Eisenstein
+    et al. (arXiv 2312.09244).
+    """
+    loss = -F.logsigmoid(chosen - rejected - margins)
+    return loss + centre * (chosen + rejected).square() if centre else loss
