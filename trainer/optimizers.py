@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from runspec.layout import StepFacts
 from trainer.config import component, instantiate
 from trainer.errors import ConfigError, NonFiniteLossError
-from trainer.groups import Trained, make
+from trainer.groups import Several, Trained, make
 
 # Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
@@ -73,8 +73,15 @@ def scale_rates(optimizer: Optimizer, factors: dict[torch.nn.Parameter, float]) 
 
     Args:
         factors: what the learning rate is multiplied by; 1 if a parameter is not named.
+
+    Raises:
+        ConfigError: the optimizer's groups belong to several optimizers.
     """
-    for group in list(optimizer.param_groups):
+    if factors and isinstance(optimizer, Several):
+        raise ConfigError(
+            "model.lora_plus_ratio: is not possible with torch.optim.Muon; use torch.optim.AdamW"
+        )
+    for group in list(optimizer.param_groups) if factors else ():
         by_factor: dict[float, list[torch.nn.Parameter]] = {}
         for parameter in group["params"]:
             by_factor.setdefault(factors.get(parameter, 1.0), []).append(parameter)

@@ -94,9 +94,10 @@ class ModelKeys:
             Key("alpha_pattern", "open block", "The same of lora_alpha."),
             Key(
                 "init_lora_weights",
-                "kaiming | gaussian | orthogonal",
+                "kaiming | gaussian | orthogonal | pissa",
                 "What A and B begin as: kaiming and gaussian set B to zero; orthogonal sets "
-                "neither, and their product is zero. Default: kaiming.",
+                "neither, and their product is zero; pissa takes the largest singular values out "
+                "of the weights. Default: kaiming.",
             ),
             Key(
                 "num_virtual_tokens",
@@ -292,8 +293,8 @@ class TrainingKeys:
             Key(
                 "adamw",
                 "open block",
-                "With torch.optim.Muon, which updates the matrices of the blocks: lr, betas and "
-                "the like of AdamW for all other parameters.",
+                "With torch.optim.Muon, which updates the matrices of the blocks: lr and the like "
+                "of AdamW for all other parameters.",
                 may_change=True,
             ),
         ),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from trainer import optimizers
 from trainer.config import load
 from trainer.data import batches
 from trainer.errors import ConfigError
+from trainer.layers.adapters.base import disabled
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 from trainer.storage import adapter, weights
@@ -49,7 +51,10 @@ def world() -> Iterator[distributed.World]:
     distributed.stop()
 
 
-@pytest.mark.parametrize("settings", [VARIANTS, {"init_lora_weights": "orthogonal"}])
+PISSA = {"init_lora_weights": "pissa"}
+
+
+@pytest.mark.parametrize("settings", [VARIANTS, {"init_lora_weights": "orthogonal"}, PISSA])
 def test_twenty_steps_equal_pefts_with_lora_plus(
     settings: dict[str, Any],
     tmp_path: Path,
@@ -71,14 +76,16 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
     module = models.build(own, world).module
     first, _ = module.adapter.to_peft(module, weights.hub_tensors(module), torch.float32)
 
-    given = {key: value for key, value in settings.items() if key in VARIANTS}
+    given = {key: value for key, value in settings.items() if key in {*VARIANTS, *PISSA}}
+    given |= {"init_lora_weights": True} if "orthogonal" in settings.values() else {}
     fields = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **given}
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     other = peft.get_peft_model(base, peft.LoraConfig(**fields, task_type="CAUSAL_LM"))
     trained = {n: p for n, p in other.named_parameters() if p.requires_grad}
     assert {n.replace(".default", "") for n in trained} == set(first)
+    # PEFT's PiSSA has the same singular values, of which signs are free.
     with torch.no_grad():
-        for name, parameter in trained.items():
+        for name, parameter in trained.items() if settings is not PISSA else ():
             parameter.copy_(first[name.replace(".default", "")])
     optimizer = create_loraplus_optimizer(
         other, torch.optim.SGD, lr=SGD["lr"], momentum=SGD["momentum"], loraplus_lr_ratio=4
@@ -105,6 +112,10 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "own/export")(TOKENS).logits
     torch.testing.assert_close(merged, read, rtol=0, atol=2e-5)
     own.checkpointer["adapter_checkpoint"] = str(folder)
+    if settings is PISSA:
+        with pytest.raises(ConfigError, match=r"leave model\.init_lora_weights out"):
+            adapter.load(models.build(own, world), own)
+        own = replace(own, model=FOLDER | {"lora_rank": 8, "lora_alpha": 16})
     again = models.build(own, world)
     adapter.load(again, own)
     with torch.inference_mode():
@@ -114,10 +125,13 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
     assert written["use_rslora"] is bool(settings.get("use_rslora"))
 
 
-def test_layouts_of_torchtunes_builders(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+@pytest.mark.parametrize("more", [{}, PISSA], ids=["kaiming", "pissa"])
+def test_layouts_of_torchtunes_builders(
+    more: dict[str, str], tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
     """The builder's own LoRA takes the same keys, and checkpoints hold the groups' state."""
     settings = {"use_rslora": True, "rank_pattern": {"w2": 8}, "lora_plus_ratio": 4}
-    model, sgd = lora_model(**settings), {"optimizer": SGD}
+    model, sgd = lora_model(**settings, **more), {"optimizer": SGD}
     one, two = (
         write_config(tmp_path / n, model_folder, dataset, model=model, **sgd, **changes)
         for n, changes in (
@@ -129,7 +143,8 @@ def test_layouts_of_torchtunes_builders(tmp_path: Path, model_folder: Path, data
     train(two, ranks=4)
     assert_same_curve(tmp_path / "two", tmp_path / "one", 2e-5, 1e-4)
     found = tensors(tmp_path / "one/export/adapter")
-    assert {len(t) for n, t in found.items() if "down_proj.lora_A" in n} == {8}
+    ranks = {len(t) for n, t in found.items() if "down_proj.lora_A" in n}
+    assert ranks == {16 if more else 8}
     # It goes on from step 3 on one rank.
     three = write_config(tmp_path / "three", model_folder, dataset, model=model, **sgd)
     (tmp_path / "two/checkpoints/step_3").rename(tmp_path / "kept")
@@ -150,6 +165,26 @@ def test_orthogonal_values_are_not_zero_and_their_product_is(
         if name.endswith("lora_a.weight"):
             b = named[name.replace("lora_a", "lora_b")]
             assert b.abs().max() > 0.01 and (b @ a).abs().max() < 1e-6
+
+
+def test_pissa_is_the_base_model_at_first_and_off(
+    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
+) -> None:
+    modules = [
+        models.build(load(write_config(tmp_path, model_folder, dataset, model=model)), world).module
+        for model in (FOLDER | PISSA, {"_component_": "transformers"})
+    ]
+    with torch.no_grad():
+        adapted, base = (module.eval()(TOKENS) for module in modules)
+        with disabled(modules[0]):
+            off = modules[0](TOKENS)
+    torch.testing.assert_close(adapted, base, rtol=0, atol=1e-5)
+    assert torch.equal(off, base)
+    layer = modules[0].blocks[0].self_attn.q_proj
+    layer_a, layer_b = layer.principal(0)
+    rest = layer.weight - layer.scaling * layer_b @ layer_a
+    values = torch.linalg.svdvals(layer.weight)
+    torch.testing.assert_close(torch.linalg.svdvals(rest)[0], values[4], rtol=1e-4, atol=1e-5)
 
 
 def test_what_fits_no_layer_is_refused(tmp_path: Path, model_folder: Path) -> None:

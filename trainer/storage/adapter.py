@@ -134,7 +134,9 @@ def file_of(config: TrainConfig) -> Path:
 
 
 def _adapter_parameters(module: Decoder) -> dict[str, nn.Parameter]:
-    return {n: p for n, p in weights.named_parameters(module) if module.is_adapter(n)}
+    kind = module.adapter
+    named = weights.named_parameters(module)
+    return {name: p for name, p in named if kind is not None and kind.trains(name)}
 
 
 def _differences(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import experts
-from trainer.layers.adapters import lora_experts, lora_peft
+from trainer.layers.adapters import lora_experts, lora_linear, lora_peft
 from trainer.layers.adapters.base import AdapterKind
 from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
 
 
-ORTHOGONAL, GAUSSIAN = "orthogonal", "gaussian"
+ORTHOGONAL, GAUSSIAN, PISSA = "orthogonal", "gaussian", "pissa"
 
 
 class LoRA(AdapterKind):
@@ -27,8 +27,22 @@ class LoRA(AdapterKind):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
-        # By the name of what is adapted, the matrix that A and B share at first.
+        # By the name of what is adapted, the matrix that A and B share at first; or PiSSA's.
         self._shared: dict[str, torch.Tensor] = {}
+        self._principal: dict[str, dict[str, torch.Tensor]] = {}
+
+    @property
+    def pissa(self) -> bool:
+        """Whether A and B begin as the weights' largest singular values."""
+        return self.settings.get("init_lora_weights") == PISSA
+
+    def owns(self, name: str) -> bool:
+        """Of PiSSA the frozen parameters, too."""
+        return super().owns(name) or name.endswith(tuple(f".{part}" for part in lora_linear.PISSA))
+
+    def trains(self, name: str) -> bool:
+        """All but PiSSA's frozen parameters."""
+        return super().owns(name)
 
     @property
     def use_dora(self) -> bool:
@@ -71,12 +85,14 @@ class LoRA(AdapterKind):
         rank = adapters.by_pattern(self.settings.get("rank_pattern"), name) or rank
         alpha = adapters.by_pattern(self.settings.get("alpha_pattern"), name) or alpha
         base, dora = model.get_submodule(name), self.use_dora
-        layer = LowRankLinear(base, rank, alpha, dropout, dora, self._use_rslora)
+        layer = LowRankLinear(base, rank, alpha, dropout, dora, self._use_rslora, self.pissa)
         model.set_submodule(name, layer)
 
     def check(self, names: list[str]) -> None:
         """Raise ConfigError if the settings fit no layer of these names."""
         faults = []
+        if self.pissa and self.use_dora:
+            faults.append("model.init_lora_weights: pissa is not possible with use_dora")
         for key, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
             for pattern, value in (self.settings.get(key) or {}).items():
                 if not any(adapters.by_pattern({pattern: 1}, name) for name in names):
@@ -97,7 +113,11 @@ class LoRA(AdapterKind):
 
     def _check_experts(self, dropout: float, others: set[str]) -> None:
         """PEFT has neither for weights of several experts."""
-        given = {"use_dora": self.use_dora, "lora_dropout": dropout}
+        given = {
+            "use_dora": self.use_dora,
+            "lora_dropout": dropout,
+            "init_lora_weights": self.pissa,
+        }
         if wrong := [key for key, value in given.items() if value]:
             raise ConfigError(
                 *(
@@ -119,6 +139,8 @@ class LoRA(AdapterKind):
         owner, _, last = name.rpartition(".")
         if last == "magnitude":
             return row_norms(model.get_submodule(owner))
+        if self.pissa:
+            return self._of_pissa(model, name, generator)
         chosen, is_a = self.settings.get("init_lora_weights"), owner.endswith(".lora_a")
         if chosen == ORTHOGONAL:
             rank = shape[-2] if is_a else shape[-1]
@@ -140,6 +162,17 @@ class LoRA(AdapterKind):
     def identity(self, model: "Decoder") -> dict[str, Any]:
         """The factors of B A."""
         return {"lora_scaling": sorted({layer.scaling for layer in adapted_layers(model)})}
+
+    def _of_pissa(self, model: "Decoder", name: str, generator: torch.Generator) -> torch.Tensor:
+        """A and B begin as the frozen ones."""
+        owner, _, last = name.removesuffix(".weight").rpartition(".")
+        if owner not in self._principal:
+            a, b = model.get_submodule(owner).principal(generator.initial_seed())
+            self._principal[owner] = {"initial_a": a, "lora_a": a, "initial_b": b, "lora_b": b}
+        found = self._principal[owner].pop(last)
+        if not self._principal[owner]:
+            del self._principal[owner]
+        return found.cpu()
 
     to_peft, from_peft = lora_peft.write, lora_peft.read
 

@@ -41,13 +41,14 @@ def write(
             continue
         module = model.peft_name(key).removesuffix(".weight")
         place = PEFT_PREFIX + module
-        a = torch.cat([full_tensor(layer.lora_a.weight).cpu() for layer in adapted])
+        factors = {layer: [part.cpu() for part in layer.whole()] for layer in adapted}
+        a = torch.cat([factors[layer][0] for layer in adapted])
         b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
         row = column = 0
         for name, parameter in parts:
             layer = own[name]
             if isinstance(layer, LowRankLinear):
-                block = full_tensor(layer.lora_b.weight).cpu()
+                block = factors[layer][1]
                 end = row + block.shape[0], column + block.shape[1]
                 # PEFT has one factor for the whole tensor.
                 factor = layer.scaling / adapted[0].scaling
@@ -94,11 +95,12 @@ def _fields(
     kind: "LoRA", model: "Decoder", scales: Scales, expert_scales: Scales
 ) -> dict[str, Any]:
     layer = _usual(kind, adapted_layers(model))
+    rank = layer.rank * (1 + getattr(layer, "pissa", False))
     # Other parts of a model of several may have layers with the same last names.
     whole = bool(model.carried_tensors)
     targets = scales if whole else sorted({name.rpartition(".")[2] for name in scales})
     settings = {
-        **peft_config.fields(scales | expert_scales, layer.rank, layer.use_rslora),
+        **peft_config.fields(scales | expert_scales, rank, layer.use_rslora),
         "use_dora": kind.use_dora,
         "lora_dropout": getattr(getattr(layer, "dropout", None), "p", 0.0),
         "target_modules": list(targets) or None,
@@ -124,6 +126,8 @@ def read(
     The adapter's scale becomes that of the layers; a file without settings leaves it as it is.
     """
     attributes = {}
+    if kind.pissa:
+        faults.append("is what to begin as, and so is pissa; leave model.init_lora_weights out")
     if settings is not None:
         given = PeftConfig(settings)
         attributes = {
