@@ -19,6 +19,11 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def weights(context: Context) -> Iterable[Finding]:
+    """Check the model's folder, and that of a teacher."""
+    return [*_weights(context), *_teacher(context)]
+
+
+def _weights(context: Context) -> list[Finding]:
     block = context.config.get("checkpointer")
     checkpointer = block if isinstance(block, dict) else {}
     if not checkpointer.get("checkpoint_dir"):
@@ -50,9 +55,21 @@ def weights(context: Context) -> Iterable[Finding]:
     return whole(folder, [name for name in names if name not in pickles])
 
 
-def _download(context: Context) -> str:
-    """Say how the model comes to its folder."""
-    if (context.config.get("hub") or {}).get("model"):
+def _teacher(context: Context) -> list[Finding]:
+    method = context.recipe.entry.method
+    key = "" if method is None else method.teacher_key
+    folder = Path(str(context.config.get(key) or ""))
+    if not (key and context.config.get(key) and context.here(folder)):
+        return []
+    if why := unreadable(folder):
+        remedy = f"{_download(context, 'teacher')}, or set {key}="
+        return [failed("model", f"{key} {folder} {why}", remedy)]
+    return whole(folder, sorted(path.name for path in folder.glob("*.safetensors")))
+
+
+def _download(context: Context, key: str = "model") -> str:
+    """Say how the model, or another one that hub names, comes to its folder."""
+    if (context.config.get("hub") or {}).get(key):
         return f"cookbook download {context.recipe.given_name}"
     return "download the model there"
 

@@ -15,6 +15,7 @@ from launcher.checks import Context, Finding, Skipped, failed, files, ok, unread
 from launcher.recipes import stock
 from launcher.runs import snapshot
 from runspec.files import read_json_or_none, write_json
+from runspec.keys.methods import METHODS
 from runspec.layout import Layout, LayoutError
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
@@ -191,8 +192,8 @@ def _keep(kept: Path, answer: dict[str, Any]) -> None:
 def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -> str:
     """Return a hash of what the answer depends on: config, packages, trainer, files that it names.
 
-    These are the files of the model, of the tokenizer, of an adapter to start from, and `data`; and
-    the user's own components.
+    These are the files of the model, of a teacher, of the tokenizer, of an adapter to start from,
+    and `data`; and the user's own components.
     """
     checkpointer = config.get("checkpointer") or {}
     folder = Path(str(checkpointer.get("checkpoint_dir", "")))
@@ -200,6 +201,8 @@ def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -
     if adapter := checkpointer.get("adapter_checkpoint"):
         given = (Path(str(adapter)).expanduser(), folder / str(adapter))
         named += [path if path.is_dir() else path.parent for path in given if path.exists()]
+    keys = {method.teacher_key for method in METHODS.values()}
+    named += [Path(str(config[key])) for key in sorted(keys) if config.get(key)]
     sources = sorted((paths.REPO_ROOT / "trainer").rglob("*.py"))
     sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
     for path in venv.own_packages().values():

@@ -59,6 +59,13 @@ def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Reposit
         inside = [str(path.relative_to(folder)) for path in files if path.is_relative_to(folder)]
         needs = (*checkpoint_files(checkpointer), *inside)
         found.append(Repository("model", name, revision or named or "main", folder, needs))
+    if block.get("teacher"):
+        name, _, named = block["teacher"].partition("@")
+        key = recipe.entry.method.teacher_key if recipe.entry.method else ""
+        if not (key and config.get(key)):
+            words = f"recipe {recipe.name} names no folder for hub.teacher: set"
+            raise RecipeFault(f"{words} entry=distill and teacher=")
+        found.append(Repository("model", name, named or "main", Path(config[key]), key="teacher"))
     if block.get("dataset"):
         name, _, named = block["dataset"].partition("@")
         # Where jobs look, since their HF_HOME is hf/ of the shared root.

@@ -93,7 +93,7 @@ def _refused(repo: Repository, error: Any) -> str:
         hint = nearest(repo.name, _similar(repo))
         login = "log in with: hf auth login" if where is None else f"check whose token {where} has"
         words = f"the hub has no {repo.kind} {repo.name!r}{hint}"
-        return f"{words}: fix hub.{repo.kind} in the recipe; if it is private, {login}"
+        return f"{words}: fix hub.{repo.key or repo.kind} in the recipe; if it is private, {login}"
     if isinstance(error, errors.RevisionNotFoundError):
         words = f"{repo.name} has no revision {repo.revision!r}"
         return f"{words}: see its branches and commits at {repo.page}/tree/main"

@@ -28,7 +28,8 @@ class Repository:
 
     kind is model or dataset; folder is where the files go; needs are the files that the recipe
     reads, by name. The rest is known after ask(): the commit, the files to fetch by name, the
-    names that are left out, and the names of the files that are not there yet.
+    names that are left out, and the names of the files that are not there yet. key is where the
+    recipe names it, in its block hub, if that is not its kind.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Repository:
     files: dict[str, RepoFile] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     missing: set[str] = field(default_factory=set)
+    key: str = ""
 
     @property
     def page(self) -> str:

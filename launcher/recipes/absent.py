@@ -14,8 +14,8 @@ ENTRIES = {
     "orpo": "entry of its own for ORPO: use entry: dpo with loss: orpo",
     "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
     "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
-    "distill": "distillation: use entry: torchtune:knowledge_distillation_distributed",
-    "kd": "distillation: use entry: torchtune:knowledge_distillation_distributed",
+    "kd": "entry of that name: use entry: distill",
+    "gkd": "generation by the student while it is distilled: use entry: distill with beta",
     "command": f"commands that torchrun does not start: use {_SCRIPT}",
 }
 _CONTAINERS = (

@@ -86,6 +86,11 @@ class _Phases:
         if self.frozen:
             parts = ("weights", "rotary tables")
             self.state["frozen models"] = sum(f.state[p] for f in self.frozen for p in parts)
+        # Of the teacher the loss needs the last hidden states, and its output head: FSDP's copy.
+        self.imitated = 0.0
+        if step.teacher_logits and step.teacher is not None:
+            head = step.teacher.vocab / tp if step.fsdp else 0
+            self.imitated = e * step.teacher.dim * (t + head)
         self.gradients = self._reduced(self.trained_here)
         # Between micro-steps nothing is reduced: each rank holds all gradients, in fp32.
         self.unreduced = step.accumulation > 1 and step.fsdp and not step.sync_each
@@ -153,7 +158,7 @@ class _Phases:
         kinds = (each.block for each in other.units.blocks)
         working = max(activations.forward_working(other.step, block) for block in kinds)
         gathered = other.root + 2 * other.layer
-        logits = loss_memory(other.step).made
+        logits = loss_memory(other.step).made + self.imitated
         return self._terms(self.accumulated, other.entry, gathered, logits=logits, working=working)
 
     def _forward(self) -> Iterator[tuple[str, Terms]]:
@@ -173,9 +178,13 @@ class _Phases:
         kept = self.all_kept
         before = kept - self.kept[-1] + self.entry
         working = max(activations.forward_working(step, each.block) for each in units.blocks)
-        yield "forward, first layer", self._terms(self.accumulated, self.entry, first)
-        yield "forward, before the last layer", self._terms(self.accumulated, before, between)
-        yield "forward, last layer", self._terms(self.accumulated, kept, last, working=working)
+        for name, held, gathered, more in (
+            ("first layer", self.entry, first, 0.0),
+            ("before the last layer", before, between, 0.0),
+            ("last layer", kept, last, working),
+        ):
+            terms = self._terms(self.accumulated, held, gathered, working=more)
+            yield f"forward, {name}", terms | {"logits and loss": self.imitated}
 
     def _loss(self) -> Iterator[tuple[str, Terms]]:
         """The output layer and the loss; in backward the root is gathered again, twice for a
@@ -194,9 +203,10 @@ class _Phases:
         unit = self.gather * output.gathered if output.parameters else self.root
         rest = (step.chunks - 2) / step.chunks if chunked else 1
         last = (3 if chunked else 1) * self.output_gradient
+        loss_forward = loss.forward + self.imitated
         for name, gradients, gathered, logits in (
-            ("output layer, forward", 0.0, self.root, loss.made),
-            ("loss, forward", summed, (self.root + self.layer) * linear, loss.forward),
+            ("output layer, forward", 0.0, self.root, loss.made + self.imitated),
+            ("loss, forward", summed, (self.root + self.layer) * linear, loss_forward),
             ("loss, backward", early, 0.0, loss.backward),
             ("output layer, backward, gathered", early, 2 * unit, loss.gradient),
             ("output layer, backward", last, unit + self.layer, rest * loss.gradient),

@@ -70,6 +70,7 @@ class StepConfig:
     keeps_log_probs: bool = False  # of the reference, computed once before the first step
     keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
+    teacher_logits: bool = False  # the loss compares all of its logits with the policy's
 
     def faults(self) -> list[str]:
         """Return why the trainer would refuse the step, by the rules that it asks itself."""
@@ -101,7 +102,12 @@ class StepConfig:
     def frozen_models(self) -> tuple[StepConfig, ...]:
         """The models that are held beside the policy, each as a step of its own."""
         own = replace(
-            self, fp32_master=False, has_reference=False, keeps_reference=False, teacher=None
+            self,
+            fp32_master=False,
+            has_reference=False,
+            keeps_reference=False,
+            teacher=None,
+            teacher_logits=False,
         )
         reference = (own,) if self.keeps_reference else ()
         if self.teacher is None:
@@ -390,6 +396,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         keeps_log_probs=reference == "log_probs",
         keeps_reference=reference == "model",
         teacher=shape_of({}, Path(str(folder))) if folder else None,
+        teacher_logits=method.reads_teacher_logits,
     )
     if faults := faults + step.faults():
         raise RecipeFault(faults)

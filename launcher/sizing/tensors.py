@@ -290,6 +290,9 @@ def _linear(step: StepConfig) -> LossMemory:
     part = min(linear_loss_rows(step), step.tokens) * columns
     # In fp32, and in bf16 before it or the slope after it; a cap keeps its tanh.
     made = part * (FP32 + (FP32 if shape.softcap else 0) + (e if e < FP32 else 0))
+    if step.teacher_logits:
+        # In fp32 the logits of both, the slope, and what it is made of.
+        made = part * FP32 * (5 if shape.softcap else 4)
     product = e * columns * shape.dim if step.trains_table("output") and e < FP32 else 0.0
     # The trained rows, their gradient, the layers' result, and the norm's if nothing keeps it.
     forward = (1 + 1 / tp + (not step.is_full)) * hidden + max(made, e * part + product)

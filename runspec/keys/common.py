@@ -117,6 +117,7 @@ _KEYS = (
     Key("resources.exclusive", "flag", "Do not share the nodes with other jobs.", False),
     Key("hub", "block", "What cookbook download fetches from the Hugging Face Hub."),
     Key("hub.model", "repository", "org/name or org/name@revision, for checkpoint_dir."),
+    Key("hub.teacher", "repository", "The same for the folder of a teacher."),
     Key("hub.dataset", "repository", "A dataset, for nodes without internet."),
     Key("prepare", "block", "A step on the login node, before the first run."),
     Key("prepare.module", "text", "Module of the trainer, such as trainer.demo."),

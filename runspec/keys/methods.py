@@ -3,6 +3,7 @@
 The module trainer.NAME starts the method NAME.
 """
 
+from runspec.keys.distill import DistillConfig
 from runspec.keys.preference import DpoConfig, KtoConfig
 from runspec.keys.pretrain import PretrainConfig
 from runspec.keys.reward import RewardConfig
@@ -13,6 +14,7 @@ METHODS: dict[str, type[TrainConfig]] = {
     "sft": SftConfig,
     "dpo": DpoConfig,
     "kto": KtoConfig,
+    "distill": DistillConfig,
     "pretrain": PretrainConfig,
     "reward": RewardConfig,
 }

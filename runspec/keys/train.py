@@ -58,6 +58,7 @@ class TrainConfig(
         has_score_head: the model gives one number for each document instead of logits.
         streams: the data may be a stream, which has no number of samples.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
+        reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
     """
 
     objective: ClassVar[str] = ""
@@ -67,6 +68,7 @@ class TrainConfig(
     pairs: ClassVar[str] = ""
     has_score_head: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
+    reads_teacher_logits: ClassVar[bool] = False
     streams: ClassVar[bool] = False
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (

@@ -158,6 +158,19 @@ def test_a_dry_run_lists_what_is_there_and_writes_nothing(alice: Kit, hub: Hub, 
     ]
 
 
+def test_a_teacher_comes_with_its_student(alice: Kit, hub: Hub, tmp_path):
+    own = ["entry=distill", "~loss", "hub.teacher=acme/tiny-llama@main"]
+    done = download(alice, tmp_path, own[2])
+    assert done.returncode == 2 and "names no folder for hub.teacher: set entry" in done.stderr
+    own += ["teacher=${models_root}/large", "~hub.dataset"]
+    done = download(alice, tmp_path, *own)
+    assert done.returncode == 0, done.stderr
+    tiny, large = (alice.root / "models" / name for name in ("tiny", "large"))
+    assert (large / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    done = download(alice, tmp_path, *own, "hub.teacher=acme/tiny-lama")
+    refused(done, "no model 'acme/tiny-lama' (did you mean acme/tiny-llama?): fix hub.teacher in")
+
+
 def test_a_broken_dataset_is_fetched_again(alice: Kit, hub: Hub, tmp_path):
     assert download(alice, tmp_path, "~hub.model").returncode == 0
     hub.requests.clear()

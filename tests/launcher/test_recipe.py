@@ -34,6 +34,9 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "qwen3_30b_a3b_dpo",
     "llama8b_kto",
     "qwen3_8b_reward",
+    # Distilled.
+    "llama8b_to_1b_distill",
+    "qwen3_32b_to_8b_distill",
     # Of transformers' source.
     "gemma3_12b_lora",
     "gemma3_1b_full",

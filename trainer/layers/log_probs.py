@@ -262,7 +262,7 @@ def _pass(
     # made. No name and no tuple for them: once they are made exact nothing must hold them.
     def one_chunk(part: slice) -> None:
         found[:, part], slope = plan.chunk(
-            _logits(tensors, part),
+            logits_of(tensors, part),
             columns[part],
             held[part],
             plan.group,
@@ -277,7 +277,7 @@ def _pass(
             if own is not None:
                 torch.mm(slope, weight, out=own[part])
             if total is not None:
-                _add_product(total, slope.t(), inputs[part])
+                add_product(total, slope.t(), inputs[part])
 
     for begin in range(0, targets.numel(), plan.size):
         one_chunk(slice(begin, begin + plan.size))
@@ -287,7 +287,8 @@ def _pass(
     ]
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, where total may be in fp32 and the others in bf16."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     elif total.dtype == torch.float32 and _adds_products_in_fp32(total.device):
@@ -321,7 +322,8 @@ def own_columns(
     return own.clamp(0, vocabulary - 1), held.float()
 
 
-def _logits(tensors: Sequence[torch.Tensor], part: slice) -> torch.Tensor:
+def logits_of(tensors: Sequence[torch.Tensor], part: slice) -> torch.Tensor:
+    """The logits of some tokens, in memory of their own, from inputs and weights in turn."""
     logits = tensors[0][part] @ tensors[1].t()
     for index in range(2, len(tensors), 2):
         logits.addmm_(tensors[index][part], tensors[index + 1].t())

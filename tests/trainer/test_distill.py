@@ -1,0 +1,218 @@
+"""Distillation from a larger teacher: the same in each layout, resumed, or refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.step_config import step_of
+from tests.trainer.runs import (
+    assert_same_curve,
+    curve,
+    finish,
+    kill_rank,
+    lora_model,
+    metrics,
+    start,
+    wait_for_step,
+    write_config,
+)
+from trainer import check
+from trainer.config import parse, read_yaml
+from trainer.objectives.distill import Distillation, DistillConfig, tokenizer_faults
+from trainer.trace import trace
+
+MODULE = "trainer.distill"
+LORA = lora_model(lora_dropout=0.0)
+STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
+TP = {"tensor_parallel_dim": 2}
+FIGURES = ("kd_loss", "cross_entropy", "top1_agreement")
+# By name: ranks, the run that it equals, changes to the config.
+RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "full": (1, "", {"shuffle": False}),
+    "full-packed": (1, "", {"row_length": 96, "batch_size": 2, "shuffle": False}),
+    "full-fsdp": (2, "full", {"batch_size": 4, "shuffle": False}),
+    "full-tensor": (2, "full", {"shuffle": False, **TP}),
+    "lora": (1, "", {"model": LORA, "beta": 0.5, "temperature": 2.0}),
+    "lora-fsdp": (2, "lora", {"model": LORA, "batch_size": 4, "beta": 0.5, "temperature": 2.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A Llama that is wider and deeper than the student, its vocabulary padded by 32 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("teacher") / "wide-llama"
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((model_folder / "config.json").read_text())
+    sizes = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 48}
+    sizes["vocab_size"] = settings["vocab_size"] + 32
+    torch.manual_seed(5)
+    # Further apart than at the beginning of a training: else there is little to learn.
+    model = LlamaForCausalLM(LlamaConfig(**settings | sizes | {"initializer_range": 0.08}))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path, teacher: Path
+) -> Path:
+    """The folder in which every run lies by its name."""
+    folder = tmp_path_factory.mktemp("distill")
+    for name, (ranks, _, changes) in RUNS.items():
+        path = write_config(
+            folder / name, model_folder, dataset, teacher=str(teacher), **STEP | changes
+        )
+        assert "teacher    frozen, " in finish(start(path, ranks, module=MODULE))
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_learns_from_the_teacher(name: str, root: Path) -> None:
+    first, *_, last = metrics(root / name)
+    assert last["kd_loss"] < first["kd_loss"] and last["loss"] < first["loss"]
+    assert first["loss"] == pytest.approx((first["kd_loss"] + first["cross_entropy"]) / 2)
+    assert 0 <= last["top1_agreement"] <= 1
+
+
+@pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
+def test_every_layout_equals_the_single_process(name: str, root: Path) -> None:
+    wanted = root / RUNS[name][1]
+    assert_same_curve(root / name, wanted, 2e-5, 1e-4)
+    for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
+        for figure in FIGURES:
+            assert own[figure] == pytest.approx(other[figure], abs=2e-5)
+
+
+def test_a_packed_set_has_the_loss_of_a_padded_one(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    """All samples in one step, at a learning rate that changes nothing."""
+    for name, more in {"padded": {"batch_size": 44}, "packed": {"row_length": 96}}.items():
+        more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher)}
+        finish(start(write_config(tmp_path / name, model_folder, dataset, **more), module=MODULE))
+    assert_same_curve(tmp_path / "packed", tmp_path / "padded", 2e-5, 1e-4)
+
+
+def test_the_students_own_model_teaches_it_nothing(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    own = {"teacher": str(model_folder), "cross_entropy_share": 0.0, "max_steps": 1}
+    finish(start(write_config(tmp_path, model_folder, dataset, **own), module=MODULE))
+    (line,) = metrics(tmp_path)
+    assert abs(line["loss"]) < 1e-5 and line["grad_norm"] < 1e-4
+    assert line["top1_agreement"] == 1 and line["cross_entropy"] > 6
+
+
+def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    changes = STEP | {"max_steps": 20, "save_every_n_steps": 2, "teacher": str(teacher)}
+    killed, whole = (
+        write_config(tmp_path / name, model_folder, dataset, **changes)
+        for name in ("killed", "whole")
+    )
+    finish(start(whole, module=MODULE))
+    process = start(killed, module=MODULE)
+    wait_for_step(killed, 4, process)
+    kill_rank(process, 0)
+    finish(process, status=None)
+    content = yaml.safe_load(killed.read_text())
+    for change, why in (
+        ({"beta": 1.0}, "beta"),
+        ({"teacher": str(model_folder)}, "teacher_weights"),
+    ):
+        killed.write_text(yaml.safe_dump(content | change))
+        said = finish(start(killed, attempt=1, module=MODULE), status=None)
+        assert f"{why} may not change at resume" in said
+    # Where the teacher lies does not matter.
+    moved = shutil.copytree(teacher, tmp_path / "moved")
+    killed.write_text(yaml.safe_dump(content | {"teacher": str(moved)}))
+    assert "resuming from checkpoints/step_" in finish(start(killed, attempt=2, module=MODULE))
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+    tensors = [load_file(tmp_path / n / "export/model.safetensors") for n in ("killed", "whole")]
+    assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_teacher_with_another_tokenizer_is_refused(
+    ranks: int, tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    other = shutil.copytree(teacher, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    path = write_config(tmp_path / "run", model_folder, dataset, teacher=str(other))
+    (fault,) = check.faults(read_yaml(path), Distillation)
+    assert "has another tokenizer: token 300 is" in fault and "2 of 1,024 differ" in fault
+    if ranks == 1:
+        said = finish(start(path, module=MODULE), status=None)
+        assert fault in said
+    else:
+        # Of more special tokens, or of another order of the file, nothing depends.
+        content["model"]["vocab"] = json.loads((teacher / "tokenizer.json").read_text())["model"][
+            "vocab"
+        ] | {"<|new|>": 1030}
+        (other / "tokenizer.json").write_text(json.dumps(content))
+        assert tokenizer_faults(model_folder, other) == []
+        (other / "tokenizer.json").unlink()
+        (fault,) = tokenizer_faults(model_folder, other)
+        assert "tokenizer.json is missing" in fault
+
+
+def test_shares_above_one_are_refused(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    wrong = {"beta": 1.5, "cross_entropy_share": 2.0, "teacher": str(teacher)}
+    path = write_config(tmp_path, model_folder, dataset, **wrong)
+    found = check.faults(read_yaml(path), Distillation)
+    assert found == [
+        "beta: must be from 0 to 1, got 1.5",
+        "cross_entropy_share: must be from 0 to 1, got 2.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "more"),
+    [
+        (2, {}, {}),
+        (2, LORA, {"beta": 0.5}),
+        (1, {}, {"beta": 1.0}),
+        (2, {}, {"tensor_parallel_dim": 2, "beta": 0.5, "temperature": 2.0}),
+    ],
+    ids=["fsdp", "lora", "one", "tensor"],
+)
+def test_the_closed_form_counts_teacher_and_loss(
+    ranks: int,
+    model: dict[str, Any],
+    more: dict[str, Any],
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    teacher: Path,
+) -> None:
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "teacher": str(teacher)}
+    content = read_yaml(write_config(tmp_path, model_folder, dataset, **changes | more))
+    content["model"] |= model | {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+    settings = json.loads((teacher / "config.json").read_text())
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "max_position_embeddings": 2048}
+    wide = tmp_path / "wide"
+    shutil.copytree(model_folder, wide, ignore=shutil.ignore_patterns("*.safetensors"))
+    (wide / "config.json").write_text(json.dumps(settings | sizes | {"vocab_size": 1024}))
+    content["teacher"] = str(wide)
+    traced = trace(parse(content, DistillConfig), ranks)
+    step = step_of(content | {"entry": "distill"}, 1, ranks)
+    found = StepMemory(step)
+    assert found.peak == pytest.approx(traced.peak, rel=0.05)
+    assert found.terms["frozen models"] > 0
+    assert step.flops.model > 1.2 * step_of(content | {"entry": "sft"}, 1, ranks).flops.model

@@ -1,0 +1,72 @@
+"""20 steps of distillation are those of a plain loop over two models of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.trainer.runs import finish, metrics, start, write_config
+from tests.trainer.test_divergence import plain
+from tests.trainer.transformers_cases import write
+from trainer.config import parse, read_yaml
+from trainer.data import batches
+from trainer.data.form import SINGLE
+from trainer.layers.divergence import Divergence
+from trainer.objectives.distill import DistillConfig
+from trainer.parallel import world as distributed
+
+STEPS = 20
+
+
+def loop(path: Path, teacher: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step: both models' whole logits, the formula, AdamW."""
+    config = parse(read_yaml(path), DistillConfig)
+    models = [AutoModelForCausalLM.from_pretrained(f) for f in (config.model_folder, teacher)]
+    student, other = models
+    common = min(model.config.vocab_size for model in models)
+    how = Divergence(config.beta, config.temperature, config.cross_entropy_share)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=config.optimizer["lr"])
+    world, found = distributed.start("cpu"), []
+    try:
+        data = batches.build(config, world, SINGLE).training
+        for (batch,), _ in zip(data.from_step(0), range(STEPS), strict=False):
+            targets = batch.labels.flatten()[batch.trained]
+            with torch.no_grad():
+                wanted = other(batch.tokens).logits.flatten(0, 1)[batch.trained, :common]
+            own = student(batch.tokens).logits.flatten(0, 1)[batch.trained, :common]
+            loss = plain(own, wanted, targets, how) / len(targets)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(student.parameters(), config.clip_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss.item(), norm.item()))
+    finally:
+        distributed.stop()
+    return found
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_its_curve_is_that_of_a_plain_loop(
+    beta: float, tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    vocabulary = AutoConfig.from_pretrained(model_folder).vocab_size
+    wide = {"hidden_size": 96, "num_hidden_layers": 3, "vocab_size": vocabulary + 32}
+    teacher = write("qwen3", tmp_path / "teacher", model_folder, **wide, initializer_range=0.2)
+    changes: dict[str, Any] = {
+        "model": {"_component_": "transformers"},
+        "checkpointer": {"checkpoint_dir": str(model_folder)},
+        "teacher": str(teacher),
+        "beta": beta,
+        "temperature": 1.5,
+        "max_steps": STEPS,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+    }
+    path = write_config(tmp_path / "run", model_folder, dataset, **changes)
+    finish(start(path, module="trainer.distill"))
+    wanted, lines = loop(path, teacher), metrics(path.parent)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
+    assert [line["loss"] for line in lines] == pytest.approx([x for x, _ in wanted], abs=1e-5)
+    norms = [line["grad_norm"] for line in lines]
+    assert norms == pytest.approx([norm for _, norm in wanted], rel=1e-4)

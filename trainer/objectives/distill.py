@@ -1,0 +1,111 @@
+"""Distillation: the student learns the teacher's distribution of each trained token."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from runspec.files import read_json_or_none
+from runspec.keys.distill import DistillConfig
+from runspec.keys.train import TrainConfig
+from trainer.errors import ConfigError
+from trainer.layers.batch import MicroBatch
+from trainer.layers.divergence import Divergence, Sums, distillation_loss, frozen_factors
+from trainer.layers.log_probs import factors
+from trainer.models.builder import Builder
+from trainer.objectives.base import LossSum, Models, Objective
+
+
+class Distillation(Objective):
+    """A frozen teacher runs forward over the student's batches, laid out like the student.
+
+    Figures, means over the trained tokens: kd_loss, the divergence times temperature^2;
+    cross_entropy, of the student with the data; top1_agreement, the share of tokens for which both
+    models think the same one likeliest.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = DistillConfig
+
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """What is outside of its range, and whether the teacher has other tokens."""
+        found = super().faults(config)
+        found += [
+            f"{name}: must be from 0 to 1, got {value}"
+            for name in ("beta", "cross_entropy_share")
+            if (value := getattr(config, name)) > 1
+        ]
+        return found + tokenizer_faults(config.model_folder, Path(config.teacher))
+
+    def build_models(self, builder: Builder) -> Models:
+        """As Objective.build_models; also raises ConfigError for a teacher with other tokens."""
+
+        def check() -> None:
+            if found := self.faults(self.config):
+                raise ConfigError(*found)
+
+        self.world.on_main(check)
+        return super().build_models(builder)
+
+    def loss(self, models: Models, batch: MicroBatch) -> LossSum:
+        config, batch = self.config, batch.to(self.world.device)
+        targets = batch.labels.flatten().index_select(0, batch.trained)
+        how = Divergence(config.beta, config.temperature, config.cross_entropy_share)
+        with models.as_teacher() as teacher:
+            wanted = frozen_factors(teacher, batch)
+
+        def output(model: nn.Module, hidden: torch.Tensor) -> Sums:
+            own = factors(model, hidden, batch.trained)
+            return distillation_loss(own, wanted, targets, how, compile_chunks=config.compile)
+
+        sums = models.policy.module(
+            batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output
+        )
+        return LossSum(
+            sums.total,
+            {
+                "kd_loss": sums.divergence,
+                "cross_entropy": sums.cross_entropy,
+                "top1_agreement": sums.agreement,
+            },
+        )
+
+
+def tokenizer_faults(student: Path, teacher: Path) -> list[str]:
+    """Why two model folders do not have the same tokens, at most one line; [] if either is absent.
+
+    Numbers that only one of them uses do not matter: vocabularies are padded, and a newer model of
+    a family often has a few special tokens more.
+    """
+    if not (student.is_dir() and teacher.is_dir()):
+        return []
+    files = [folder / "tokenizer.json" for folder in (student, teacher)]
+    advice = "give a teacher with the student's tokenizer"
+    if missing := [str(file) for file in files if not file.is_file()]:
+        return [f"teacher: {missing[0]} is missing, so its tokens cannot be compared; {advice}"]
+    if files[0].read_bytes() == files[1].read_bytes():
+        return []
+    own, other = (_tokens(read_json_or_none(file) or {}) for file in files)
+    common = own.keys() & other.keys()
+    differ = sorted(number for number in common if own[number] != other[number])
+    if common and not differ:
+        return []
+    reason = (
+        f"token {differ[0]} is {other[differ[0]]!r} there and {own[differ[0]]!r} in {student}, and "
+        f"{len(differ):,} of {len(common):,} differ"
+        if differ
+        else "no token has the same number"
+    )
+    return [f"teacher: {teacher} has another tokenizer: {reason}; {advice}"]
+
+
+def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
+    """The text of each token by its number, from the content of tokenizer.json."""
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, by number
+        found = {number: str(token) for number, (token, _) in enumerate(vocabulary)}
+    else:
+        found = {number: token for token, number in vocabulary.items()}
+    added = tokenizer.get("added_tokens") or []
+    return found | {token["id"]: token["content"] for token in added}
