@@ -43,7 +43,6 @@ HANDED_OVER = ("optimizer", "lr_scheduler", "dataset", "dataset_val")
 # Keys of a block that the trainer reads and its component does not take.
 OWN_KEYS = {
     **dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack")),
-    "optimizer": groups.OWN_KEYS,
     "lr_scheduler": tuple(optimizers.SHARES),
 }
 
@@ -74,7 +73,7 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         factory = _tried(found, partial(configs.component, key, block["_component_"]))
         if factory is None:
             continue
-        ours = OWN_KEYS.get(key, ())
+        ours = groups.own_keys(block) if key == "optimizer" else OWN_KEYS.get(key, ())
         if key == "model":
             ours = _tried(found, partial(models.own_keys, block)) or ()
         arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}

@@ -114,7 +114,7 @@ def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> Tra
     texts = [fault.text for fault in found] + list(_faults_between_keys(values, used))
     if values["generate"] and method.has_score_head:
         texts.append("generate: a reward model gives scores and no text; leave it out")
-    if texts:
+    if texts := texts + list(_stream_faults(values, method)):
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
     values["activation_checkpointing"] = recomputed(values)
@@ -188,6 +188,16 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
     ).faults()
     if values["generate"] and values["save_adapter_weights_only"]:
         yield "generate: needs the merged model; set save_adapter_weights_only=False"
+
+
+def _stream_faults(values: dict[str, Any], method: type[TrainConfig]) -> Iterator[str]:
+    if (values["dataset"] or {}).get("_component_") == STREAM and not method.streams:
+        yield "dataset: only entry: pretrain trains on a stream"
+    if (values["dataset_val"] or {}).get("_component_") == STREAM:
+        yield (
+            "dataset_val: is measured whole, so it cannot be a stream; set dataset_val._component_="
+            "torchtune.datasets.text_completion_dataset with source, data_files and column"
+        )
 
 
 def _notes(content: dict[str, Any], keys: Mapping[str, Key]) -> Iterator[str]:

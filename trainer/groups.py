@@ -1,5 +1,6 @@
 """Parameters that an optimizer treats alike: those without weight decay, and Muon's and AdamW's."""
 
+import inspect
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -49,6 +50,17 @@ def trained_of(module: Decoder) -> list[Trained]:
     return [Trained(parameter, name, kind(name, parameter)) for name, parameter in own]
 
 
+def own_keys(block: dict[str, Any]) -> tuple[str, ...]:
+    """The keys of an `optimizer` block that its component does not get.
+
+    With Muon also those that it does not take and AdamW does, such as betas and fused.
+    """
+    if block["_component_"] != MUON:
+        return OWN_KEYS
+    theirs = inspect.signature(torch.optim.AdamW).parameters.keys()
+    return (*OWN_KEYS, *(theirs - inspect.signature(torch.optim.Muon).parameters.keys()))
+
+
 def make(block: dict[str, Any], trained: Sequence[Trained]) -> Optimizer:
     """The optimizer of an `optimizer` block, with its groups.
 
@@ -59,7 +71,7 @@ def make(block: dict[str, Any], trained: Sequence[Trained]) -> Optimizer:
         ConfigError: it does not exist or does not take its arguments, or `no_weight_decay` names
             no parameter.
     """
-    own = {key: value for key, value in block.items() if key not in OWN_KEYS}
+    own = {key: value for key, value in block.items() if key not in own_keys(block)}
     patterns = block.get("no_weight_decay") or []
     free = [any(_matches(each, pattern) for pattern in patterns) for each in trained]
     for pattern in (each for each in patterns if each not in KINDS):
@@ -73,7 +85,8 @@ def make(block: dict[str, Any], trained: Sequence[Trained]) -> Optimizer:
     if own["_component_"] != MUON:
         return instantiate("optimizer", own, _groups(trained, free))
     by_muon = [each.kind == "matrix" for each in trained]
-    shared = {key: own[key] for key in ("lr", "weight_decay") if key in own}
+    moved = [key for key in own_keys(block) if key not in OWN_KEYS]
+    shared = {key: block[key] for key in ["lr", "weight_decay", *moved] if key in block}
     beside = {"_component_": ADAMW, "fused": True, **shared, **(block.get("adamw") or {})}
     parts = []
     for part, wanted in ((own, True), (beside, False)):

@@ -301,6 +301,15 @@ def _media(path: Path, block: dict[str, Any]) -> str | None:
     return next((name for name in columns if name.lower() in _MEDIA), None)
 
 
+def _part_of_media(sample: dict[str, Any]) -> str | None:
+    """Return the type of the first part of a chat's messages that is no text."""
+    turns = [turn for value in sample.values() if isinstance(value, list) for turn in value]
+    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
+    parts = [part for each in contents if isinstance(each, list) for part in each]
+    kinds = [str(part.get("type", "text")) for part in parts if isinstance(part, dict)]
+    return next((kind for kind in kinds if kind != "text"), None)
+
+
 def _unfit(path: Path, block: dict[str, Any]) -> str | None:
     """Say why a file of JSON lines cannot hold the samples, from its first line that has text."""
     if path.suffix != ".jsonl":
@@ -316,6 +325,11 @@ def _unfit(path: Path, block: dict[str, Any]) -> str | None:
         return f"cannot be used: line {number} is not JSON ({error})"
     if not isinstance(sample, dict):
         return f"cannot be used: line {number} is not a JSON object"
+    if kind := _part_of_media(sample):
+        return (
+            f"has a part of type {kind} in line {number}; only text can be trained: for pictures "
+            "and sound use axolotl or NeMo Automodel"
+        )
     columns = block.get("column_map")
     for column in columns.values() if isinstance(columns, dict) else ():
         if column not in sample:

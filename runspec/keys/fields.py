@@ -293,8 +293,8 @@ class TrainingKeys:
             Key(
                 "adamw",
                 "open block",
-                "With torch.optim.Muon, which updates the matrices of the blocks: lr, betas and "
-                "the like of AdamW for all other parameters.",
+                "With torch.optim.Muon, which updates the matrices of the blocks: lr and the like "
+                "of AdamW for all other parameters.",
                 may_change=True,
             ),
         ),

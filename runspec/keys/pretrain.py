@@ -13,6 +13,7 @@ class PretrainConfig(TrainConfig):
 
     objective: ClassVar[str] = "trainer.objectives.pretrain.Pretraining"
     fused_loss: ClassVar[bool] = True
+    streams: ClassVar[bool] = True
 
     from_scratch: bool = setting(
         "flag",

@@ -56,6 +56,7 @@ class TrainConfig(
         pairs: the component that reads preferences from a file of the user's own; "" for a method
             that does not train on them.
         has_score_head: the model gives one number for each document instead of logits.
+        streams: the data may be a stream, which has no number of samples.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
     """
 
@@ -66,6 +67,7 @@ class TrainConfig(
     pairs: ClassVar[str] = ""
     has_score_head: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
+    streams: ClassVar[bool] = False
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(

@@ -213,6 +213,18 @@ def test_a_dataset_of_the_hub_that_is_not_downloaded_is_named(tmp_path, monkeypa
     assert one.state == "skipped"
 
 
+def test_a_picture_in_a_message_is_refused(tmp_path):
+    parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "a"}}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat."}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    (one,) = found(
+        "dataset",
+        "llama8b_lora",
+        [f"dataset.data_files={tmp_path / 'a.jsonl'}", "dataset.source=json"],
+    )
+    assert one.state == "failed" and "has a part of type image_url in line 1; only" in one.words
+
+
 @pytest.mark.parametrize(
     ("name", "text", "column"),
     [

@@ -41,7 +41,9 @@ MUON = {
     "_component_": "torch.optim.Muon",
     "lr": 2e-2,
     "weight_decay": 0.1,
-    "adamw": {"lr": 3e-3, "betas": [0.9, 0.95]},
+    "fused": True,
+    "betas": [0.9, 0.95],
+    "adamw": {"lr": 3e-3},
 }
 FREE = {"no_weight_decay": ["norm", "embedding"]}
 COSINE = {"_component_": "transformers.get_cosine_schedule_with_warmup", "warmup_ratio": 0.4}

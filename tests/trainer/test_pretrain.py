@@ -248,6 +248,11 @@ def test_what_is_wrong_with_sources_is_said(
                 list(data.from_step(0))
     path = config(tmp_path / "none", empty_folder, [], max_steps=None)
     assert any("max_steps" in fault for fault in Pretraining.faults(load(path, PretrainConfig)))
+    path = config(tmp_path / "val", empty_folder, [], dataset_val={"split": "test"})
+    with pytest.raises(ConfigError, match="is measured whole"):
+        load(path, PretrainConfig)
+    with pytest.raises(ConfigError, match="only entry: pretrain trains on a stream"):
+        load(config(tmp_path / "sft", empty_folder, [], from_scratch=None, z_loss=None))
 
 
 # Runs -------------------------------------------------------------------------------------------

@@ -92,13 +92,12 @@ class Collator:
             end = sum(lengths)
             firsts.append(documents_so_far)
             documents_so_far += len(lengths) * row.counted
-            if row.counted:
-                ends.append(np.cumsum(lengths) - 1 + line * shape[1])
             tokens[line, :end] = np.concatenate([own for own, _ in row.documents])
             if row.counted:
                 trained = np.concatenate([trained for _, trained in row.documents])
                 labels[line, : end - 1] = np.where(trained[1:], tokens[line, 1:end], IGNORE_INDEX)
                 labels[line, np.cumsum(lengths) - 1] = IGNORE_INDEX
+                ends.append(np.cumsum(lengths) - 1 + line * shape[1])
             if end < shape[1]:
                 # The padding is a document too: every position belongs to one.
                 lengths.append(shape[1] - end)

@@ -28,7 +28,7 @@ class Source:
     def identity(self) -> list[Any]:
         """What its order of documents depends on; a folder may move."""
         sizes = [(path.name, path.stat().st_size) for path in self.files]
-        return [self.name, self.column, self.weight, sizes]
+        return [self.column, self.weight, sizes]
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:

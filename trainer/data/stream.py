@@ -137,7 +137,6 @@ class StreamBatches:
 
     Args:
         sha256: of what the order of the data depends on.
-        multiple: what the length of every row must be divisible by.
     """
 
     def __init__(
@@ -188,6 +187,7 @@ class StreamBatches:
         loader = DataLoader(
             _Own(self.recipe, self._states[step]),
             batch_size=None,
+            collate_fn=_unchanged,
             num_workers=self._workers,
             worker_init_fn=batches.ignore_sigterm,
             generator=torch.Generator(),
@@ -251,6 +251,11 @@ class StreamBatches:
         return found
 
 
+def _unchanged(item: Any) -> Any:
+    """Arrays stay arrays: as tensors each would take a file of shared memory."""
+    return item
+
+
 def faults(config: TrainConfig) -> list[str]:
     """What of a config with a stream cannot work, one line each; no file is read."""
     if config.dataset["_component_"] != STREAM:
@@ -262,11 +267,6 @@ def faults(config: TrainConfig) -> list[str]:
         block, _, name = key.rpartition(".")
         if (config.dataset if block else vars(config)).get(name):
             found.append(f"{key}: a stream has no epochs and no splits; leave it out")
-    if config.dataset_val and config.dataset_val["_component_"] == STREAM:
-        found.append(
-            "dataset_val: is measured whole, so it cannot be a stream; set dataset_val._component_="
-            "torchtune.datasets.text_completion_dataset with source, data_files and column"
-        )
     return found
 
 

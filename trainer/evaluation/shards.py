@@ -160,12 +160,12 @@ class Plan:
                 for sample, own, other in zip(chosen, ours, theirs, strict=True)
             ]
             rows = [{"win": win} for win in judge.verdicts(task, asked)]
+        elif isinstance(answerer, pairs.Scorer) or task["kind"] == "pair_accuracy":
+            rows = pairs.compared(answerer, chosen)
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":
             rows = answerer.likelihoods(chosen, task)
-        elif task["kind"] == "pair_accuracy":
-            rows = pairs.compared(answerer, chosen)
         else:
             size = int(self.config["batch_size"])
             for begin in range(0, len(chosen), size):

@@ -194,8 +194,10 @@ class Decoder(nn.Module, ABC):
         Returns:
             [documents], fp32; each rank of a split model has all of them.
         """
+        if (head := self.score_head) is None:
+            raise RuntimeError("the model has no score head; call use_score_head first")
         rows = self.final_norm(hidden).flatten(0, 1).index_select(0, positions)
-        found: torch.Tensor = self.score_head(rows)
+        found: torch.Tensor = head(rows)
         return found.squeeze(-1)
 
     @property

@@ -198,7 +198,8 @@ def _write_adapter(
     }
     if (head := model.module.score_head) is not None:
         tensors[PEFT_PREFIX + SCORE] = full_tensor(head.weight.detach()).to(model.dtype).cpu()
-        settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+        saved = [*(settings.get("modules_to_save") or ()), "score"]
+        settings |= {"task_type": "SEQ_CLS", "modules_to_save": saved}
 
     def write() -> None:
         folder.mkdir()

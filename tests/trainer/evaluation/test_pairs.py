@@ -74,7 +74,8 @@ def test_accuracy_on_pairs_of_a_reward_model_and_of_a_policy(
         place.mkdir()
         result = start(place, suite(folder, place, {"kind": "pair_accuracy"}), [0], 1)
         assert result is not None
-        lines = [json.loads(x) for x in open(place / "evals/suite.samples.jsonl")]
+        text = (place / "evals/suite.samples.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
         with torch.no_grad():
             expected = [{n: judged(row, n) for n in ("chosen", "rejected")} for row in ROWS]
         for line, wanted in zip(lines, expected, strict=True):
