@@ -73,6 +73,9 @@ class PreferenceObjective(Objective):
         """Before the first update the policy is the reference, so that every reward is 0."""
         if not self.config.reference_kind or not self.starts_at_reference:
             return None
+        if adapters.virtual_tokens(self.config.model):
+            # They begin as a text before each document, which the reference does not see.
+            return None
         names = ("rewards/chosen", "rewards/rejected")
         rewards = [abs(figures.get(name) or 0.0) / self.config.beta for name in names]
         log_probs = max(abs(figures.get(f"logps/{n}") or 0.0) for n in ("chosen", "rejected"))
