@@ -64,7 +64,9 @@ def batch(trained: float = 0.5) -> MicroBatch:
     tokens, labels = (torch.randint(0, 1024, (3, 50), generator=generator) for _ in range(2))
     labels[torch.rand(3, 50, generator=generator) >= trained] = IGNORE_INDEX
     at = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
-    return MicroBatch(tokens, labels, at, 150, len(at), (50,) * 3, at // 50, torch.zeros(3))
+    return MicroBatch(
+        tokens, labels, at, 150, len(at), (50,) * 3, at // 50, torch.arange(3), torch.zeros(3)
+    )
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
