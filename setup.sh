@@ -18,7 +18,8 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
                       repeated; the parts of earlier calls are kept
   --torch VERSION     another torch version, 2.11 to 2.13 (default: the one in constraints.txt)
   --torch-index URL   where to get torch: the --index-url that PyTorch's install page shows for your
-                      CUDA version, or a folder of wheels
+                      CUDA version, or a folder of wheels. Needed if the NVIDIA driver is older than
+                      580, and for AMD GPUs
   --help
 
   COOKBOOK_VENV       folder of the virtual environment (default: .venv in the checkout)
@@ -114,6 +115,23 @@ check_disk() {
   [ "$free_gb" -ge 3 ] ||
     die "$folder has $free_gb GiB free; the packages need 2 GiB, with CUDA 8: free some space, or set COOKBOOK_VENV"
   if [ "$free_gb" -lt 10 ]; then say "warning: $folder has only $free_gb GiB free; a CUDA build of torch needs about 8"; fi
+}
+
+# pip's torch is a build for CUDA 13. What a driver cannot run is seen here, not on the nodes.
+check_driver() {
+  local driver major build
+  [ -z "$TORCH$TORCH_INDEX" ] && [ -z "$(compgen -G "$VENV/lib/python3*/site-packages/torch")" ] || return 0
+  if ! command -v nvidia-smi >/dev/null; then
+    [ ! -e /dev/kfd ] || die "this host has AMD GPUs, and pip's torch is a build for NVIDIA's: give --torch-index the --index-url of a ROCm build, which PyTorch's install page shows; or, for NVIDIA nodes, --torch with the version in constraints.txt"
+    return 0
+  fi
+  driver=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+  major=${driver%%.*}
+  [[ $major =~ ^[0-9]+$ ]] || return 0
+  if [ "$major" -ge 580 ]; then return; elif [ "$major" -ge 570 ]; then build='CUDA 12.8 (cu128)'; else build='CUDA 12.6 (cu126)'; fi
+  [ "$major" -ge 525 ] ||
+    die "this host's NVIDIA driver $driver is too old: torch needs 525 or newer; update it, or, if the nodes have another, give --torch with the version in constraints.txt"
+  die "pip's torch is a build for CUDA 13, which needs NVIDIA driver 580 or newer, and this host has $driver: give --torch-index the --index-url of a build for $build, which PyTorch's install page shows; or, if the nodes have another driver, --torch with the version in constraints.txt"
 }
 
 make_venv() {
@@ -249,6 +267,7 @@ if ! flock --nonblock 9; then
   flock 9
 fi
 check_disk
+check_driver
 make_venv
 if [[ $WANT = test* ]]; then install_packages dev; else install_packages; fi
 # What is started from here on must not keep the lock.

@@ -82,6 +82,28 @@ def test_an_unsupported_python_is_named(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.parametrize(
+    ("driver", "words"),
+    [
+        (
+            "550.54.15",
+            "this host has 550.54.15: give --torch-index the --index-url of a build for ",
+        ),
+        ("570.86", "CUDA 12.8 (cu128)"),
+        ("470.82.01", "NVIDIA driver 470.82.01 is too old: torch needs 525 or newer"),
+    ],
+)
+def test_a_driver_that_cannot_run_pips_torch_is_named_before_the_download(driver, words, tmp_path):
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\necho {driver}\n")
+    tool.chmod(0o755)
+    path = f"{tool.parent}:{os.environ['PATH']}"
+    done = setup(COOKBOOK_VENV=str(tmp_path / "venv"), PATH=path)
+    assert done.returncode == 1 and words in done.stderr and "--torch with the" in done.stderr
+    assert not (tmp_path / "venv/lib").exists()
+
+
 def test_a_folder_that_is_not_writable_is_named():
     done = setup(COOKBOOK_VENV="/proc/nowhere/venv")
     assert done.returncode == 1 and "set COOKBOOK_VENV to a folder that you own" in done.stderr
