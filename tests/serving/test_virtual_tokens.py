@@ -16,6 +16,7 @@ from trainer import demo
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
 def test_an_adapter_of_virtual_tokens_is_served(kind: str, tmp_path: Path) -> None:
     import peft

@@ -132,6 +132,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: 
     return root
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_equal_one_process(kind: str, runs: Path) -> None:
     one = runs / f"{kind}-one"
@@ -161,6 +162,7 @@ def test_peft_loads_the_export(kind: str, runs: Path, world: distributed.World) 
     torch.testing.assert_close(model.module.eval()(TOKENS), found, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_resumes_bit_for_bit_also_on_other_ranks(
     kind: str, runs: Path, tmp_path: Path, model_folder: Path, dataset: Path

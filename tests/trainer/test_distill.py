@@ -112,6 +112,7 @@ def test_the_students_own_model_teaches_it_nothing(
     assert line["top1_agreement"] == 1 and line["cross_entropy"] > 6
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
     tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
     assert written["use_rslora"] is bool(settings.get("use_rslora"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [{}, PISSA], ids=["kaiming", "pissa"])
 def test_layouts_of_torchtunes_builders(
     more: dict[str, str], tmp_path: Path, model_folder: Path, dataset: Path
@@ -214,6 +215,7 @@ def test_estimate_counts_ranks_by_layer(
     assert json.loads(found.output)["trainable"] == trained
 
 
+@pytest.mark.long
 def test_dropout_under_tensor_parallelism_resumes_bit_for_bit(
     tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_an_optimizers_losses_equal_a_plain_loops(
         torch.testing.assert_close(exported[name], value, rtol=0, atol=20 * tolerance)
 
 
+@pytest.mark.long
 def test_muon_over_ranks_and_at_resume(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     """Sharded it sums in another order, and rounds to bf16: 2e-3 of the loss."""
     whole = {"optimizer": MUON, "save_every_n_steps": 3}
@@ -296,6 +297,7 @@ def test_the_estimate_knows_what_the_optimizer_keeps(
     assert step.trainable * state_bytes(step) / 2 == pytest.approx(traced.optimizer, rel=0.02)
 
 
+@pytest.mark.long
 def test_embedding_and_head_are_trained_beside_lora(
     model_folder: Path, dataset: Path, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def test_its_curves_are_those_of_trl(name: str, texts: Path, tmp_path: Path) -> 
     assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reference", ["adapter_off", "model"])
 def test_labelled_answers_train_the_same_in_every_layout(
     reference: str, tmp_path: Path, model_folder: Path, pairs: Path
@@ -187,6 +188,7 @@ def test_packed_equals_padded(name: str, tmp_path: Path, model_folder: Path, pai
         assert found[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
+@pytest.mark.long
 def test_kept_log_probs_are_made_once_and_a_killed_run_resumes_by_them(
     tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:

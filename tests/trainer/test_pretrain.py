@@ -295,6 +295,7 @@ def test_its_losses_equal_a_plain_loops(
         torch.testing.assert_close(exported[name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
@@ -326,6 +327,7 @@ def test_a_killed_run_goes_on_bit_by_bit(
     assert all(own[name].equal(value) for name, value in wanted.items())
 
 
+@pytest.mark.long
 def test_four_ranks_go_on_as_two(
     one: Path, empty_folder: Path, sources: Any, tmp_path: Path
 ) -> None:
