@@ -14,7 +14,7 @@ from launcher import paths, venv
 from launcher.checks import Context, Finding, Skipped, failed, files, ok, unreadable
 from launcher.recipes import stock
 from launcher.runs import snapshot
-from runspec.files import read_json_or_none, write_json
+from runspec.files import DATA_CACHE, KEPT_TEACHERS, read_json_or_none, write_json
 from runspec.keys.methods import METHODS
 from runspec.layout import Layout, LayoutError
 
@@ -193,7 +193,7 @@ def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -
     """Return a hash of what the answer depends on: config, packages, trainer, files that it names.
 
     These are the files of the model, of a teacher, of the tokenizer, of an adapter to start from,
-    and `data`; and the user's own components.
+    and `data`; a teacher's log-probabilities, if they are read; and the user's own components.
     """
     checkpointer = config.get("checkpointer") or {}
     folder = Path(str(checkpointer.get("checkpoint_dir", "")))
@@ -207,6 +207,9 @@ def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -
     sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
     for path in venv.own_packages().values():
         sources += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    if config.get("teacher_log_probs") == "kept":
+        root = config.get("data_cache_dir") or Path(config["output_dir"]).parent / DATA_CACHE
+        sources += sorted(Path(root).expanduser().glob(KEPT_TEACHERS))
     for path in named:
         sources += sorted(path.iterdir()) if path.is_dir() else [path] * path.is_file()
     seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]

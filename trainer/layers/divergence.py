@@ -21,11 +21,8 @@ from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import Factors, add_product, factors, logits_of
 from trainer.parallel.activations import compiled
 
-
 # See `summed`.
-Chunk = Callable[
-    [Sequence[torch.Tensor], slice, bool], tuple[torch.Tensor, torch.Tensor | None]
-]
+Chunk = Callable[[Sequence[torch.Tensor], slice, bool], tuple[torch.Tensor, Any]]
 
 
 class Divergence(NamedTuple):
@@ -123,8 +120,8 @@ def distillation_loss(
     return summed(student, targets.numel(), size, how.cross_entropy_share, one_chunk)
 
 
-def summed(student: Factors, count: int, size: int, share: float, chunk: Chunk) -> Sums:
-    """The sums over `count` tokens, which go through the student's output head in chunks.
+def summed(student: Factors, tokens: int, size: int, share: float, chunk: Chunk) -> Sums:
+    """The sums over so many tokens, which go through the student's output head in chunks.
 
     Args:
         size: tokens of a chunk.
@@ -136,12 +133,12 @@ def summed(student: Factors, count: int, size: int, share: float, chunk: Chunk) 
     tensors = [tensor for pair in student.pairs for tensor in pair]
     # Only what requires a gradient gets a buffer for one.
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
-    total, sums = _Distillation.apply(_Plan(count, size, share, chunk, wanted), *tensors)
+    total, sums = _Distillation.apply(_Plan(tokens, size, share, chunk, wanted), *tensors)
     return Sums(total, *sums)
 
 
 class _Plan(NamedTuple):
-    count: int
+    tokens: int
     size: int
     share: float
     chunk: Chunk
@@ -190,9 +187,7 @@ class _Distillation(torch.autograd.Function):
     """Gradients are made in the forward pass; the backward pass scales them once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: _Plan, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         figures, ctx.gradients = _pass(plan, tensors)
         share, sums = plan.share, figures.sum(1)
         ctx.mark_non_differentiable(sums)
@@ -213,7 +208,7 @@ def _pass(
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Figures [3, tokens], and the loss's gradient for each wanted tensor."""
     exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    figures = torch.empty(3, plan.count, dtype=exact, device=tensors[0].device)
+    figures = torch.empty(3, plan.tokens, dtype=exact, device=tensors[0].device)
     # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
     gradients = [
         torch.zeros_like(tensor, dtype=exact if index % 2 else None) if plan.wanted[index] else None
@@ -231,7 +226,7 @@ def _pass(
             if total is not None:
                 add_product(total, slope.t(), inputs[part])
 
-    for begin in range(0, plan.count, plan.size):
+    for begin in range(0, plan.tokens, plan.size):
         one_chunk(slice(begin, begin + plan.size))
     return figures, [
         None if gradient is None else gradient.to(tensor.dtype)
@@ -328,9 +323,7 @@ def _total(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return values
 
 
-def capped(
-    logits: torch.Tensor, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def capped(logits: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits under a model's cap, and their tanh; the given ones may be overwritten."""
     if softcap is None:
         return logits, None

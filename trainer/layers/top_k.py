@@ -30,9 +30,13 @@ def top_k(
         chunks: how many chunks the tokens go through in; None as in `linear_log_probs`.
     """
     rows, weight = teacher.pairs[0]
-    count, size = len(rows), loss_tokens(len(rows), *weight.shape, chunks)
+    count, (width, dim) = len(rows), weight.shape
+    size = loss_tokens(count, width, dim, chunks)
+    if not count:
+        values = rows.new_empty(0, min(k, vocabulary), dtype=torch.float32)
+        return TopK(values.int(), values, values.sum(1))
     tensors = [tensor for pair in teacher.pairs for tensor in pair]
-    begin = 0 if teacher.group is None else dist.get_rank(teacher.group) * len(weight)
+    begin = 0 if teacher.group is None else dist.get_rank(teacher.group) * width
     parts = [
         _top_k(
             logits_of(tensors, slice(first, first + size)),
@@ -42,8 +46,7 @@ def top_k(
             vocabulary,
             temperature,
         )
-        # Without a token the results have a shape, too.
-        for first in range(0, max(count, 1), size)
+        for first in range(0, count, size)
     ]
     return TopK(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
@@ -150,7 +153,8 @@ def _chunk(
     With e = exp(logits / temperature), E their sum and R that of the tail, the gradient by
     logits / temperature is e_j / E - p_j at a top token, and e_j / E - e_j / R * p_tail elsewhere.
     """
-    dtype, heat, share, group = student.dtype, how.temperature, how.cross_entropy_share, made_of.group
+    dtype, group = student.dtype, made_of.group
+    heat, share = how.temperature, how.cross_entropy_share
     exact = torch.promote_types(dtype, torch.float32)
     student, tanh = capped(student.to(exact), made_of.softcap)
     highest, agreement = _highest(student, teacher.ids[:, 0], group, begin)
