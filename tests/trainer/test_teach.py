@@ -108,6 +108,9 @@ def test_a_killed_pass_goes_on_by_part_and_writes_the_same(
 ) -> None:
     more = PACKED | {"teacher": str(teacher)}
     path = write_config(tmp_path / "teach", model_folder, many, **more)
+    (path.parent / ".stop").touch()
+    assert "asked to stop" in finish(start(path, module=MODULE))
+    assert json.loads((path.parent / "progress.json").read_text())["state"] == "stopped"
     process = start(path, module=MODULE)
     while not list((tmp_path / ".data_cache").glob("*/teacher_*/part_00000.json")):
         assert process.poll() is None, process.communicate()[0]
