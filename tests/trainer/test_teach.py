@@ -126,9 +126,11 @@ def test_a_killed_pass_goes_on_by_part_and_writes_the_same(
 
 
 def test_the_kept_whole_vocabulary_is_the_online_teacher(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+    tmp_path: Path, model_folder: Path, dataset: Path, many: Path, teacher: Path
 ) -> None:
+    """In training and in validation."""
     shared = STEP | PACKED | {"teacher": str(teacher), "teacher_top_k": 2000, "temperature": 1.5}
+    shared |= {"dataset_val": {"data_files": str(many), "split": "train[:20]"}}
     online, teach, own = (
         write_config(tmp_path / name, model_folder, dataset, **shared | more)
         for name, more in {"online": {}, "teach": {}, "kept": KEPT}.items()
@@ -139,6 +141,7 @@ def test_the_kept_whole_vocabulary_is_the_online_teacher(
     assert_same_curve(tmp_path / "kept", tmp_path / "online", 1e-5, 1e-4)
     for first, second in zip(metrics(tmp_path / "kept"), metrics(tmp_path / "online"), strict=True):
         assert first["kd_loss"] == pytest.approx(second["kd_loss"], abs=1e-5)
+        assert first.get("val_kd_loss") == pytest.approx(second.get("val_kd_loss"), abs=1e-5)
         assert first["top1_agreement"] == second["top1_agreement"]
 
 
