@@ -10,8 +10,10 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 # torch makes a million objects that stay. Looking through them for cycles while they are imported
 # takes a tenth of the time of all imports, and again in the middle of a step while others wait.
@@ -32,12 +34,16 @@ gc.freeze()
 gc.enable()
 
 
-def main(arguments: list[str], objective: type[Objective]) -> int:
+Task = Callable[[Any, int, type[Objective]], None]
+
+
+def main(arguments: list[str], objective: type[Objective], task: Task | None = None) -> int:
     """Train by the given train.yaml; a fault becomes a record, a message and an exit status.
 
     Args:
         arguments: the path of train.yaml.
         objective: the training method.
+        task: what is done instead of `run`.
     """
     if len(arguments) != 1:
         print(f"usage: python -m {_module()} <run>/train.yaml", file=sys.stderr)
@@ -48,7 +54,7 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
     try:
         config = configs.load(path, objective.config_class)
         run_dir = config.output_dir
-        run(config, attempt, objective)
+        (task or run)(config, attempt, objective)
     except Exception as error:
         _report(error, run_dir, rank, attempt)
         return error.exit_status if isinstance(error, TrainerError) else 1

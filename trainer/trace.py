@@ -36,7 +36,7 @@ from trainer.config import TrainConfig, arguments_of, load
 from trainer.errors import ConfigError
 from trainer.layers import attention
 from trainer.layers.adapters.base import method as method_of
-from trainer.layers.batch import Documents, MicroBatch
+from trainer.layers.batch import Documents, MicroBatch, TopK
 from trainer.models import build as models
 from trainer.models.builder import Builder
 from trainer.models.decoder import Decoder
@@ -382,11 +382,17 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         samples=torch.arange(config.batch_size),
         numbers=torch.zeros(config.batch_size),
         reference=torch.zeros(config.batch_size, each) if kept else None,
+        teacher=_top_k(count, config.kept_top_k) if config.kept_top_k else None,
         documents_per_sample=each,
         positions=numbers if packed else None,
         documents=documents if packed or config.dtype == "bf16" else None,
         ends=torch.tensor(ends[1:]) - 1,
     )
+
+
+def _top_k(tokens: int, k: int) -> TopK:
+    ids = torch.zeros(tokens, k, dtype=torch.int32)
+    return TopK(ids, torch.zeros(tokens, k), torch.zeros(tokens))
 
 
 def _fill_buffers(module: Decoder, fake: FakeTensorMode) -> None:

@@ -14,7 +14,8 @@ from launcher import paths, venv
 from launcher.checks import Context, Finding, Skipped, failed, files, ok, unreadable
 from launcher.recipes import stock
 from launcher.runs import snapshot
-from runspec.files import read_json_or_none, write_json
+from launcher.runs.directory import runs_root
+from runspec.files import DATA_CACHE, KEPT_TEACHERS, read_json_or_none, write_json
 from runspec.keys.methods import METHODS
 from runspec.layout import Layout, LayoutError
 
@@ -123,7 +124,11 @@ def components(context: Context) -> Iterable[Finding]:
     if not isinstance(answer, dict):
         (answer,) = _ask([config], *options)
         _keep(kept, answer)
-    faults = [failed("components", fault) for fault in answer["faults"]]
+    # The trainer does not know by which name the recipe was given.
+    again = f"--recipe {context.recipe.given_name}"
+    faults = [
+        failed("components", fault.replace("--recipe RECIPE", again)) for fault in answer["faults"]
+    ]
     return faults or [ok("components", str(answer["found"]))]
 
 
@@ -171,6 +176,9 @@ def _question(context: Context) -> tuple[dict[str, Any], Options]:
     config = recipe.train_config(context.cluster.root, "run")
     if recipe.entry.method is None:
         return config, ("--stock",)
+    # As in a run's directory: what a run needs may have to be there already.
+    cache = config.get("data_cache_dir") or str(runs_root(context.cluster.root) / DATA_CACHE)
+    config = {**config, "data_cache_dir": cache}
     # The check of the layout tells its faults.
     with contextlib.suppress(LayoutError):
         found = Layout.of(config, context.resources.world_size)
@@ -193,7 +201,7 @@ def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -
     """Return a hash of what the answer depends on: config, packages, trainer, files that it names.
 
     These are the files of the model, of a teacher, of the tokenizer, of an adapter to start from,
-    and `data`; and the user's own components.
+    and `data`; a teacher's log-probabilities, if they are read; and the user's own components.
     """
     checkpointer = config.get("checkpointer") or {}
     folder = Path(str(checkpointer.get("checkpoint_dir", "")))
@@ -207,6 +215,9 @@ def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -
     sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
     for path in venv.own_packages().values():
         sources += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    if config.get("teacher_log_probs") == "kept":
+        cache = Path(str(config["data_cache_dir"])).expanduser()
+        sources += sorted(cache.glob(KEPT_TEACHERS))
     for path in named:
         sources += sorted(path.iterdir()) if path.is_dir() else [path] * path.is_file()
     seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]

@@ -32,7 +32,7 @@ def memory(context: Context) -> Iterable[Finding]:
 
 def _step(context: Context) -> StepConfig:
     if not context.recipe.entry.can_estimate:
-        raise Skipped("only the kit's own trainer can be computed")
+        raise Skipped("only the kit's own training methods can be computed")
     resources = context.resources
     try:
         return step_of(context.config, resources.nodes, resources.gpus_per_node)

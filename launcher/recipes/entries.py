@@ -15,6 +15,7 @@ from launcher import paths
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import stock
 from runspec.keys.common import COMMON, SCRIPT
+from runspec.keys.distill import TeachConfig
 from runspec.keys.evaluate import EVAL, task_faults
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.methods import METHODS
@@ -38,9 +39,9 @@ class Entry:
     keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole config
     of the kit's trainer, with its layout and weights), "components" (only that they exist and take
     their arguments) or "". method: the config of a training method of the kit's trainer.
-    resumes: it continues from its last checkpoint when it is started again. purpose: train,
-    evaluate or serve. faults: what its table of keys does not see of a recipe. notes: what the user
-    should know of keys that are accepted.
+    can_estimate: its memory and time can be computed. resumes: it continues from its last
+    checkpoint when it is started again. purpose: train, evaluate or serve. faults: what its table
+    of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
 
     keys: Keys
@@ -50,16 +51,12 @@ class Entry:
     other_keys: bool = False
     checked: str = ""
     method: type[TrainConfig] | None = None
+    can_estimate: bool = False
     can_profile: bool = False
     resumes: bool = False
     purpose: str = "train"
     faults: Callable[[Mapping[str, Any]], Iterable[Fault]] = lambda config: ()
     notes: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
-
-    @property
-    def can_estimate(self) -> bool:
-        """Whether its memory and time can be computed."""
-        return self.method is not None
 
     @property
     def max_retries(self) -> int:
@@ -79,6 +76,7 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         command=trainer_command(module),
         checked="complete",
         method=config,
+        can_estimate=True,
         can_profile=True,
         resumes=True,
         notes=notes,
@@ -125,6 +123,7 @@ _TORCHTUNE = {
 # By name; a name that ends with a colon is followed by what is started: script:train.py
 ENTRIES = {
     **{name: method(f"trainer.{name}", config) for name, config in METHODS.items()},
+    "teach": replace(method("trainer.teach", TeachConfig), can_estimate=False, can_profile=False),
     "eval": Entry(
         keys={**COMMON, **EVAL},
         command=trainer_command("trainer.evaluate"),

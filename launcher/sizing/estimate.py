@@ -88,7 +88,7 @@ class Estimate:
         currency; None leaves the cost out.
         compares, traces: whether `compared` and `traced` are wanted; else they are empty.
         """
-        if recipe.entry.method is None:
+        if recipe.entry.method is None or not recipe.entry.can_estimate:
             raise UsageFault(
                 f"{recipe.name} cannot be estimated: it starts {recipe.entry_name}, and only the "
                 "kit's own training methods can be computed"

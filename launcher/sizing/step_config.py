@@ -362,7 +362,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     reference = method.reference_of(config)
     # In a packed row the documents of a sample share it; else each is a row.
     rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
-    folder = config.get(method.teacher_key) if method.teacher_key else None
+    teacher = method.teacher_of(config)
     if method.has_score_head:
         # As a tied output layer, it has no table of its own.
         shape = replace(shape, tied=True)
@@ -395,8 +395,8 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         has_reference=reference in ("adapter_off", "model"),
         keeps_log_probs=reference == "log_probs",
         keeps_reference=reference == "model",
-        teacher=shape_of({}, Path(str(folder))) if folder else None,
-        teacher_logits=method.reads_teacher_logits,
+        teacher=shape_of({}, Path(teacher)) if teacher else None,
+        teacher_logits=method.reads_teacher_logits and bool(teacher),
     )
     if faults := faults + step.faults():
         raise RecipeFault(faults)

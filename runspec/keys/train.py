@@ -159,10 +159,20 @@ class TrainConfig(
         is_new = adapters.name_of(model) and not (start or model.get("modules_to_save"))
         return "adapter_off" if is_new else "model"
 
+    @classmethod
+    def teacher_of(cls, config: Mapping[str, Any]) -> str:
+        """The folder of the model that runs beside the policy, by a recipe's content; or ""."""
+        return str(config.get(cls.teacher_key) or "") if cls.teacher_key else ""
+
     @property
     def reference_kind(self) -> str:
         """As `reference_of` this config."""
         return self.reference_of(vars(self))
+
+    @property
+    def kept_top_k(self) -> int:
+        """How many tokens of a teacher's distribution are read with each trained token, or 0."""
+        return 0
 
     @property
     def model_folder(self) -> Path:

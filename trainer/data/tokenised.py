@@ -24,6 +24,7 @@ from trainer.config import TrainConfig
 from trainer.data import origin, source
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Piece, Source, omission_notes, open_source
+from trainer.data.teacher import KeptTeacher
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
@@ -49,7 +50,8 @@ class TokenisedDataset:
     each in the dataset, of which a long text has several. left_out: how many tokens were cut off
     behind it. documents: tokens of each document of each sample, int64 [samples, documents].
     numbers: of each sample, float64 [samples]; see SampleForm. reference: float32
-    [samples, documents], what MicroBatch has of it, if a method kept it. omissions: see Source.
+    [samples, documents], what MicroBatch has of it, if a method kept it. teacher: what is kept of a
+    teacher, if a method reads it. omissions: see Source.
 
     Raises:
         ConfigError: files are missing or cut short.
@@ -75,6 +77,7 @@ class TokenisedDataset:
         )
         self.documents, self.numbers = whole["documents"].copy(), whole["number"].copy()
         self.reference: np.ndarray | None = None
+        self.teacher: KeptTeacher | None = None
         self._part_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self._begins = np.concatenate([np.cumsum(t["length"]) - t["length"] for t in tables])
 
@@ -156,6 +159,17 @@ def open_dataset(
         first = world.on_main(lambda: opened or open_it())
         make(world.on_all(lambda: first or open_it()), folder, world)
     return world.on_all(lambda: TokenisedDataset(_seen(folder), block))
+
+
+def expected_folder(
+    block: dict[str, Any], config: TrainConfig, form: SampleForm = SINGLE
+) -> Path | None:
+    """Where the tokens of a dataset of local files are, or will be; None for any other dataset."""
+    share = form.share(block)
+    block = source.read_block(block, form)
+    if not origin.data_files(block):
+        return None
+    return config.data_cache / _name(block, config.tokenizer, form, share, None)
 
 
 def _name(

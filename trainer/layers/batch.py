@@ -28,6 +28,18 @@ class Documents(NamedTuple):
         return same.tril()
 
 
+class TopK(NamedTuple):
+    """What is kept of a teacher's distribution of each token.
+
+    ids: int32 [tokens, k], its likeliest tokens, the first one first. log_probs: fp32 [tokens, k],
+    theirs. tail: fp32 [tokens], the log of the mass of all other tokens; -inf for none.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    tail: torch.Tensor
+
+
 @dataclass
 class MicroBatch:
     """The rows of one forward and backward pass of one rank.
@@ -43,7 +55,8 @@ class MicroBatch:
     documents_per_sample: how many of them are a sample. samples: int64 [samples], their indices in
     the dataset. numbers: fp32 [samples], which the method reads with each sample; see
     trainer.data.form. reference: fp32 [samples, documents per sample], the log-probability of each
-    document by the model before training; None if none were kept.
+    document by the model before training; None if none were kept. teacher: of the trained
+    positions, what is kept of a teacher's distributions; None if nothing is read.
     positions: int64 [batch, sequence], the position of each token in its document; documents:
     which document it belongs to. Both are None if rows are not packed; packed rows all have the
     same length.
@@ -62,6 +75,7 @@ class MicroBatch:
     numbers: torch.Tensor
     documents_per_sample: int = 1
     reference: torch.Tensor | None = None
+    teacher: TopK | None = None
     positions: torch.Tensor | None = None
     documents: Documents | None = None
     ends: torch.Tensor | None = None

@@ -5,7 +5,7 @@ gradients are made in the forward pass, so that neither model's logits ever exis
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,6 +20,9 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import Factors, add_product, factors, logits_of
 from trainer.parallel.activations import compiled
+
+# See `summed`.
+Chunk = Callable[[Sequence[torch.Tensor], slice, bool], tuple[torch.Tensor, Any]]
 
 
 class Divergence(NamedTuple):
@@ -95,25 +98,57 @@ def distillation_loss(
     vocabulary, dim = student.pairs[0][1].shape
     size = loss_tokens(targets.numel(), vocabulary, dim, chunks)
     student, teacher, begin = _aligned(student, teacher)
+    caps = (student.softcap, teacher.softcap)
+    function = _compiled() if compile_chunks and student.group is None else _chunk
+    frozen = [tensor for pair in teacher.pairs for tensor in pair]
+    columns, held = own_columns(targets - begin, student.pairs[0][1].shape[0])
+
+    # No name and no tuple for the logits: once they are made exact nothing must hold them.
+    def one_chunk(tensors: Sequence[torch.Tensor], part: slice, slope_wanted: bool) -> Any:
+        return function(
+            logits_of(tensors, part),
+            logits_of(frozen, part),
+            columns[part],
+            held[part],
+            how,
+            caps,
+            student.group,
+            begin,
+            slope_wanted,
+        )
+
+    return summed(student, targets.numel(), size, how.cross_entropy_share, one_chunk)
+
+
+def summed(student: Factors, tokens: int, size: int, share: float, chunk: Chunk) -> Sums:
+    """The sums over so many tokens, which go through the student's output head in chunks.
+
+    Args:
+        size: tokens of a chunk.
+        share: of the cross-entropy in the loss.
+        chunk: from the student's factors in turn, the tokens of a chunk and whether a gradient is
+            wanted to figures [3, tokens] (divergence, cross-entropy, agreement) and the loss's
+            gradient by the logits.
+    """
     tensors = [tensor for pair in student.pairs for tensor in pair]
     # Only what requires a gradient gets a buffer for one.
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
-    caps = (student.softcap, teacher.softcap)
-    function = _compiled() if compile_chunks and student.group is None else _chunk
-    plan = _Plan(how, size, student.group, begin, caps, function, wanted)
-    frozen = [tensor for pair in teacher.pairs for tensor in pair]
-    total, sums = _Distillation.apply(targets, plan, frozen, *tensors)
+    total, sums = _Distillation.apply(_Plan(tokens, size, share, chunk, wanted), *tensors)
     return Sums(total, *sums)
 
 
 class _Plan(NamedTuple):
-    how: Divergence
+    tokens: int
     size: int
-    group: dist.ProcessGroup | None
-    begin: int
-    caps: tuple[float | None, float | None]
-    chunk: Callable[..., Any]
+    share: float
+    chunk: Chunk
     wanted: list[bool]
+
+
+def own_columns(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of columns as this rank's, of which it has `width`, and whether they are its own."""
+    held = (columns >= 0) & (columns < width)
+    return columns.clamp(0, width - 1), held
 
 
 def _aligned(student: Factors, teacher: Factors) -> tuple[Factors, Factors, int]:
@@ -152,15 +187,9 @@ class _Distillation(torch.autograd.Function):
     """Gradients are made in the forward pass; the backward pass scales them once."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        targets: torch.Tensor,
-        plan: _Plan,
-        frozen: list[torch.Tensor],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        figures, ctx.gradients = _pass(plan, targets, frozen, tensors)
-        share, sums = plan.how.cross_entropy_share, figures.sum(1)
+    def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        figures, ctx.gradients = _pass(plan, tensors)
+        share, sums = plan.share, figures.sum(1)
         ctx.mark_non_differentiable(sums)
         return (1 - share) * sums[0] + share * sums[1], sums
 
@@ -171,40 +200,24 @@ class _Distillation(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the backward pass of distillation_loss runs once only")
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, None, *(None if g is None else g.mul_(upstream) for g in gradients)
+        return None, *(None if g is None else g.mul_(upstream) for g in gradients)
 
 
 def _pass(
-    plan: _Plan,
-    targets: torch.Tensor,
-    frozen: list[torch.Tensor],
-    tensors: tuple[torch.Tensor, ...],
+    plan: _Plan, tensors: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Figures [3, tokens], and the loss's gradient for each wanted tensor."""
     exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    figures = torch.empty(3, targets.numel(), dtype=exact, device=targets.device)
+    figures = torch.empty(3, plan.tokens, dtype=exact, device=tensors[0].device)
     # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
     gradients = [
         torch.zeros_like(tensor, dtype=exact if index % 2 else None) if plan.wanted[index] else None
         for index, tensor in enumerate(tensors)
     ]
-    columns, width = targets - plan.begin, tensors[1].shape[0]
-    held = (columns >= 0) & (columns < width)
-    columns = columns.clamp(0, width - 1)
 
-    # As in log_probs: nothing else may hold the logits, so that they can be given up early.
+    # In a function of its own, so that a chunk's gradient is gone before the next one's is made.
     def one_chunk(part: slice) -> None:
-        figures[:, part], slope = plan.chunk(
-            logits_of(tensors, part),
-            logits_of(frozen, part),
-            columns[part],
-            held[part],
-            plan.how,
-            plan.caps,
-            plan.group,
-            plan.begin,
-            any(plan.wanted),
-        )
+        figures[:, part], slope = plan.chunk(tensors, part, any(plan.wanted))
         for index in range(0, len(tensors), 2):
             inputs, weight = tensors[index : index + 2]
             own, total = gradients[index : index + 2]
@@ -213,7 +226,7 @@ def _pass(
             if total is not None:
                 add_product(total, slope.t(), inputs[part])
 
-    for begin in range(0, targets.numel(), plan.size):
+    for begin in range(0, plan.tokens, plan.size):
         one_chunk(slice(begin, begin + plan.size))
     return figures, [
         None if gradient is None else gradient.to(tensor.dtype)
@@ -240,8 +253,8 @@ def _chunk(
     """
     dtype, heat, share = student.dtype, how.temperature, how.cross_entropy_share
     exact = torch.promote_types(dtype, torch.float32)
-    student, tanh = _capped(student.to(exact), caps[0])
-    teacher = _capped(teacher.to(exact), caps[1])[0]
+    student, tanh = capped(student.to(exact), caps[0])
+    teacher = capped(teacher.to(exact), caps[1])[0]
     highest, agreement = _highest(student, teacher, group, begin)
     columns, held = columns.unsqueeze(1), held.to(exact).unsqueeze(1)
     student -= highest[:, :1]
@@ -310,9 +323,8 @@ def _total(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return values
 
 
-def _capped(
-    logits: torch.Tensor, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def capped(logits: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits under a model's cap, and their tanh; the given ones may be overwritten."""
     if softcap is None:
         return logits, None
     tanh = logits.div_(softcap).tanh_()

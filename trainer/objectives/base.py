@@ -137,8 +137,8 @@ class Objective(ABC):
         policy, reference, teacher = builder.policy(chunks), None, None
         if config.reference_kind == "model":
             reference = builder.reference(chunks)
-        if config.teacher_key:
-            teacher = builder.teacher(getattr(config, config.teacher_key), chunks)
+        if folder := config.teacher_of(vars(config)):
+            teacher = builder.teacher(folder, chunks)
         return Models(policy, reference, teacher, dict(builder.fingerprints))
 
     def prepare(  # noqa: B027, most methods have nothing to do

@@ -9,16 +9,21 @@ from torch import nn
 from runspec.files import read_json_or_none
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
+from trainer.data.batches import Data
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.divergence import Divergence, Sums, distillation_loss, frozen_factors
 from trainer.layers.log_probs import factors
+from trainer.layers.top_k import top_k_loss
 from trainer.models.builder import Builder
+from trainer.objectives import kept_teacher
 from trainer.objectives.base import LossSum, Models, Objective
 
 
 class Distillation(Objective):
     """A frozen teacher runs forward over the student's batches, laid out like the student.
+
+    With teacher_log_probs=kept no teacher runs: the batches hold what is kept of it.
 
     Figures, means over the trained tokens: kd_loss, the divergence times temperature^2;
     cross_entropy, of the student with the data; top1_agreement, the share of tokens for which both
@@ -26,9 +31,16 @@ class Distillation(Objective):
     """
 
     config_class: ClassVar[type[TrainConfig]] = DistillConfig
+    _kept: kept_teacher.Kept | None = None
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
+        """As `setting_faults`, and what must be kept of the teacher and is not."""
+        found = cls.setting_faults(config)
+        return found or (kept_teacher.missing(config, cls.form) if config.kept_top_k else [])
+
+    @classmethod
+    def setting_faults(cls, config: Any) -> list[str]:
         """What is outside of its range, and whether the teacher has other tokens."""
         found = super().faults(config)
         found += [
@@ -36,13 +48,26 @@ class Distillation(Objective):
             for name in ("beta", "cross_entropy_share")
             if (value := getattr(config, name)) > 1
         ]
-        return found + tokenizer_faults(config.model_folder, Path(config.teacher))
+        found += tokenizer_faults(config.model_folder, Path(config.teacher))
+        if config.kept_top_k and config.beta:
+            found.append(
+                f"beta: {config.beta} needs the teacher's whole distribution; teacher_log_probs="
+                "kept can only do beta=0, the forward KL"
+            )
+        return found
+
+    def build_data(self) -> Data:
+        """As Objective.build_data; also raises ConfigError if what must be kept is not there."""
+        data = super().build_data()
+        if self.config.kept_top_k:
+            self._kept = kept_teacher.give(self.config, self.world, data)
+        return data
 
     def build_models(self, builder: Builder) -> Models:
         """As Objective.build_models; also raises ConfigError for a teacher with other tokens."""
 
         def check() -> None:
-            if found := self.faults(self.config):
+            if found := self.setting_faults(self.config):
                 raise ConfigError(*found)
 
         self.world.on_main(check)
@@ -52,11 +77,16 @@ class Distillation(Objective):
         config, batch = self.config, batch.to(self.world.device)
         targets = batch.labels.flatten().index_select(0, batch.trained)
         how = Divergence(config.beta, config.temperature, config.cross_entropy_share)
-        with models.as_teacher() as teacher:
-            wanted = frozen_factors(teacher, batch)
+        kept = batch.teacher
+        if kept is None:
+            with models.as_teacher() as teacher:
+                wanted = frozen_factors(teacher, batch)
 
         def output(model: nn.Module, hidden: torch.Tensor) -> Sums:
             own = factors(model, hidden, batch.trained)
+            if kept is not None:
+                vocabulary = self._kept.vocabulary if self._kept else model.vocab_size
+                return top_k_loss(own, kept, targets, how, vocabulary)
             return distillation_loss(own, wanted, targets, how, compile_chunks=config.compile)
 
         sums = models.policy.module(
@@ -70,6 +100,11 @@ class Distillation(Objective):
                 "top1_agreement": sums.agreement,
             },
         )
+
+    def identity(self, models: Models, data: Data) -> dict[str, Any]:
+        """As Objective.identity; a teacher that does not run counts by its weights, too."""
+        found = super().identity(models, data)
+        return found | ({"teacher_weights": self._kept.weights} if self._kept else {})
 
 
 def tokenizer_faults(student: Path, teacher: Path) -> list[str]:

@@ -1,0 +1,207 @@
+"""A teacher's log-probabilities, written once and read: resumed, in each layout, or refused."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.step_config import step_of
+from tests.trainer.runs import (
+    assert_same_curve,
+    curve,
+    finish,
+    kill_rank,
+    metrics,
+    start,
+    wait_for_step,
+    write_config,
+)
+from tests.trainer.test_distill import teacher as teacher
+from trainer import check
+from trainer.config import parse, read_yaml
+from trainer.data.teacher import record
+from trainer.objectives.distill import Distillation, DistillConfig
+from trainer.objectives.teach import Teaching
+from trainer.trace import trace
+
+MODULE = "trainer.teach"
+STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
+PACKED = {"row_length": 96, "batch_size": 4}
+KEPT = {"teacher_log_probs": "kept"}
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
+    """The samples of `dataset` and variants of them: enough for several parts."""
+    path = tmp_path_factory.mktemp("many") / "many.jsonl"
+    lines = [json.loads(line) for line in dataset.read_text().splitlines()]
+    variants = ({**line, "question": f"{line['question']} {n}"} for n in range(9) for line in lines)
+    path.write_text("".join(json.dumps(each) + "\n" for each in variants))
+    return path
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """What is kept under a folder of runs, by name."""
+    (folder,) = (root / ".data_cache").glob("*/teacher_*")
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def root(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, many: Path, teacher: Path
+) -> Path:
+    """A folder of runs in which the teacher's pass is done, in a packed and batched way."""
+    folder = tmp_path_factory.mktemp("teach")
+    more = PACKED | {"teacher": str(teacher)}
+    said = finish(start(write_config(folder / "teach", model_folder, many, **more), module=MODULE))
+    assert "260 bytes per token" in said and "tokens compared" in said and "% less" in said
+    assert json.loads((folder / "teach/progress.json").read_text())["state"] == "finished"
+    return folder
+
+
+def test_it_keeps_so_many_bytes_per_token(root: Path) -> None:
+    kept = files(root)
+    parts = [content for name, content in kept.items() if name.endswith(".bin")]
+    assert record(32).itemsize == 260 and len(parts) > 2
+    records = np.frombuffer(b"".join(parts), record(32))
+    mass = np.exp(records["log_probs"]).sum(1) + np.exp(records["tail"])
+    np.testing.assert_allclose(mass, 1, rtol=1e-5)
+    assert (np.diff(records["log_probs"], axis=1) <= 0).all() and records["ids"].max() < 1024
+    meta = json.loads(kept["meta.json"])
+    count, tail, whole, over = meta["compared"]
+    assert 0 < tail < count and 0 < over < whole
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(2, {}), (2, {"tensor_parallel_dim": 2})], ids=["fsdp", "tensor"]
+)
+def test_every_layout_writes_the_same(
+    ranks: int,
+    more: dict[str, Any],
+    root: Path,
+    tmp_path: Path,
+    model_folder: Path,
+    many: Path,
+    teacher: Path,
+) -> None:
+    more = more | PACKED | {"teacher": str(teacher)}
+    path = write_config(tmp_path / "teach", model_folder, many, **more)
+    finish(start(path, ranks, module=MODULE))
+    own, wanted = files(tmp_path), files(root)
+    assert own.keys() == wanted.keys()
+    for name, content in own.items():
+        if name.endswith(".bin"):
+            first, second = (np.frombuffer(each, record(32)) for each in (content, wanted[name]))
+            for column in ("log_probs", "tail"):
+                np.testing.assert_allclose(first[column], second[column], atol=2e-5)
+            assert (first["ids"] == second["ids"]).mean() > 0.999
+
+
+def test_a_killed_pass_goes_on_by_part_and_writes_the_same(
+    root: Path, tmp_path: Path, model_folder: Path, many: Path, teacher: Path
+) -> None:
+    more = PACKED | {"teacher": str(teacher)}
+    path = write_config(tmp_path / "teach", model_folder, many, **more)
+    (path.parent / ".stop").touch()
+    assert "asked to stop" in finish(start(path, module=MODULE))
+    assert json.loads((path.parent / "progress.json").read_text())["state"] == "stopped"
+    process = start(path, module=MODULE)
+    while not list((tmp_path / ".data_cache").glob("*/teacher_*/part_00000.json")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.002)
+    kill_rank(process, 0)
+    finish(process, status=None)
+    (folder,) = (tmp_path / ".data_cache").glob("*/teacher_*")
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("part_*.bin")}
+    assert before and not (folder / "meta.json").is_file()
+    said = finish(start(path, attempt=1, module=MODULE))
+    assert files(tmp_path) == files(root)
+    assert (folder / "part_00000.bin").stat().st_mtime_ns == before["part_00000.bin"], said
+
+
+def test_the_kept_whole_vocabulary_is_the_online_teacher(
+    tmp_path: Path, model_folder: Path, dataset: Path, many: Path, teacher: Path
+) -> None:
+    """In training and in validation."""
+    shared = STEP | PACKED | {"teacher": str(teacher), "teacher_top_k": 2000, "temperature": 1.5}
+    shared |= {"dataset_val": {"data_files": str(many), "split": "train[:20]"}}
+    online, teach, own = (
+        write_config(tmp_path / name, model_folder, dataset, **shared | more)
+        for name, more in {"online": {}, "teach": {}, "kept": KEPT}.items()
+    )
+    finish(start(online, module="trainer.distill"))
+    finish(start(teach, module=MODULE))
+    assert "teacher    frozen" not in finish(start(own, module="trainer.distill"))
+    assert_same_curve(tmp_path / "kept", tmp_path / "online", 1e-5, 1e-4)
+    for first, second in zip(metrics(tmp_path / "kept"), metrics(tmp_path / "online"), strict=True):
+        assert first["kd_loss"] == pytest.approx(second["kd_loss"], abs=1e-5)
+        assert first.get("val_kd_loss") == pytest.approx(second.get("val_kd_loss"), abs=1e-5)
+        assert first["top1_agreement"] == second["top1_agreement"]
+
+
+def test_a_killed_distillation_resumes_the_same_and_two_ranks_equal_one(
+    root: Path, model_folder: Path, many: Path, teacher: Path
+) -> None:
+    changes = STEP | KEPT | PACKED | {"max_steps": 12, "save_every_n_steps": 2}
+    changes |= {"teacher": str(teacher)}
+    killed, whole, two = (
+        write_config(root / name, model_folder, many, **changes | more)
+        for name, more in {"killed": {}, "whole": {}, "two": {"batch_size": 2}}.items()
+    )
+    finish(start(whole, module="trainer.distill"))
+    process = start(killed, module="trainer.distill")
+    wait_for_step(killed, 4, process)
+    kill_rank(process, 0)
+    finish(process, status=None)
+    said = finish(start(killed, attempt=1, module="trainer.distill"))
+    assert "resuming from checkpoints/step_" in said
+    assert curve(root / "killed") == curve(root / "whole")
+    tensors = [load_file(root / n / "export/model.safetensors") for n in ("killed", "whole")]
+    assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
+    finish(start(two, 2, module="trainer.distill"))
+    assert_same_curve(root / "two", root / "whole", 2e-5, 1e-4)
+
+
+def test_what_is_missing_or_does_not_match_is_refused(
+    root: Path, tmp_path: Path, model_folder: Path, many: Path, teacher: Path
+) -> None:
+    changes = KEPT | PACKED | {"teacher": str(teacher)}
+    assert not check.faults(
+        read_yaml(write_config(root / "ok", model_folder, many, **changes)), Distillation
+    )
+    for other in ({"teacher_top_k": 16}, {"temperature": 2.0}, {"dtype": "bf16"}):
+        path = write_config(root / "other", model_folder, many, **changes | other)
+        (fault,) = check.faults(read_yaml(path), Distillation)
+        assert "cookbook submit --recipe RECIPE entry=teach" in fault and "there is no" in fault
+        # The teacher's own pass is not refused for what it is to write.
+        assert not check.faults(read_yaml(path), Teaching)
+    said = finish(start(path, module="trainer.distill"), status=1)
+    assert fault in said and "Traceback" not in said
+    path = write_config(root / "beta", model_folder, many, **changes | {"beta": 0.5})
+    (fault,) = check.faults(read_yaml(path), Distillation)
+    assert fault.startswith("beta: 0.5 needs the teacher's whole distribution")
+    # A part that was cut short.
+    shutil.copytree(root / ".data_cache", tmp_path / ".data_cache")
+    (part,) = (tmp_path / ".data_cache").glob("*/teacher_*/part_00001.bin")
+    part.write_bytes(part.read_bytes()[:-4])
+    path = write_config(tmp_path / "cut", model_folder, many, **changes)
+    said = finish(start(path, module="trainer.distill"), status=1)
+    assert f"{part} is damaged" in said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_estimate_counts_no_teacher(
+    ranks: int, tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "teacher": str(teacher)}
+    content = read_yaml(write_config(tmp_path, model_folder, dataset, **changes | KEPT))
+    content["model"] |= {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+    found = StepMemory(step_of(content | {"entry": "distill"}, 1, ranks))
+    assert "frozen models" not in found.terms or not found.terms["frozen models"]
+    assert found.peak == pytest.approx(trace(parse(content, DistillConfig), ranks).peak, rel=0.05)
