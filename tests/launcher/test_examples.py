@@ -45,7 +45,7 @@ def test_compared_answers_become_a_served_model(user: Kit):
     )
     pairs = result["tasks"]["pairs"]["metrics"]["accuracy"]["all"]
     assert pairs["samples"] == 36
-    assert pairs["baseline"]["value"] < 0.1 and pairs["candidate"]["value"] > 0.9, pairs
+    assert pairs["against"]["value"] < 0.1 and pairs["candidate"]["value"] > 0.9, pairs
     listed = json.loads(user.cookbook("serve", "--list", "--json").stdout)
     assert listed[0]["url"] is None, "the example ends what it has started"
 
