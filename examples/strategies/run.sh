@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One task by eight methods, in one table: bash examples/strategies/run.sh [--local]
-# Takes about seven minutes on two busy cores. Nothing is downloaded. --local: without Slurm.
+# Takes about ten minutes on two busy cores. Nothing is downloaded. --local: without Slurm.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
