@@ -102,7 +102,8 @@ def _trainer(
     trained = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
     lengths, owners = (labels.numel(),), torch.zeros_like(trained)
     counts = (labels.numel(), len(trained))
-    batch = MicroBatch(labels, labels, trained, *counts, lengths, owners, torch.zeros(1))
+    samples = torch.arange(1), torch.zeros(1)
+    batch = MicroBatch(labels, labels, trained, *counts, lengths, owners, *samples)
     return _runnable(lambda: component(model, hidden, batch), leaves)
 
 

@@ -138,7 +138,8 @@ def test_adamw_equals_a_plain_loop(
     trained = (labels.flatten() != -100).nonzero().flatten()
     count = len(trained)
     owners, numbers = torch.zeros_like(trained), torch.zeros(1)
-    batch = MicroBatch(TOKENS, labels, trained, TOKENS.numel(), count, (1,), owners, numbers)
+    counts = TOKENS.numel(), count
+    batch = MicroBatch(TOKENS, labels, trained, *counts, (1,), owners, torch.arange(1), numbers)
     steps = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
     curves: list[list[float]] = [[], []]
     for _ in range(20):
