@@ -8,7 +8,7 @@ from runspec.keys.key import REQUIRED, setting
 from runspec.keys.train import TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class DistillConfig(TrainConfig):
     """Distillation: for each token of the answers, the teacher's distribution is the target."""
 
@@ -61,7 +61,7 @@ class DistillConfig(TrainConfig):
         return self.teacher_top_k if self.teacher_log_probs == "kept" else 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class TeachConfig(DistillConfig):
     """`entry: teach` reads the recipe of a distillation, whose teacher it runs once."""
 

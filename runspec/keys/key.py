@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from runspec.hints import nearest
@@ -239,11 +240,19 @@ def setting(
 
 def keys_of(config: type) -> dict[str, Key]:
     """Return the keys that the fields of a config's class are, and those in its `ignored`."""
-    found: list[Key] = []
-    for each in fields(config):
-        if "key" in each.metadata:
-            found.append(replace(each.metadata["key"], name=each.name))
-            found += [replace(k, name=f"{each.name}.{k.name}") for k in each.metadata["inner"]]
-    found += getattr(config, "ignored", ())
-    # What is not used may be anything.
-    return {key.name: replace(key, may_change=key.may_change or bool(key.unused)) for key in found}
+    found = [key for each in fields(config) if "key" in each.metadata for key in _keys_of(each)]
+    found += map(_changeable, getattr(config, "ignored", ()))
+    return {key.name: key for key in found}
+
+
+# Classes share the fields that they inherit, and each start of the launcher asks for all classes.
+@cache
+def _keys_of(of: Field[Any]) -> tuple[Key, ...]:
+    key = replace(of.metadata["key"], name=of.name)
+    inner = (replace(each, name=f"{of.name}.{each.name}") for each in of.metadata["inner"])
+    return tuple(map(_changeable, (key, *inner)))
+
+
+def _changeable(key: Key) -> Key:
+    """A key that is not used may be anything at resume."""
+    return replace(key, may_change=True) if key.unused and not key.may_change else key

@@ -11,6 +11,7 @@ from tests.model_sizes import DEMO, demo, published, with_experts
 
 # The hub's own counts of the published models.
 PARAMETERS = {
+    "Llama-3.1-8B-Instruct": 8_030_261_248,
     "TinyLlama-1.1B-intermediate-step-1431k-3T": 1_100_048_384,
     "open_llama_3b": 3_426_473_600,
     "open_llama_7b": 6_738_415_616,
