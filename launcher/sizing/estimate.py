@@ -292,7 +292,9 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     before = f"{100 * estimate.hours_before / took:.0f} % of it: the reference's log-probabilities"
     before = f"  {'':<20} {before}, once\n" if estimate.hours_before else ""
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
-    exported = "merged model" if step.adapter is None or step.adapter.merges else "adapter"
+    exported = "adapter"
+    if step.exports_model:
+        exported = "model" if step.adapter is None else "merged model"
     yield (
         f"\nTime at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured\n"
         f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"

@@ -261,8 +261,8 @@ def checkpoint_bytes(step: StepConfig) -> float:
 
 
 def export_bytes(step: StepConfig) -> float:
-    """Bytes of the exported model, adapters merged; of an adapter that cannot be, its own."""
-    if step.adapter is not None and not step.adapter.merges:
+    """Bytes of the exported model, adapters merged; of an adapter that is not, its own."""
+    if not step.exports_model:
         return step.trainable * step.element_bytes
     return step.shape.parameters * step.element_bytes
 

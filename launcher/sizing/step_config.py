@@ -66,6 +66,7 @@ class StepConfig:
     updated_by: str = ""  # the optimizer's component
     frozen: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
+    adapter_only: bool = False  # the export is the adapter, although it could be merged
     keeps_log_probs: bool = False  # of the reference, computed once before the first step
     keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
@@ -159,6 +160,12 @@ class StepConfig:
     def adapter(self) -> Adapter | None:
         """What is trained instead of all weights."""
         return self.own or KINDS.get(self.method.removeprefix("q"))
+
+    @property
+    def exports_model(self) -> bool:
+        """Whether the export holds the whole model."""
+        adapter = self.adapter
+        return adapter is None or (adapter.merges and not self.adapter_only)
 
     @property
     def is_dora(self) -> bool:
@@ -394,6 +401,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **_optimizer(_block(config, "optimizer")),
         **_loss(_block(config, "loss"), method),
         has_reference=reference in ("adapter_off", "model"),
+        adapter_only=bool(config.get("save_adapter_weights_only")),
         keeps_log_probs=reference == "log_probs",
         keeps_reference=reference == "model",
         teacher=shape_of({}, Path(teacher)) if teacher else None,

@@ -16,6 +16,7 @@ from launcher.errors import RecipeFault
 from launcher.executors import choose
 from launcher.recipes import recipe as recipes
 from launcher.sizing import model, step_config
+from launcher.sizing.estimate import Estimate
 from launcher.sizing.model import shape_of
 from tests.launcher.kit import Kit
 from tests.model_sizes import MIXTRAL
@@ -278,3 +279,18 @@ def test_it_prints_within_twice_the_time_of_help(user: Kit):
         if estimated <= 2 * helped:
             return
     raise AssertionError(f"estimate takes {estimated:.3f} s of CPU time, --help {helped:.3f} s")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "gib", "words"),
+    [
+        ("llama8b_full", (), 14.96, "the model"),
+        ("llama8b_lora", (), 14.96, "the merged model"),
+        ("llama8b_lora", ("save_adapter_weights_only=true",), 0.078, "the adapter"),
+        ("llama8b_prefix", (), 0.0024, "the adapter"),
+    ],
+)
+def test_the_export_is_what_the_run_will_write(recipe, overrides, gib, words):
+    found = Estimate(recipes.load(recipe, overrides), paths.REPO_ROOT, "h100-80")
+    assert found.as_json()["export_gib"] == pytest.approx(gib, abs=0.005)
+    assert [*found.lines()][-1].splitlines()[-1].endswith(words)
