@@ -282,7 +282,8 @@ def test_the_closed_form_is_near_the_trace_over_the_catalogue(name: str, tmp_pat
     optimizer = {key: value for key, value in config["optimizer"].items() if key != "fused"}
     config["optimizer"] = optimizer | {"foreach": False}
     resources = loaded.resources
-    step = step_of(config, resources.nodes, resources.gpus_per_node)
+    content = config | {"entry": loaded.entry_name}
+    step = step_of(content, resources.nodes, resources.gpus_per_node)
     # In a process of its own, as for a user: torch keeps the layouts of earlier ones in a process.
-    traced = ask_for_trace(config, SftConfig.objective, resources.world_size)
+    traced = ask_for_trace(config, loaded.entry.method.objective, resources.world_size)
     assert StepMemory(step).peak == pytest.approx(traced["peak"], rel=0.05)
