@@ -11,6 +11,7 @@ from trainer.data.form import SampleForm
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
 from trainer.objectives import preference_losses as losses
+from trainer.objectives import reference
 from trainer.objectives.base import LossSum, Models
 from trainer.objectives.preference import PreferenceObjective
 from trainer.objectives.preference_losses import Answers, difference
@@ -73,11 +74,11 @@ class PreferenceTuning(PreferenceObjective):
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config = self.config
         batch = batch.to(self.world.device)
-        reference = self.reference_sums(models, batch)
+        before = reference.in_step(models, batch, config)
         log_probs = token_log_probs(models.policy.module, batch, compile_chunks=config.compile)
         counts = document_sums(torch.ones_like(log_probs), batch).clamp_min(1)
         sums = document_sums(log_probs, batch)
-        answers = Answers(sums, torch.zeros_like(sums) if reference is None else reference, counts)
+        answers = Answers(sums, torch.zeros_like(sums) if before is None else before, counts)
         loss, rewards = self._loss(answers)
         figures = {}
         if config.sft_weight or config.loss == "orpo":

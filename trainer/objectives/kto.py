@@ -72,7 +72,7 @@ class UnpairedPreferenceTuning(PreferenceObjective):
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config = self.config
         batch = batch.to(self.world.device)
-        before = self.reference_sums(models, batch)
+        before = reference.in_step(models, batch, config)
         sums = reference.sums(models.policy.module, batch, config.compile)
         if before is None:
             raise RuntimeError("KTO has a reference")

@@ -1,7 +1,7 @@
 """What the methods of preference tuning share: the reference, and what they say of their data."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from runspec import adapters
 from runspec.keys.preference import PreferenceConfig
 from trainer.data.batches import Batches, Data
-from trainer.layers.batch import MicroBatch
 from trainer.objectives import reference
 from trainer.objectives.base import Models, Objective
 
@@ -22,7 +21,6 @@ class PreferenceObjective(Objective):
     """A method that compares the policy with the model before training."""
 
     normaliser = "samples"
-    starts_at_reference: ClassVar[bool] = True
 
     @classmethod
     def faults(cls, config: PreferenceConfig) -> list[str]:
@@ -51,7 +49,10 @@ class PreferenceObjective(Objective):
     def prepare(self, models: Models, data: Data) -> None:
         """Compute the reference's log-probabilities, if the config wants them kept."""
         config, world = self.config, self.world
-        self._weights = reference.fingerprints(config, world) if config.reference_kind else {}
+        # A second model was hashed when it was built.
+        self._weights = dict(models.fingerprints)
+        if config.reference_kind in ("adapter_off", "log_probs"):
+            self._weights = reference.fingerprints(config, world)
         for name, batches in (("dataset", data.training), ("dataset_val", data.validation)):
             if isinstance(batches, Batches):
                 for line in self.described(batches):
@@ -71,7 +72,7 @@ class PreferenceObjective(Objective):
 
     def first_step_fault(self, figures: Mapping[str, float | None]) -> str | None:
         """Before the first update the policy is the reference, so that every reward is 0."""
-        if not self.config.reference_kind or not self.starts_at_reference:
+        if not self.config.reference_kind:
             return None
         if adapters.virtual_tokens(self.config.model):
             # They begin as a text before each document, which the reference does not see.
@@ -95,7 +96,3 @@ class PreferenceObjective(Objective):
             both *= self.world.data_weight
             dist.all_reduce(both)
         return both[0] / both[1].clamp_min(1)
-
-    def reference_sums(self, models: Models, batch: MicroBatch) -> torch.Tensor | None:
-        """See reference.in_step."""
-        return reference.in_step(models, batch, self.config)
