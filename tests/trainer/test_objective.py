@@ -17,6 +17,7 @@ from launcher.cli import cookbook
 from launcher.recipes import entries
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import step_of
+from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
     ROOT,
     assert_same_curve,
@@ -67,38 +68,11 @@ def allowed() -> Any:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    rows = [
-        {
-            "question": f"Is node {i} up?",
-            "first": "Yes, it is " + "very " * (i % 5) + "fast.",
-            "second": "No" + ", really" * (i % 3) + ".",
-            "weight": 1.0 + i % 2,
-        }
-        for i in range(32)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_pairs(path, ("question", "first", "second"), weight=lambda i: 1.0 + i % 2)
 
 
 def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Path:
-    standard = {
-        "max_steps": 4,
-        "save_every_n_steps": 2,
-        "run_val_every_n_steps": 2,
-        "dataset_val": {"split": "train[24:]"},
-        "data_cache_dir": str(folder.parent / "tokens"),
-    }
-    path = write_config(folder, model_folder, pairs, **standard | changes)
-    content = yaml.safe_load(path.read_text())
-    content["dataset"] = {
-        "_component_": f"{MODULE}.Pairs",
-        "source": "json",
-        "data_files": str(pairs),
-        "split": "train[:24]",
-        "packed": "row_length" in changes,
-    }
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return pairs_config(folder, model_folder, pairs, f"{MODULE}.Pairs", **changes)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from benchmarks import preference
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import step_of
 from runspec.keys.preference import DpoConfig
+from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
@@ -23,7 +24,6 @@ from tests.trainer.runs import (
     reopen,
     start,
     wait_for_step,
-    write_config,
 )
 from tests.trainer.transformers_cases import write
 from trainer.config import parse, read_yaml
@@ -49,40 +49,13 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    rows = [
-        {
-            "prompt": f"Is node {i} up?",
-            "chosen": "Yes, it is " + "very " * (i % 5) + "fast.",
-            "rejected": "No" + ", really" * (i % 3) + ".",
-        }
-        for i in range(32)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_pairs(path)
 
 
 def config(
     folder: Path, model_folder: Path, pairs: Path, component: str = PAIRS, **changes: Any
 ) -> Path:
-    standard = {
-        "max_steps": 4,
-        "save_every_n_steps": 2,
-        "run_val_every_n_steps": 2,
-        "dataset_val": {"split": "train[24:]"},
-        "data_cache_dir": str(folder.parent / "tokens"),
-        "batch_size": 4,
-    }
-    path = write_config(folder, model_folder, pairs, **standard | changes)
-    content = yaml.safe_load(path.read_text())
-    content["dataset"] = {
-        "_component_": component,
-        "source": "json",
-        "data_files": str(pairs),
-        "split": "train[:24]",
-        "packed": "row_length" in changes,
-    }
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return pairs_config(folder, model_folder, pairs, component, **{"batch_size": 4} | changes)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import step_of
 from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.reward import RewardConfig
+from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
@@ -31,7 +32,6 @@ from tests.trainer.runs import (
     metrics,
     start,
     wait_for_step,
-    write_config,
 )
 from trainer.check import faults
 from trainer.config import parse, read_yaml
@@ -69,42 +69,18 @@ TRL = (
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    rows = [
-        {
-            "prompt": f"Is node {i} up?",
-            "chosen": "Yes, it is " + "very " * (i % 5) + "fast.",
-            "rejected": "No" + ", really" * (i % 3) + ".",
-            "margin": 0.5 * (i % 2),
-        }
-        for i in range(32)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_pairs(path, margin=lambda i: 0.5 * (i % 2))
 
 
 def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Path:
     standard = {
         "model": FULL,
-        "max_steps": 4,
-        "save_every_n_steps": 2,
-        "run_val_every_n_steps": 2,
-        "dataset_val": {"split": "train[24:]"},
-        "data_cache_dir": str(folder.parent / "tokens"),
         "batch_size": 4,
         "center_rewards_coefficient": 0.01,
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
     }
-    path = write_config(folder, model_folder, pairs, **standard | changes)
-    content = yaml.safe_load(path.read_text())
-    content["dataset"] = {
-        "_component_": "trainer.data.preferences.PreferenceDataset",
-        "source": "json",
-        "data_files": str(pairs),
-        "split": "train[:24]",
-        "packed": "row_length" in changes,
-    }
-    path.write_text(yaml.safe_dump(content))
-    return path
+    component = "trainer.data.preferences.PreferenceDataset"
+    return pairs_config(folder, model_folder, pairs, component, **standard | changes)
 
 
 @pytest.fixture(scope="module")
