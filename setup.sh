@@ -6,7 +6,8 @@ VENV=${COOKBOOK_VENV:-$REPO/.venv}
 
 usage() {
   cat <<'END'
-Usage: bash setup.sh [--demo | --test | --test-all] [--with NAME] [--torch VERSION] [--torch-index URL]
+Usage: bash setup.sh [--demo | --test | --test-all] [--with NAME] [--torch BUILD | VERSION]
+                     [--torch-index URL] [--dry-run]
 
 Makes the virtual environment that login and compute nodes share, with every package at the version
 in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
@@ -16,19 +17,25 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
   --test-all          set up, then run every test, including the long ones
   --with NAME         also install an optional part: one of the extras in pyproject.toml. May be
                       repeated; the parts of earlier calls are kept
-  --torch VERSION     another torch version, 2.11 to 2.13 (default: the one in constraints.txt)
-  --torch-index URL   where to get torch: the --index-url that PyTorch's install page shows for your
-                      CUDA version, or a folder of wheels. Needed if the NVIDIA driver is older than
-                      580, and for AMD GPUs
+  --torch BUILD       the build of torch, for the nodes' driver: cu126 (NVIDIA driver 525 or newer),
+                      cu128 (570, with torch 2.11), cu130 (580), rocm or rocm7.2 (AMD), cpu. Default:
+                      by the driver of this host; without one, pip's own build, for CUDA 13
+  --torch VERSION     another torch version, 2.11 to 2.13, with or without a build: 2.12.0+cu126
+                      (default: the one in constraints.txt)
+  --torch-index URL   where to get torch, instead of PyTorch's index of the build: a mirror of it, or
+                      a folder of wheels
+  --dry-run           show which build is chosen and how pip is called, and change nothing
   --help
+
+A later call keeps the choice of torch, unless it is given another.
 
   COOKBOOK_VENV       folder of the virtual environment (default: .venv in the checkout)
   COOKBOOK_PYTHON     the Python interpreter for it (default: the newest of python3.13, 3.12, 3.11)
 
 If there is no Slurm, and the machine is Debian or Ubuntu with root or sudo, the demo and the tests
 install slurm-wlm and munge and start a real Slurm on this host; --test-all also installs slurmdbd
-and mariadb-server-core, for the tests of accounts and limits. On other machines --demo runs without
-Slurm.
+and mariadb-server-core, for the tests of accounts and limits, and openssh-server, for those of
+cookbook --host. On other machines --demo runs without Slurm.
 END
 }
 
@@ -38,7 +45,8 @@ die() {
   exit "${2:-1}"
 }
 
-WANT=env TORCH='' TORCH_INDEX='' EXTRAS=()
+WANT=env TORCH='' TORCH_INDEX='' DRY_RUN='' EXTRAS=()
+BUILDS='^(cpu|cu[0-9]{3}|rocm([0-9.]+)?)$'
 while [ $# -gt 0 ]; do
   case $1 in
     --demo | --test | --test-all)
@@ -47,7 +55,7 @@ while [ $# -gt 0 ]; do
       ;;
     --with)
       [ $# -ge 2 ] || die "--with needs a name: bash setup.sh --help" 2
-      known=$(sed -n '/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9-]*\) = .*/\1/p' "$REPO/pyproject.toml" | { grep -vx dev || true; })
+      known=$(sed -n '/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9-]*\) = .*/\1/p' "$REPO/pyproject.toml" | { grep -vxE 'client|cluster|dev' || true; })
       { [ -n "$2" ] && grep -qxF -e "$2" <<<"$known"; } || die "unknown part '$2': --with accepts ${known//$'\n'/, }" 2
       EXTRAS+=("$2")
       shift
@@ -57,6 +65,7 @@ while [ $# -gt 0 ]; do
       if [ "$1" = --torch ]; then TORCH=$2; else TORCH_INDEX=$2; fi
       shift
       ;;
+    --dry-run) DRY_RUN=yes ;;
     -h | --help)
       usage
       exit 0
@@ -65,8 +74,8 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[[ -z $TORCH || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
-  die "--torch $TORCH: this kit supports torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu130" 2
+[[ -z $TORCH || $TORCH =~ $BUILDS || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
+  die "--torch $TORCH: give a build (cu126, cu128, cu130, rocm, cpu) or a version: this kit supports torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu128" 2
 [[ $REPO$VENV != *[[:space:]]* ]] ||
   die "the path of the checkout or of COOKBOOK_VENV contains a space, which job scripts cannot handle: move it"
 
@@ -117,21 +126,51 @@ check_disk() {
   if [ "$free_gb" -lt 10 ]; then say "warning: $folder has only $free_gb GiB free; a CUDA build of torch needs about 8"; fi
 }
 
-# pip's torch is a build for CUDA 13. What a driver cannot run is seen here, not on the nodes.
-check_driver() {
-  local driver major build
-  [ -z "$TORCH$TORCH_INDEX" ] && [ -z "$(compgen -G "$VENV/lib/python3*/site-packages/torch")" ] || return 0
-  if ! command -v nvidia-smi >/dev/null; then
-    [ ! -e /dev/kfd ] || die "this host has AMD GPUs, and pip's torch is a build for NVIDIA's: give --torch-index the --index-url of a ROCm build, which PyTorch's install page shows; or, for NVIDIA nodes, --torch with the version in constraints.txt"
+# Sets TORCH, TORCH_INDEX and TORCH_CHOICE: as given, as before, or by this host's driver. Builds for CUDA 12 run on
+# drivers from 525 on; those for 12.8, the first with kernels for Blackwell, end with torch 2.11
+# (github.com/pytorch/pytorch/issues/178665). pip's own build is for CUDA 13, which needs 580.
+choose_torch() {
+  local driver='' capability='' build='' kept=$VENV/.cookbook-torch
+  if [ -z "$TORCH$TORCH_INDEX" ] && [ -f "$kept" ]; then
+    read -r TORCH TORCH_INDEX <"$kept"
+    TORCH=${TORCH#default}
+  elif [ -z "$TORCH$TORCH_INDEX" ] && [ -z "$(compgen -G "$VENV/lib/python3*/site-packages/torch")" ]; then
+    IFS=', ' read -r driver capability < <(timeout 20 nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || true
+    if [[ ! $driver =~ ^[0-9]+[.] ]]; then
+      if [ -e /dev/kfd ]; then
+        say "this host has AMD GPUs: torch's build for ROCm is used"
+        TORCH=rocm
+      else
+        say "this host has no GPU: pip's own build of torch is used, for CUDA 13 (NVIDIA driver 580 or newer); for nodes with an older driver or AMD GPUs: --torch cu126 or --torch rocm"
+      fi
+    elif [ "${driver%%.*}" -lt 525 ]; then
+      die "this host's NVIDIA driver $driver is too old: torch needs 525 or newer; update it, or, if the nodes have another, give --torch with a build for them: cu126, cu128, cu130"
+    elif [ "${driver%%.*}" -lt 580 ]; then
+      TORCH=cu126
+      if [[ ${capability%%.*} =~ ^1[0-9]$ ]]; then
+        [ "${driver%%.*}" -ge 570 ] ||
+          die "this host's NVIDIA driver $driver is too old for its GPUs, of compute capability $capability: they need 570 or newer; if the nodes have another, give --torch with a build for them: cu126, cu128, cu130"
+        TORCH=cu128
+      fi
+      say "this host's NVIDIA driver is $driver: torch's build $TORCH is used; if the nodes have another driver: --torch cu130 (580 or newer)"
+    else
+      say "this host's NVIDIA driver is $driver: pip's own build of torch is used, for CUDA 13"
+    fi
+  fi
+  TORCH_CHOICE="${TORCH:-default} $TORCH_INDEX"
+  if [[ $TORCH =~ $BUILDS ]]; then
+    build=$TORCH TORCH=''
+  elif [[ $TORCH = *+* ]]; then
+    build=${TORCH#*+} TORCH=${TORCH%%+*}
+  else
     return 0
   fi
-  driver=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
-  major=${driver%%.*}
-  [[ $major =~ ^[0-9]+$ ]] || return 0
-  if [ "$major" -ge 580 ]; then return; elif [ "$major" -ge 570 ]; then build='CUDA 12.8 (cu128)'; else build='CUDA 12.6 (cu126)'; fi
-  [ "$major" -ge 525 ] ||
-    die "this host's NVIDIA driver $driver is too old: torch needs 525 or newer; update it, or, if the nodes have another, give --torch with the version in constraints.txt"
-  die "pip's torch is a build for CUDA 13, which needs NVIDIA driver 580 or newer, and this host has $driver: give --torch-index the --index-url of a build for $build, which PyTorch's install page shows; or, if the nodes have another driver, --torch with the version in constraints.txt"
+  case $build in
+    rocm) build=rocm7.2 ;;
+    cu128) TORCH=${TORCH:-2.11.0} ;;
+  esac
+  TORCH=${TORCH:-$(sed -n 's/^torch==//p' "$REPO/constraints.txt")}+$build
+  TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/$build}
 }
 
 make_venv() {
@@ -155,17 +194,31 @@ parts() {
     sed '/^$/d' | sort -u
 }
 
-# The same as pip writes them: [data,spark].
+# The same as pip writes them, with the part of every cluster: [cluster,data,spark].
 extras() {
-  local names
-  names=$(parts "$@" | paste -sd, -)
-  printf '%s' "${names:+[$names]}"
+  printf '[%s]' "$(parts cluster "$@" | paste -sd, -)"
 }
 
 # Changes if anything has to be installed.
 fingerprint() {
   { cat "$REPO/constraints.txt" "$REPO/pyproject.toml" && printf '%s|%s|%s|%s' "$1" "$TORCH" "$TORCH_INDEX" "$REPO"; } |
     sha256sum | cut -d' ' -f1
+}
+
+# Runs a command, or only shows it.
+run() { if [ -n "$DRY_RUN" ]; then say "+ $*"; else "$@"; fi; }
+
+# Arguments: the file of constraints, and the parts.
+pip_install() {
+  local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$1")
+  # torch alone from its own index: every other package comes from the default one.
+  if [ -n "$TORCH_INDEX" ]; then
+    local from=(--index-url "$TORCH_INDEX")
+    if [ -d "$TORCH_INDEX" ]; then from=(--find-links "$TORCH_INDEX"); fi
+    run "${pip[@]}" "${from[@]}" "torch${TORCH:+==$TORCH}" || return
+  fi
+  run "${pip[@]}" setuptools wheel &&
+    run "${pip[@]}" --no-build-isolation --editable "$REPO$2"
 }
 
 install_packages() {
@@ -184,25 +237,16 @@ install_packages() {
     sed "s/^torch==.*/torch==$TORCH/" "$REPO/constraints.txt" >"$constraints"
   fi
   say "installing the pinned packages (some minutes; log in $log)"
-  local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$constraints")
-  if ! {
-    # torch alone from its own index: every other package comes from the default one.
-    if [ -n "$TORCH_INDEX" ]; then
-      local from=(--index-url "$TORCH_INDEX")
-      if [ -d "$TORCH_INDEX" ]; then from=(--find-links "$TORCH_INDEX"); fi
-      "${pip[@]}" "${from[@]}" torch
-    fi &&
-      "${pip[@]}" setuptools wheel &&
-      "${pip[@]}" --no-build-isolation --editable "$REPO$extra"
-  } >"$log" 2>&1; then
+  if ! pip_install "$constraints" "$extra" >"$log" 2>&1; then
     grep -iE '^ *error' "$log" | tail -n 5 >&2 || tail -n 5 "$log" >&2
-    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk), then run this again"
+    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again"
   fi
   "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not work: see the end of $log"
 import torch, torchtune, transformers, tensorboard, launcher, trainer, datakit
 print("torch", torch.__version__, "cuda", torch.version.cuda)
 PY
-  # A later setup.sh keeps the parts that were asked for.
+  # A later setup.sh keeps the torch and the parts that were asked for.
+  printf '%s\n' "$TORCH_CHOICE" >"$VENV/.cookbook-torch"
   parts >"$VENV/.cookbook-extras.new"
   mv "$VENV/.cookbook-extras.new" "$VENV/.cookbook-extras"
   printf '%s\n' "$now" >"$stamp"
@@ -260,6 +304,12 @@ find_slurm() {
 
 # The work -------------------------------------------------------------------------------------
 
+if [ -n "$DRY_RUN" ]; then
+  choose_torch
+  [ -z "$TORCH" ] || say "torch==$TORCH takes the place of the version in constraints.txt"
+  pip_install "$REPO/constraints.txt" "$(if [[ $WANT = test* ]]; then extras dev; else extras; fi)"
+  exit
+fi
 mkdir -p "$(dirname "$VENV")" || die "cannot create $(dirname "$VENV"): set COOKBOOK_VENV to a folder that you own"
 exec 9>"$VENV.lock" || die "cannot write $VENV.lock: set COOKBOOK_VENV to a folder that you own"
 if ! flock --nonblock 9; then
@@ -267,7 +317,7 @@ if ! flock --nonblock 9; then
   flock 9
 fi
 check_disk
-check_driver
+choose_torch
 make_venv
 if [[ $WANT = test* ]]; then install_packages dev; else install_packages; fi
 # What is started from here on must not keep the lock.
@@ -294,6 +344,8 @@ case $WANT in
     fi
     say "+ cookbook submit ${options[*]}"
     "$VENV/bin/cookbook" submit "${options[@]}"
+    device=$("$VENV/bin/cookbook" status last --json | sed -n 's/^ *"device": "\(.*\)",$/\1/p')
+    say "the demo was trained on: ${device:-unknown}"
     if [ "$SLURM" = one-host ]; then
       say ''
       say "the one-host Slurm keeps running:"
@@ -306,9 +358,15 @@ case $WANT in
       can_install || die "the tests need a real Slurm, and setup.sh cannot install it here: install slurm-wlm and munge"
       apt_install slurm-wlm munge
     fi
+    if [ "$WANT" = test-all ] && can_install && ! { command -v mksquashfs && command -v squashfuse; } >/dev/null; then
+      (apt_install squashfs-tools squashfuse) || say "the tests of images are skipped"
+    fi
     if [ "$WANT" = test-all ] && ! has_accounting && can_install; then
       # If this system names them differently, the other tests still run.
       (apt_install slurmdbd mariadb-server-core) || say "the tests of accounts and limits are skipped"
+    fi
+    if [ "$WANT" = test-all ] && ! { command -v sshd >/dev/null || [ -x /usr/sbin/sshd ]; } && can_install; then
+      (apt_install openssh-server) || say "the tests of cookbook --host are skipped"
     fi
     cd "$REPO"
     if [ "$WANT" = test ]; then exec "$VENV/bin/python" -m pytest; fi

@@ -51,12 +51,12 @@ def page(
         # Also of the set's own rows: they may have kept columns, or there may be no personal_data.
         finalize=lambda value: hidden(value) if isinstance(value, str) else value,
     )
-    environment.filters["told"] = told
+    environment.filters["as_text"] = as_text
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(name=name, card=card, lineage=lineage, **shown)
 
 
-def told(notes: Any) -> str:
+def as_text(notes: Any) -> str:
     """Return a step's notes as text: "similar pairs 1,234; languages: en 80, de 20"."""
     if not isinstance(notes, Mapping):
         return _figure(notes) if notes is not None else ""

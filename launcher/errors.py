@@ -11,6 +11,7 @@
     |-- HubFault              exit 1   a model or dataset cannot be fetched from the hub
     |-- RunFault              exit 1   a run's directory or files cannot be used
     |-- StoreFault            exit 1   the tracking store or registry cannot be used
+    |-- RemoteFault                     the host of --host cannot be reached, or reports faults
     |-- GateFault             exit 1   a model version does not pass the gates of an alias
     `-- EndpointFault         exit 1   a served model cannot be reached or does not answer
 
@@ -73,6 +74,14 @@ class RunFault(CookbookError):
 
 class StoreFault(CookbookError):
     """The tracking store or the registry is locked, of another version, or not reachable."""
+
+
+class RemoteFault(CookbookError):
+    """The host of --host cannot be reached, or has no kit; or the faults that its side reports."""
+
+    def __init__(self, faults: str | Iterable[str], exit_code: int = 1) -> None:
+        super().__init__(faults)
+        self.exit_code = exit_code
 
 
 class GateFault(CookbookError):

@@ -13,6 +13,7 @@ BASES = REPO_ROOT / "configs" / "base"
 SWEEPS = REPO_ROOT / "configs" / "sweeps"
 # cookbook replay submits from a copy of the code, with the settings of the site as they are now.
 CLUSTERS = Path(os.environ.get("COOKBOOK_CLUSTERS") or REPO_ROOT / "configs" / "clusters")
+ENVIRONMENTS = REPO_ROOT / "configs" / "environments"
 EVALS = REPO_ROOT / "configs" / "evals"
 GATES = REPO_ROOT / "configs" / "gates"
 SERVE = REPO_ROOT / "configs" / "serve"
@@ -42,10 +43,15 @@ def shared_root(configured: str | None = None) -> Path:
             f"one of {_LONGEST_PATH} at most, with names of {_LONGEST_NAME} at most"
         )
     if bad := _PATH_NOT_FOR_SBATCH.search(str(root)):
-        words = f"the path {str(root)!r} holds {bad.group()!r}, which a job script cannot carry"
+        message = f"the path {str(root)!r} holds {bad.group()!r}, which a job script cannot carry"
         remedy = "set COOKBOOK_ROOT to a path of letters, digits, '.', '_' and '-'"
-        raise UsageFault(f"{words} safely: {remedy}")
+        raise UsageFault(f"{message} safely: {remedy}")
     return root
+
+
+def sent(root: Path) -> Path:
+    """Return this user's folder, in the shared one, of what a laptop has sent and is told."""
+    return root / f"sent-{os.getuid()}"
 
 
 def venv_root() -> Path:

@@ -15,7 +15,9 @@ import jinja2
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault
 from launcher.executors import slurm, token
+from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe, Resources
+from launcher.runs import image
 from launcher.site import Site, with_site_defaults
 from runspec import files
 
@@ -80,9 +82,11 @@ def job_script(
     gpus = f"{resources.gpus_per_node}"
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
-    config = recipe.resolved(cluster.root, str(run_dir))
+    config, inside = recipe.resolved(cluster.root, str(run_dir)), recipe.environment
+    interpreter = inside.interpreter(cluster.root) if inside else None
     return template("job.sbatch.j2", templates).render(
-        **_common(cluster, resources, run_dir, job_name),
+        **_common(cluster, resources, run_dir, job_name)
+        | {"setup_lines": enter(inside, interpreter) if inside else []},
         recipe=recipe,
         sweep_dir=sweep_dir,
         gpus=gpus,
@@ -92,7 +96,39 @@ def job_script(
         own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
         files=files,
         command=recipe.entry.command(recipe, config),
+        inside=inside,
+        python='"$VENV/bin/python"' if recipe.entry.on_host else python(inside, interpreter),
+        engine=python(inside, interpreter),
+        within=within(inside),
+        image=image.environment_file(cluster.root) if image.is_used(cluster, recipe) else None,
+        answers=bool(recipe.entry.method and config.get("generate")),
     )
+
+
+def python(inside: Environment | None, interpreter: str | None) -> str:
+    """Return what starts the ranks' Python on a node, as shell text."""
+    return within(inside) + ('"$ENV_PYTHON"' if interpreter else "python")
+
+
+def within(inside: Environment | None) -> str:
+    """Return what comes before a command that runs in an environment, as shell text."""
+    if inside is None:
+        return ""
+    command = ['"${INSIDE[@]}"'] if inside.is_container else []
+    command += [shlex.quote(word) for word in inside.prefix]
+    return "".join(f"{word} " for word in command)
+
+
+def enter(environment: Environment, interpreter: str | None) -> list[str]:
+    """Return the shell lines with which a job enters an environment, checked by bash."""
+    if faults := _setup_faults(environment.lines, environment.place, "setup"):
+        raise RecipeFault(faults)
+    lines = environment.lines
+    if environment.is_container or (interpreter and "/" in interpreter):
+        lines += [f"export ENV_PYTHON={shlex.quote(str(interpreter))}"]
+    elif interpreter:
+        lines += [f"find_python {shlex.quote(interpreter)}"]
+    return lines
 
 
 def signal_lead_s(cluster: Site, resources: Resources) -> int:
@@ -151,6 +187,7 @@ def _common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) -
         "site": cluster,
         "site_file": site_file,  # for the templates of earlier runs
         "setup_places": setup_places(cluster),
+        "setup_lines": [],
         "resources": resources,
         "run_dir": run_dir,
         "script": run_dir / files.JOB_SCRIPT,
@@ -173,14 +210,14 @@ def setup_places(cluster: Site) -> list[str]:
     return [f"{file}, line {number}" for number in known]
 
 
-def _setup_faults(lines: Sequence[str], origin: str) -> list[str]:
-    """Return the lines of a site's job_setup that bash cannot read."""
+def _setup_faults(lines: Sequence[str], origin: str, kind: str = "job_setup") -> list[str]:
+    """Return the lines of job_setup, or of an environment's setup, that bash cannot read."""
     faults = []
     for line in lines:
         done = subprocess.run(
             ["bash", "-n", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
         if done.returncode:
-            words = done.stderr.partition("\n")[0].rpartition(": ")[2]
-            faults.append(f"bash cannot read the job_setup line {line!r} in {origin}: {words}")
+            reason = done.stderr.partition("\n")[0].rpartition(": ")[2]
+            faults.append(f"bash cannot read the {kind} line {line!r} in {origin}: {reason}")
     return faults

@@ -43,6 +43,20 @@ _KEYS = (
     Key("node_paths", "texts", "Paths that only the nodes have.", ()),
     Key("job_setup", "texts", "Shell lines that a job runs first.", ()),
     Key("environment", "open block", "Environment variables of each job. No secrets.", {}),
+    Key(
+        "start_from",
+        "shared | image",
+        "Whether ranks open the environment's files on the shared filesystem, or in one file that "
+        "each node mounts.",
+        "shared",
+    ),
+    Key(
+        "logs",
+        "all | failing",
+        "Whether each node and rank has its log on the shared filesystem, or the first node and "
+        "nodes that failed. Default: all, up to 16 nodes.",
+    ),
+    Key("default_environment", "name", "Name of a file in configs/environments, for all recipes."),
 )
 # What a recipe and a site may both say: the recipe's comes first.
 _SHARED = {
@@ -74,6 +88,9 @@ class Site:
     node_paths: Sequence[str] = ()
     job_setup: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    start_from: str = "shared"
+    logs: str | None = None
+    default_environment: str | None = None
     resources: dict[str, Any] = field(default_factory=dict)
     notify: dict[str, Any] = field(default_factory=dict)
     share: str = "private"
@@ -97,12 +114,12 @@ def load(name: str | None = None) -> Site:
     if not path.is_file():
         if chosen == "default":
             return Site()
-        words = nearest(chosen, sorted(file.stem for file in paths.CLUSTERS.glob("*.yaml")))
+        hint = nearest(chosen, sorted(file.stem for file in paths.CLUSTERS.glob("*.yaml")))
         copied = paths.CLUSTERS / "example.yaml"
-        raise RecipeFault(f"there is no cluster file {path}{words}: copy {copied} to it")
+        raise RecipeFault(f"there is no cluster file {path}{hint}: copy {copied} to it")
     config = yamlfile.load(path)
-    if found := [*faults(config, KEYS), *_own_faults(config)]:
-        raise RecipeFault([f"{fault.text}, in {_place(path, fault.key)}" for fault in found])
+    if wrong := [*faults(config, KEYS), *_own_faults(config)]:
+        raise RecipeFault([f"{fault.text}, in {_place(path, fault.key)}" for fault in wrong])
     values = {key: value for key, value in config.items() if value is not None}
     values.pop("description", None)
     variables = values.get("environment", {})
@@ -118,8 +135,8 @@ def _place(path: Path, key: str) -> str:
 def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     gpu, known = config.get("gpu"), yamlfile.load(paths.GPUS)
     if gpu is not None and gpu not in known:
-        words = f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}"
-        yield Fault("gpu", words)
+        message = f"gpu must be one of {', '.join(known)} (configs/gpus.yaml), got {gpu!r}"
+        yield Fault("gpu", message)
     given = config.get("node_paths")
     for path in given if isinstance(given, list) else []:
         if not str(path).startswith("/"):
@@ -140,8 +157,12 @@ def complete(recipe: Recipe, site: Site, executor: "Executor | None" = None) -> 
     if resources.cpus_per_gpu is None and (executor is None or executor.queued):
         resources = replace(resources, cpus_per_gpu=_cpus_per_gpu(resources))
     config = {**recipe.config, "share": recipe.config.get("share") or site.share}
-    if told := {**site.notify, **(recipe.config.get("notify") or {})}:
-        config["notify"] = told
+    if given := recipe.config.get("environment") or site.default_environment:
+        from launcher.recipes import environment  # most runs have none
+
+        config["environment"] = environment.record(given)
+    if notify := {**site.notify, **(recipe.config.get("notify") or {})}:
+        config["notify"] = notify
     return replace(recipe, config=config, resources=resources)
 
 

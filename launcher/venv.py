@@ -3,13 +3,17 @@
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher import paths, yamlfile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from subprocess import CompletedProcess
+
+
+# The oldest driver that runs a CUDA release, by NVIDIA's table of minor version compatibility.
+_DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
 
 
 def python() -> Path:
@@ -31,13 +35,13 @@ def own_packages() -> dict[str, Path]:
     names = os.environ.get("COOKBOOK_COMPONENTS", "").replace(",", " ").split()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders = [Path.cwd(), *(Path(each).absolute() for each in given if each), paths.REPO_ROOT]
-    found = {}
+    by_name = {}
     for top in dict.fromkeys(name.partition(".")[0] for name in names):
         for name in (folder / file for folder in folders for file in (top, f"{top}.py")):
             if name.is_dir() or name.is_file():
-                found[name.name] = name
+                by_name[name.name] = name
                 break
-    return found
+    return by_name
 
 
 def site_packages() -> Path | None:
@@ -48,28 +52,29 @@ def site_packages() -> Path | None:
 def packages() -> dict[str, str]:
     """Return the installed packages and their versions, read from their folders' names."""
     folder = site_packages()
-    found = folder.glob("*.dist-info") if folder else ()
-    pairs = (path.stem.split("-")[:2] for path in sorted(found))
+    records = folder.glob("*.dist-info") if folder else ()
+    pairs = (path.stem.split("-")[:2] for path in sorted(records))
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
 
 def other_versions() -> dict[str, str]:
-    """Return the installed packages that have not the pinned version, and both, by plain name.
-
-    setup.sh --torch keeps pins of its own in the virtual environment.
-    """
-    places = (folder / "constraints.txt" for folder in (paths.venv_root(), paths.REPO_ROOT))
-    file = next((place for place in places if place.is_file()), None)
-    text = file.read_text(encoding="utf-8") if file else ""
-    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;#\n]+)", text, re.MULTILINE)
-    pinned = {plain_name(name): pin for name, pin in pins}
-    found = {}
+    """Return the installed packages that have not the pinned version, and both, by plain name."""
+    text = pins().read_text(encoding="utf-8") if pins().is_file() else ""
+    known = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;#\n]+)", text, re.MULTILINE)
+    pinned = {plain_name(name): pin for name, pin in known}
+    others = {}
     for name, version in packages().items():
         pin = pinned.get(plain_name(name), version)
         # A build's own mark, such as +cpu, says nothing of the version.
         if version.partition("+")[0] != pin.partition("+")[0]:
-            found[plain_name(name)] = f"{name} {version} (pinned: {pin})"
-    return found
+            others[plain_name(name)] = f"{name} {version} (pinned: {pin})"
+    return others
+
+
+def pins() -> Path:
+    """Return the file of the pinned versions; setup.sh --torch keeps one of its own."""
+    own = paths.venv_root() / "constraints.txt"
+    return own if own.is_file() else paths.REPO_ROOT / "constraints.txt"
 
 
 def plain_name(package: str) -> str:
@@ -77,13 +82,33 @@ def plain_name(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def torch_build() -> tuple[str | None, str | None]:
-    """Return torch's version and its CUDA version, read without importing it."""
+class TorchBuild(NamedTuple):
+    """The installed torch: its version, and the CUDA or ROCm version that it is built for."""
+
+    version: str | None
+    cuda: str | None
+    hip: str | None
+
+    @property
+    def platform(self) -> str:
+        """What it is built for."""
+        if self.cuda:
+            return f"CUDA {self.cuda}"
+        return f"ROCm {self.hip}" if self.hip else "CPUs"
+
+    @property
+    def oldest_driver(self) -> int:
+        """The major version of the oldest NVIDIA driver that runs it, 0 if unknown."""
+        return _DRIVER_OF_CUDA.get(int(self.cuda.partition(".")[0]), 0) if self.cuda else 0
+
+
+def torch_build() -> TorchBuild:
+    """Return what torch is installed, read without importing it."""
     folder = site_packages()
     file = folder / "torch" / "version.py" if folder else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    found = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= '([^']+)'", text, re.MULTILINE))
-    return found.get("__version__"), found.get("cuda")
+    values = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE))
+    return TorchBuild(values.get("__version__"), values.get("cuda"), values.get("hip"))
 
 
 def ask_trainer(

@@ -44,10 +44,10 @@ def line_of(path: Path, key: str) -> int | None:
     line = None
     for part in key.split("."):
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next(((name, value) for name, value in pairs if name.value == part), None)
-        if found is None:
+        pair = next(((name, value) for name, value in pairs if name.value == part), None)
+        if pair is None:
             return None
-        line, node = found[0].start_mark.line + 1, found[1]
+        line, node = pair[0].start_mark.line + 1, pair[1]
     return line
 
 

@@ -34,9 +34,10 @@ class Adapter:
     Attributes:
         title: the method's name; over an NF4 base with a Q before it.
         parts: by the end of a parameter's name, what it belongs to (each chosen "linear" layer, or
-            each "row" or "column" layer among them; each "block"; the "model") and its sizes: "in"
-            and "out" of the linear layer, "kv" (the width of all keys), "dim" (that of the
-            stream), or a key of the model block, such as lora_rank.
+            each "row" or "column" layer among them; each "block"; the "model"; the "embedding", if
+            it is chosen) and its sizes: "in" and "out" of the linear layer, "kv" (the width of all
+            keys), "dim" (that of the stream), "vocab", or a key of the model block, such as
+            lora_rank.
         saved: what else each of these keeps of a token for the backward pass, in the same terms.
         reads_input: the backward pass needs the input of the linear layers that have it.
         keys: the keys of the model block that it reads.
@@ -67,8 +68,8 @@ class Adapter:
     def numbers(self, model: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
         """The whole numbers among the values that a model block gives its keys, or the defaults."""
         given = {key: model.get(key) for key in self.keys}
-        found = {key: value for key, value in given.items() if type(value) is int}
-        return (*(dict(self.defaults) | found).items(),)
+        numbers = {key: value for key, value in given.items() if type(value) is int}
+        return (*(dict(self.defaults) | numbers).items(),)
 
 
 LORA = Adapter(
@@ -76,6 +77,8 @@ LORA = Adapter(
     {
         "lora_a.weight": ("linear", "lora_rank", "in"),
         "lora_b.weight": ("linear", "out", "lora_rank"),
+        "lora_embedding_a": ("embedding", "vocab", "lora_rank"),
+        "lora_embedding_b": ("embedding", "dim", "lora_rank"),
     },
     saved=(("linear", "lora_rank"),),
     keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora", *OF_LORA),
@@ -135,8 +138,8 @@ def by_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
 
     As PEFT's rank_pattern and alpha_pattern (peft.utils.get_pattern_key).
     """
-    found = (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name))
-    return next(found, None)
+    matching = (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name))
+    return next(matching, None)
 
 
 def virtual_tokens(model: Mapping[str, Any]) -> int:
@@ -165,10 +168,16 @@ def is_built_in(model: Mapping[str, Any]) -> bool:
     return module.startswith("torchtune.") and builder.startswith(BUILT_IN)
 
 
-def is_quantised(model: Mapping[str, Any]) -> bool:
-    """Whether the base weights are kept in NF4."""
+def base_form(model: Mapping[str, Any]) -> str:
+    """How the base weights are kept: nf4, fp8, or as they are, ""."""
     builder = str(model.get("_component_") or "").rpartition(".")[2]
-    return bool(model.get("quantize_base", builder.startswith("qlora_")))
+    given = model.get("quantize_base", builder.startswith("qlora_"))
+    return "fp8" if given == "fp8" else "nf4" if given else ""
+
+
+def is_quantised(model: Mapping[str, Any]) -> bool:
+    """Whether the base weights are kept in NF4 or fp8."""
+    return bool(base_form(model))
 
 
 def own_adapters(model: Mapping[str, Any]) -> bool:
@@ -185,8 +194,8 @@ def declared(dotted: str) -> Adapter:
     """
     *parents, module, name = ["", *dotted.split(".")]
     places = [Path(folder, *parents) / module for folder in (str(Path.cwd()), *sys.path)]
-    found = (file for place in places for file in (place / "__init__.py", Path(f"{place}.py")))
-    file = next((file for file in found if file.is_file()), None)
+    files = (file for place in places for file in (place / "__init__.py", Path(f"{place}.py")))
+    file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise ValueError(
             f"model.adapter: there is no {dotted}; give one of {', '.join(KINDS)}, or the dotted "

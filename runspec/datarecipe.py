@@ -115,52 +115,52 @@ _MAPPING_FIRST = {"mixture": "weights", "split": "shares"}
 
 def faults(config: Mapping[str, Any]) -> list[str]:
     """Return all faults of a data recipe, one line each."""
-    found = list(_unknown(config, TOP, ""))
+    texts = list(_unknown(config, TOP, ""))
     if config.get("engine", "auto") not in ENGINES:
-        found.append(f"engine must be one of {', '.join(ENGINES)}, got {config['engine']!r}")
+        texts.append(f"engine must be one of {', '.join(ENGINES)}, got {config['engine']!r}")
     share = config.get("max_bad_share", 0.01)
     if not _is_number(share) or not 0 <= share <= 1:
-        found.append(f"max_bad_share must be a number from 0 to 1, got {share!r}")
+        texts.append(f"max_bad_share must be a number from 0 to 1, got {share!r}")
     threads = config.get("threads")
     if threads is not None and (type(threads) is not int or threads < 1):
-        found.append(f"threads must be a whole number, 1 or more, got {threads!r}")
+        texts.append(f"threads must be a whole number, 1 or more, got {threads!r}")
     memory = config.get("memory")
     if memory is not None and memory_bytes(memory) is None:
-        found.append(f"memory must be a size such as 2G or 500M, got {memory!r}")
+        texts.append(f"memory must be a size such as 2G or 500M, got {memory!r}")
     sources = config.get("sources")
     if not isinstance(sources, list) or not sources:
-        found.append("sources is missing: it must be a list of sources, each with path and format")
+        texts.append("sources is missing: it must be a list of sources, each with path and format")
     else:
         for number, source in enumerate(sources):
-            found += _source_faults(source, f"sources.{number}")
+            texts += _source_faults(source, f"sources.{number}")
         names = [source_name(each, n) for n, each in enumerate(sources) if isinstance(each, dict)]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            found.append(f"sources: two have the name {name!r}: give each its own name")
+            texts.append(f"sources: two have the name {name!r}: give each its own name")
     listed = config.get("steps") or []
     if not isinstance(listed, list):
-        return [*found, "steps must be a list, one step each: - filter: quality >= 0.85"]
+        return [*texts, "steps must be a list, one step each: - filter: quality >= 0.85"]
     for number, step in enumerate(listed):
-        found += _step_faults(step, f"steps.{number}")
+        texts += _step_faults(step, f"steps.{number}")
     kinds = [step_name(step) for step in listed if _is_step(step)]
     if kinds.count("split") > 1:
-        found.append("steps: split is given twice: leave one out")
+        texts.append("steps: split is given twice: leave one out")
     if "split" in kinds and kinds.index("split") != len(kinds) - 1:
-        found.append(
+        texts.append(
             "steps: split must be the last step, so that its shares are those of the result"
         )
     output = config.get("output") or {}
     if not isinstance(output, dict):
-        found.append("output must be a block, such as {format: messages}")
+        texts.append("output must be a block, such as {format: messages}")
     else:
-        found += _unknown(output, {"format": "", "rows": ""}, "output.")
+        texts += _unknown(output, {"format": "", "rows": ""}, "output.")
         form, shape = output.get("format", "messages"), output.get("rows")
         if form not in (*SHAPES, "delta"):
-            found.append(f"output.format must be {', '.join(SHAPES)} or delta, got {form!r}")
+            texts.append(f"output.format must be {', '.join(SHAPES)} or delta, got {form!r}")
         if shape is not None and form != "delta":
-            found.append("output.rows is used only with output.format=delta: leave it out")
+            texts.append("output.rows is used only with output.format=delta: leave it out")
         elif shape not in (None, *SHAPES):
-            found.append(f"output.rows must be one of {', '.join(SHAPES)}, got {shape!r}")
-    return found
+            texts.append(f"output.rows must be one of {', '.join(SHAPES)}, got {shape!r}")
+    return texts
 
 
 def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], start: str) -> Iterator[str]:
@@ -235,8 +235,8 @@ def _reading_faults(source: Mapping[str, Any], where: str) -> Iterator[str]:
         try:
             "a".encode(str(encoding))
         except (LookupError, UnicodeError):
-            words = "must be one that Python supports, such as utf-8"
-            yield f"{where}.encoding {words}, got {encoding!r}"
+            expected = "must be one that Python supports, such as utf-8"
+            yield f"{where}.encoding {expected}, got {encoding!r}"
 
 
 OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected", "text", "split")
@@ -301,8 +301,8 @@ def _share_faults(name: str, shares: Any, where: str) -> Iterator[str]:
         if name == "split" and not str(key).isidentifier():
             yield f"{where}: {key!r} is not a valid split name: use letters, digits and _"
     if name == "split" and abs(sum(shares.values()) - 1) > 1e-6:
-        words = " + ".join(f"{value:g}" for value in shares.values())
-        yield f"{where}: the shares must add up to 1; {words} = {sum(shares.values()):g}"
+        total = " + ".join(f"{value:g}" for value in shares.values())
+        yield f"{where}: the shares must add up to 1; {total} = {sum(shares.values()):g}"
 
 
 def _is_number(value: Any) -> bool:

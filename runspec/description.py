@@ -105,9 +105,9 @@ class Subject:
         """
         key = self.file_name.rpartition("-")[2]
         for file in sorted(place.glob(f"*-{key}")):
-            found = read_json(file) or {}
-            if all(fits(*each) for each in found.get("packages", {}).items()):
-                return Shape.of(found["shape"])
+            content = read_json(file) or {}
+            if all(fits(*each) for each in content.get("packages", {}).items()):
+                return Shape.of(content["shape"])
         return None
 
     def keep(self, place: Path, shape: Mapping[str, Any], packages: Mapping[str, str]) -> None:

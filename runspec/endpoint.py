@@ -38,14 +38,14 @@ def tell(folder: Path, name: str, facts: dict[str, Any]) -> None:
 
 def replicas(folder: Path) -> list[dict[str, Any]]:
     """Return what the living replicas of an endpoint say of themselves, ready ones first."""
-    found = []
+    rows = []
     for path in sorted((folder / BACKENDS).glob("*.json")):
         facts = files.read_json_or_none(path)
         if not isinstance(facts, dict) or not isinstance(facts.get("time"), int | float):
             continue
         if time.time() - facts["time"] < STALE_S:
-            found.append({**facts, "name": path.stem})
-    return sorted(found, key=lambda each: each.get("state") != "ready")
+            rows.append({**facts, "name": path.stem})
+    return sorted(rows, key=lambda each: each.get("state") != "ready")
 
 
 def replica_file(folder: Path, name: str) -> Path:
@@ -63,23 +63,23 @@ def reachable(facts: Mapping[str, Any]) -> bool:
 
 def gateway(folder: Path) -> dict[str, Any] | None:
     """Return the address and process of the gateway, None if none runs on this host or another."""
-    found = files.read_json_or_none(folder / GATEWAY)
-    if not isinstance(found, dict):
+    content = files.read_json_or_none(folder / GATEWAY)
+    if not isinstance(content, dict):
         return None
-    if found.get("host") != socket.gethostname():
-        renewed = found.get("time")
+    if content.get("host") != socket.gethostname():
+        renewed = content.get("time")
         alive = isinstance(renewed, int | float) and time.time() - renewed < STALE_S
     else:
-        alive = process_start(int(found["pid"])) == found.get("process_start")
-    return found if alive else None
+        alive = process_start(int(content["pid"])) == content.get("process_start")
+    return content if alive else None
 
 
 def address(folder: Path) -> str | None:
     """Return where this host reaches an endpoint: its gateway, else a ready replica, else None."""
-    found = gateway(folder)
+    of_gateway = gateway(folder)
     # It listens on the loopback address of its host.
-    if found is not None and found.get("host") == socket.gethostname():
-        return str(found["url"])
+    if of_gateway is not None and of_gateway.get("host") == socket.gethostname():
+        return str(of_gateway["url"])
     near = [each for each in replicas(folder) if each.get("state") == "ready" and reachable(each)]
     return str(near[0]["url"]) if near else None
 
@@ -91,16 +91,16 @@ def drain_mark(folder: Path, name: str) -> Path:
 
 def shares(folder: Path) -> dict[str, float]:
     """Return the share of the traffic that each version gets, {} for an even spread."""
-    found = files.read_json_or_none(folder / SHARES)
-    if not isinstance(found, dict):
+    content = files.read_json_or_none(folder / SHARES)
+    if not isinstance(content, dict):
         return {}
-    return {str(key): float(value) for key, value in found.items()}
+    return {str(key): float(value) for key, value in content.items()}
 
 
 def ranges(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the least and the most replicas of each version whose number follows the load."""
-    found = files.read_json_or_none(folder / ENDPOINT)
-    served = found.get("served") if isinstance(found, dict) else None
+    content = files.read_json_or_none(folder / ENDPOINT)
+    served = content.get("served") if isinstance(content, dict) else None
     return {
         str(each["version"]): (int(each["replicas"]), int(each["max_replicas"]))
         for each in served or []
@@ -110,14 +110,16 @@ def ranges(folder: Path) -> dict[str, tuple[int, int]]:
 
 def wanted(folder: Path) -> dict[str, int]:
     """Return how many replicas of each version the gateway wants."""
-    found = files.read_json_or_none(folder / SCALE)
-    return {str(k): int(v) for k, v in found["wanted"].items()} if isinstance(found, dict) else {}
+    content = files.read_json_or_none(folder / SCALE)
+    return (
+        {str(k): int(v) for k, v in content["wanted"].items()} if isinstance(content, dict) else {}
+    )
 
 
 def users(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the users of an endpoint by name: sha256, created, revoked, and their limits."""
-    found = files.read_json_or_none(folder / USERS)
-    return dict(found) if isinstance(found, dict) else {}
+    content = files.read_json_or_none(folder / USERS)
+    return dict(content) if isinstance(content, dict) else {}
 
 
 def key_hash(key: str) -> str:
@@ -131,14 +133,14 @@ def used_today(folder: Path, without: str = "") -> dict[str, tuple[int, int]]:
     Args:
         without: the replica whose own count is left out.
     """
-    found: dict[str, tuple[int, int]] = {}
+    used: dict[str, tuple[int, int]] = {}
     for path in (folder / USAGE).glob("*.json"):
         if path.stem == without:
             continue
         for user, (requests, tokens) in used_by(path).items():
-            before = found.get(user, (0, 0))
-            found[user] = (before[0] + requests, before[1] + tokens)
-    return found
+            before = used.get(user, (0, 0))
+            used[user] = (before[0] + requests, before[1] + tokens)
+    return used
 
 
 def used_by(path: Path) -> dict[str, tuple[int, int]]:

@@ -18,6 +18,7 @@ JOB_SCRIPT = "job.sbatch"
 PROVENANCE = "provenance.json"
 SUBMISSION = "submission.json"
 CODE = "code"  # a copy of the user's script tree
+ENGINE = "engine.json"  # where another trainer keeps its progress: runspec/engines.py
 KIT = "kit"  # a link to the copy of the kit's own code that the run uses
 LOCK = ".lock"
 # What the launcher tells a job that is running.
@@ -31,9 +32,11 @@ LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"
 DRILL = "drill.txt"  # the page of cookbook doctor --drill
+REHEARSAL = "rehearsal.md"  # the page of cookbook doctor --rehearse, in a folder of its own
 # Inside logs/<attempt>: the trainer's sign of life, the stacks of its ranks, and who asks for them.
 HEARTBEAT = "heartbeat.json"
 STACKS = "stack_rank_{}.log"
+FLIGHT = "flight_rank_{}.json"
 ASK_FOR_STACKS = ".ask_for_stacks"
 END_RANKS = ".end_ranks"
 # Inside logs/<attempt>: how busy each node's GPUs were.
@@ -43,6 +46,15 @@ PROGRESS = "progress.json"
 DATA_SETTINGS = "data.yaml"  # of a job that prepares data
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+# Of rollout nodes: where replicas listen, and what became of them (slurm/rollout.py).
+ROLLOUT = ".rollout"
+REPLICA = "replica_{}.json"
+WEIGHTS = "weights_{}.safetensors"
+ROLLOUT_SECRET = "secret"
+NO_REPLICA = "failed.json"
+ROLLOUT_END = "end"
+ROLLOUT_STATE = "rollout.json"
+ROLLOUTS = "rollouts.jsonl"  # of reinforcement learning: some answers of each step
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
@@ -77,7 +89,7 @@ def checkpoint_folders(run_dir: Path) -> dict[int, int]:
     Raises:
         OSError: the folder or a manifest cannot be read.
     """
-    folder, found = run_dir / CHECKPOINTS, {}
+    folder, by_step = run_dir / CHECKPOINTS, {}
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -89,8 +101,8 @@ def checkpoint_folders(run_dir: Path) -> dict[int, int]:
         except (ValueError, NotADirectoryError, IsADirectoryError):
             manifest = None
         said = manifest.get("step") if isinstance(manifest, dict) else None
-        found[step] = said if isinstance(said, int) else step
-    return dict(sorted(found.items()))
+        by_step[step] = said if isinstance(said, int) else step
+    return dict(sorted(by_step.items()))
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
@@ -100,6 +112,11 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
         OSError: the folder or a manifest cannot be read.
     """
     folder = run_dir / CHECKPOINTS
+    if (given := read_json_or_none(run_dir / ENGINE)) is not None:
+        from runspec.engines import Records  # few runs are another trainer's
+
+        if (engine := Records.of(given)) is not None:
+            return engine.steps(folder)
     return [
         step
         for step, said in checkpoint_folders(run_dir).items()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from runspec.shape import Block, Matrix, Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Linear:
     """The numbers that one token is multiplied with in a linear layer, and which are trained.
 
@@ -38,7 +38,7 @@ class Linear:
         return self.trained or sum(self.adapter) > 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attention:
     """Scores and their product with the values.
 
@@ -50,7 +50,7 @@ class Attention:
     window: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recurrence:
     """Linear attention by the delta rule; state: numbers of all heads' states together.
 
@@ -65,7 +65,7 @@ class Recurrence:
 Stage = Sequence[Linear] | Attention | Recurrence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelFlops:
     """FLOPs per token, per trained position and per query-key pair.
 
@@ -177,13 +177,13 @@ def of_shape(
         return Linear(matrix.active_parameters, full, adapter)
 
     output = linear("output", shape.output)
-    found = count((), output, trained_before=True, backward=backward)
+    flops = count((), output, trained_before=True, backward=backward)
     for block, number in shape.blocks:
         layers = [linear(name, matrix) for name, matrix in block.matrices.items()]
         stages = [layers, _attention(block)]
         nothing = Linear(0.0, False)
-        found += number * count(stages, nothing, trained_before=True, backward=backward)
-    return found
+        flops += number * count(stages, nothing, trained_before=True, backward=backward)
+    return flops
 
 
 def _attention(block: Block) -> Stage:

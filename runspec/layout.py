@@ -52,7 +52,8 @@ class Layout:
 
         Args:
             config: the recipe; reads tensor_parallel_dim, expert_parallel_dim,
-                data_parallel_replicate_dim and data_parallel_shard_dim (-1: what is left).
+                data_parallel_replicate_dim and data_parallel_shard_dim (-1: what is left; if both
+                are -1, every group is a replica).
             gpus_per_node: also refuse a tensor-parallel group that spans nodes; None does not.
 
         Raises:
@@ -75,6 +76,8 @@ class Layout:
                 "so that layers would be split across nodes: change it, or --gpus-per-node"
             )
         groups = ranks // tensor
+        if replicate == -1 and groups % shard == 0:
+            replicate = groups // abs(shard)
         if shard == -1:
             shard = groups // replicate
         if replicate * shard != groups:
@@ -113,7 +116,7 @@ class StepFacts:
         experts: routed experts of each block that has some; None: it is not asked.
         linear: the linear layers of the blocks: (inputs, outputs, whether the inputs are split).
         sharded: FSDP or tensor parallelism gives each GPU a part of each trained parameter.
-        quantised: the base is in NF4.
+        quantised: the base is in NF4 or fp8.
         length: of a row, and longest: positions up to which the model computes as it was trained.
         virtual: tokens that an adapter puts before each document, of which one may fill a row.
         optimizer: its component.
@@ -159,7 +162,7 @@ class StepFacts:
         for count in sorted(blocks if self.quantised else ()):
             if count % ranks:
                 yield (
-                    f"tensor_parallel_dim {ranks} does not divide {count} NF4 blocks of "
+                    f"tensor_parallel_dim {ranks} does not divide {count} blocks of "
                     f"{NF4_BLOCK} inputs: choose a number that does, or set "
                     "model.quantize_base=False"
                 )
@@ -180,7 +183,7 @@ class StepFacts:
             yield "enable_fp8_training: needs bf16 weights; set dtype=bf16"
         if self.quantised:
             yield (
-                "enable_fp8_training: the base is in 4 bits already; set "
+                "enable_fp8_training: the base is quantised already; set "
                 "model.quantize_base=False or enable_fp8_training=False"
             )
         ranks = self.tensor_parallel

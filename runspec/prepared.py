@@ -35,8 +35,8 @@ _REFERENCE = re.compile(r"prepared:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63})@(?P
 
 def reference(value: Any) -> tuple[str, str] | None:
     """Return (name, split) of a text such as prepared:support@train, None for anything else."""
-    found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    return (found["name"], found["split"]) if found else None
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return (match["name"], match["split"]) if match else None
 
 
 def dataset_block(name: str, split: str, before: Any) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def dataset_block(name: str, split: str, before: Any) -> dict[str, Any]:
 
 def expanded(value: Any, before: Any = None) -> Any:
     """Return the block that a text such as prepared:support@train stands for; else the value."""
-    found = reference(value)
-    return dataset_block(*found, before) if found else value
+    named = reference(value)
+    return dataset_block(*named, before) if named else value
 
 
 def version_folder(data_dir: Path) -> Path | None:
@@ -82,13 +82,13 @@ def changes(data_dir: Path) -> list[str]:
     split = data_dir.resolve().name
     noted = {each["file"]: each for each in card["splits"].get(split, {}).get("files", [])}
     there = {str(path.relative_to(version)) for path in data_dir.resolve().glob("*.parquet")}
-    found = [f"{name} is gone" for name in sorted(set(noted) - there)]
-    found += [f"{name} was added" for name in sorted(there - set(noted))]
+    texts = [f"{name} is gone" for name in sorted(set(noted) - there)]
+    texts += [f"{name} was added" for name in sorted(there - set(noted))]
     for name in sorted(there & set(noted)):
         facts, known = (version / name).stat(), noted[name]
         same = facts.st_size == known["bytes"]
         if same and facts.st_mtime_ns != known["mtime_ns"]:
             same = files.sha256(version / name) == known["sha256"]
         if not same:
-            found.append(f"{name} has changed")
-    return found
+            texts.append(f"{name} has changed")
+    return texts

@@ -181,10 +181,10 @@ class Block:
     @cached_property
     def parameters(self) -> int:
         """All parameters."""
-        found = sum(v.rows * v.width for v in self.vectors)
+        count = sum(v.rows * v.width for v in self.vectors)
         for matrix in self.matrices.values():
-            found += matrix.parameters + matrix.bias * matrix.count * matrix.outputs
-        return found
+            count += matrix.parameters + matrix.bias * matrix.count * matrix.outputs
+        return count
 
     @cached_property
     def active_parameters(self) -> int:
@@ -297,8 +297,8 @@ class Shape:
 
     def as_json(self) -> dict[str, Any]:
         """Return its content; what is as usual is left out."""
-        found: dict[str, Any] = _plain(self)
-        return found
+        content: dict[str, Any] = _plain(self)
+        return content
 
 
 def _block(content: Mapping[str, Any]) -> Block:
@@ -320,7 +320,7 @@ def _plain(value: Any) -> Any:
     if not hasattr(value, "__dataclass_fields__"):
         return value
     usual = {name: each.default for name, each in value.__dataclass_fields__.items()}
-    found = {name: getattr(value, name) for name in usual}
+    values = {name: getattr(value, name) for name in usual}
     # Of numbers and truth values alike: False equals 0.
-    kept = {name: each for name, each in found.items() if each not in ((), {}, usual[name])}
+    kept = {name: each for name, each in values.items() if each not in ((), {}, usual[name])}
     return {name: _plain(each) for name, each in kept.items()}

@@ -21,8 +21,8 @@ def moment(text: str) -> datetime:
     try:
         when = datetime.fromisoformat(text)
     except ValueError:
-        words = f"--since {text}: write how long ago (90m, 12h, 3d, 2w) or a date"
-        raise ValueError(f"{words} (2026-01-31, 2026-01-31T23:59)") from None
+        message = f"--since {text}: write how long ago (90m, 12h, 3d, 2w) or a date"
+        raise ValueError(f"{message} (2026-01-31, 2026-01-31T23:59)") from None
     return when if when.tzinfo else when.replace(tzinfo=UTC)
 
 

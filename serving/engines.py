@@ -6,7 +6,7 @@ could use it without a key. SGLang has no option for a socket, and gets its own 
 
 import importlib.util
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,22 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.keys.serve import ENGINES
 
-_OWN = "in an environment of its own, and name its python: engine_python=/path/to/bin/python"
-_NEEDS = {
-    "transformers": ("uvicorn", "bash setup.sh --with serve"),
-    "vllm": ("vllm", f"pip install vllm {_OWN}"),
-    "sglang": ("sglang", f"pip install 'sglang[all]' {_OWN}"),
-}
+# The lines are the words of a command that starts Python in the recipe's environment.
+_STARTS_PYTHON = "COOKBOOK_ENGINE"
 # vLLM's values of --max-lora-rank; its default is 16 (vllm.config.lora.MaxLoRARanks).
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The command of an engine, its name of the model, and its address: a socket or a port.
+    """What Python starts as an engine, its name of the model, and its address: a socket or a port.
 
-    key: its API key, None for none.
+    argv: the arguments of python(). key: its API key, None for none.
     """
 
     argv: list[str]
@@ -57,25 +54,12 @@ class Model:
         return Model(Path(str(adapter["base_model_name_or_path"])), folder, int(max(ranks)))
 
 
-def missing(engine: str, python: str | None = None) -> str:
-    """Return a message about an engine's missing package, "" if it can be started.
-
-    Args:
-        python: the interpreter of the engine's environment; None for this one.
-    """
-    module, install = _NEEDS[engine]
-    if python is None:
-        installed = importlib.util.find_spec(module) is not None
-    else:
-        code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
-        try:
-            installed = subprocess.run([python, "-c", code], timeout=120).returncode == 0
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"engine_python {python} cannot be started: {error}"
-    if installed:
+def missing(engine: str) -> str:
+    """Return a message about an engine's missing package, "" if this interpreter can start it."""
+    if importlib.util.find_spec(ENGINES[engine]) is not None:
         return ""
-    where = f" in {python}" if python else ""
-    return f"the engine {engine} needs the package {module}, which is not there{where}: {install}"
+    remedy = "bash setup.sh --with serve" if engine == "transformers" else f"--environment {engine}"
+    return f"the engine {engine} needs the package {ENGINES[engine]}, which is not there: {remedy}"
 
 
 def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: str) -> Engine:
@@ -94,15 +78,18 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: 
     return replace(engine, argv=[*engine.argv, *more])
 
 
-def _python(config: Mapping[str, Any]) -> str:
-    return str(config.get("engine_python") or sys.executable)
+def python(variables: Mapping[str, str]) -> list[str]:
+    """Return the words of the command that starts the engine's Python, with these variables."""
+    lines = os.environ.get(_STARTS_PYTHON, "").splitlines() or [sys.executable]
+    # Of the replica's own variables, a container gets those that the node's script had.
+    return [*lines[:-1], "env", *(f"{k}={v}" for k, v in variables.items()), lines[-1]]
 
 
 def _transformers(
     config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
     socket, name = folder / "engine.sock", str(model.adapter or model.base)
-    argv = [sys.executable, "-m", "serving.transformers_engine", str(socket), name]
+    argv = ["-m", "serving.transformers_engine", str(socket), name]
     argv += ["--device", str(config["device"]), "--dtype", str(config["dtype"])]
     return Engine(argv, name, socket)
 
@@ -111,7 +98,7 @@ def _vllm(
     config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
     name, socket = str(config["endpoint"]), folder / "engine.sock"
-    argv = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
+    argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
     argv += ["--uds", str(socket), "--tensor-parallel-size", str(gpus)]
     argv += ["--dtype", str(config["dtype"])]
     # The base and the adapter need different names, or the base would answer for the adapter.
@@ -129,7 +116,7 @@ def _sglang(
     name, settings = str(config["endpoint"]), folder / "sglang.yaml"
     # In a file, because every user of the node can read a process's arguments. JSON is YAML.
     files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
-    argv = [_python(config), "-m", "sglang.launch_server", "--config", str(settings)]
+    argv = ["-m", "sglang.launch_server", "--config", str(settings)]
     argv += ["--model-path", str(model.base), "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--served-model-name", name, "--tp-size", str(gpus), "--dtype", str(config["dtype"])]
     if not model.adapter:

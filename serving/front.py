@@ -100,8 +100,8 @@ class Front(Proxy):
             return ""
         for name in ("max_completion_tokens", "max_tokens"):
             if asked.get(name, 0) > self.limit:
-                words = f"{name} is {asked[name]:,}, and the model takes {self.limit:,} tokens"
-                raise BadRequest(f"{words} in all: lower it", name)
+                refusal = f"{name} is {asked[name]:,}, and the model takes {self.limit:,} tokens"
+                raise BadRequest(f"{refusal} in all: lower it", name)
         for text in _plain(asked):
             # Below the limit even if each byte were a token.
             if len(text.encode()) <= self.limit:

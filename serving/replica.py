@@ -68,7 +68,7 @@ class Replica:
         if key_file.stat().st_mode & 0o077:
             raise ServeError(f"others may read {key_file}: chmod 600 {key_file}")
         self.keys = Keys(key_file.read_text(encoding="utf-8").strip(), self.endpoint)
-        self.place = Path(tempfile.mkdtemp(prefix="cookbook-serve-"))
+        self.place = Path(tempfile.mkdtemp(prefix="serve-", dir=os.environ.get("RANK_SOCKETS")))
         self.engine = engines.command(
             config, self.place, len(gpus), _free_port(), secrets.token_urlsafe(24)
         )
@@ -202,17 +202,18 @@ class Replica:
 
     async def _start_engine(self, ended: asyncio.Event) -> None:
         """Start the engine and wait until it answers."""
-        environment = {k: v for k, v in os.environ.items() if k not in _OF_TORCHRUN}
-        environment |= {"HF_HUB_OFFLINE": "1"}
+        inherited = {k: v for k, v in os.environ.items() if k not in _OF_TORCHRUN}
+        own = {"HF_HUB_OFFLINE": "1"}
         if self.gpus and os.environ.get("CUDA_VISIBLE_DEVICES", "") != "":
             visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[k] for k in self.gpus)
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(visible[k] for k in self.gpus)
         if self.engine.socket is not None:
             self.engine.socket.unlink(missing_ok=True)
         prctl = ctypes.CDLL(None).prctl
         self.process = await asyncio.create_subprocess_exec(
+            *engines.python(own),
             *self.engine.argv,
-            env=environment,
+            env=inherited,
             stdin=asyncio.subprocess.DEVNULL,
             # If the front is killed, the engine must not keep the GPU.
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
@@ -323,8 +324,6 @@ def main(arguments: list[str]) -> int:
             )
         if local % size:
             return _hold(run_dir)
-        if fault := engines.missing(str(config["engine"]), config.get("engine_python")):
-            raise ServeError(fault)
         replica = Replica(config, run_dir, rank // size, list(range(local, local + size)))
         state = asyncio.run(replica.run())
     except (ServeError, OSError, ValueError) as error:

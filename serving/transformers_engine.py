@@ -90,10 +90,10 @@ class Models(model_manager.ModelManager):
         name, _, revision = model_id_and_revision.rpartition("@")
         settings = files.read_json_or_none(Path(name) / "adapter_config.json")
         if not isinstance(settings, dict) or settings.get("peft_type") not in _VIRTUAL:
-            found: tuple[Any, Any] = super().load_model_and_processor(
+            loaded: tuple[Any, Any] = super().load_model_and_processor(
                 model_id_and_revision, *more, **named
             )
-            return found
+            return loaded
         from peft import PeftModel
 
         base = f"{settings['base_model_name_or_path']}@{revision}"

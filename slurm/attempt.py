@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from runspec import files
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
-from slurm import job_log, reserve
+from slurm import engine, job_log, reserve
 from slurm.faults import NODE_FAILURE, fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.history import (
     attempts_of,
@@ -120,6 +120,8 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
     port = free_port(head, job_id, number)
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
+    if not repeated:
+        engine.set_aside(run_dir)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
     temporary = run_dir / files.LOGS / f".latest.{number}"
     temporary.unlink(missing_ok=True)
@@ -128,12 +130,14 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
     # At the end there may be no space for a new file.
     (run_dir / files.ATTEMPTS).touch()
     reserve.keep(run_dir)
+    rollout = os.environ.get("ROLLOUT_HOSTS")
     started = {
         "state": "RUNNING",
         "attempt": number,
         "series": series,
         **{key: status[key] for key in ("successor",) if key in status and before == job_id},
         "nodes": hosts,
+        **({"rollout_nodes": rollout.split(",")} if rollout else {}),
         "gpus": _gpus(),
         "started": time.time(),
         "updated": time.time(),
@@ -197,11 +201,13 @@ def end(
     errors = [*read_errors(logs), *slurm_errors(log, logs)]
     # A user's own script may have a secret in its exception.
     errors = [{**each, "message": redacted(str(each.get("message", "")))} for each in errors]
-    errors = on_nodes(errors, hosts, _ranks_per_node())
+    errors = on_nodes(errors, hosts, int(os.environ.get("LOGS_PER_NODE") or _ranks_per_node()))
     if message:
         errors.append(fault(message))
     elif full:
         errors.append(full)
+    stop_asked = stop_asked or (run_dir / files.STOP).exists()
+    engine.settle(run_dir, attempt, exit_code, stop_asked)
     progress = read_object(run_dir / files.PROGRESS)
     if progress and progress.get("attempt") != attempt:
         progress = {"state": "none"}  # an earlier attempt wrote it
@@ -214,7 +220,7 @@ def end(
         exit_code=exit_code,
         progress=progress,
         errors=errors,
-        stop_asked=stop_asked or (run_dir / files.STOP).exists(),
+        stop_asked=stop_asked,
         cancelled=_cancelled(run_dir, job_id),
         job_state=job_state,
         can_requeue=in_slurm(),
@@ -238,6 +244,8 @@ def end(
         "message": verdict.message,
         "next": verdict.next,
     }
+    if verdict.state == "COMPLETED" and os.environ.get("HAS_QUESTIONS") == "yes":
+        status["answering"] = True
     # The state first: on a full disk the line may fail.
     reserve.write_status(run_dir, status)
     try:
@@ -343,6 +351,18 @@ def succeed(run_dir: Path, job: str) -> None:
     _between(run_dir, {"successor": job})
 
 
+def answered(run_dir: Path, message: str) -> None:
+    """Record that the finished run's questions are answered, or a warning that says why not."""
+    status = read_object(run_dir / files.STATUS)
+    if not _owned(status):
+        return
+    status.pop("answering", None)
+    if message:
+        status["message"] = message
+        _say(message)
+    files.write_json(run_dir / files.STATUS, {**status, "updated": time.time()})
+
+
 def _between(run_dir: Path, change: dict[str, Any]) -> None:
     status = read_object(run_dir / files.STATUS)
     if _owned(status):
@@ -378,8 +398,8 @@ def _ranks_per_node() -> int:
 
 def _gpus() -> int:
     """Number of GPUs of the allocation, or of ranks; spare nodes count, too."""
-    nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("NODES") or "1"
-    return int(nodes) * _ranks_per_node()
+    here = int(os.environ.get("NODES") or 1) + int(os.environ.get("ROLLOUT_NODES") or 0)
+    return int(os.environ.get("SLURM_JOB_NUM_NODES") or here) * _ranks_per_node()
 
 
 def _size(path: Path) -> int:
@@ -449,10 +469,12 @@ def main() -> None:
     chooses.add_argument("--nodes", required=True, type=int)
     chooses.add_argument("--silent", type=lambda text: [name for name in text.split(",") if name])
     calls.add_parser("succeed").add_argument("--job", required=True)
+    calls.add_parser("answered").add_argument("--message", default="")
     for name in ("failed", "waiting"):
         calls.add_parser(name).add_argument("--message", required=True)
     given = vars(parser.parse_args())
-    answers = {call.__name__: call for call in (begin, end, choose, succeed, failed, waiting)}
+    all_calls = (begin, end, choose, succeed, failed, waiting, answered)
+    answers = {call.__name__: call for call in all_calls}
     run_dir = Path(os.environ["RUN_DIR"])
     try:
         answer = answers[given.pop("call")](run_dir, **given)

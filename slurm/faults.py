@@ -44,6 +44,9 @@ SIGKILL = (
     "ended the process"
 )
 
+# What torch puts before a traceback of a rank that is in a process group.
+_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)", re.MULTILINE)
+
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 # A Python traceback: its frames, the exception and its message.
@@ -53,7 +56,7 @@ _TRACEBACK = re.compile(
 )
 _FRAME = re.compile(r'^ +File "([^"<]+)", line (\d+)', re.MULTILINE)
 # Where other people's code is.
-_PACKAGES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3")
+_PACKAGES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/kit/engines/")
 # The last line of a traceback alone, at the beginning of a line.
 _EXCEPTION = re.compile(
     r"^()([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): ?(.*)", re.MULTILINE
@@ -65,7 +68,8 @@ def read_errors(logs: Path) -> list[dict[str, Any]]:
     records = map(files.read_json_or_none, logs.glob("error_*.json"))
     errors = [well_typed(record) for record in records if isinstance(record, dict)]
     errors += _of_peers(errors)
-    for path in logs.glob("node_*.log"):
+    # A workload that starts torchrun itself has its report in the log of its own output.
+    for path in (*logs.glob("node_*.log"), *logs.glob("rank_*.log")):
         errors += _killed_ranks(path)
     # A script of the user's own leaves no record: its traceback says what happened.
     return errors or [error for path in logs.glob("rank_*.log") for error in _exception(path)]
@@ -217,7 +221,7 @@ def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
 
 def _exception(rank_log: Path) -> list[dict[str, Any]]:
     """Return the last exception in a rank's log, with the last line of the user's own code."""
-    text = _tail(rank_log)
+    text = _PREFIX.sub("", _tail(rank_log))
     exceptions = _TRACEBACK.findall(text) or _EXCEPTION.findall(text)
     number = rank_log.stem.removeprefix("rank_")
     if not exceptions or not number.isdigit():

@@ -5,6 +5,9 @@
 # Set by --no-kill, which spare nodes need. With it, srun would let ranks continue after others die.
 unset SLURM_NO_KILL
 
+# Options of the srun of each attempt, from the environment's record.
+STEP_OPTIONS=()
+
 # $$ is the process id of the job script in every subshell.
 export JOB_PID=$$
 
@@ -27,15 +30,25 @@ setup_failed() {
   set +eu
   [ "$rc" != 0 ] || rc=1
   begin_attempt || finish
-  end_attempt "$rc" --message "$SETUP_PLACE: the job_setup line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix it there, then: ${AGAIN:-cookbook resume ${RUN_DIR##*/}}"
+  end_attempt "$rc" --message "$SETUP_PLACE: the ${SETUP_KEY:-job_setup} line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix it there, then: ${AGAIN:-cookbook resume ${RUN_DIR##*/}}"
   finish
 }
+
+# all: each node and rank has its log. failing: those of the first node, and of nodes that failed.
+if [ -z "${KEEP_LOGS:-}" ]; then KEEP_LOGS=all && ((NODES <= 16)) || KEEP_LOGS=failing; fi
+under_slurm || KEEP_LOGS=all
+export KEEP_LOGS
 
 # Sets ATTEMPT, LOGS, HOSTS, HEAD_ADDR, HEAD_PORT and ONE_HOST. Returns false if nothing is left to do.
 begin_attempt() {
   [ "${NEXT:-run}" = run ] || return 1
   if under_slurm; then
     choose_nodes || return 1
+    # The first nodes train, the last ones generate answers.
+    if [ -n "${ROLLOUT_NODES:-}" ]; then
+      ROLLOUT_HOSTS=$(cut -d, -f"$((NODES + 1))-" <<<"$HOSTS")
+      HOSTS=$(cut -d, -f"1-$NODES" <<<"$HOSTS")
+    fi
     pass_over_a_step
     # Slurm's daemons use this address between the nodes. On the node itself its name may resolve to
     # 127.0.1.1, and other nodes may not be able to resolve its host name.
@@ -45,7 +58,9 @@ begin_attempt() {
     if [ "$NODES" = 1 ] || [ "$(node_addresses "$HOSTS" | sort -u | wc -l)" = 1 ]; then ONE_HOST=yes; fi
   else
     HOSTS=$(hostname -s) HEAD_ADDR=127.0.0.1 ONE_HOST=yes
+    [ -z "${ROLLOUT_NODES:-}" ] || ROLLOUT_HOSTS=$(yes "$HOSTS" | head -n "$ROLLOUT_NODES" | paste -sd,)
   fi
+  export ROLLOUT_HOSTS=${ROLLOUT_HOSTS:-}
   local begin=(begin --hosts "$HOSTS" --head "$HEAD_ADDR" --max-retries "$MAX_RETRIES")
   # Returns the attempt's number and a free port, or the reason why there is nothing to do.
   ask "${begin[@]}" || not_begun $? || return 1
@@ -62,14 +77,47 @@ begin_attempt() {
   read -r ATTEMPT HEAD_PORT <<<"$REPLY"
   LOGS=$RUN_DIR/logs/$ATTEMPT
   STOP_ASKED=
-  export ATTEMPT LOGS HEAD_ADDR HEAD_PORT ONE_HOST COOKBOOK_ATTEMPT=$ATTEMPT
+  export ATTEMPT LOGS HOSTS HEAD_ADDR HEAD_PORT ONE_HOST COOKBOOK_ATTEMPT=$ATTEMPT
   # Before any fault can occur: a first node that is lost cannot submit a job.
   if [ "${REQUEUE:-yes}" = no ] && under_slurm && [ -z "${SUCCESSOR:-}" ] && ! submit_successor; then
     say "no successor is in the queue, so the run ends with this job: $ANSWER"
   fi
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
+  [ -z "${ROLLOUT_NODES:-}" ] || start_replicas
   # In the background, so training does not wait for it.
   [ "$ATTEMPT" != 0 ] || notify start &
+}
+
+# Starts the replicas on the rollout nodes, which outlive attempts, and what restarts those that die.
+start_replicas() {
+  [ -z "${REPLICAS:-}" ] || ! kill -0 "$REPLICAS" 2>/dev/null || return 0
+  local node step=() addresses=127.0.0.1
+  if under_slurm; then
+    step=(srun --overlap --mem=0 --nodes=1 --ntasks=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}
+      --export=ALL "${STEP_OPTIONS[@]}")
+    addresses=
+    for node in ${ROLLOUT_HOSTS//,/ }; do addresses+=$(node_addresses "$node")$'\n'; done
+  fi
+  rm -rf "$RUN_DIR/.rollout"
+  mkdir -m 700 "$RUN_DIR/.rollout"
+  (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RUN_DIR/.rollout/secret")
+  (
+    export ROLLOUT_SCRIPT ROLLOUT_ADDRESSES=$addresses
+    until PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.rollout "${step[@]}"; do
+      sleep 2
+      kill -0 "$JOB_PID" 2>/dev/null || exit
+      say "slurm.rollout has ended before the run: it is started again"
+    done
+  ) </dev/null &
+  REPLICAS=$!
+}
+
+end_replicas() {
+  [ -n "${REPLICAS:-}" ] || return 0
+  touch "$RUN_DIR/.rollout/end"
+  wait "$REPLICAS" 2>/dev/null
+  rm -rf "$RUN_DIR/.rollout"
+  REPLICAS=
 }
 
 # slurm.attempt has ended with this status instead of a start. A TERM of scancel may have ended it
@@ -95,7 +143,8 @@ job_runs() {
 choose_nodes() {
   await_controller || return 1
   HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  ask choose --hosts "$HOSTS" --nodes "$NODES" --silent "${SILENT:-}" || not_begun $? || return 1
+  local total=$((NODES + ${ROLLOUT_NODES:-0}))
+  ask choose --hosts "$HOSTS" --nodes "$total" --silent "${SILENT:-}" || not_begun $? || return 1
   case $REPLY in
   use*)
     [ "$HOSTS" = "${REPLY#use }" ] || say "of the nodes $HOSTS these are used: ${REPLY#use }"
@@ -111,7 +160,7 @@ choose_nodes() {
   else
     say "attempts failed on $LEFT_OUT, and the partition has too few other nodes"
     LEFT_OUT=
-    HOSTS=$(cut -d, -f"1-$NODES" <<<"$HOSTS")
+    HOSTS=$(cut -d, -f"1-$total" <<<"$HOSTS")
     return 0
   fi
   NEXT=requeue
@@ -163,11 +212,14 @@ launch_nodes() {
     # Slurm never cleans up a step that lost a node: the step keeps its resources on the other nodes.
     local beside=()
     [ -z "${SILENT:-}${OLD_STEPS:-}" ] || beside=(--overlap --mem=0)
+    # srun itself writes a file that all nodes share: slurm/node.sh leaves only the first one's there.
+    local log=$LOGS/node_%t.log
+    [ "$KEEP_LOGS" = all ] || log=$LOGS/node_0.log
     # Since 22.05 srun does not inherit --cpus-per-task from the job.
     exec "${limit[@]}" srun "${beside[@]}" --job-name="attempt-$ATTEMPT" --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
-      --kill-on-bad-exit=1 --wait=60 --export=ALL \
-      --output="$LOGS/node_%t.log" --open-mode=append \
+      --kill-on-bad-exit=1 --wait=60 --export=ALL "${STEP_OPTIONS[@]}" \
+      --output="$log" --open-mode=append \
       bash -c "$1" </dev/null
   fi
   # Without Slurm the nodes are processes on this host. The first one to fail ends the others.
@@ -191,6 +243,7 @@ wait_for() {
   LAUNCHED=$1
   local rc
   [ -z "${HANG_TIMEOUT_S:-}" ] || look_after slurm.watchdog &
+  [ -z "${ENGINE:-}" ] || look_after slurm.engine &
   # It exits at once if the sweep has no early stopping.
   [ -z "${SWEEP_DIR:-}" ] || look_after slurm.earlystop &
   while :; do
@@ -204,9 +257,11 @@ wait_for() {
 look_after() {
   local pid
   until PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m "$1" "$LAUNCHED"; do
-    sleep 5
-    # This script may have been killed while the ranks continue.
-    for pid in "$LAUNCHED" "$JOB_PID"; do kill -0 "$pid" 2>/dev/null || return; done
+    for _ in {1..5}; do
+      sleep 1
+      # This script may have been killed while the ranks continue.
+      for pid in "$LAUNCHED" "$JOB_PID"; do kill -0 "$pid" 2>/dev/null || return; done
+    done
     say "$1 has ended before the attempt: it is started again"
   done
 }
@@ -214,6 +269,8 @@ look_after() {
 # torchrun does not handle this signal, so a file notifies the ranks: at the next step they all save
 # a checkpoint and exit.
 ask_to_stop() {
+  # Nothing is left to save while questions are answered.
+  [ "${NEXT:-run}" != finished ] || return 0
   say "the time limit is near: the ranks save a checkpoint and stop"
   STOP_ASKED=yes
   touch "$RUN_DIR/.stop"
@@ -237,6 +294,7 @@ terminated() {
     kill -TERM "$LAUNCHED" 2>/dev/null
     wait "$LAUNCHED"
   fi
+  under_slurm || end_replicas
   # Not to stdout, which may be the pipe of answers.
   say "terminated" >&2
   local next=failed
@@ -248,6 +306,7 @@ terminated() {
   fi
   if [ "$next" != requeue ] && [ "$next" != superseded ]; then
     drop_successor
+    rm -rf "$RUN_DIR/.rollout"     # whole weights
     notify ended
   fi
   [ "$next" = finished ] && exit 0
@@ -259,6 +318,7 @@ terminated() {
 end_attempt() {
   local rc
   NEXT=failed
+  [ "$1" = 0 ] || copy_logs_of_nodes
   ask end --attempt "$ATTEMPT" --exit-code "$1" --ended "$(date +%s.%N)" --max-retries "$MAX_RETRIES" \
     --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}"
   rc=$?
@@ -295,6 +355,13 @@ await_old_step() {
 # Lists the steps of this job that ran attempts, without steps that a user started in it.
 listed_steps() {
   timeout 30 squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%j %i' 2>/dev/null | sed -n 's/^attempt-[0-9]* //p'
+}
+
+# Copies the logs of the nodes that failed from their disks.
+copy_logs_of_nodes() {
+  if [ "$KEEP_LOGS" = all ] || [ -z "${HOSTS:-}" ]; then return 0; fi
+  timeout 60 srun --overlap --mem=0 --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
+    bash "$COOKBOOK/slurm/logs.sh" </dev/null >/dev/null 2>&1
 }
 
 answers() { # number nodes; --overlap shares no memory with a step that Slurm still cleans up, hence --mem=0
@@ -393,7 +460,45 @@ exclude() {
   say "Slurm did not exclude $2: the next attempt may use it again"
 }
 
+# Unmounts the images on the nodes: Slurm has killed what held them there.
+release_nodes() {
+  if [ -z "${ENV_IMAGE:-}" ] || [ -z "${HOSTS:-}" ] || ! under_slurm; then return 0; fi
+  timeout 30 srun --overlap --mem=0 --nodes="$NODES" --nodelist="$HOSTS" --ntasks-per-node=1 \
+    bash "$COOKBOOK/slurm/image.sh" </dev/null >/dev/null 2>&1
+}
+
+# Answers the recipe's questions with the exported model, on the first node: the others have ended, and
+# need not wait. The run is finished and recorded: a fault here is a warning in its record, and a TERM
+# ends the job with success.
+answer_questions() {
+  [ -n "${ANSWER_SCRIPT:-}" ] && [ -n "${LOGS:-}" ] && [ -n "${HOSTS:-}" ] || return 0
+  local answering rc warning=
+  (
+    # Nothing of the attempt is left that this could wait for or overlap with.
+    export NODES=1 HOSTS=${HOSTS%%,*} ONE_HOST=yes NODE_CHECK=no
+    TIMEOUT_S=${ANSWER_LIMIT_S:-1800} ATTEMPT=answers
+    launch_nodes "$ANSWER_SCRIPT"
+  ) &
+  answering=$!
+  trap 'kill -TERM $answering 2>/dev/null; exit 0' TERM
+  while :; do
+    wait $answering
+    rc=$?
+    kill -0 $answering 2>/dev/null || break
+  done
+  case $rc in
+  0) ;;
+  124 | 137) warning="the questions were not answered within ${ANSWER_LIMIT_S:-1800} s" ;;
+  *) warning="the questions were not answered (exit status $rc, see $LOGS/node_0.log)" ;;
+  esac
+  [ -z "$warning" ] || warning="warning: $warning; the run is finished. By hand: python -m trainer.generate $RUN_DIR/export QUESTION"
+  RECORD_WAIT_S=60 record answered --message "$warning"
+  release_nodes
+}
+
 finish() {
+  end_replicas
+  release_nodes
   [ "$NEXT" != superseded ] || exit 1
   if [ "$NEXT" = requeue ]; then
     if under_slurm; then
@@ -404,6 +509,7 @@ finish() {
   fi
   drop_successor
   notify ended
+  [ "$NEXT" != finished ] || answer_questions
   [ "$NEXT" = finished ]
   exit $?   # in an EXIT trap, exit alone would return the status from before it
 }

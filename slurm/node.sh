@@ -39,18 +39,35 @@ first=false
 [ -x "$VENV/bin/python" ] ||
   node_fault $first "node $NODE_NAME cannot see the virtual environment $VENV: put it on a filesystem that all nodes mount (COOKBOOK_VENV)"
 
+# A folder on the local disk, which is kept after the attempt and used only if this user owns it.
+local_folder=${TMPDIR:-/tmp}/cookbook-$(id -u)
+mkdir -m 700 "$local_folder" 2>/dev/null
+if [ ! -O "$local_folder" ] || [ -L "$local_folder" ]; then local_folder=$(mktemp -d); fi
+if [ "${KEEP_LOGS:-all}" = failing ] && [ "$NODE_RANK" != 0 ]; then
+  source "$COOKBOOK/slurm/logs.sh"
+  mkdir -p "$local_folder/logs"
+  find "$local_folder/logs" -type f -mtime +7 -delete
+  export NODE_LOG=$local_folder/logs/${SLURM_JOB_ID:-$JOB_PID}.${ATTEMPT:-0}.$NODE_RANK
+  exec > >(trap '' TERM INT HUP; ring "$NODE_LOG") 2>&1
+fi
+if [ -n "${ENV_IMAGE:-}" ]; then
+  source "$COOKBOOK/slurm/image.sh"
+  start_from_images "$local_folder/images/${SLURM_JOB_ID:-$JOB_PID}.${ATTEMPT:-0}.$NODE_RANK"
+fi
+
 export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
+# The interpreter of another environment, if it is on the host (slurm/environment.sh).
+case ${ENV_PYTHON:-} in /*) if [ -x "$ENV_PYTHON" ]; then PATH=${ENV_PYTHON%/*}:$PATH && unset VIRTUAL_ENV; fi ;; esac
 unset PYTHONHOME PYTHONPATH
 # The kit's code, from the checkout that submitted the run.
 export PYTHONPATH=$COOKBOOK
 
-# All ranks write compiled kernels at the same time, which is too much for a network filesystem. This
-# folder is on the local disk, is kept after the attempt, and is used only if this user owns it.
-local_cache=${TMPDIR:-/tmp}/cookbook-$(id -u)
-mkdir -m 700 "$local_cache" 2>/dev/null
-if [ ! -O "$local_cache" ] || [ -L "$local_cache" ]; then local_cache=$(mktemp -d); fi
-export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$local_cache/triton}
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$local_cache/inductor}
+# The first node's torchrun holds a socket of each rank, and a rank those of its peers.
+[ "$(ulimit -Sn)" = unlimited ] || [ "$(ulimit -Sn)" -ge 65536 ] || ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"
+
+# All ranks write compiled kernels at the same time, which is too much for a network filesystem.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$local_folder/triton}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$local_folder/inductor}
 
 # Takes at most a second, and reports why this node is unhealthy.
 if [ "${NODE_CHECK:-yes}" = yes ]; then "$VENV/bin/python" -P -m slurm.ready || exit 1; fi
@@ -59,16 +76,39 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
   OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$RANKS_PER_NODE} / RANKS_PER_NODE))
   export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 1 ? OMP_NUM_THREADS : 1))
 fi
-# A collective that hangs ends the attempt. The flight recorder's trace is written next to the logs.
+# torch starts as many compilers for each rank as the node has CPUs (32 at most).
+cpus=$((${SLURM_CPUS_PER_TASK:-$(nproc)} / RANKS_PER_NODE))
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((cpus > 1 ? cpus : 1))}
+# Rows of experts change with each batch: fixed segments would leave gaps that fit none of them.
+if [ -z "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_HIP_ALLOC_CONF:-}" ]; then
+  export PYTORCH_ALLOC_CONF=expandable_segments:True
+fi
+# For torchrun, which binds each rank to the CPUs near its GPU, if the node has several NUMA domains.
+NUMA_BINDING=()
+if [ -e /dev/nvidia0 ] && [ -e /sys/devices/system/node/node1 ] && command -v numactl >/dev/null; then
+  # shellcheck disable=SC2034  # the job script uses it
+  NUMA_BINDING=(--numa-binding=node)
+fi
+# torch's flight recorder keeps each rank's last collectives. The ranks answer for it at these sockets,
+# which slurm/flight.py asks when a run hangs. NCCL writes its own at its own timeout.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$LOGS/nccl_trace_rank_
+# A socket's path may have 107 characters. Slurm kills what would remove the folder at the end.
+for old in /tmp/cookbook-ranks-*; do
+  old_pid=${old#/tmp/cookbook-ranks-}
+  [ ! -O "$old" ] || kill -0 "${old_pid%%-*}" 2>/dev/null || rm -rf "$old"
+done
+RANK_SOCKETS=$(mktemp -d "/tmp/cookbook-ranks-$$-XXXXXX") && export RANK_SOCKETS
+# Where ranks write their stacks when asked. Of a large run only the answers reach the shared filesystem.
+export STACKS=$LOGS
+[ "${KEEP_LOGS:-all}" = all ] || STACKS=$RANK_SOCKETS
 
 if [ "$NODES" -gt 1 ]; then
   # Prints the interface that reaches the first node, or an error on stderr if none does.
-  if ! interface=$("$VENV/bin/python" -I -S "$COOKBOOK/slurm/rendezvous.py" 2>"$LOGS/rendezvous_$NODE_RANK.log"); then
-    node_fault false "$(tail -n 1 "$LOGS/rendezvous_$NODE_RANK.log")"
+  if ! interface=$("$VENV/bin/python" -I -S "$COOKBOOK/slurm/rendezvous.py" 2>"$RANK_SOCKETS/rendezvous"); then
+    node_fault false "$(tail -n 1 "$RANK_SOCKETS/rendezvous")"
   fi
-  cat "$LOGS/rendezvous_$NODE_RANK.log"
+  cat "$RANK_SOCKETS/rendezvous"
   # gloo would resolve the host name, which is 127.0.1.1 on many nodes.
   [ -z "$interface" ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 else
@@ -84,16 +124,30 @@ fi
 # them if srun cannot. torchrun replaces this shell, so the loop ends when this process id is gone.
 signal_ranks() {
   local file node pid
-  for file in "$LOGS"/stack_rank_*.log; do
+  for file in "$STACKS"/stack_rank_*.log; do
     read -r node pid <"$file" && [ "$node" = "$NODE_NAME" ] && kill "-$1" "$pid"
   done
 }
+# Asks this node's ranks of another trainer to save and stop, if a signal does that.
+ask_ranks() {
+  local file pid
+  for file in "$LOGS/.pid_${NODE_NAME}_"*; do
+    read -r pid <"$file" && kill "-$STOP_SIGNAL" "$pid"
+  done
+}
 obey_the_watchdog() {
-  local asked=''
+  local asked='' stopped=''
   while sleep 2 && kill -0 $$; do
+    if [ -n "${STOP_SIGNAL:-}" ] && [ -z "$stopped" ] && [ -e "$RUN_DIR/.stop" ]; then
+      stopped=yes
+      ask_ranks
+    fi
     if [ -z "$asked" ] && [ -e "$LOGS/.ask_for_stacks" ]; then
       asked=yes
+      # What the ranks wait for, before their stacks: the watchdog waits for those.
+      timeout 7 "$VENV/bin/python" -P -m slurm.flight "$RANK_SOCKETS" "$LOGS"
       signal_ranks USR2
+      if [ "$STACKS" != "$LOGS" ]; then sleep 2; cp "$STACKS"/stack_rank_*.log "$LOGS"; fi
     elif [ -e "$LOGS/.end_ranks" ]; then
       # Without its ranks, torchrun exits.
       signal_ranks KILL

@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Run by `cookbook doctor` on a node and passed as text: it must work even if the node sees none of
 # the kit's files. Each answer is a line "@ key value"; everything else is ignored.
-# Needs SHARED, VENV, COOKBOOK, FULL (yes or no), NODES, RANKS_PER_NODE, ACCELERATOR.
+# Needs SHARED, VENV, COOKBOOK, FULL (yes or no), NODES, RANKS_PER_NODE, ACCELERATOR; MEASURE is full for
+# more than an all-reduce.
 
 report() { printf '@ %s\n' "$*"; }
 
@@ -40,7 +41,8 @@ print("missing " + " ".join(missing) if missing else "finds torch and torchtune"
   # cd: Python searches the current folder before its packages.
   answer=$(cd / && PYTHONNOUSERSITE=1 "$VENV/bin/python" -c "$program" 2>&1) || answer="fault ${answer##*$'\n'}"
   report python "$("$VENV/bin/python" -I -S -c 'import platform; print(platform.python_version())' 2>&1 | tail -n 1)"
-  report packages "$answer"
+  # Packages may warn before it.
+  report packages "${answer##*$'\n'}"
   report import_ms $(($(now_ms) - started))
 }
 
@@ -113,7 +115,7 @@ check_all_reduce() (
   source "$COOKBOOK/slurm/node.sh"
   timeout 120 torchrun --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$RANKS_PER_NODE" \
     --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" --max-restarts=0 \
-    "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR"
+    "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR" ${MEASURE:+"$MEASURE"}
 )
 
 NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}

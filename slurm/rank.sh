@@ -1,9 +1,17 @@
 #!/bin/bash
-# torchrun starts this script for each rank. It runs the command and writes its output to the rank's log
-# and, prefixed with the rank, to the node's log.
-log=$LOGS/rank_$RANK.log
-keep() { tee -a "$log" | sed -u "s/^/[$RANK] /"; }
-redact() { PYTHONPATH=$COOKBOOK python -P -m runspec.redact; }
+# torchrun starts this script for each rank, or a node for its command. It runs the command and writes
+# its output to the rank's log and, prefixed with the rank, to the node's log.
+# A command that torchrun does not start has no rank: its log has the node's number.
+rank=${RANK:-$NODE_RANK}
+log=$LOGS/rank_$rank.log
+# The command gets this process id; node.sh signals it.
+[ -z "${STOP_SIGNAL:-}" ] || echo $$ >"$LOGS/.pid_${NODE_NAME}_$rank"
+keep() { if [ -n "${NODE_LOG:-}" ]; then cat; else tee -a "$log"; fi | sed -u "s/^/[$rank] /"; }
+# A container may know its interpreter by another name.
+python=${ENV_PYTHON:-python}
+[ "$1" != python ] || set -- "$python" "${@:2}"
+redact() { PYTHONPATH=$COOKBOOK "$python" -P -m runspec.redact; }
 # These processes must survive a signal to the whole step, or the rank's last lines would be lost.
 exec > >(trap '' TERM INT HUP; if [ "${REDACT:-no}" = yes ]; then redact | keep; else keep; fi) 2>&1
+[ -z "${RANK_SOCKETS:-}" ] || export TORCH_WORKER_SERVER_SOCKET=$RANK_SOCKETS/rank_$RANK
 exec "$@"

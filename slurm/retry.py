@@ -190,10 +190,10 @@ class AttemptEnd:
             return Reason("time_limit", "stopped before the time limit")
         if self.stopped:
             return Reason("stopped", "the ranks were asked to stop, but not by the job script")
-        words = "no rank recorded an error"
+        message = "no rank recorded an error"
         if self.exit_code == 128 + signal.SIGKILL:
-            words = f"the ranks were {SIGKILL}"
-        return Reason("killed", f"exit status {self.exit_code}, and {words}")
+            message = f"the ranks were {SIGKILL}"
+        return Reason("killed", f"exit status {self.exit_code}, and {message}")
 
 
 class Rule(NamedTuple):

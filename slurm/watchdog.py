@@ -20,6 +20,7 @@ from typing import Any
 
 from runspec import files
 from runspec.states import process_start
+from slurm.flight import waiting
 from slurm.history import used_up
 
 POLL_S = 1.0
@@ -29,7 +30,7 @@ SLOW_STEPS = 5
 UNKNOWN_S = 600.0
 # How long the ranks may take to write their stacks, and srun to end before it is killed. Without
 # Slurm that is torchrun, which waits for its ranks for 30 s.
-ANSWER_S, END_S = 12.0, 45.0
+ANSWER_S, END_S = 15.0, 45.0
 # From srun when a task has ended and the others have not within its --wait seconds: it asks Slurm
 # to end them. A controller that died just after the step began does not know the step, and does
 # nothing.
@@ -154,7 +155,8 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
 
     Those are the ranks that do not answer; if all do, those that do not wait for the others.
     """
-    silent = _silent(logs)
+    # Another's script may never answer.
+    silent = _silent(logs) if _stacks(logs) else []
     if silent:
         return [(rank, node, "does not answer") for rank, node in silent]
     stacks = _stacks(logs)
@@ -165,11 +167,16 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
 
 
 def record(logs: Path, fault: dict[str, Any]) -> None:
-    """Write the fault, with the ranks that hold up the others, as a record for the job script."""
+    """Write the fault as a record for the job script.
+
+    It names the ranks that hold up the others, and the collective in which those wait.
+    """
     slow = laggards(logs)
     named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     message = f"{fault['message']}: {named}{more}" if slow else fault["message"]
+    if wait := waiting(logs):
+        message += f"; {wait}"
     # A node is named, and later left out, only if a single rank is at fault.
     rank, node, _ = slow[0] if len(slow) == 1 else (None, None, "")
     where = f"{files.LOGS}/{logs.name}/{files.STACKS.format('*')}"
@@ -198,7 +205,18 @@ def _stacks(logs: Path) -> list[tuple[int, str, str]]:
 
 
 def _silent(logs: Path) -> list[tuple[int, str]]:
-    return [(rank, node) for rank, node, text in _stacks(logs) if "most recent call" not in text]
+    stacks = _stacks(logs)
+    silent = {rank: node for rank, node, text in stacks if "most recent call" not in text}
+    answered = {rank for rank, _, _ in stacks}
+    return sorted({r: n for r, n in _asked().items() if r not in answered}.items() | silent.items())
+
+
+def _asked() -> dict[int, str]:
+    """By rank, the nodes of a large run, whose ranks have no files before they answer."""
+    if os.environ.get("KEEP_LOGS") != "failing" or "LOGS_PER_NODE" in os.environ:
+        return {}
+    ranks, hosts = int(os.environ["RANKS_PER_NODE"]), os.environ["HOSTS"].split(",")
+    return {rank: hosts[rank // ranks] for rank in range(ranks * len(hosts))}
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> bool:

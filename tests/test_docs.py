@@ -79,6 +79,9 @@ def test_the_pages_show_every_command():
         "track",
         "doctor",
         "download",
+        "init",
+        "fetch",
+        "forward",
     }
 
 

@@ -83,25 +83,32 @@ def test_an_unsupported_python_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("driver", "words"),
+    ("driver", "arguments", "wheel"),
     [
-        (
-            "550.54.15",
-            "this host has 550.54.15: give --torch-index the --index-url of a build for ",
-        ),
-        ("570.86", "CUDA 12.8 (cu128)"),
-        ("470.82.01", "NVIDIA driver 470.82.01 is too old: torch needs 525 or newer"),
+        ("550.54.15, 9.0", [], "whl/cu126 torch==2.13.0+cu126"),
+        ("570.86, 10.0", [], "whl/cu128 torch==2.11.0+cu128"),
+        ("580.65.06, 9.0", [], None),
+        ("550.54.15, 9.0", ["--torch", "cu130"], "whl/cu130 torch==2.13.0+cu130"),
+        ("580.65.06, 9.0", ["--torch", "rocm"], "whl/rocm7.2 torch==2.13.0+rocm7.2"),
+        ("550.54.15, 9.0", ["--torch", "2.12.0+cu126"], "whl/cu126 torch==2.12.0+cu126"),
+        ("550.54.15, 10.0", [], "550.54.15 is too old for its GPUs, of compute capability 10.0"),
+        ("470.82.01, 8.0", [], "NVIDIA driver 470.82.01 is too old: torch needs 525 or newer"),
     ],
 )
-def test_a_driver_that_cannot_run_pips_torch_is_named_before_the_download(driver, words, tmp_path):
+def test_torchs_build_follows_the_driver_or_the_option(driver, arguments, wheel, tmp_path):
     tool = tmp_path / "bin/nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(f"#!/bin/sh\necho {driver}\n")
     tool.chmod(0o755)
     path = f"{tool.parent}:{os.environ['PATH']}"
-    done = setup(COOKBOOK_VENV=str(tmp_path / "venv"), PATH=path)
-    assert done.returncode == 1 and words in done.stderr and "--torch with the" in done.stderr
-    assert not (tmp_path / "venv/lib").exists()
+    done = setup("--dry-run", *arguments, COOKBOOK_VENV=str(tmp_path / "venv"), PATH=path)
+    assert done.returncode == int("too old" in (wheel or ""))
+    assert (wheel or "pip's own build of torch is used, for CUDA 13") in done.stderr
+    if wheel is None:
+        assert "--index-url" not in done.stderr
+    elif not done.returncode:
+        assert f"--index-url https://download.pytorch.org/{wheel}\n" in done.stderr
+    assert not (tmp_path / "venv").exists()
 
 
 def test_a_folder_that_is_not_writable_is_named():

@@ -10,6 +10,7 @@ trainer.data.preview, "sample_faults"}.
 import argparse
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,7 +32,7 @@ from trainer.data import tokenizers
 from trainer.errors import ConfigError
 from trainer.layers.loss import LATER_NAMES
 from trainer.models import build as models
-from trainer.models.builder import teacher_config
+from trainer.models.builder import frozen_fault, teacher_config
 from trainer.models.decoder import Decoder
 from trainer.objectives.base import Objective, named
 from trainer.storage import adapter
@@ -49,12 +50,12 @@ OWN_KEYS = {
 
 def faults(content: dict[str, Any], objective: type[Objective]) -> list[str]:
     """Everything that would stop a run of `content`, a resolved train.yaml, at its set-up."""
-    found: list[str] = []
-    config = _tried(found, lambda: configs.parse(content, objective.config_class))
-    found += component_faults(content, complete=True)
-    if config is not None and not found:
-        found += _misfits(config, objective)
-    return found
+    texts: list[str] = []
+    config = _tried(texts, lambda: configs.parse(content, objective.config_class))
+    texts += component_faults(content, complete=True)
+    if config is not None and not texts:
+        texts += _misfits(config, objective)
+    return texts
 
 
 def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
@@ -63,25 +64,27 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
     Args:
         complete: also name arguments that are missing.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for key, block in _blocks("", content):
         # Loggers are ignored, and losses by torchtune's later names are ours.
         if key == "metric_logger" or block["_component_"] in LATER_NAMES:
             continue
+        if key == "checkpointer" and complete:
+            continue  # torchtune's configs name one, and it is never called
         if key == "model" and block["_component_"] == TRANSFORMERS:
             continue  # the folder names the class
-        factory = _tried(found, partial(configs.component, key, block["_component_"]))
+        factory = _tried(texts, partial(configs.component, key, block["_component_"]))
         if factory is None:
             continue
         ours = groups.own_keys(block) if key == "optimizer" else OWN_KEYS.get(key, ())
         if key == "model":
-            ours = _tried(found, partial(models.own_keys, block)) or ()
+            ours = _tried(texts, partial(models.own_keys, block)) or ()
         arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}
         handed_over = key in HANDED_OVER
         try:
             if complete and key.startswith("lr_scheduler"):
                 if why := optimizers.unusable_schedule(block):
-                    found.append(why)
+                    texts.append(why)
                     continue
                 arguments |= dict.fromkeys(optimizers.schedule_arguments(factory, block))
                 given = [n for share, n in optimizers.SHARES.items() if share in block]
@@ -93,10 +96,10 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         except TypeError as error:
             unknown = next((name for name in arguments if name not in signature.parameters), "")
             hint = nearest(unknown, signature.parameters) if unknown in str(error) else ""
-            found.append(f"{key}: {block['_component_']} does not take this: {error}{hint}")
+            texts.append(f"{key}: {block['_component_']} does not take this: {error}{hint}")
         except ValueError:
             continue  # a component in C has no signature
-    return found
+    return texts
 
 
 def _blocks(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -112,39 +115,39 @@ def _blocks(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[str]:
     """Why method, model, tokenizer and optimizer do not fit together, or not the model's folder."""
-    found: list[str] = []
-    found += objective.faults(config)
+    texts: list[str] = []
+    texts += objective.faults(config)
     if config.model_folder.is_dir():
-        model = _tried(found, lambda: models.fitting(config)[1])
+        model = _tried(texts, lambda: models.fitting(config)[1])
         # From scratch it may come from another folder, which is not downloaded yet.
         apart = Path(str(config.tokenizer.get("path") or config.model_folder))
         tokenizer = None
         if config.reads_weights or apart.exists():
-            tokenizer = _tried(found, lambda: configs.instantiate("tokenizer", config.tokenizer))
+            tokenizer = _tried(texts, lambda: configs.instantiate("tokenizer", config.tokenizer))
         if tokenizer is not None:
-            found += tokenizers.faults(tokenizer, config.model_folder)
+            texts += tokenizers.faults(tokenizer, config.model_folder)
     elif config.model["_component_"] == TRANSFORMERS and not config_file(config.model_folder):
         model = None  # nothing is known of it before it is downloaded
     else:
-        model = _tried(found, lambda: models.empty(config))
+        model = _tried(texts, lambda: models.empty(config))
         if model is not None:
-            found += models.layout_faults(model, config)
+            texts += models.layout_faults(model, config)
     if config.teacher_key and (folder := Path(getattr(config, config.teacher_key))).is_dir():
         of_teacher: list[str] = []
-        _tried(of_teacher, lambda: models.fitting(teacher_config(config, str(folder))))
-        found += [f"{config.teacher_key}: {fault}" for fault in of_teacher]
+        _tried(of_teacher, lambda: models.fitting(teacher_config(config, str(folder)), frozen=True))
+        texts += [frozen_fault(config.teacher_key, fault) for fault in of_teacher]
     if model is not None and config.checkpointer.get("adapter_checkpoint") is not None:
-        _tried(found, lambda: adapter.read(model, config))
+        _tried(texts, lambda: adapter.read(model, config))
     # What cannot be laid out has been told.
-    optimizer = _tried(found, lambda: _optimizer(config, None if found else model))
+    optimizer = _tried(texts, lambda: _optimizer(config, None if texts else model))
     if optimizer is not None:
         # How many steps the run has is not known yet.
-        _tried(found, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 1))
+        _tried(texts, lambda: optimizers.schedule(config.lr_scheduler, optimizer, 1))
     length = config.tokenizer.get("max_seq_len")
     if model is not None and isinstance(length, int):
         virtual = model.max_seq_len - model.longest_document
-        found += StepFacts(length=length, longest=model.max_seq_len, virtual=virtual).faults()
-    return found
+        texts += StepFacts(length=length, longest=model.max_seq_len, virtual=virtual).faults()
+    return texts
 
 
 def _optimizer(config: configs.TrainConfig, model: Decoder | None) -> torch.optim.Optimizer:
@@ -161,8 +164,8 @@ def _optimizer(config: configs.TrainConfig, model: Decoder | None) -> torch.opti
     # Imported late, as hardly any recipe needs it.
     from trainer.parallel.fake import fake_world
 
-    shard = max(1, config.data_parallel_shard_dim)
-    ranks = shard * config.data_parallel_replicate_dim * config.tensor_parallel_dim
+    copies = (config.data_parallel_shard_dim, config.data_parallel_replicate_dim)
+    ranks = math.prod(max(1, count) for count in copies) * config.tensor_parallel_dim
     with fake_world(vars(config), ranks) as world:
         models.lay_out(model, replace(config, compile=False), world)
         trained = groups.trained_of(model)
@@ -180,14 +183,14 @@ def _small(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(small)
 
 
-def _tried(found: list[str], task: Callable[[], Any]) -> Any:
+def _tried(texts: list[str], task: Callable[[], Any]) -> Any:
     """What `task` returns; None if it fails, with its faults added to `found`."""
     try:
         return task()
     except ConfigError as error:
-        found += error.faults
+        texts += error.faults
     except Exception as error:
-        found.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        texts.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     return None
 
 
@@ -207,15 +210,15 @@ def main(arguments: list[str]) -> int:
 
 
 def _verdict(path: Path, method: str, stock: bool, samples: int | None) -> dict[str, Any]:
-    found: list[str] = []
-    objective = _tried(found, lambda: named(method)) if method else None
-    content = _tried(found, lambda: configs.read_yaml(path))
+    texts: list[str] = []
+    objective = _tried(texts, lambda: named(method)) if method else None
+    content = _tried(texts, lambda: configs.read_yaml(path))
     if content is not None and stock:
-        found += component_faults(content, complete=False)
+        texts += component_faults(content, complete=False)
     elif content is not None and objective is not None:
-        found += faults(content, objective)
+        texts += faults(content, objective)
     names = [block["_component_"].rpartition(".")[2] for _, block in _blocks("", content or {})]
-    verdict = {"faults": found, "found": ", ".join(dict.fromkeys(names))}
+    verdict = {"faults": texts, "found": ", ".join(dict.fromkeys(names))}
     if samples is not None and content and objective is not None:
         verdict |= _samples(content, objective, samples)
     return verdict
@@ -224,10 +227,12 @@ def _verdict(path: Path, method: str, stock: bool, samples: int | None) -> dict[
 def _samples(content: dict[str, Any], method: type[Objective], count: int) -> dict[str, Any]:
     from trainer.data.preview import previews  # a check without samples does not pay for it
 
-    found: list[str] = []
-    config = _tried(found, lambda: configs.parse(content, method.config_class))
+    texts: list[str] = []
+    config = _tried(texts, lambda: configs.parse(content, method.config_class))
     shown, faults = previews(config, count, method.form) if config is not None else ([], [])
-    return {"samples": shown, "sample_faults": found + faults}
+    if config is not None and not faults:
+        faults = method.sample_faults(config)
+    return {"samples": shown, "sample_faults": texts + faults}
 
 
 if __name__ == "__main__":

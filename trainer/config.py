@@ -6,7 +6,6 @@ other keys.
 
 import importlib
 import inspect
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -30,6 +29,27 @@ Config = TypeVar("Config", bound=TrainConfig)
 OUTPUT_DIR = replace(COMMON["output_dir"], default=REQUIRED, unused="")
 PROFILER_KEYS = {
     name: key.default for name, key in children(TrainConfig.keys(), "profiler").items()
+}
+# What the kit has under torchtune's names, so that only a recipe with one of its builders of models
+# or tokenizers imports torchtune.
+_COSINE = "get_cosine_schedule_with_warmup"
+OWN_COMPONENTS = {
+    f"torchtune.training.{_COSINE}": f"trainer.schedule.{_COSINE}",
+    f"torchtune.training.lr_schedulers.{_COSINE}": f"trainer.schedule.{_COSINE}",
+} | {
+    f"torchtune.datasets.{name}_dataset": f"trainer.data.instructions.{name}_dataset"
+    for name in (
+        "alpaca",
+        "alpaca_cleaned",
+        "chat",
+        "cnn_dailymail_articles",
+        "grammar",
+        "instruct",
+        "samsum",
+        "slimorca",
+        "text_completion",
+        "wikitext",
+    )
 }
 COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers", "bitsandbytes")
 # Names packages and modules of the user's own, separated by commas, whose components are allowed
@@ -106,12 +126,12 @@ def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> Tra
         ConfigError: all faults at once.
     """
     keys = method.keys() | {OUTPUT_DIR.name: OUTPUT_DIR}
-    found = list(faults(content, keys))
+    wrong_keys = list(faults(content, keys))
     used = {n: key for n, key in children(keys).items() if not (key.unused or key.refused)}
-    wrong = {fault.key.partition(".")[0] for fault in found}
+    wrong = {fault.key.partition(".")[0] for fault in wrong_keys}
     given = {name: None if name in wrong else content.get(name) for name in used}
     values = _complete(_with_defaults(given, used))
-    texts = [fault.text for fault in found] + list(_faults_between_keys(values, used))
+    texts = [fault.text for fault in wrong_keys] + list(_faults_between_keys(values, used))
     if values["generate"] and method.has_score_head:
         texts.append("generate: a reward model gives scores and no text; leave it out")
     if texts := texts + list(_stream_faults(values, method)):
@@ -250,22 +270,9 @@ def arguments_of(key: str, block: dict[str, Any]) -> set[str]:
     return set(inspect.signature(component(key, block["_component_"])).parameters)
 
 
-def quiet_torchao() -> None:
-    """Let torchao, which torchtune imports, keep a note to itself.
-
-    It says that its C++ kernels do not fit this torch; none of them is used here.
-    """
-    logging.getLogger("torchao").addFilter(_is_no_kernel_note)
-
-
-def _is_no_kernel_note(record: logging.LogRecord) -> bool:
-    return "Skipping import of cpp extensions" not in record.getMessage()
-
-
 def component(key: str, dotted: str) -> Any:
     """The class or function at a dotted path; raises ConfigError if there is none."""
-    module_name, _, name = dotted.rpartition(".")
-    quiet_torchao()
+    module_name, _, name = OWN_COMPONENTS.get(dotted, dotted).rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), name)
     except ImportError as error:

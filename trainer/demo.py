@@ -6,7 +6,6 @@ dataset give the same bytes.
 
 import argparse
 import json
-import logging
 import os
 import shutil
 import sys
@@ -52,8 +51,6 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
         ConfigError: the dataset is missing, is no JSON lines, or holds no text.
     """
     texts = _texts(dataset)
-    # transformers imports torchao if it is there, and no kernel of torchao is used here.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
     temporary = folder.with_name(f".tmp_{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -73,7 +73,7 @@ def of(model: Decoder) -> shape.Shape:
     blocks = [_Block(model, seen, f"{prefix}.{i}").described() for i in range(len(model.blocks))]
     kinds = [block for i, block in enumerate(blocks) if block not in blocks[:i]]
     config = getattr(model, "config", None)
-    found = shape.Shape(
+    made = shape.Shape(
         dim=model.embedding.weight.shape[1],
         vocab=model.vocab_size,
         longest=model.max_seq_len,
@@ -88,12 +88,12 @@ def of(model: Decoder) -> shape.Shape:
         packs=model.packs,
         model_type=getattr(config, "model_type", ""),
     )
-    if (count := sum(p.numel() for p in model.parameters())) != found.parameters:
+    if (count := sum(p.numel() for p in model.parameters())) != made.parameters:
         raise ConfigError(
-            f"model: {count - found.parameters} of its {count} parameters are in no layer that the "
+            f"model: {count - made.parameters} of its {count} parameters are in no layer that the "
             "estimate knows, such as embeddings of each layer; train the model without an estimate"
         )
-    return found
+    return made
 
 
 class _Pass:
@@ -322,17 +322,17 @@ def main(arguments: list[str]) -> int:
     kept: set[str] = set()
     for subject in subjects(chosen.model):
         try:
-            found = of_block(subject.model, subject.folder).as_json()
+            described = of_block(subject.model, subject.folder).as_json()
         except ConfigError as error:
             failed = True
             for fault in error.faults:
                 print(f"error: {subject.title}: {fault}", file=sys.stderr)
             continue
         if place is None:
-            print(json.dumps(found))
+            print(json.dumps(described))
         else:
             versions = {"transformers", "torchtune"}
-            subject.keep(place, found, {n: importlib.metadata.version(n) for n in versions})
+            subject.keep(place, described, {n: importlib.metadata.version(n) for n in versions})
             kept.add(subject.file_name)
     if not (chosen.model or chosen.into or failed):
         # What a config.json was before.

@@ -6,6 +6,7 @@ TrainerError             a fault that the trainer understands
 ├── BadNodeError         a GPU computes wrong numbers or is slow; the node is left out
 ├── CheckpointError      every checkpoint in the run directory is damaged
 ├── StorageError         files cannot be read for now, and may be sound
+├── RolloutError         no rollout node answers, or a transfer of weights stops
 ├── SupersededError      a newer start of the run has taken over
 └── PeerError            another rank failed; its own record says why
 """
@@ -63,6 +64,12 @@ class CheckpointError(TrainerError):
 
 class StorageError(TrainerError):
     """Files of the run cannot be read for now; a later attempt may read them."""
+
+    permanent = False
+
+
+class RolloutError(TrainerError):
+    """The rollout nodes do not answer; a later attempt may find others."""
 
     permanent = False
 

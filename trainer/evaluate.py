@@ -1,6 +1,7 @@
 """Evaluate a finished model, alone or against another: -m trainer.evaluate <run>/train.yaml
 
-Each rank answers its own shards of the samples and saves each; a start after a kill goes on with
+Each rank answers its own shards of the samples and saves each; the layers of a model that is larger
+than a GPU are spread over the ranks, which then answer together. A start after a kill goes on with
 the shards that are missing. Rank 0 computes the table once all are there. What a sample gets does
 not depend on the number of ranks.
 """
@@ -17,11 +18,12 @@ import yaml
 from runspec import files
 from runspec.keys.evaluate import EVAL, TASK
 from runspec.redact import redacted
-from trainer.errors import TrainerError, describe, write_error_record
-from trainer.evaluation import shards
+from trainer.errors import ConfigError, TrainerError, describe, write_error_record
+from trainer.evaluation import shards, spread
+from trainer.evaluation.model import DTYPES
 from trainer.evaluation.pairs import opened
 from trainer.evaluation.result import write as write_result
-from trainer.parallel.device import choose
+from trainer.parallel.device import choose, described
 from trainer.progress import Progress
 from trainer.start import leave
 
@@ -49,21 +51,28 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
     """Evaluate; return whether it is finished, False if the ranks were asked to stop."""
     plan = shards.plan(config, run_dir)
     device = _device(config)
-    mine = [shard for shard in plan.missing() if shard.number % world == rank]
-    progress = Progress(total_steps=plan.samples, attempt=attempt)
+    ranks = _ranks(config, plan, device, world)
+    spread.start(device, ranks)
+    # The ranks of a spread model do the same shards, those that rank 0 sees.
+    missing = spread.agreed(plan.missing(), ranks)
+    mine = [shard for shard in missing if ranks > 1 or shard.number % world == rank]
+    progress = Progress(plan.samples, attempt, described(device))
     if rank == 0:
         _tell(progress, plan, run_dir)
-    print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do", flush=True)
+    over = f", one model over {ranks} ranks" if ranks > 1 else ""
+    print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do{over}", flush=True)
     for side in plan.sides:
         left = [shard for shard in mine if shard.side == side and shard.needs_model]
-        answerer = opened(plan.folder(side), config, device) if left else None
+        answerer = opened(plan.folder(side), config, device, ranks) if left else None
         for shard in left:
-            if (run_dir / files.STOP).exists():
+            if spread.agreed((run_dir / files.STOP).exists(), ranks):
                 return _stopped(progress, run_dir, rank)
-            plan.work(shard, answerer)
+            plan.work(shard, answerer, writes=ranks == 1 or rank == 0)
             if rank == 0:
                 _tell(progress, plan, run_dir)
         del answerer
+    if ranks > 1 and rank > 0:
+        return True
     # What compares both sides' answers waits for all of them.
     for shard in [shard for shard in mine if not shard.needs_model]:
         while not plan.ready(shard):
@@ -82,6 +91,18 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
         progress.write(run_dir)
         print(f"wrote {run_dir / files.EVALS}", flush=True)
     return True
+
+
+def _ranks(config: dict[str, Any], plan: shards.Plan, device: torch.device, world: int) -> int:
+    """Over how many ranks a model is spread: 1, or all; raises ConfigError for anything else."""
+    if (asked := config["pipeline_parallel_dim"]) is None:
+        number_bytes = DTYPES[config["dtype"]].itemsize
+        return max(spread.needed(plan.folder(side), number_bytes, device) for side in plan.sides)
+    if asked not in (1, world):
+        raise ConfigError(
+            f"pipeline_parallel_dim: is 1 or the number of ranks, {world}, and not {asked}"
+        )
+    return int(asked)
 
 
 def _tell(progress: Progress, plan: shards.Plan, run_dir: Path) -> None:

@@ -2,70 +2,100 @@
 
 import argparse
 import json
-import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from runspec import files
+from trainer.config import read_yaml
 from trainer.errors import ConfigError
+from trainer.evaluation import spread
 
 
 def answers(
-    folder: Path, prompts: list[str], max_new_tokens: int, device: torch.device
+    folder: Path, prompts: list[str], max_new_tokens: int, device: torch.device, ranks: int = 1
 ) -> Iterator[tuple[str, str]]:
     """(prompt, answer) one by one, greedily, through the model's own chat template.
+
+    Args:
+        ranks: over how many its layers are spread; all of them call this together.
 
     Raises:
         ConfigError: the folder holds no model or no tokenizer with a chat template.
     """
     # A model folder is all that is asked for; nothing is looked up on the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import pipeline
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # transformers imports torchao if it is there, and no kernel of torchao is used here.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: holds no model (config.json is missing)")
-    ask = pipeline("text-generation", str(folder), dtype="auto", device=device)
+    model = spread.load(AutoModelForCausalLM, folder, "auto", device, ranks)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    # It moves a model that is on one device.
+    where = {"device": device} if ranks == 1 else {}
+    ask = pipeline("text-generation", model, tokenizer=tokenizer, **where)
     greedy = {"do_sample": False, "temperature": None, "top_p": None}
     for prompt in prompts:
         turns = [{"role": "user", "content": prompt}]
-        (found,) = ask(turns, max_new_tokens=max_new_tokens, return_full_text=False, **greedy)
-        yield prompt, found["generated_text"].strip()
+        more = greedy | spread.options(model, ranks)
+        (answer,) = ask(turns, max_new_tokens=max_new_tokens, return_full_text=False, **more)
+        yield prompt, answer["generated_text"].strip()
 
 
-def write_samples(path: Path, folder: Path, settings: dict[str, Any], device: torch.device) -> None:
-    """Answer a config's `generate` prompts by the model in `folder`; print and write them.
+def write_samples(config: Path, device: torch.device) -> None:
+    """Answer a run's `generate` prompts by its export; print and write them, one JSON line each.
+
+    All ranks of a node call this; where the model fits one GPU, those after the first do nothing.
 
     Args:
-        path: gets one JSON line {"prompt", "answer"} per prompt.
-        settings: prompts, and max_new_tokens (128 by default).
+        config: the run's train.yaml.
     """
+    content, rank = read_yaml(config), int(os.environ.get("RANK", 0))
+    folder, settings = config.parent / files.EXPORT, content.get("generate")
+    if not settings or not folder.is_dir():
+        return
+    bytes_of = {"bf16": 2}.get(str(content.get("dtype")), 4)
+    ranks = spread.needed(folder, bytes_of, device)
+    if rank >= ranks:
+        return
     lines = []
     limit = settings.get("max_new_tokens", 128)
-    for prompt, answer in answers(folder, settings["prompts"], limit, device):
-        print(f"\nquestion  {prompt}\nanswer    {answer}", flush=True)
-        lines.append(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) + "\n")
-    files.write_text(path, "".join(lines))
-    print(flush=True)
+    for prompt, answer in answers(folder, settings["prompts"], limit, device, ranks):
+        if rank == 0:
+            print(f"\nquestion  {prompt}\nanswer    {answer}", flush=True)
+        content = {"prompt": prompt, "answer": answer}
+        lines.append(json.dumps(content, ensure_ascii=False) + "\n")
+    if rank == 0:
+        files.write_text(config.parent / files.SAMPLES, "".join(lines))
+        print(flush=True)
 
 
 def main(arguments: list[str]) -> int:
     """Print an answer for each question; exit status 0 or 1."""
     parser = argparse.ArgumentParser(prog="python -m trainer.generate", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a Hugging Face model folder, such as export/")
-    parser.add_argument("question", nargs="+")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="a Hugging Face model folder, such as export/; or a run's train.yaml, to answer its "
+        "`generate` prompts in the run",
+    )
+    parser.add_argument("question", nargs="*", help="not with a train.yaml")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    of_run = options.folder.is_file()
+    if not of_run and not options.question:
+        parser.error("give a question")
+    local, cuda = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
     try:
+        if of_run:
+            write_samples(options.folder.absolute(), device)
+            return 0
         for _, answer in answers(options.folder, options.question, options.max_new_tokens, device):
             print(answer, flush=True)
     except (ConfigError, OSError, ValueError) as error:
@@ -75,4 +105,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from trainer.start import leave  # the ranks of a spread model have a process group
+
+    leave(main(sys.argv[1:]))

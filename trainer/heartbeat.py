@@ -60,6 +60,11 @@ class Heartbeat:
         self._phase = name
         self._write()
 
+    @property
+    def usual_s(self) -> float | None:
+        """The median time of a step, None before two are done."""
+        return float(np.median(self._times)) if self._times else None
+
     def _write(self) -> None:
         if self._path is None:
             return
@@ -68,7 +73,7 @@ class Heartbeat:
             "phase": self._phase,
             "step": self._step,
             "steps": self._steps,
-            "median_step_s": float(np.median(self._times)) if self._times else None,
+            "median_step_s": self.usual_s,
             "longest_s": self._longest,
         }
         # No rename and no fsync: training waits for this. A full disk ends no run here.

@@ -1,17 +1,20 @@
 """The training loop: steps, stop, save, log. It knows no method; `objective` is the method."""
 
+import gc
 import math
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from runspec import files
 from runspec.step import StepSums
-from trainer import optimizers
+from trainer import figures, optimizers
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
+from trainer.figures import Figures
 from trainer.groups import trained_of
 from trainer.layers.batch import MicroBatch
 from trainer.models.builder import Builder
@@ -26,6 +29,9 @@ from trainer.storage.committed import TrainerState
 
 if TYPE_CHECKING:
     from trainer.layers.balance import Balance
+
+# Steps between two runs of Python's collector, as in torchtitan.
+COLLECT_EVERY = 50
 
 
 class Trainer:
@@ -54,6 +60,9 @@ class Trainer:
         self.batches = self.data.training
         self.models = self.objective.build_models(Builder(config, world, self.data))
         self.model = self.models.policy
+        # Those of a model that FSDP does not hold, whose gradients the loop averages.
+        held = isinstance(self.model.module, FSDPModule)
+        self.replicas = None if held else world.replicas()
         self.balance = self._watch_routers()
         if config.checkpointer.get("adapter_checkpoint") is not None:
             from trainer.storage import adapter
@@ -73,6 +82,8 @@ class Trainer:
         self.saved_at = time.monotonic()
         # This rank's share of the loss of each step since the last logged one.
         self.losses: list[torch.Tensor] = []
+        # The step before, if its figures are still to be logged.
+        self.before: Figures | None = None
         self.state = self._resume()
         self.reporter = Reporter(
             config, world, self.models, self.data, self.checkpoints, attempt, self.state
@@ -87,10 +98,12 @@ class Trainer:
     def _compilable(self, config: TrainConfig) -> TrainConfig:
         """`config`, without `compile` if a node cannot: slower is better than not at all."""
         lacks = activations.missing_for_compile(self.world.device) if config.compile else None
-        found = [(rank, what) for rank, what in enumerate(self.world.gather(lacks)) if what]
-        if not found:
+        lacking = [(rank, what) for rank, what in enumerate(self.world.gather(lacks)) if what]
+        if not lacking:
             return config
-        self.world.say(f"note: not compiled, as the node of rank {found[0][0]} lacks {found[0][1]}")
+        self.world.say(
+            f"note: not compiled, as the node of rank {lacking[0][0]} lacks {lacking[0][1]}"
+        )
         return replace(config, compile=False)
 
     def _watch_routers(self) -> "Balance | None":
@@ -109,7 +122,9 @@ class Trainer:
         config, batches, state = self.config, self.batches, self.state
         last, weight = batches.total_steps, self.world.data_weight
         with self.profiler as profile:
-            for micro_batches in self.reporter.clock.waiting(batches.from_step(state.step)):
+            waited = self.reporter.clock.waiting(batches.from_step(state.step))
+            for given in _collected_between(waited):
+                micro_batches = self.objective.before_step(self.models, given, state.step)
                 targets, tokens, flops, stop, too_many, failed, lost, due = self.world.sum(
                     StepSums(
                         weight * sum(map(self.objective.target_count, micro_batches)),
@@ -130,6 +145,7 @@ class Trainer:
                 if too_many:
                     raise self.guard.fault(state.step)
                 if stop:
+                    self._log_before()
                     self._honour_stop()
                     return False
                 sums = self._backward(micro_batches, max(targets, 1))
@@ -141,34 +157,48 @@ class Trainer:
                 every = config.save_every_n_steps
                 saving = step == last or due or (every and step % every == 0)
                 norm = self._update(sums["loss"])
+                self._log_before()
                 state.step, state.tokens = step, state.tokens + int(tokens)
                 # The last one was measured on other weights, and this checkpoint may have none.
                 state.val_loss = None
                 self.reporter.count(tokens, flops)
                 if logging or saving:
-                    figures = self._figures(sums, targets, norm)
-                if step == 1 and (fault := self.objective.first_step_fault(figures)):
-                    raise ConfigError(fault)
-                if validating:
-                    with self.reporter.paused("validating"):
-                        figures |= self._validate()
-                if logging:
-                    self.reporter.log(figures, self.lr)
-                    self.losses.clear()
-                if saving and (step == last or figures["grad_norm"] is not None):
-                    with self.reporter.paused("saving"):
-                        self._save(wait=step == last)
+                    sent = self._sent(sums, targets, norm, logging)
+                # Any other logged step is read when the next one has been launched.
+                if step in (1, last) or validating or saving:
+                    values = self._read(sent)
+                    if step == 1 and (fault := self.objective.first_step_fault(values)):
+                        raise ConfigError(fault)
+                    if validating:
+                        with self.reporter.paused("validating"):
+                            values |= self._validate()
+                    if logging:
+                        self.reporter.log(sent, values)
+                    if saving and (step == last or values["grad_norm"] is not None):
+                        with self.reporter.paused("saving"):
+                            self._save(wait=step == last)
+                elif logging:
+                    self.before = sent
                 if profile is not None:
                     profile.step()
         return True
 
     def finish(self) -> None:
-        """Write the export and the samples, then mark the run finished."""
+        """Write the export, and mark the run finished: what follows is none of its steps.
+
+        Beside the weights the memory is free: the optimizer, what is frozen, and the copies that
+        asynchronous saves have kept.
+        """
         config = self.config
         self.reporter.ending("exporting")
         self.optimizer.zero_grad(set_to_none=True)
         # What is frozen is not exported.
         self.models = Models(self.model)
+        self.checkpoints.release()
+        del self.optimizer, self.scheduler, self.guard
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.accelerator.empty_host_cache()
         self._choose_weights()
         self.world.say("exporting the model ...")
         # Imported late, as elsewhere here: a rank starts faster without what it needs later.
@@ -176,17 +206,8 @@ class Trainer:
 
         folder = export(self.model, config, self.world)
         self.world.say(f"exported to {folder}")
-        # The other ranks are done; the model's memory is needed for the one that answers.
-        del self.models, self.model, self.optimizer, self.scheduler, self.guard
-        device = self.world.device
         distributed.stop()
         self.reporter.close()
-        if self.world.is_main and config.generate:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            from trainer.generate import write_samples
-
-            write_samples(config.output_dir / files.SAMPLES, folder, config.generate, device)
         # Too late to stop: everything is done.
         self.stop.clear()
         self.reporter.finished()
@@ -207,46 +228,74 @@ class Trainer:
                 count = self.objective.target_count(batch)
                 routed = self.balance.metrics()
                 metrics = {**metrics, **{name: mean * count for name, mean in routed.items()}}
-            for name, value in {"loss": loss.detach(), **metrics}.items():
-                sums[name] = sums[name] + value if name in sums else value
+            figures.add(sums, {"loss": loss.detach(), **metrics}, self.objective.extremes)
         return sums
 
     def _update(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """Clip, step unless something is not finite, schedule; the gradient norm."""
-        gradients.reduce_partial_gradients(self.model.trainable)
-        norm = gradients.clip_gradients(self.model.trainable, self.config.clip_grad_norm, loss_sum)
+        """Clip and step unless something is not finite, schedule; the gradient norm."""
+        trained, config = self.model.trainable, self.config
+        gradients.reduce_partial_gradients(trained)
+        if self.replicas is not None:
+            dtype = gradients.REDUCED_IN[config.fsdp_reduce_dtype]
+            gradients.average_over_replicas(trained, self.replicas, dtype)
+        replicas = 1 if self.replicas is None else self.replicas.size()
+        norm = gradients.gradient_norm(trained, loss_sum, replicas)
         self.lr = optimizers.learning_rate(self.optimizer)
-        self.guard.step(norm)
+        self.guard.step(trained, norm, config.clip_grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
         return norm
 
-    def _figures(
-        self, sums: dict[str, torch.Tensor], targets: float, norm: torch.Tensor
-    ) -> dict[str, float | None]:
+    def _sent(
+        self, sums: dict[str, torch.Tensor], targets: float, norm: torch.Tensor, logged: bool
+    ) -> Figures:
+        """The step's figures, on their way to the host."""
+        device = self.world.device
+        # One sum over all ranks: the losses since the last logged step come with this step's.
+        recent = torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=device)
+        values = [*sums.values(), recent, norm, *self.guard.left_out()]
+        step_figures = Figures(
+            self.state.step,
+            self.state.tokens,
+            self.lr,
+            targets,
+            list(sums),
+            len(self.losses),
+            self.objective.step_figures() if logged else {},
+            *figures.sent(values),
+        )
+        if logged:
+            self.losses.clear()
+        return step_figures
+
+    def _read(self, step: Figures) -> dict[str, float | None]:
         """Means over all ranks and the gradient norm; None for one that is not finite.
 
         A step without a target has no mean. loss_mean is that of the steps since the last logged
         one.
         """
-        # One sum over all ranks: the losses since the last logged step come with this step's.
-        own = [value.item() for value in sums.values()]
-        own.append(torch.stack(self.losses).sum().item() if self.losses else 0.0)
-        *summed, losses = self.world.sum([self.world.data_weight * value for value in own])
-        means = [value / targets if targets else math.nan for value in summed]
-        state = self.state
-        state.skipped_steps, in_row = self.guard.counts()
+        *own, recent, norm, skipped, in_row = step.read()
+        extremes, state = self.objective.extremes, self.state
+        named = dict(zip(step.names, own, strict=True))
+        summed, losses = figures.over_ranks(self.world, named, recent, extremes)
+        state.skipped_steps = int(skipped)
         if in_row >= self.config.max_non_finite_steps:
-            raise self.guard.fault(state.step)
-        if not targets:
-            self.reporter.note_no_target()
-        figures = {name: _finite(mean) for name, mean in zip(sums, means, strict=True)}
-        if figures["loss"] is not None:
-            state.loss_first = figures["loss"] if state.loss_first is None else state.loss_first
-            state.loss_last = figures["loss"]
-        figures["loss_mean"] = _finite(losses / len(self.losses)) if self.losses else None
-        return {**figures, "grad_norm": _finite(norm.item())}
+            raise self.guard.fault(step.step)
+        if not step.targets:
+            self.reporter.note_no_target(step.step)
+        means = figures.means(summed, step.targets, extremes)
+        if means["loss"] is not None:
+            state.loss_first = means["loss"] if state.loss_first is None else state.loss_first
+            state.loss_last = means["loss"]
+        means["loss_mean"] = figures.finite(losses / step.losses) if step.losses else None
+        return {**means, "grad_norm": figures.finite(norm)}
+
+    def _log_before(self) -> None:
+        """Log the step before, while the device works at the one that was launched."""
+        step, self.before = self.before, None
+        if step is not None:
+            self.reporter.log(step, self._read(step))
 
     def _validates(self, step: int) -> bool:
         """Whether the validation loss is due after `step`: every n steps, or after each epoch."""
@@ -271,19 +320,20 @@ class Trainer:
             with torch.no_grad(), tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
                 for (batch,) in batches.from_step(0):
                     loss, metrics = self.objective.loss(self.models, batch)
-                    for name, value in {"loss": loss, **metrics}.items():
-                        sums[name] = sums.get(name, 0.0) + value.double()
+                    values = {"loss": loss, **metrics}
+                    doubles = {name: value.double() for name, value in values.items()}
+                    figures.add(sums, doubles, self.objective.extremes)
                     targets += self.objective.target_count(batch)
         finally:
             module.train()
+            self.objective.validated()
             for each in self.models.modules:
                 fsdp.reshard(each)
-        own = [*(value.item() for value in sums.values()), targets]
-        *summed, count = world.sum([world.data_weight * value for value in own])
-        means = (_finite(value / count) for value in summed)
-        figures = {f"val_{name}": mean for name, mean in zip(sums, means, strict=True)}
-        self.state.val_loss = figures["val_loss"]
-        return figures
+        extremes, own = self.objective.extremes, {n: value.item() for n, value in sums.items()}
+        summed, count = figures.over_ranks(world, own, targets, extremes)
+        of_all = figures.means(summed, count, extremes)
+        self.state.val_loss = of_all["loss"]
+        return {f"val_{name}": mean for name, mean in of_all.items()}
 
     def _settings(self) -> dict[str, Any]:
         """What may change between a checkpoint and the start that resumes it, by key."""
@@ -369,5 +419,17 @@ class Trainer:
         return state
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _collected_between(steps: Iterable[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+    """Let Python's collector run between steps only, on all ranks at the same ones.
+
+    Within a step it would hold up the launches of one rank, for which all others then wait.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        for number, step in enumerate(steps, 1):
+            yield step
+            if number % COLLECT_EVERY == 0:
+                gc.collect(1)
+    finally:
+        gc.enable()

@@ -34,6 +34,8 @@ T = TypeVar("T")
 # is in "more".
 _GROUPS = {
     "loss": ("loss", "loss_mean", "val_loss"),
+    "rewards": ("reward", "reward_std", "val_reward"),
+    "policy": ("entropy", "kl"),
     "memory": ("peak_memory_allocated_gb", "peak_memory_reserved_gb", "memory_rss_gb"),
     "optimizer": ("lr", "grad_norm", "skipped_steps"),
     "progress": ("epoch", "tokens"),
@@ -145,7 +147,7 @@ def model_flops(model: Decoder, frozen: bool = False) -> flops.ModelFlops:
     return flops.count(
         stages,
         last,
-        trained_before=added or _linear(model.embedding).any_trained,
+        trained_before=added or any(p.requires_grad for p in model.embedding.parameters()),
         backward=not frozen,
     )
 
@@ -212,8 +214,8 @@ def peak_tflops(device: torch.device) -> float | None:
 def known_tflops(name: str) -> float | None:
     """As `peak_tflops`, by the name that the driver gives to a GPU."""
     known = yaml.safe_load(GPUS.read_text(encoding="utf-8")).values()
-    found = (each for each in known if re.search(each["match"], name, re.IGNORECASE))
-    return next((float(each["bf16_tflops"]) for each in found), None)
+    matching = (each for each in known if re.search(each["match"], name, re.IGNORECASE))
+    return next((float(each["bf16_tflops"]) for each in matching), None)
 
 
 @dataclass
@@ -315,11 +317,16 @@ def progress_line(record: dict[str, Any], total_steps: int, epochs: int) -> str:
     memory_gb = record["memory_rss_gb"] if gpu is None else gpu
     mfu = "" if record["mfu"] is None else f"MFU {100 * record['mfu']:4.1f} %  "
     validation = f"val loss {_number(record['val_loss'], 8, 4)}  " if "val_loss" in record else ""
+    # A step that trains on the answers of the one before it has no new one.
+    reward = "" if record.get("reward") is None else f"reward {record['reward']:6.3f}  "
+    if reward and record.get("answers/tokens") is not None:
+        reward += f"{record['answers/tokens']:.0f} tok/answer, {record['answers/cut']:.0%} cut  "
+        reward += f"entropy {_number(record['entropy'], 0, 2)}  "
     left = "" if record["left_s"] is None else f"  left {duration(record['left_s'])}"
     return (
         f"step {record['step']:>{width}}/{total_steps}  "
         f"epoch {record['epoch']:>{len(str(epochs))}}/{epochs}  "
-        f"loss {_number(record['loss'], 8, 4)}  {validation}lr {record['lr']:.2e}  "
+        f"loss {_number(record['loss'], 8, 4)}  {reward}{validation}lr {record['lr']:.2e}  "
         f"grad norm {_number(record['grad_norm'], 8, 3)}  "
         f"{record['tokens_per_second_per_gpu']:>8,.0f} tok/s/GPU  {mfu}"
         f"mem {memory_gb:5.1f} GiB{left}"

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +17,7 @@ from runspec.layout import StepFacts
 from trainer.config import component, instantiate
 from trainer.errors import ConfigError, NonFiniteLossError
 from trainer.groups import Several, Trained, make
+from trainer.parallel import gradients
 
 # Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
@@ -256,8 +258,9 @@ class NonFiniteGuard:
     """Leaves out updates that are not finite on every rank; too many in a row end the run.
 
     Fused optimizers of torch take the verdict on the device and leave weights and state alone (as
-    they do for torch.amp's GradScaler); the GPU is never waited for. For any other optimizer
-    the verdict is read before each step, which waits for the backward pass.
+    they do for torch.amp's GradScaler); the GPU is never waited for. They also clip, while they
+    read the gradients. For any other optimizer the gradients are clipped first, and the verdict is
+    read before each step, which waits for the backward pass.
 
     Args:
         limit: so many steps in a row without an update end the run.
@@ -276,13 +279,21 @@ class NonFiniteGuard:
         # The same memory, read by no operator of torch.
         self._known = self._arrived.numpy()
 
-    def step(self, norm: torch.Tensor) -> None:
-        """Step the optimizer unless `norm`, alike on all ranks, is not finite (a scalar)."""
+    def step(
+        self, parameters: list[nn.Parameter], norm: torch.Tensor, max_norm: float | None
+    ) -> None:
+        """Clip to `max_norm` and step the optimizer, unless `norm` is not finite.
+
+        Args:
+            norm: of the parameters' gradients; a scalar, alike on all ranks.
+        """
         bad = ~norm.isfinite()
         if self._decides_on_device:
-            self._optimizer.grad_scale, self._optimizer.found_inf = None, bad.float()
+            scale = None if max_norm is None else gradients.excess(norm, max_norm)
+            self._optimizer.grad_scale, self._optimizer.found_inf = scale, bad.float()
             self._optimizer.step()
         elif not bad.item():
+            gradients.clip_gradients(parameters, norm, max_norm)
             self._optimizer.step()
         total, row, most = self._counts.unbind()
         bad = bad.to(self._counts.device)
@@ -293,6 +304,10 @@ class NonFiniteGuard:
     def exceeded(self) -> bool:
         """True once it is known here that too many came in a row; the ranks must agree on it."""
         return int(self._known[2]) >= self._limit
+
+    def left_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Updates that were left out, in all and in a row until now; scalars on the device."""
+        return self._counts[0], self._counts[1]
 
     def counts(self) -> tuple[int, int]:
         """(left out in all, in a row until now); waits for the device."""

@@ -12,14 +12,17 @@ from runspec import files
 class Progress:
     """state: running, stopped or finished; steps count from 1; losses are None before step 1.
 
+    device is the name of rank 0's GPU, or CPU.
+
     best_step is the checkpoint with the lowest val_loss; checkpoint_blocked_s are the seconds for
     which this start's training has waited for checkpoints, train_s those in its steps. The rates
     and peaks are of this start alone, and None until it has trained, or if nothing is known
-    (MFU and memory on a CPU).
+    (MFU and memory on a CPU). reward is that of the last logged step, of methods that have one.
     """
 
     total_steps: int
     attempt: int
+    device: str
     state: str = "running"
     step: int = 0
     checkpoint_step: int = 0
@@ -34,6 +37,7 @@ class Progress:
     train_s: float | None = None
     best_step: int | None = None
     best_val_loss: float | None = None
+    reward: float | None = None
     checkpoint_blocked_s: float = 0.0
 
     def write(self, run_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run reports: its set-up, its logged steps, progress.json and its last line."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +9,20 @@ from runspec import files
 from trainer import metrics
 from trainer.config import TrainConfig
 from trainer.data.batches import Data
+from trainer.figures import Figures
 from trainer.heartbeat import Heartbeat
 from trainer.layers.batch import MicroBatch
 from trainer.objectives.base import Models
+from trainer.parallel.device import described
 from trainer.parallel.world import World
 from trainer.progress import Progress
 from trainer.storage.checkpoint import Checkpoints
 from trainer.storage.committed import TrainerState
+
+# The watchdog (slurm/watchdog.py, with its number of median steps) ends ranks that hang: it has
+# their dumps written, and names the one that holds up the others. torch's own timeout is so much
+# later: it would end the waiting ranks first, and is for runs whose watchdog is gone.
+SLOW_STEPS, GRACE_S = 5, 60.0
 
 
 class Reporter:
@@ -37,7 +45,8 @@ class Reporter:
     ) -> None:
         self._config, self._world, self._policy = config, world, models.policy
         self._data, self._checkpoints, self._state = data, checkpoints, state
-        self._progress = Progress(data.training.total_steps, attempt)
+        device = described(world.device)
+        self._progress = Progress(data.training.total_steps, attempt, device)
         self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
         frozen = [models.teacher] if models.teacher else []
         if config.reference_kind in ("adapter_off", "model"):
@@ -52,6 +61,8 @@ class Reporter:
         self.clock = metrics.Clock(state.step)
         logs = config.output_dir / files.LOGS / str(attempt)
         self._heartbeat = Heartbeat(logs if world.is_main else None)
+        self._hang_timeout_s = float(os.environ.get("HANG_TIMEOUT_S") or 0)
+        self._limit_s: float | None = None
 
     def setup(self, seconds: float) -> None:
         """Print what is trained, how and on what."""
@@ -81,24 +92,30 @@ class Reporter:
         """Count the work of one step, over all ranks."""
         self.clock.add(tokens, flops)
         self._heartbeat.step(self._state.step)
+        if self._limit_s is None and self._hang_timeout_s and (usual_s := self._heartbeat.usual_s):
+            self._limit_s = GRACE_S + max(self._hang_timeout_s, SLOW_STEPS * usual_s)
+            self._world.limit(self._limit_s)
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
         """What happens inside is part of no step: saving, validating."""
+        self._world.limit(None)
         with self.clock.paused(), self._heartbeat.phase(phase):
             yield
+        self._world.limit(self._limit_s)
 
     def ending(self, phase: str) -> None:
         """The steps are over: stopping, exporting."""
         self._heartbeat.leave(phase)
+        self._world.limit(None)
 
-    def log(self, figures: dict[str, float | None], lr: float) -> None:
+    def log(self, step: Figures, values: dict[str, float | None]) -> None:
         """Log a step; all ranks call this together.
 
         Args:
-            figures: loss and loss_mean, the objective's own metrics, grad_norm, and those of
+            step: as the loop sent it; all before it are counted, and none after it.
+            values: loss and loss_mean, the objective's own metrics, grad_norm, and those of
                 dataset_val if it was measured.
-            lr: of the step.
         """
         state, world = self._state, self._world
         lap, total = self.clock.lap(), self._data.training.total_steps
@@ -112,11 +129,11 @@ class Reporter:
         blocked = self._checkpoints.blocked_s - self._blocked_s
         self._blocked_s = self._checkpoints.blocked_s
         record = {
-            "step": state.step,
-            "epoch": self._data.training.epoch_of(state.step - 1) + 1,
-            **{name: value for name, value in figures.items() if name != "grad_norm"},
-            "lr": lr,
-            "grad_norm": figures["grad_norm"],
+            "step": step.step,
+            "epoch": self._data.training.epoch_of(step.step - 1) + 1,
+            **{n: value for n, value in {**values, **step.more}.items() if n != "grad_norm"},
+            "lr": step.lr,
+            "grad_norm": values["grad_norm"],
             "skipped_steps": state.skipped_steps,
             **lap.rates(world.size, self._peak_tflops),
             "step_time_s": round(lap.seconds / max(lap.steps, 1), 4),
@@ -124,20 +141,22 @@ class Reporter:
             # A peak of 0 is a CPU's: there is nothing to measure.
             **{n: round(v, 3) or None for n, v in highest.items() if n.endswith("_gb")},
             "checkpoint_blocked_s": round(blocked, 4),
-            "tokens": state.tokens,
+            "tokens": step.tokens,
             "left_s": None if left is None else round(left, 1),
             "time": round(time.time(), 3),
         }
+        if values.get("reward") is not None:
+            self._progress.reward = values["reward"]
         if self._metrics is not None:
             self._metrics.write(record)
             self._world.say(metrics.progress_line(record, total, self._config.epochs))
 
-    def note_no_target(self) -> None:
+    def note_no_target(self, step: int) -> None:
         """Say once that a step has no loss."""
         if not self._noted_no_target:
             self._noted_no_target = True
             self._world.say(
-                f"note: step {self._state.step} has no token to train on, so it has no loss; "
+                f"note: step {step} has no token to train on, so it has no loss; "
                 "such samples hold no answer, or it begins after tokenizer.max_seq_len"
             )
 
@@ -171,7 +190,7 @@ class Reporter:
         span = "not measured"
         if now.loss_first is not None and now.loss_last is not None:
             span = f"{now.loss_first:.4f} -> {now.loss_last:.4f}"
-        self._world.say(f"finished: {self._state.step} steps, loss {span}")
+        self._world.say(f"finished: {self._state.step} steps on {now.device}, loss {span}")
         if now.train_s is not None:
             self._world.say(metrics.totals_line(vars(now)))
 
@@ -188,14 +207,14 @@ class Reporter:
 
 def _frozen_line(config: TrainConfig, models: Models) -> list[str]:
     """What is run beside the policy, a line each."""
-    found = []
+    lines = []
     if kind := config.reference_kind:
-        words = {
+        kinds = {
             "adapter_off": "the policy with its adapter off",
             "log_probs": "log-probabilities of the policy before training, kept with the tokens",
         }
         own = models.reference and f"frozen, {models.reference.parameter_counts()[1]:,} parameters"
-        found.append(f"reference  {own or words[kind]}")
+        lines.append(f"reference  {own or kinds[kind]}")
     if models.teacher is not None:
-        found.append(f"teacher    frozen, {models.teacher.parameter_counts()[1]:,} parameters")
-    return found
+        lines.append(f"teacher    frozen, {models.teacher.parameter_counts()[1]:,} parameters")
+    return lines

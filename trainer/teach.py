@@ -20,6 +20,7 @@ from trainer.objectives.kept_teacher import Kept, kept, sets
 from trainer.objectives.teach import TeacherPass, Teaching
 from trainer.parallel import fitness, tensor_parallel
 from trainer.parallel import world as distributed
+from trainer.parallel.device import described
 from trainer.parallel.world import StopRequest
 from trainer.progress import Progress
 
@@ -39,13 +40,14 @@ def run(config: TeachConfig, attempt: int, objective: type[Objective]) -> None:
             raise ConfigError(*faults)
         return kept(config)
 
-    found: Kept = world.gather(world.on_main(check))[0]
-    data = objective(config, world).build_data()
+    kept_set: Kept = world.gather(world.on_main(check))[0]
+    method = objective(config, world)
+    data = method.build_data()
     passes = [
-        TeacherPass(key, block, samples, config, world, found)
+        TeacherPass(key, block, samples, config, world, kept_set)
         for key, (block, samples) in sets(config, data).items()
     ]
-    progress = Progress(sum(len(each.parts) for each in passes), attempt)
+    progress = Progress(sum(len(each.parts) for each in passes), attempt, described(world.device))
     logs = config.output_dir / files.LOGS / str(attempt)
     heartbeat = Heartbeat(logs if world.is_main else None)
 
@@ -56,7 +58,7 @@ def run(config: TeachConfig, attempt: int, objective: type[Objective]) -> None:
 
     module, said, steps, before = None, 0.0, 0, 0
     if any(each.left for each in passes):
-        module = Builder(config, world, data).teacher(config.teacher, 1).module.eval()
+        module = method.build_models(Builder(config, world, data)).policy.module.eval()
     tell("running", progress.total_steps - sum(len(each.left) for each in passes))
     split = tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim)
     with torch.no_grad(), split:

@@ -35,12 +35,14 @@ from trainer import groups
 from trainer.config import TrainConfig, arguments_of, load
 from trainer.errors import ConfigError
 from trainer.layers import attention
+from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import Documents, MicroBatch, TopK
 from trainer.models import build as models
-from trainer.models.builder import Builder
+from trainer.models.builder import Builder, teacher_config
 from trainer.models.decoder import Decoder
-from trainer.objectives.base import named
+from trainer.objectives.base import Models, named
+from trainer.objectives.teach import Teaching
 from trainer.parallel import activations, gradients, tensor_parallel
 from trainer.parallel.fake import fake_world
 from trainer.parallel.world import World
@@ -203,7 +205,7 @@ class FakeBuilder(Builder):
         self._layers, self._depth = layers, 0
 
     def _built(self, config: TrainConfig, output_chunks: int, frozen: bool) -> models.Model:
-        module = models.empty(config)
+        module = models.cut(models.empty(config, frozen), config)
         if faults := models.layout_faults(module, config):
             raise ConfigError(*faults)
         self._depth = self._depth or len(module.blocks)
@@ -233,6 +235,8 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     builder = FakeBuilder(config, world, layers)
     made, fake = method.build_models(builder), builder.fake
     module = made.policy.module
+    if isinstance(method, Teaching):
+        return _trace_pass(method, made, fake, _batch(config, module))
     trainable = [p for p in module.parameters() if p.requires_grad]
     # The fused and the foreach kernels work on real tensors only; neither changes the states.
     block = config.optimizer | {"fused": False, "foreach": False}
@@ -242,18 +246,22 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
         block["adamw"] = beside | {"fused": False, "foreach": False}
     optimizer = groups.make(block, groups.trained_of(module))
     batch = _batch(config, module)
+    # Answers that are packed again may need further micro-steps.
+    several = config.gradient_accumulation_steps > 1
+    several |= method.generates and bool(config.dataset.get("packed"))
     tracker = MemoryTracker()
     for each in made.modules:
-        _spread_evenly(batch, each, world)
-        for tensor in (*each.parameters(), *each.buffers()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            tracker.count(local.untyped_storage())
+        _spread_rows(batch, each, config, world)
+        _count_tensors(each, tracker)
     weights = tracker.now
     _mark_phases(module, tracker)
     with fake, tracker:
         for _ in range(2):
             tracker.peaks.clear()
-            for last in (False, True) if config.gradient_accumulation_steps > 1 else (True,):
+            if method.generates:
+                tracker.enter("generating answers")
+                method.trace_answers(made)
+            for last in (False, True) if several else (True,):
                 tracker.suffix = "" if last else ", earlier micro-step"
                 gradients.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
                 with tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
@@ -264,14 +272,59 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
                 del total
             tracker.enter("optimizer step")
             gradients.reduce_partial_gradients(trainable)
-            gradients.clip_gradients(trainable, config.clip_grad_norm)
+            norm = gradients.gradient_norm(trainable)
+            gradients.clip_gradients(trainable, norm, config.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return Traced(len(module.blocks), weights, tracker.now - weights, dict(tracker.peaks))
+    kept = tracker.now - weights
+    policy, layers = made.policy, len(module.blocks)
+    # As the loop gives them up before the export.
+    del made, module, trainable, optimizer, method, builder, batch
+    with fake, tracker:
+        tracker.suffix = ""
+        tracker.enter("export")
+        if not config.save_adapter_weights_only:
+            _gather_all(policy)
+    return Traced(layers, weights, kept, dict(tracker.peaks))
+
+
+def _gather_all(model: models.Model) -> None:
+    """Gather a matrix of each kind as the export does."""
+    from trainer.storage import export, weights
+
+    seen, layers = set(), export.layers_of(model)
+    for name, parameter in weights.named_parameters(model.module):
+        kind = kind_of_layer(name), parameter.shape
+        if kind not in seen and not model.module.is_adapter(name):
+            seen.add(kind)
+            export.gather(model, layers, export.steps_of(model, name, parameter)[0])
+
+
+def _trace_pass(method: Teaching, made: Models, fake: FakeTensorMode, batch: MicroBatch) -> Traced:
+    """A pass that trains nothing."""
+    module, tracker = made.policy.module, MemoryTracker()
+    _spread_rows(batch, module, method.config, method.world)
+    _count_tensors(module, tracker)
+    weights = tracker.now
+    _mark_phases(module, tracker)
+    split = tensor_parallel.vocabulary_split_loss(method.world.tensor_parallel_dim)
+    with fake, tracker, split:
+        tracker.enter("forward, first layer")
+        method.run_once(made, batch)
+    return Traced(len(module.blocks), weights, 0, dict(tracker.peaks))
+
+
+def _count_tensors(module: Decoder, tracker: MemoryTracker) -> None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        tracker.count(local.untyped_storage())
 
 
 def _attend_as_on_a_gpu(module: Decoder, config: TrainConfig) -> None:
     """Let attention keep for backward what its kernels on a GPU keep, in bf16."""
+    for layer in attention.layers(module):
+        # How many documents there are is not known of fake tensors.
+        layer.one_by_one = False
     if config.dtype != "bf16":
         return
     attention.use_flash_attention(module, torch.bfloat16)
@@ -291,8 +344,8 @@ def _in_place_of_flex_attention(
     **_: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FlexAttention, which runs on GPUs only: [batch, heads, length, width] each."""
-    found = _attention(query, key, value)
-    return found if return_lse else found[0]
+    output = _attention(query, key, value)
+    return output if return_lse else output[0]
 
 
 def _attention_sizes(
@@ -321,9 +374,9 @@ def _operator(name: str, sizes: Callable[..., Any]) -> Any:
     Compilers do not look into it: one that saw what the gradients' does would find that it needs
     no saved tensor.
     """
-    found = torch.library.custom_op(f"slurm_cookbook::{name}", sizes, mutates_args=())
-    found.register_fake(sizes)
-    return found
+    operator = torch.library.custom_op(f"slurm_cookbook::{name}", sizes, mutates_args=())
+    operator.register_fake(sizes)
+    return operator
 
 
 # As fused attention it keeps its three inputs, its output and the logarithm of each row's sum.
@@ -336,15 +389,18 @@ def _keep_attention(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> 
 
 
 def _attention_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:
-    found: tuple[torch.Tensor, ...] = _attention_gradients(gradient, *ctx.saved_tensors)
-    return found
+    gradients: tuple[torch.Tensor, ...] = _attention_gradients(gradient, *ctx.saved_tensors)
+    return gradients
 
 
 _attention.register_autograd(_attention_backward, setup_context=_keep_attention)
 
 
-def _spread_evenly(batch: MicroBatch, module: Decoder, world: World) -> None:
-    """Let each rank send as many rows to every rank: fake tensors cannot tell how many."""
+def _spread_rows(batch: MicroBatch, module: Decoder, config: TrainConfig, world: World) -> None:
+    """Say how many rows come to this rank's experts, which fake tensors cannot tell.
+
+    It sends as many to every rank, and gets `expert_imbalance` times as many from each.
+    """
     from trainer.layers import experts
 
     tokens = batch.token_count // world.tensor_parallel_dim
@@ -352,7 +408,9 @@ def _spread_evenly(batch: MicroBatch, module: Decoder, world: World) -> None:
         if layer.exchange is not None:
             ranks = world.layout.expert_parallel
             share = round(tokens * module.active_experts(name) / ranks)
-            layer.exchange.rows_per_rank = lambda *_, share=share, n=ranks: [[share] * n] * 2
+            sizes = [[share] * ranks, [round(share * config.expert_imbalance)] * ranks]
+            layer.exchange.counted = lambda *_: None
+            layer.exchange.rows_per_rank = lambda *_, sizes=sizes: sizes
 
 
 def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
@@ -450,7 +508,10 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
 
 def estimate(config: TrainConfig, ranks: int) -> Traced:
     """The whole model's step: traced if it is shallow, else extrapolated from two depths."""
-    module = models.empty(config)
+    whole = config
+    if config.runs_teacher_only:
+        whole = teacher_config(config, config.teacher_of(vars(config)))
+    module = models.empty(whole, frozen=config.runs_teacher_only)
     every = config.activation_checkpointing
     layers, depths = len(module.blocks), depths_of(module, every if isinstance(every, int) else 1)
     if layers <= depths[-1]:
@@ -494,12 +555,12 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     try:
         objective = named(chosen.objective)
-        found = estimate(load(chosen.config, objective.config_class), chosen.ranks)
+        estimated = estimate(load(chosen.config, objective.config_class), chosen.ranks)
     except ConfigError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
         return 1
-    print(json.dumps(asdict(found) | {"peak": found.peak}))
+    print(json.dumps(asdict(estimated) | {"peak": estimated.peak}))
     return 0
 
 

@@ -27,14 +27,14 @@ class Finding:
 
     state: Literal["ok", "warning", "failed", "skipped"]
     subject: str
-    words: str
+    message: str
     # Empty if there is nothing to do, or if the words name it already.
     remedy: str = ""
 
     @property
     def line(self) -> str:
         """What was found and the next step, in one line."""
-        return f"{self.words}: {self.remedy}" if self.remedy else self.words
+        return f"{self.message}: {self.remedy}" if self.remedy else self.message
 
 
 ok = partial(Finding, "ok")
@@ -84,6 +84,11 @@ class Context:
     def rights(self) -> Rights | None:
         """What accounting lets the user do, None if there is none; SlurmFault as above."""
         return slurm.rights(slurm.configuration())
+
+    def made_later(self, path: Path) -> bool:
+        """Whether a path lies in what the recipe's prepare makes at submission."""
+        creates = (self.config.get("prepare") or {}).get("creates")
+        return not self.prepared and path.is_relative_to(Path(str(creates)).parent)
 
     def here(self, path: Path) -> bool:
         """Whether a path can be found on this machine."""

@@ -45,13 +45,13 @@ def _weights(context: Context) -> list[Finding]:
     names = names or sorted(path.name for path in folder.glob("*.safetensors"))
     pickles = [name for name in names if not name.endswith(".safetensors")]
     if pickles and context.recipe.entry.checked == "complete":
-        words = f"checkpointer.checkpoint_files names {pickles[0]}, a pickle, which can run code"
+        message = f"checkpointer.checkpoint_files names {pickles[0]}, a pickle, which can run code"
         remedy = "download the model's *.safetensors and name those"
-        return [failed("model", f"{words} when it is opened", remedy)]
+        return [failed("model", f"{message} when it is opened", remedy)]
     if missing := [name for name in names if unreadable(folder / name)]:
-        words = f"lacks {len(missing)} of the recipe's checkpoint_files, first {missing[0]}"
+        message = f"lacks {len(missing)} of the recipe's checkpoint_files, first {missing[0]}"
         remedy = f"{_download(context)}, or set checkpointer.checkpoint_files="
-        return [failed("model", f"checkpointer.checkpoint_dir {folder} {words}", remedy)]
+        return [failed("model", f"checkpointer.checkpoint_dir {folder} {message}", remedy)]
     return whole(folder, [name for name in names if name not in pickles])
 
 
@@ -76,14 +76,14 @@ def _download(context: Context, key: str = "model") -> str:
 
 def whole(folder: Path, names: list[str]) -> list[Finding]:
     """Check the weights against their headers, the model's index and the download's record."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError):
             return [failed("model", f"{index} cannot be read", _AGAIN)]
-        found += [
+        findings += [
             failed("model", f"{folder} lacks {name}, which {index.name} names", _AGAIN)
             for name in sorted(named - set(names))
             if not (folder / name).is_file()
@@ -92,17 +92,17 @@ def whole(folder: Path, names: list[str]) -> list[Finding]:
     for path, size in sizes.items():
         promised = _promised_bytes(path)
         if promised is None:
-            found.append(failed("model", f"{path} is no safetensors file", _AGAIN))
+            findings.append(failed("model", f"{path} is no safetensors file", _AGAIN))
         elif promised != size:
-            found.append(failed("model", f"{path} has {size:,} of {promised:,} bytes", _AGAIN))
+            findings.append(failed("model", f"{path} has {size:,} of {promised:,} bytes", _AGAIN))
     recorded = read_json_or_none(folder / DOWNLOAD_RECORD)
     record = recorded if isinstance(recorded, dict) else {}
-    found += _differences(folder, record)
+    findings += _differences(folder, record)
     count = f"{len(names)} file{'s' * (len(names) != 1)}"
-    words = f"{folder}: {count}, {sum(sizes.values()) / 2**30:.1f} GiB"
+    message = f"{folder}: {count}, {sum(sizes.values()) / 2**30:.1f} GiB"
     if record:
-        words += f", as downloaded from {record['repo']} at {record['revision'][:12]}"
-    return found or [ok("model", words)]
+        message += f", as downloaded from {record['repo']} at {record['revision'][:12]}"
+    return findings or [ok("model", message)]
 
 
 def _differences(folder: Path, record: dict[str, Any]) -> Iterator[Finding]:
@@ -145,12 +145,12 @@ def tokenizer(context: Context) -> Iterable[Finding]:
     if not context.prepared:
         raise Skipped("it is made at submission")
     remedy = "it comes with the model's download, or set tokenizer."
-    found = [
+    findings = [
         failed("tokenizer", f"tokenizer.{key} {path} {why}", f"{remedy}{key}=")
         for key, path in files.items()
         if (why := unreadable(path))
     ]
-    return found or [ok("tokenizer", ", ".join(map(str, files.values())))]
+    return findings or [ok("tokenizer", ", ".join(map(str, files.values())))]
 
 
 def tokenizer_files(config: dict[str, Any]) -> dict[str, Path]:
@@ -172,35 +172,37 @@ def checkpoint_files(checkpointer: dict[str, Any]) -> list[str]:
 
 
 def dataset(context: Context) -> Iterable[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     seen: list[Path] = []
     for key, block, whole in dataset_blocks(context.config):
         named = data_files({**whole, "data_files": block.get("data_files")})
         for path in filter(context.here, named):
+            if context.made_later(path):
+                continue
             seen.append(path)
             if why := unreadable(path) or _unfit(path, whole):
                 remedy = f"fix the path or the file, or set {key}.data_files="
-                found.append(failed("dataset", f"{key}.data_files {path} {why}", remedy))
+                findings.append(failed("dataset", f"{key}.data_files {path} {why}", remedy))
             elif media := _media(path, whole):
-                words = f"{key}.data_files {path} has the column {media}, which is not trained"
+                message = f"{key}.data_files {path} has the column {media}, which is not trained"
                 remedy = "only text can be trained: for pictures and sound use axolotl or NeMo "
-                found.append(warning("dataset", words, f"{remedy}Automodel"))
+                findings.append(warning("dataset", message, f"{remedy}Automodel"))
         if block.get("_component_") == prepared.COMPONENT:
             folder = Path(str(block.get("data_dir")))
             seen.append(folder)
             if context.here(folder):
-                found += _prepared(key, folder)
+                findings += _prepared(key, folder)
         source = block.get("source")
         if isinstance(source, str) and source.startswith(("/", "./", "../", "~")):
             folder = Path(source).expanduser()
             seen.append(folder)
             if context.here(folder) and (why := unreadable(folder)):
                 remedy = f"fix the path, or set {key}.source="
-                found.append(failed("dataset", f"{key}.source {source} {why}", remedy))
-    found += _not_downloaded(context)
-    if not seen and not found:
-        raise Skipped("the data come from the hub, or are only on the nodes")
-    return found or [ok("dataset", ", ".join(map(str, seen)))]
+                findings.append(failed("dataset", f"{key}.source {source} {why}", remedy))
+    findings += _not_downloaded(context)
+    if not seen and not findings:
+        raise Skipped("the data come from the hub, are made at submission, or only on the nodes")
+    return findings or [ok("dataset", ", ".join(map(str, seen)))]
 
 
 def hub_name(config: dict[str, Any], block: dict[str, Any]) -> str | None:
@@ -220,23 +222,23 @@ def _not_downloaded(context: Context) -> Iterator[Finding]:
         str(variables.get(name, "")).lower() in ("1", "on", "yes", "true") for name in _OFFLINE
     )
     home = context.cluster.root / "hf"
-    told = context.config.get("hub")
-    listed = (told if isinstance(told, dict) else {}).get("dataset")
+    hub = context.config.get("hub")
+    listed = (hub if isinstance(hub, dict) else {}).get("dataset")
     blocks = dataset_blocks(context.config)
     for name in dict.fromkeys(hub_name(context.config, whole) for _, _, whole in blocks):
         if name is None or any(home.glob(f"hub/datasets--{name.replace('/', '--')}/snapshots/*")):
             continue
         if any(home.glob(f"datasets/{name.replace('/', '___')}/*")):
             continue
-        words = f"{name} of the Hub is not in the cache ({home})"
+        message = f"{name} of the Hub is not in the cache ({home})"
         download = f"cookbook download {context.recipe.given_name}"
         if str(listed).partition("@")[0] != name:
             download += f" +hub.dataset={name}" if listed is None else f" hub.dataset={name}"
         if offline:
-            yield failed("dataset", f"{words}, and jobs of this site are offline", download)
+            yield failed("dataset", f"{message}, and jobs of this site are offline", download)
         else:
             remedy = f"{download}, or let the job download it, if the nodes have internet access"
-            yield warning("dataset", words, remedy)
+            yield warning("dataset", message, remedy)
 
 
 def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -250,14 +252,14 @@ def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], di
         for block in _listed(config.get(key))
         if isinstance(block, dict)
     ]
-    found = [
+    candidates = [
         (key, block, {**blocks[0][1], **block} if key == "dataset_val" else block)
         for key, block in blocks
     ]
     # A stream's sources, whose kind the names of the files say.
     return [
         (key, each, {"source": "text", **each} if each is not block else whole)
-        for key, block, whole in found
+        for key, block, whole in candidates
         for each in _sources(block)
     ]
 
@@ -278,8 +280,8 @@ def _prepared(key: str, folder: Path) -> Iterator[Finding]:
         yield failed("dataset", f"{key}: prepared:{name}@{folder.name} {why}", remedy)
         return
     if changed := prepared.changes(folder):
-        words = f"{key}: prepared:{name}@{folder.name} has changed since it was prepared"
-        yield failed("dataset", f"{words} ({changed[0]})", "prepare it again: cookbook prepare")
+        message = f"{key}: prepared:{name}@{folder.name} has changed since it was prepared"
+        yield failed("dataset", f"{message} ({changed[0]})", "prepare it again: cookbook prepare")
 
 
 def data_files(block: dict[str, Any]) -> list[Path]:

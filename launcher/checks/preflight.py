@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from launcher import checks
-from launcher.checks import environment, files, recipe, samples, scheduler, size
+from launcher.checks import engine, environment, files, inside, recipe, samples, scheduler, size
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
 CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
@@ -11,6 +11,8 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("secrets", True, recipe.secrets),
     ("script", True, recipe.script),
     ("virtual environment", True, environment.python),
+    (inside.SUBJECT, False, inside.inside),
+    ("torch build", False, environment.torch_build),
     ("model", False, files.weights),
     ("tokenizer", False, files.tokenizer),
     ("dataset", False, files.dataset),
@@ -19,6 +21,7 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     # Before the components, which the same start of the trainer answers for.
     (samples.SUBJECT, False, samples.counted),
     ("components", False, recipe.components),
+    (engine.SUBJECT, False, engine.config),
     ("Slurm limits", False, scheduler.limits),
     ("sbatch test", False, scheduler.test_only),
 )
@@ -27,6 +30,8 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
 def check(context: checks.Context, skip: bool = False) -> Iterator[checks.Finding]:
     """Yield what each check finds, in order; skip leaves out those that may be left out."""
     for subject, needed, look in CHECKS:
+        if look is engine.config and context.recipe.entry.engine is None:
+            continue
         if skip and not needed:
             yield checks.skipped(subject, "--no-check")
         else:

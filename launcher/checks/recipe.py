@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher import paths, venv
 from launcher.checks import Context, Finding, Skipped, failed, files, ok, unreadable
-from launcher.recipes import stock
+from launcher.recipes import rewards, stock
 from launcher.runs import snapshot
 from launcher.runs.directory import runs_root
 from runspec.files import DATA_CACHE, KEPT_TEACHERS, read_json_or_none, write_json
@@ -22,7 +22,7 @@ from runspec.layout import Layout, LayoutError
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 
 # What the samples depend on; the files that these name count, too.
-_OF_SAMPLES = ("dataset", "dataset_val", "tokenizer", "checkpointer")
+_OF_SAMPLES = ("dataset", "dataset_val", "tokenizer", "checkpointer", "rewards")
 # Of python -m trainer.check.
 Options = tuple[str, ...]
 
@@ -34,13 +34,13 @@ def layout(context: Context) -> Iterable[Finding]:
     if context.recipe.entry.checked != "complete":
         return [ok("layout", shape)]
     try:
-        found = Layout.of(config, resources.world_size, resources.gpus_per_node)
+        split = Layout.of(config, resources.world_size, resources.gpus_per_node)
     except LayoutError as error:
         return [failed("layout", fault) for fault in error.faults]
     batch, accumulation = config.get("batch_size", 1), config.get("gradient_accumulation_steps", 1)
-    if found.tensor_parallel > 1:
-        shape += f", tensor parallel {found.tensor_parallel}"
-    groups = found.data_parallel
+    if split.tensor_parallel > 1:
+        shape += f", tensor parallel {split.tensor_parallel}"
+    groups = split.data_parallel
     shape += f"; {batch * accumulation * groups} samples per step (batch {batch} x {accumulation}"
     return [ok("layout", f"{shape} micro-steps x {groups} data-parallel groups)")]
 
@@ -48,11 +48,11 @@ def layout(context: Context) -> Iterable[Finding]:
 def secrets(context: Context) -> Iterable[Finding]:
     """Check if the recipe's secrets are out of its files, and readable by nobody else."""
     files = context.recipe.secrets
-    found = [*_tokens(context.config, ""), *_secret_files(files)]
+    findings = [*_tokens(context.config, ""), *_secret_files(files)]
     if webhook := context.recipe.notify.webhook:
-        found += _secret_files({"webhook": webhook}, "notify")
+        findings += _secret_files({"webhook": webhook}, "notify")
     read = f"; {', '.join(files)} read from files" if files else ""
-    return found or [ok("secrets", f"no token in the recipe{read}")]
+    return findings or [ok("secrets", f"no token in the recipe{read}")]
 
 
 def _tokens(value: Any, where: str) -> Iterator[Finding]:
@@ -63,8 +63,8 @@ def _tokens(value: Any, where: str) -> Iterator[Finding]:
         for inner in value:
             yield from _tokens(inner, where)
     elif isinstance(value, str) and _HUB_TOKEN.search(value):
-        words = f"{where} holds a Hugging Face token, and a run's files are readable"
-        yield failed("secrets", words, "remove it; use HF_TOKEN_PATH")
+        message = f"{where} holds a Hugging Face token, and a run's files are readable"
+        yield failed("secrets", message, "remove it; use HF_TOKEN_PATH")
 
 
 def _secret_files(files: dict[str, Path], block: str = "secrets") -> Iterator[Finding]:
@@ -72,35 +72,40 @@ def _secret_files(files: dict[str, Path], block: str = "secrets") -> Iterator[Fi
     for name, path in files.items():
         if why := unreadable(path):
             write = f"(umask 077; mkdir -p {path.parent}; cat > {path})"
-            words = f"{block}.{name}: {path} {why}"
-            yield failed("secrets", words, f"write the value there with: {write}")
+            message = f"{block}.{name}: {path} {why}"
+            yield failed("secrets", message, f"write the value there with: {write}")
         elif path.stat().st_mode & 0o077:
-            words = f"{block}.{name}: others may read {path}"
-            yield failed("secrets", words, f"chmod 600 {path}")
+            message = f"{block}.{name}: others may read {path}"
+            yield failed("secrets", message, f"chmod 600 {path}")
 
 
 def script(context: Context) -> Iterable[Finding]:
     """Check if the script is there, is copied, and finds what it imports."""
     recipe = context.recipe
     script, folder = recipe.entry.program(recipe), recipe.code_root
+    launch = recipe.entry.launch
+    name = launch.records.name if launch else "the kit's trainer"
+    if script is None and folder is not None:
+        why = snapshot.fault(folder) if folder.is_dir() else f"code_root {folder} is no folder"
+        return [failed("script", why)] if why else [ok("script", f"{name} in {folder}")]
     if script is None:
-        return [ok("script", "the kit's trainer")]
+        return [ok("script", name)]
     if folder is None:
         return _imports(script, None)
     if not folder.is_dir():
-        words, remedy = f"code_root {folder} is no folder", "give the one that holds your code"
+        message, remedy = f"code_root {folder} is no folder", "give the one that holds your code"
     elif not script.is_file():
-        words, remedy = f"entry: there is no script {script}", "its path counts from the recipe"
+        message, remedy = f"entry: there is no script {script}", "its path counts from the recipe"
     elif not script.is_relative_to(folder):
-        words = f"entry: {script} does not lie in code_root {folder}"
+        message = f"entry: {script} does not lie in code_root {folder}"
         remedy = "only that folder is copied: move the script, or change code_root"
     elif script.relative_to(folder) not in snapshot.files(folder):
-        words = f"entry: git ignores {script}, so it would not be copied"
+        message = f"entry: git ignores {script}, so it would not be copied"
         remedy = f"git add -f {script.relative_to(folder)}"
     else:
         why = snapshot.fault(folder)
         return [failed("script", why)] if why else _imports(script, folder)
-    return [failed("script", words, remedy)]
+    return [failed("script", message, remedy)]
 
 
 def _imports(script: Path, code_root: Path | None) -> list[Finding]:
@@ -181,8 +186,8 @@ def _question(context: Context) -> tuple[dict[str, Any], Options]:
     config = {**config, "data_cache_dir": cache}
     # The check of the layout tells its faults.
     with contextlib.suppress(LayoutError):
-        found = Layout.of(config, context.resources.world_size)
-        config = {**config, "data_parallel_shard_dim": found.shard}
+        layout = Layout.of(config, context.resources.world_size)
+        config = {**config, "data_parallel_shard_dim": layout.shard}
     return config, ("--objective", recipe.entry.method.objective)
 
 
@@ -211,6 +216,7 @@ def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -
         named += [path if path.is_dir() else path.parent for path in given if path.exists()]
     keys = {method.teacher_key for method in METHODS.values()}
     named += [Path(str(config[key])) for key in sorted(keys) if config.get(key)]
+    named += rewards.files(config).values()
     sources = sorted((paths.REPO_ROOT / "trainer").rglob("*.py"))
     sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
     for path in venv.own_packages().values():
@@ -239,10 +245,10 @@ def _ask(
             raise ValueError("an answer is missing")
         return [dict(json.loads(line)) for line in lines]
     except OSError as error:
-        words = f"{venv.python()} cannot be started ({error.strerror}): make the virtual"
-        raise Skipped(f"{words} environment with: bash setup.sh") from error
+        message = f"{venv.python()} cannot be started ({error.strerror}): make the virtual"
+        raise Skipped(f"{message} environment with: bash setup.sh") from error
     except subprocess.TimeoutExpired as error:
         raise Skipped(f"the trainer did not answer within {limit_s // 60} minutes") from error
     except (ValueError, IndexError) as error:
-        words = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Skipped(f"the trainer in {paths.venv_root()} does not answer: {words}") from error
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Skipped(f"the trainer in {paths.venv_root()} does not answer: {message}") from error

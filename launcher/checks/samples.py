@@ -72,9 +72,9 @@ def _counted(dataset: dict[str, Any]) -> Iterator[Finding]:
 
 def _finding(context: Context, fault: str) -> Finding:
     """A fault of the data; that a dataset of the hub is not downloaded yet is none."""
-    key, _, words = fault.partition(": ")
+    key, _, message = fault.partition(": ")
     block = context.config.get(key)
-    if words.startswith("cannot be opened") and isinstance(block, dict) and files.on_hub(block):
+    if message.startswith("cannot be opened") and isinstance(block, dict) and files.on_hub(block):
         name = block.get("source") or "its dataset"
         remedy = f"cookbook download {context.recipe.given_name}"
         return skipped(SUBJECT, f"{key}: {name} is not on this machine", remedy)
@@ -86,8 +86,8 @@ def _check_readable(context: Context) -> None:
     if not context.prepared:
         raise Skipped("the model is made at submission, and its tokenizer with it")
     for name, check in (("tokenizer", files.tokenizer), ("dataset", files.dataset)):
-        found = findings(name, check, context)
-        if any(each.state == "failed" for each in found):
+        results = findings(name, check, context)
+        if any(each.state == "failed" for each in results):
             raise Skipped(f"the {name} cannot be read: see above")
     paths = [*files.tokenizer_files(context.config).values(), *_paths(context)]
     if gone := [path for path in paths if not context.here(path)]:

@@ -1,26 +1,29 @@
 """Whether a run fits: its step into the GPU's memory, its checkpoints onto the disk."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from launcher.checks import Context, Finding, Skipped, existing_parent, failed, ok
 from launcher.errors import RecipeFault, SlurmFault
 from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
-from launcher.sizing.estimate import DEFAULT_MFU
 from launcher.sizing.memory import checkpoint_bytes, export_bytes
 from launcher.sizing.search import Predictor, remedies
 from launcher.sizing.step_config import GIB, StepConfig, step_of
+from runspec.weights import parameter_count, ranks_for
 
 
 def memory(context: Context) -> Iterable[Finding]:
+    if context.recipe.entry.purpose != "train":
+        return [*_weights(context)]
     step = _step(context)
-    gpu, why = _gpu(context)
-    predictor = Predictor(step, gpu, DEFAULT_MFU)
-    found = predictor.of(step)
-    shown = f"{found.peak_gib:.1f} GiB of {gpu.usable_gib:.1f} GiB usable on {gpu.name}"
+    gpu, why = kind_of_gpu(context)
+    predictor = Predictor(step, gpu)
+    prediction = predictor.of(step)
+    shown = f"{prediction.peak_gib:.1f} GiB of {gpu.usable_gib:.1f} GiB usable on {gpu.name}"
     shown += f" ({why}; computed, not measured)"
-    if found.fits:
+    if prediction.fits:
         return [ok("GPU memory", shown)]
     tried = [*remedies(predictor)]
     changes = " ".join(each.overrides for each in tried if each.helps)
@@ -28,6 +31,34 @@ def memory(context: Context) -> Iterable[Finding]:
     remedy = f"it would fit with {changes}" if fits else "use more or larger GPUs"
     remedy += f"; cookbook estimate {context.recipe.given_name} --compare"
     return [failed("GPU memory", f"a step needs {shown}", remedy)]
+
+
+# Bytes of a number by the key dtype of eval and serve; auto is what the folder has, bf16 as a rule.
+_NUMBER_BYTES = {"fp32": 4, "float32": 4}
+
+
+def _weights(context: Context) -> Iterator[Finding]:
+    """Whether the GPUs of a node hold the weights of each model that answers."""
+    config, resources = context.config, context.resources
+    gpu, why = kind_of_gpu(context)
+    size = _NUMBER_BYTES.get(str(config.get("dtype") or "fp32"), 2)
+    here = resources.gpus_per_node // int(config.get("replicas_per_node") or 1)
+    for key in ("candidate", "against", "model"):
+        folder = Path(str(config.get(key) or "")).expanduser()
+        if not config.get(key) or not folder.is_dir():
+            continue
+        try:
+            count = parameter_count(folder)
+        except (OSError, ValueError, KeyError) as fault:
+            raise Skipped(f"the weights in {folder} cannot be read: {fault}") from fault
+        needed = ranks_for(count, size, gpu.memory_gib * GIB)
+        shown = f"{key} {folder.name}: {count * size / GIB:.1f} GiB of weights need {needed} GPU"
+        shown += f"{'s' if needed > 1 else ''} of {gpu.name} ({why}), {here} per model"
+        if needed <= here:
+            yield ok("GPU memory", shown)
+        else:
+            wider = ", or dtype=bf16" if size > 2 else ""
+            yield failed("GPU memory", shown, f"use --gpus-per-node {needed}, larger GPUs{wider}")
 
 
 def _step(context: Context) -> StepConfig:
@@ -40,8 +71,8 @@ def _step(context: Context) -> StepConfig:
         raise Skipped(f"it cannot be computed: {fault.faults[0]}") from fault
 
 
-def _gpu(context: Context) -> tuple[gpus.Gpu, str]:
-    """The kind of GPU, and who named it."""
+def kind_of_gpu(context: Context) -> tuple[gpus.Gpu, str]:
+    """Return the kind of GPU, and who named it; Skipped if nobody did."""
     if context.cluster.gpu:
         return gpus.by_name(context.cluster.gpu), "the site's file"
     named, source = context.resources.gpu_type, "resources.gpu_type"
@@ -62,6 +93,8 @@ def _gpu(context: Context) -> tuple[gpus.Gpu, str]:
 
 def disk(context: Context) -> Iterable[Finding]:
     step, config = _step(context), context.config
+    if step.top_k:
+        raise Skipped("the pass writes beside the tokens; cookbook estimate says how much")
     folder = existing_parent(runs_root(context.cluster.root))
     # One more than is kept is there while it is written, and the best one beside those.
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))

@@ -2,19 +2,28 @@
 
 import gc
 import sys
+from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
+from typing import TYPE_CHECKING
 
 import click
 
 from launcher import __version__
-from launcher.errors import CookbookError, nearest
+from launcher.errors import CookbookError, UsageFault, nearest
+
+if TYPE_CHECKING:
+    from launcher.remote.hosts import Host
 
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
     "start": ("start", "Write a recipe for your data and model, and show what it needs."),
     "models": ("models", "List the model families, and what the trainer supports for each."),
     "recipes": ("recipes", "List the recipes, or show one with all settings resolved."),
+    "environments": (
+        "environments",
+        "List environments and what they hold, or remove a built one.",
+    ),
     "doctor": ("check", "Check whether this site can run the kit."),
     "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Check everything that could stop a run, without submitting it."),
@@ -45,14 +54,20 @@ _COMMANDS = {
     "track": ("track", "Write runs to MLflow or W&B."),
     "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
+    "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
+    "fetch": ("remote", "Copy a run's model, adapter or logs from the cluster to this machine."),
+    "forward": ("remote", "Forward a port of this machine to a node of a run."),
 }
 
+
+# With --host they use the connection themselves.
+_OF_THIS_MACHINE = ("fetch", "forward", "init")
 
 # How --help groups them, with an example of each group.
 _GROUPS = {
     "Prepare": (
         "cookbook start faq.csv Qwen/Qwen3-8B",
-        "start recipes models download prepare data estimate check doctor",
+        "init start recipes models environments download prepare data estimate check doctor",
     ),
     "Run": (
         "cookbook submit llama70b_lora --nodes 2 --watch",
@@ -64,7 +79,7 @@ _GROUPS = {
     ),
     "Deliver": (
         "cookbook serve last",
-        "eval register promote registry serve query",
+        "eval register promote registry serve query fetch forward",
     ),
 }
 
@@ -78,13 +93,34 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in _COMMANDS:
             ctx.fail(f"No such command {cmd_name!r}{nearest(cmd_name, _COMMANDS)}.")
-        # What is imported stays: to look for garbage meanwhile takes a tenth of the time.
-        gc.disable()
-        module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
+        try:
+            module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] in ("launcher", "runspec"):
+                raise
+            raise UsageFault(
+                f"{error.name} is not installed: this machine has only the part for --host NAME "
+                f"(cookbook --host NAME {cmd_name} ...); the whole kit is installed with: "
+                "bash setup.sh"
+            ) from error
+        gc.freeze()
         gc.enable()
         # eval is a function of Python's own.
         command: click.Command = getattr(module, {"eval": "evaluate"}.get(cmd_name, cmd_name))
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # What is imported stays: to look for garbage meanwhile takes a tenth of the time.
+        gc.disable()
+        # Light: most commands run here.
+        from launcher.remote import hosts
+
+        host = hosts.chosen(ctx.params.get("host"))
+        if host is None or args[0] not in _COMMANDS or args[0] in _OF_THIS_MACHINE:
+            return super().resolve_command(ctx, args)
+        return args[0], _There(host, args[0]), args[1:]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, (example, names) in _GROUPS.items():
@@ -92,9 +128,31 @@ class _Lazy(click.Group):
                 formatter.write_dl([(name, _COMMANDS[name][1]) for name in names.split()])
 
 
+class _There(click.Command):
+    """A command that runs on a host, which reads its words."""
+
+    def __init__(self, host: "Host", name: str) -> None:
+        super().__init__(name)
+        self._host = host
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.args = args
+        return args
+
+    def invoke(self, ctx: click.Context) -> None:
+        from launcher.remote import client
+
+        sys.exit(client.run(self._host, [str(self.name), *ctx.args], partial(click.echo, err=True)))
+
+
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--host",
+    metavar="NAME",
+    help="Run the command on this host of your ssh configuration; local: on this machine.",
+)
 @click.version_option(__version__, prog_name="cookbook")
-def cookbook() -> None:
+def cookbook(host: str | None) -> None:
     """Fine-tune language models on a Slurm cluster, from one recipe file."""
 
 

@@ -65,10 +65,12 @@ def check(
         note(f"note: {line}")
     checked = context(plan(recipe, site), executor, on_nodes)
     # First, as the same start of the trainer answers for the components.
-    found, shown = read_samples(checked, samples) if samples else ([], [])
+    sample_findings, shown = read_samples(checked, samples) if samples else ([], [])
     more = {"samples": shown} if samples else {}
     refusals: list[Finding] = []
-    failed = _show(chain(_noted(preflight.check(checked), refusals), found), as_json, **more)
+    failed = _show(
+        chain(_noted(preflight.check(checked), refusals), sample_findings), as_json, **more
+    )
     if not as_json:
         for line in ["", *sample_lines(shown, common.colours()), ""] if shown else []:
             click.echo(line)
@@ -84,6 +86,11 @@ def check(
 
 @click.command()
 @common.flag("--node-check", help="Check every node of the partition, with one job.")
+@click.option(
+    "--rehearse",
+    metavar="RECIPE",
+    help="Rehearse a recipe on one node in ten minutes: links, products, steps, resume, export.",
+)
 @common.flag("--drill", help="Cause faults in a small run, and show what it survived and the cost.")
 @click.option(
     "--faults",
@@ -100,31 +107,40 @@ def check(
     "wait_s",
     type=click.FloatRange(min=1, max=3600),
     metavar="SECONDS",
-    help="How long the job may wait to start. [default: 3; with --node-check 60, with --drill 600]",
+    help="How long the job may wait to start. [default: 3; with --node-check 60, with --drill "
+    "or --rehearse 600]",
 )
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @common.json_option
 @common.cluster_option
 def doctor(
     node_check: bool,
+    rehearse: str | None,
     drill: bool,
     faults: str | None,
     nodes: int | None,
     wait_s: float | None,
+    overrides: tuple[str, ...],
     as_json: bool,
     cluster: str | None,
 ) -> None:
     """Check if this site can run the kit, and show a fix for each problem.
 
-    The exit status is 1 if a check fails, or if the run of --drill does not survive a fault.
+    The exit status is 1 if a check or a part of --rehearse fails, or if the run of --drill does not
+    survive a fault. With --rehearse, KEY=VALUE overrides a key of the recipe.
     """
-    if node_check and drill:
-        raise click.UsageError("--node-check and --drill are two commands: leave one out")
+    if node_check + drill + bool(rehearse) > 1:
+        raise click.UsageError("--node-check, --drill and --rehearse exclude each other")
+    if overrides and not rehearse:
+        raise click.UsageError(f"{overrides[0]} requires --rehearse RECIPE")
     if nodes and not (node_check or drill):
         raise click.UsageError("--nodes requires --node-check or --drill")
     if faults and not drill:
         raise click.UsageError("--faults requires --drill")
     if drill:
         _drill(sites.load(cluster), nodes or 2, wait_s or 600, faults, as_json)
+    if rehearse:
+        _rehearse(sites.load(cluster), rehearse, overrides, wait_s or 600, as_json)
     options = Options.node_check(nodes, wait_s) if node_check else Options(wait_s=wait_s or 3)
     if node_check:
         note("checking the nodes; this takes about a minute once they are free")
@@ -145,12 +161,25 @@ def _drill(
     file = result.run.path / files.DRILL
     if as_json:
         faced = list(map(asdict, result.outcomes))
-        told = {"run": result.run.name, "outcomes": faced, "page": str(file)}
-        click.echo(json.dumps(told, indent=1))
+        answer = {"run": result.run.name, "outcomes": faced, "page": str(file)}
+        click.echo(json.dumps(answer, indent=1))
     else:
         click.echo("\n".join(["", *result.page]))
         note(f"\nthis page is in {file}")
     sys.exit(0 if all(each.survived is not False for each in result.outcomes) else 1)
+
+
+def _rehearse(
+    site: sites.Site, name: str, overrides: tuple[str, ...], wait_s: float, as_json: bool
+) -> NoReturn:
+    # Imported late, as above.
+    from launcher.workflows import rehearse
+
+    result = rehearse.rehearse(site, name, overrides, wait_s, note)
+    failed = _show(result.findings, as_json, page=str(result.page))
+    if not as_json:
+        note(f"\nthis page is in {result.page}")
+    sys.exit(1 if failed else 0)
 
 
 @click.command()

@@ -36,7 +36,7 @@ on_nodes_option = click.option(
 )
 
 
-def since_option(words: str) -> Callable[[Command], Command]:
+def since_option(purpose: str) -> Callable[[Command], Command]:
     """Add --since to a command, which gets it as it was typed, and checked."""
 
     def checked(ctx: click.Context, option: click.Parameter, given: str | None) -> str | None:
@@ -46,7 +46,7 @@ def since_option(words: str) -> Callable[[Command], Command]:
             raise UsageFault(str(error)) from error
         return given
 
-    help_text = f"{words}: {FORMS}."
+    help_text = f"{purpose}: {FORMS}."
     return click.option("--since", metavar="TIME", help=help_text, callback=checked)
 
 
@@ -89,6 +89,7 @@ def resource_options(command: Command) -> Command:
         ("--partition", str, "NAME", "Slurm partition."),
         ("--account", str, "NAME", "Slurm account."),
         ("--qos", str, "NAME", "Slurm quality of service."),
+        ("--environment", str, "NAME", "Environment: a file in configs/environments."),
     )
     for name, kind, metavar, text in reversed(options):
         command = click.option(name, type=kind, metavar=metavar, help=text)(command)
@@ -108,8 +109,8 @@ def tell_submitted(run: "Run", as_json: bool, **more: str) -> None:
     from launcher.executors import title
 
     if as_json:
-        told = {"run": run.name, "job_id": run.job_id, "path": str(run.path)}
-        click.echo(json.dumps({**told, **more}))
+        answer = {"run": run.name, "job_id": run.job_id, "path": str(run.path)}
+        click.echo(json.dumps({**answer, **more}))
     else:
         click.echo(f"submitted {run.name} as {title(run.job_id)}")
         click.echo(f"  directory  {run.path}")

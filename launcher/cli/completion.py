@@ -39,10 +39,10 @@ def runs(ctx: click.Context, option: click.Parameter, begin: str) -> list["Compl
 
     try:
         root = runs_root(sites.load(ctx.params.get("cluster")).root)
-        found = [run.name for run in every(root)]
+        names = [run.name for run in every(root)]
     except (CookbookError, OSError):
         return []
-    return _of(["last", *found[::-1][:_MOST_RUNS]], begin, files=False)
+    return _of(["last", *names[::-1][:_MOST_RUNS]], begin, files=False)
 
 
 def _of(names: list[str], begin: str, files: bool = True) -> list["CompletionItem"]:

@@ -29,6 +29,7 @@ _COUNT = click.IntRange(min=0)
 )
 @click.option("--rank", "ranks", multiple=True, metavar="N", help="Logs of ranks: 3, 0-3,8, all.")
 @flag("--job", help="Also the job script's log.")
+@flag("--rollouts", help="Logs of the replicas on rollout nodes.")
 @click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
 @click.option(
     "--tail",
@@ -44,6 +45,7 @@ def logs(
     nodes: tuple[str, ...],
     ranks: tuple[str, ...],
     job: bool,
+    rollouts: bool,
     attempt: int | None,
     tail: str | None,
     grep: str | None,
@@ -55,19 +57,19 @@ def logs(
 
     Several logs are merged by time, and each line shows its origin. The first node is 0.
     """
-    found, count, pattern = find(runs_root(cluster), run), _tail(tail), _pattern(grep)
+    chosen, count, pattern = find(runs_root(cluster), run), _tail(tail), _pattern(grep)
     if first_error:
-        _show_first_error(found, attempt, 30 if count is None else count)
+        _show_first_error(chosen, attempt, 30 if count is None else count)
         return
-    wanted = log_files.Wanted(ranks, nodes, job, attempt)
+    wanted = log_files.Wanted(ranks, nodes, job, rollouts, attempt)
     if follow:
         try:
-            for line in log_files.follow(found, wanted, count, pattern):
+            for line in log_files.follow(chosen, wanted, count, pattern):
                 _print(line)
         except KeyboardInterrupt:
             note("")
         return
-    sources = log_files.choose(found, wanted)
+    sources = log_files.choose(chosen, wanted)
     for source in sources:
         note(f"==> {source.path} <==")
     if tail is None and pattern is None and log_files.is_long(sources):
@@ -75,7 +77,7 @@ def logs(
         size = sum(source.size() for source in sources) / 2**20
         note(f"the last {count:,} lines of {size:,.0f} MiB; for the rest use --tail all or --grep")
     try:
-        for line in log_files.show(found, sources, count, pattern):
+        for line in log_files.show(chosen, sources, count, pattern):
             _print(line)
     except KeyboardInterrupt:
         note("")
@@ -93,8 +95,8 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
-        words = f"--grep {text}: {error}"
-        raise UsageFault(f"{words}: put \\ before . * + ? ( [ to search for them") from error
+        message = f"--grep {text}: {error}"
+        raise UsageFault(f"{message}: put \\ before . * + ? ( [ to search for them") from error
 
 
 def _print(line: str) -> None:
@@ -104,16 +106,16 @@ def _print(line: str) -> None:
 
 
 def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
-    found = first_failure(run, attempt)
-    if found is None:
+    error = first_failure(run, attempt)
+    if error is None:
         note(f"no attempt of {run.name} has failed; see its state with: cookbook status {run.name}")
         return
-    click.echo(plain(f"attempt {found.attempt} of {run.name} failed: {found.words}"))
-    if found.traceback:
-        for line in found.traceback.rstrip().splitlines():
+    click.echo(plain(f"attempt {error.attempt} of {run.name} failed: {error.message}"))
+    if error.traceback:
+        for line in error.traceback.rstrip().splitlines():
             _print(line)
-    click.echo(f"==> {found.log}, the last {count} lines <==")
-    for line in read(found.log, tail_start(found.log, count)):
+    click.echo(f"==> {error.log}, the last {count} lines <==")
+    for line in read(error.log, tail_start(error.log, count)):
         _print(line)
 
 

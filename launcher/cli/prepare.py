@@ -89,9 +89,9 @@ def prepare(
     if local and nodes is None:
         raise UsageFault("--local runs a job script: add --nodes 1, or leave it out")
     if nodes is None and (asked or watch):
-        words = ", ".join(f"--{key}" for key in [*asked, *(["watch"] if watch else [])])
+        options = ", ".join(f"--{key}" for key in [*asked, *(["watch"] if watch else [])])
         raise UsageFault(
-            f"{words}: without --nodes no job is submitted: add --nodes 1, or leave it out"
+            f"{options}: without --nodes no job is submitted: add --nodes 1, or leave it out"
         )
     if rows is not None and not preview:
         raise UsageFault("--rows requires --preview: add --preview, or leave it out")
@@ -134,11 +134,11 @@ def show(name: str | None, row: int | None, as_json: bool, cluster: str | None) 
     if name is None:
         if row is not None:
             raise UsageFault("--row needs NAME: give the name of the set")
-        found = prepared.every(root)
+        sets = prepared.every(root)
         if as_json:
-            click.echo(json.dumps(found, indent=1))
-        elif found:
-            click.echo("\n".join(prepared.table(found)))
+            click.echo(json.dumps(sets, indent=1))
+        elif sets:
+            click.echo("\n".join(prepared.table(sets)))
         else:
             note("there is no prepared set yet; make one with: cookbook prepare NAME")
         return

@@ -26,7 +26,7 @@ def profile(run: str, top: int, as_json: bool, cluster: str | None) -> None:
     Record the traces with: cookbook submit RECIPE --profile
     """
     chosen = find(runs_root(cluster), run)
-    found, faults = profiles.ranks(chosen)
+    times, faults = profiles.ranks(chosen)
     for fault in faults:
         note(f"skipped: {fault}")
     try:
@@ -34,6 +34,6 @@ def profile(run: str, top: int, as_json: bool, cluster: str | None) -> None:
     except CookbookError:
         config = {}
     if as_json:
-        click.echo(json.dumps(profiles.as_json(chosen, found, config, top), indent=1))
+        click.echo(json.dumps(profiles.as_json(chosen, times, config, top), indent=1))
     else:
-        click.echo("\n".join(profiles.lines(chosen, found, config, top)))
+        click.echo("\n".join(profiles.lines(chosen, times, config, top)))

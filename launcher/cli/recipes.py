@@ -14,7 +14,7 @@ from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
 from launcher.sizing import gpus
-from launcher.sizing.estimate import DEFAULT_MFU, Estimate, peak_gib
+from launcher.sizing.estimate import Estimate, peak_gib
 from launcher.workflows import registered
 
 
@@ -25,35 +25,35 @@ from launcher.workflows import registered
 @cluster_option
 def recipes(name: str | None, key: str | None, as_json: bool, cluster: str | None) -> None:
     """List the recipes, show NAME with all settings resolved, or explain a KEY."""
-    found: Any
+    answer: Any
     if key is not None:
-        found = entries.explain(key)
-        lines = _explanation(found)
+        answer = entries.explain(key)
+        lines = _explanation(answer)
     elif name is not None:
-        found = recipe_file.load(name).resolved(sites.load(cluster).root, "RUN_DIRECTORY")
-        lines = iter(yamlfile.dump(found).splitlines())
+        answer = recipe_file.load(name).resolved(sites.load(cluster).root, "RUN_DIRECTORY")
+        lines = iter(yamlfile.dump(answer).splitlines())
     else:
         root = sites.load(cluster).root
-        found = [_row(recipe_file.load(each), root) for each in recipe_file.names()]
-        lines = _table(found)
-    click.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines))
+        answer = [_row(recipe_file.load(each), root) for each in recipe_file.names()]
+        lines = _table(answer)
+    click.echo(json.dumps(answer, indent=1) if as_json else "\n".join(lines))
 
 
-def _explanation(found: dict[str, Any]) -> Iterator[str]:
-    default = found["default"]
+def _explanation(about: dict[str, Any]) -> Iterator[str]:
+    default = about["default"]
     shown = default if isinstance(default, str) else json.dumps(default)
-    yield f"{found['key']}: {found['help']}"
-    yield f"  type       {found['type']}"
+    yield f"{about['key']}: {about['help']}"
+    yield f"  type       {about['type']}"
     yield f"  default    {'none' if default is None else shown}"
-    yield f"  entries    {', '.join(found['entries'])}"
-    yield f"  at resume  {'may change' if found['may_change_at_resume'] else 'must be the same'}"
+    yield f"  entries    {', '.join(about['entries'])}"
+    yield f"  at resume  {'may change' if about['may_change_at_resume'] else 'must be the same'}"
     for word in ("not_used", "refused"):
-        if found[word]:
-            yield f"  {word.replace('_', ' '):<9}  {found[word]}"
-    if found["keys"]:
+        if about[word]:
+            yield f"  {word.replace('_', ' '):<9}  {about[word]}"
+    if about["keys"]:
         yield "  keys"
-        width = max(map(len, found["keys"]))
-        yield from (f"    {name:<{width}}  {text}" for name, text in found["keys"].items())
+        width = max(map(len, about["keys"]))
+        yield from (f"    {name:<{width}}  {text}" for name, text in about["keys"].items())
 
 
 def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
@@ -98,10 +98,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 @click.option(
     "--mfu",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    default=DEFAULT_MFU,
-    show_default=True,
-    help="Model FLOPs utilisation of a step in which no GPU waits for another: model FLOPs / "
-    "time / peak, without recomputation. --scaling, --tune and --compare add the waiting time.",
+    help="Model FLOPs utilisation that a run on one node has shown (mfu in its metrics); all times "
+    "are predicted from it. [default: computed from kernels' published speeds]",
 )
 @click.option(
     "--tokens",
@@ -133,7 +131,7 @@ def estimate(
     data: str | None,
     model: str | None,
     gpu: str | None,
-    mfu: float,
+    mfu: float | None,
     tokens: int | None,
     compare: bool,
     scaling: bool,
@@ -153,7 +151,7 @@ def estimate(
     recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
     recipe = registered.in_recipe(recipe, site)
     network = network or site.network_gbits
-    found = Estimate(
+    estimated = Estimate(
         recipe,
         site.root,
         gpu,
@@ -170,10 +168,10 @@ def estimate(
         # Imported late: the estimate alone stays quick.
         from launcher.sizing import predictions
 
-        parts |= {"scaling": predictions.Scaling(found.predictor)} if scaling else {}
-        parts |= {"tuning": predictions.Tuning(found.predictor)} if tune else {}
+        parts |= {"scaling": predictions.Scaling(estimated.predictor)} if scaling else {}
+        parts |= {"tuning": predictions.Tuning(estimated.predictor)} if tune else {}
     if as_json:
-        shown = found.as_json() | {name: part.as_json() for name, part in parts.items()}
+        shown = estimated.as_json() | {name: part.as_json() for name, part in parts.items()}
         click.echo(json.dumps(shown, indent=1))
     else:
-        click.echo("\n\n".join("\n".join(part.lines()) for part in (found, *parts.values())))
+        click.echo("\n\n".join("\n".join(part.lines()) for part in (estimated, *parts.values())))

@@ -72,12 +72,12 @@ def promote(
                 "--rollback does not accept --version: it moves back to the previous version"
             )
         before, now = workflow.rollback(site, name, back, why)
-        words = f"{back} of {name} is v{now.number} again, was v{before}"
+        message = f"{back} of {name} is v{now.number} again, was v{before}"
     else:
         file = gates.find(paths.GATES, rules)
         now = workflow.promote(site, name, str(alias), number, file, why, note)
-        words = f"{alias} of {name} is v{now.number}"
-    click.echo(json.dumps(_row(now), indent=1) if as_json else words)
+        message = f"{alias} of {name} is v{now.number}"
+    click.echo(json.dumps(_row(now), indent=1) if as_json else message)
 
 
 @click.command()
@@ -107,8 +107,8 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
         versions = registered.versions(client, name)
     changes = registered.history(store, name)
     if as_json:
-        told = {"versions": [_row(each) for each in versions], "history": changes}
-        click.echo(json.dumps(told, indent=1))
+        answer = {"versions": [_row(each) for each in versions], "history": changes}
+        click.echo(json.dumps(answer, indent=1))
         return
     for each in versions:
         named = f"  [{', '.join(each.aliases)}]" if each.aliases else ""

@@ -46,14 +46,14 @@ def interruption_told(run: Run) -> Iterator[None]:
 @cluster_option
 def cancel(run: str, cluster: str | None) -> None:
     """Cancel RUN (a name, a unique part of it, a job id, or last), or a SWEEP's unfinished runs."""
-    found = runs_of(sites.load(cluster).root, [run])
-    if len(found) == 1:
-        click.echo(cancel_run(found[0]))
+    chosen = runs_of(sites.load(cluster).root, [run])
+    if len(chosen) == 1:
+        click.echo(cancel_run(chosen[0]))
         return
     # Imported late: only a sweep needs it.
     from launcher.workflows.sweep import cancel_all
 
-    click.echo("\n".join(cancel_all(found)))
+    click.echo("\n".join(cancel_all(chosen)))
 
 
 @click.command()
@@ -88,14 +88,14 @@ def resume(
     Options and KEY=VALUE change its settings: other nodes, another layout, a new learning rate.
     cookbook recipes --key KEY shows if a key may change.
     """
-    found = find(runs_root(cluster), run)
+    chosen = find(runs_root(cluster), run)
     options = {key: value for key, value in resources.items() if value is not None}
     changes = None
     if overrides or options or code == "current":
-        site = sites.load(cluster or found.submission.get("site"))
+        site = sites.load(cluster or chosen.submission.get("site"))
         changes = Changes(site, overrides, options, on_nodes, no_check, code == "current")
-    with interruption_told(found):
-        resume_run(found, choose(local) if local else None, changes, note)
-    click.echo(f"resumed {found.name} as {title(found.job_id)}")
+    with interruption_told(chosen):
+        resume_run(chosen, choose(local) if local else None, changes, note)
+    click.echo(f"resumed {chosen.name} as {title(chosen.job_id)}")
     if follow:
-        sys.exit(watch_to_the_end(found))
+        sys.exit(watch_to_the_end(chosen))

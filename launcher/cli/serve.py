@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace as changed
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -16,7 +17,7 @@ from launcher.cli import common, completion
 from launcher.cli.common import note
 from launcher.errors import EndpointFault, UsageFault
 from launcher.executors import choose, title
-from launcher.observe.tensorboard import tunnel
+from launcher.observe.tensorboard import listening, tunnel
 from launcher.runs.directory import Run
 from launcher.site import Site
 from launcher.workflows import endpoint as endpoints
@@ -172,10 +173,10 @@ def _only_a_model(*given: Any, **resources: Any) -> None:
 
 def _range(text: str) -> tuple[int, int | None]:
     """Return the least and the most replicas of N or MIN-MAX."""
-    found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
-    if found is None or (found[2] is None and int(found[1]) < 1):
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+    if match is None or (match[2] is None and int(match[1]) < 1):
         raise UsageFault(f"--replicas {text}: give a number of 1 or more, or a range such as 0-4")
-    least, most = int(found[1]), None if found[2] is None else int(found[2])
+    least, most = int(match[1]), None if match[2] is None else int(match[2])
     if most is not None and (most < 1 or most < least):
         raise UsageFault(f"--replicas {text}: the second number must be 1 or more, and the larger")
     return least, most
@@ -243,8 +244,8 @@ def _wait(
     """Wait until the runs are ready, start the gateway, and print the address."""
     later = f"start its gateway when it is ready: cookbook serve --keep {endpoint.name} --once"
     if no_wait:
-        told = {"endpoint": endpoint.name, "runs": [run.name for run in runs]}
-        click.echo(json.dumps(told) if as_json else later)
+        answer = {"endpoint": endpoint.name, "runs": [run.name for run in runs]}
+        click.echo(json.dumps(answer) if as_json else later)
         return
     try:
         workflow.await_ready(endpoint, runs, note)
@@ -258,9 +259,9 @@ def _wait(
         return
     facts = endpoint.replicas[0]
     number = int(str(facts["url"]).rpartition(":")[2])
-    told = {"endpoint": endpoint.name, "url": f"{facts['url']}/v1", "host": facts["host"]}
+    answer = {"endpoint": endpoint.name, "url": f"{facts['url']}/v1", "host": facts["host"]}
     if as_json:
-        click.echo(json.dumps({**told, "key_file": str(endpoint.key_file)}))
+        click.echo(json.dumps({**answer, "key_file": str(endpoint.key_file)}))
         return
     click.echo(f"{facts['url']}/v1 on {facts['host']}")
     note("  it has no gateway on this host: serve it with bind=node, which opens it to the cluster")
@@ -271,12 +272,14 @@ def _wait(
 def _print_url(site: Site, endpoint: Endpoint, as_json: bool) -> None:
     url = endpoint.url
     if as_json:
-        told = {"endpoint": endpoint.name, "url": f"{url}/v1", "key_file": str(endpoint.key_file)}
-        click.echo(json.dumps(told))
+        answer = {"endpoint": endpoint.name, "url": f"{url}/v1", "key_file": str(endpoint.key_file)}
+        click.echo(json.dumps(answer))
         return
     click.echo(f"{url}/v1")
     note(f"  key       {endpoint.key_file}")
-    note(f"  at home   {tunnel(int(url.rpartition(':')[2]), site.jump_host)}")
+    host, port = urlsplit(url).hostname, int(url.rpartition(":")[2])
+    if not listening(host or "127.0.0.1", port, "/v1"):
+        note(f"  at home   {tunnel(port, site.jump_host)}")
     note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 
 
@@ -309,8 +312,8 @@ def _list(site: Site, as_json: bool) -> None:
         served = ", ".join(row["versions"]) or row["model"]
         most = row["max_replicas"]
         of = f"{row['replicas']}" if most <= row["replicas"] else f"up to {most}"
-        words = f"{row['ready']} of {of} ready"
-        click.echo(f"{row['endpoint']}  {served}  {words}  {row['url'] or 'not served'}")
+        count = f"{row['ready']} of {of} ready"
+        click.echo(f"{row['endpoint']}  {served}  {count}  {row['url'] or 'not served'}")
 
 
 def _list_keys(endpoint: Endpoint, as_json: bool) -> None:

@@ -123,8 +123,8 @@ def _tell(made: SweepDirectory, as_json: bool) -> None:
     jobs = [job["job_id"] for job in made.record["jobs"]]
     if as_json:
         runs = [run.name for run in made.runs]
-        told = {"sweep": made.name, "jobs": jobs, "path": str(made.path), "runs": runs}
-        click.echo(json.dumps(told))
+        answer = {"sweep": made.name, "jobs": jobs, "path": str(made.path), "runs": runs}
+        click.echo(json.dumps(answer))
         return
     arrays = f"job array{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
     count, parallel = len(made.cells), made.record["parallel"]
@@ -152,8 +152,8 @@ def _tell_end(made: SweepDirectory, as_json: bool) -> None:
     left = [cell["name"] for cell, _ in workflow.unfinished(made)]
     if as_json:
         runs = [run.name for run in made.runs]
-        told = {"sweep": made.name, "path": str(made.path), "runs": runs, "unfinished": left}
-        click.echo(json.dumps(told))
+        answer = {"sweep": made.name, "path": str(made.path), "runs": runs, "unfinished": left}
+        click.echo(json.dumps(answer))
     else:
         done = len(made.cells) - len(left)
         click.echo(f"{done} of {len(made.cells)} runs are done: cookbook results {made.name}")
@@ -163,16 +163,16 @@ def _tell_end(made: SweepDirectory, as_json: bool) -> None:
 def _resume(
     site: sites.Site, name: str, parallel: int | None, executor: Executor, as_json: bool
 ) -> None:
-    found = find(site.root, name)
+    sweep = find(site.root, name)
     if executor.arrays is None:
-        _run_here(found, executor, parallel, as_json)
+        _run_here(sweep, executor, parallel, as_json)
         return
-    again = workflow.resume_sweep(found, executor.arrays, note, parallel)
+    again = workflow.resume_sweep(sweep, executor.arrays, note, parallel)
     if as_json:
-        _tell(found, as_json)
+        _tell(sweep, as_json)
         return
-    job = found.record["jobs"][-1]["job_id"]
-    click.echo(f"resumed {len(again)} runs of {found.name}, the last as job array {job}")
+    job = sweep.record["jobs"][-1]["job_id"]
+    click.echo(f"resumed {len(again)} runs of {sweep.name}, the last as job array {job}")
 
 
 def _list(site: sites.Site) -> None:

@@ -37,12 +37,12 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
     if not runs:
         raise UnknownRun(none_yet(root))
     done = []
-    for name, words in _imported(store, dict.fromkeys(runs)):
-        done.append({"run": name, "done": words})
-        if words.startswith("skipped"):
-            note(f"{name}: {words}")
+    for name, outcome in _imported(store, dict.fromkeys(runs)):
+        done.append({"run": name, "done": outcome})
+        if outcome.startswith("skipped"):
+            note(f"{name}: {outcome}")
         elif not as_json:
-            click.echo(f"{name}: {words}")
+            click.echo(f"{name}: {outcome}")
     if as_json:
         click.echo(json.dumps({"uri": store.wandb or store.uri, "runs": done}, indent=1))
     elif store.wandb:
@@ -70,8 +70,8 @@ def track_at_the_end(runs: Iterable[Run]) -> None:
         if not wanted:
             continue
         try:
-            for name, words in _imported(stores.at(site.root, str(wanted)), [run]):
-                note(f"tracking: {name} {words}")
+            for name, outcome in _imported(stores.at(site.root, str(wanted)), [run]):
+                note(f"tracking: {name} {outcome}")
         except CookbookError as error:
             # The run's own end counts; it can be imported at any time.
             note(f"warning: not tracked: {error.faults[0]}; then: cookbook track {run.name}")

@@ -23,17 +23,17 @@ def check(
 
     The findings hold every fault that can be known before the first byte.
     """
-    repositories, found = [], []
+    repositories, findings = [], []
     for each in _wanted(recipe, cluster, revision):
         try:
             with in_words(each):
                 each.ask(allow_pickle)
                 fetch.find_missing(each)
             repositories.append(each)
-            found.append(ok(each.kind, each.summary))
+            findings.append(ok(each.kind, each.summary))
         except HubFault as fault:
-            found += of_error(each.kind, fault)
-    return repositories, found + _room(repositories)
+            findings += of_error(each.kind, fault)
+    return repositories, findings + _room(repositories)
 
 
 def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Repository]:
@@ -45,33 +45,33 @@ def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Reposit
     block = config.get("hub") or {}
     if not block:
         add = "hub: {model: ORGANISATION/NAME, dataset: ORGANISATION/NAME} to it"
-        words = f"recipe {recipe.name} has no hub: block, so there is nothing to download"
-        raise RecipeFault(f"{words}: add {add}, or give +hub.model=ORGANISATION/NAME")
-    found = []
+        message = f"recipe {recipe.name} has no hub: block, so there is nothing to download"
+        raise RecipeFault(f"{message}: add {add}, or give +hub.model=ORGANISATION/NAME")
+    wanted = []
     if block.get("model"):
         name, _, named = block["model"].partition("@")
         checkpointer = config.get("checkpointer") or {}
         if not checkpointer.get("checkpoint_dir"):
-            words = f"recipe {recipe.name} names no folder for its model: set"
-            raise RecipeFault(f"{words} checkpointer.checkpoint_dir=")
+            message = f"recipe {recipe.name} names no folder for its model: set"
+            raise RecipeFault(f"{message} checkpointer.checkpoint_dir=")
         folder = Path(str(checkpointer["checkpoint_dir"]))
         files = [path for path in tokenizer_files(config).values() if path != folder]
         inside = [str(path.relative_to(folder)) for path in files if path.is_relative_to(folder)]
         needs = (*checkpoint_files(checkpointer), *inside)
-        found.append(Repository("model", name, revision or named or "main", folder, needs))
+        wanted.append(Repository("model", name, revision or named or "main", folder, needs))
     if block.get("teacher"):
         name, _, named = block["teacher"].partition("@")
         key = recipe.entry.method.teacher_key if recipe.entry.method else ""
         if not (key and config.get(key)):
-            words = f"recipe {recipe.name} names no folder for hub.teacher: set"
-            raise RecipeFault(f"{words} entry=distill and teacher=")
-        found.append(Repository("model", name, named or "main", Path(config[key]), key="teacher"))
+            message = f"recipe {recipe.name} names no folder for hub.teacher: set"
+            raise RecipeFault(f"{message} entry=distill and teacher=")
+        wanted.append(Repository("model", name, named or "main", Path(config[key]), key="teacher"))
     if block.get("dataset"):
         name, _, named = block["dataset"].partition("@")
         # Where jobs look, since their HF_HOME is hf/ of the shared root.
         folder = cluster.root / "hf" / "hub" / f"datasets--{name.replace('/', '--')}"
-        found.append(Repository("dataset", name, named or "main", folder))
-    return found
+        wanted.append(Repository("dataset", name, named or "main", folder))
+    return wanted
 
 
 def _room(repositories: list[Repository]) -> list[Finding]:
@@ -82,13 +82,15 @@ def _room(repositories: list[Repository]) -> list[Finding]:
         device = place.stat().st_dev
         size = sum(each.files[name].size for name in each.missing)
         needed[device] = (place, needed.get(device, (place, 0))[1] + size)
-    found = []
+    findings = []
     for place, size in needed.values():
         free = shutil.disk_usage(place).free
-        words = f"{size / 2**30:.2f} GiB are to be fetched, and {place} has {free / 2**30:.1f} GiB"
-        fault = failed("disk space", f"{words} free", "make room, or set COOKBOOK_ROOT")
-        found.append(fault if size > free else ok("disk space", f"{words} free"))
-    return found
+        message = (
+            f"{size / 2**30:.2f} GiB are to be fetched, and {place} has {free / 2**30:.1f} GiB"
+        )
+        fault = failed("disk space", f"{message} free", "make room, or set COOKBOOK_ROOT")
+        findings.append(fault if size > free else ok("disk space", f"{message} free"))
+    return findings
 
 
 def download(
@@ -98,8 +100,8 @@ def download(
 
     What is there already and whole is kept. HubFault lists every fault.
     """
-    repositories, found = check(recipe, cluster, revision, allow_pickle)
-    if faults := faults_of(found):
+    repositories, findings = check(recipe, cluster, revision, allow_pickle)
+    if faults := faults_of(findings):
         raise HubFault(faults)
     records = []
     for each in repositories:

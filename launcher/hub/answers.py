@@ -66,15 +66,15 @@ def in_words(repo: Repository) -> Iterator[None]:
         errors.FileMetadataError,
         errors.DryRunError,
     ) as error:
-        words = f"no answer from {constants.ENDPOINT} ({_one_line(error.__cause__ or error)})"
+        message = f"no answer from {constants.ENDPOINT} ({_one_line(error.__cause__ or error)})"
         remedy = "run this on a machine with internet, or set HTTPS_PROXY; finished files stay"
-        raise HubFault(f"{repo.name}: {words}: {remedy}") from error
+        raise HubFault(f"{repo.name}: {message}: {remedy}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            words = f"the disk under {repo.folder} is full: make room; finished files stay"
+            message = f"the disk under {repo.folder} is full: make room; finished files stay"
         else:
-            words = f"cannot write {repo.name} to {repo.folder}: {_one_line(error)}"
-        raise HubFault(f"{words}: then try again") from error
+            message = f"cannot write {repo.name} to {repo.folder}: {_one_line(error)}"
+        raise HubFault(f"{message}: then try again") from error
 
 
 def _refused(repo: Repository, error: Any) -> str:
@@ -92,11 +92,13 @@ def _refused(repo: Repository, error: Any) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         hint = nearest(repo.name, _similar(repo))
         login = "log in with: hf auth login" if where is None else f"check whose token {where} has"
-        words = f"the hub has no {repo.kind} {repo.name!r}{hint}"
-        return f"{words}: fix hub.{repo.key or repo.kind} in the recipe; if it is private, {login}"
+        message = f"the hub has no {repo.kind} {repo.name!r}{hint}"
+        return (
+            f"{message}: fix hub.{repo.key or repo.kind} in the recipe; if it is private, {login}"
+        )
     if isinstance(error, errors.RevisionNotFoundError):
-        words = f"{repo.name} has no revision {repo.revision!r}"
-        return f"{words}: see its branches and commits at {repo.page}/tree/main"
+        message = f"{repo.name} has no revision {repo.revision!r}"
+        return f"{message}: see its branches and commits at {repo.page}/tree/main"
     if status == 403:
         return f"the hub forbids {repo.name}: {ask}, with a token that may read it: hf auth login"
     return f"the hub answered {status} for {repo.name}: try again later ({_one_line(error)})"
@@ -105,8 +107,8 @@ def _refused(repo: Repository, error: Any) -> str:
 def _similar(repo: Repository) -> list[str]:
     """Return repositories with a similar name; [] if the hub does not say."""
     look = HfApi().list_datasets if repo.kind == "dataset" else HfApi().list_models
-    words = re.split(r"[-_.]", repo.name.rpartition("/")[2])
+    parts = re.split(r"[-_.]", repo.name.rpartition("/")[2])
     try:
-        return [found.id for found in look(search=words[0], limit=50)]
+        return [listed.id for listed in look(search=parts[0], limit=50)]
     except Exception:  # a hint is not worth a fault of its own
         return []

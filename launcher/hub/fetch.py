@@ -62,9 +62,9 @@ def fetch(repository: Repository, again: str, say: Say) -> Path:
             repository.snapshot(revision)
             broken = _broken(repository)
         if broken:
-            words = f"{len(broken)} of the files of {repository.name}, first {broken[0]}, differ"
+            message = f"{len(broken)} of the files of {repository.name}, first {broken[0]}, differ"
             remedy = "a proxy or the disk may be at fault; try again later"
-            raise HubFault(f"{words} from the hub's index twice in a row: {remedy}")
+            raise HubFault(f"{message} from the hub's index twice in a row: {remedy}")
         record = repository.folder / paths.DOWNLOAD_RECORD
         write_text(record, json.dumps(_record(repository), indent=1) + "\n", mode=0o644)
     say(f"{repository.name}: all {count} files are whole; recorded in {record}")
@@ -74,10 +74,10 @@ def fetch(repository: Repository, again: str, say: Say) -> Path:
 def _broken(repository: Repository) -> list[str]:
     """Return the files that are missing or differ from the hub's checksums."""
     kind, commit, folder = repository.kind, repository.commit, repository.place
-    found = HfApi().verify_repo_checksums(
+    verified = HfApi().verify_repo_checksums(
         repository.name, repo_type=kind, revision=commit, local_dir=folder
     )
-    wrong = {each["path"] for each in found.mismatches}.union(found.missing_paths)
+    wrong = {each["path"] for each in verified.mismatches}.union(verified.missing_paths)
     return [name for name in repository.files if name in wrong]
 
 
@@ -112,8 +112,8 @@ def _alone(repository: Repository) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            words = f"another download is writing to {repository.folder}"
-            raise HubFault(f"{words}: wait until it ends, then try again") from error
+            message = f"another download is writing to {repository.folder}"
+            raise HubFault(f"{message}: wait until it ends, then try again") from error
         for file in folder.rglob("*.incomplete"):
             if time.time() - file.stat().st_mtime > _LEFTOVER_S:
                 file.unlink(missing_ok=True)
@@ -125,8 +125,8 @@ def _interruptible(again: str) -> Iterator[None]:
     """End at once on Ctrl-C: the client's threads would first finish the files they are at."""
 
     def end(number: int, _: object) -> None:
-        words = f"interrupted; finished files stay: go on with: {again}\n"
-        os.write(2, f"\nerror: {words}".encode())
+        message = f"interrupted; finished files stay: go on with: {again}\n"
+        os.write(2, f"\nerror: {message}".encode())
         os._exit(128 + number)
 
     before = {each: signal.signal(each, end) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -162,7 +162,9 @@ def make_tables(recipe: Recipe, cluster: Site, repository: Repository, say: Say)
     if done.returncode:
         named = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
         why = (named or done.stderr.strip().splitlines() or ["no message"])[-1]
-        words = f"the files of {repository.name} are there and whole, but datasets cannot read them"
+        message = (
+            f"the files of {repository.name} are there and whole, but datasets cannot read them"
+        )
         remedy = "fix the recipe's dataset block (name, data_dir, data_files), then try again"
-        raise HubFault(f"{words}: {why}: {remedy}")
+        raise HubFault(f"{message}: {why}: {remedy}")
     say(f"{repository.name}: rows {done.stdout.strip()}")

@@ -55,9 +55,9 @@ class Repository:
     @property
     def summary(self) -> str:
         gib, count = sum(file.size for file in self.files.values()) / 2**30, len(self.files)
-        words = f"{self.name} at {self.commit[:12]}: {count} files, {gib:.2f} GiB"
+        text = f"{self.name} at {self.commit[:12]}: {count} files, {gib:.2f} GiB"
         there = f"{count - len(self.missing)} of them already there"
-        return f"{words}, {there}; into {self.folder}"
+        return f"{text}, {there}; into {self.folder}"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -119,8 +119,8 @@ class Repository:
             why = f"not in the repository{nearest(lacking[0], whole)}: fix the recipe, or choose "
             why += "another --revision"
         if named := pickles or lacking:
-            words = f"{len(named)} of the files that the recipe reads from {self.name}, first"
-            raise HubFault(f"{words} {named[0]}, are {why}")
+            message = f"{len(named)} of the files that the recipe reads from {self.name}, first"
+            raise HubFault(f"{message} {named[0]}, are {why}")
         if not self.files:
             why = f"has only {why}" if whole else "has no files: choose another --revision"
             raise HubFault(f"{self.name} {why}")

@@ -37,7 +37,7 @@ def _drawn(
     title: str,
     rows: Sequence[Mapping[str, Any]],
     series: Sequence[tuple[str, list[Any]]],
-    words: Any,
+    text_of: Any,
 ) -> dict[str, Any] | None:
     failed = [row.get("state") == "OUT_OF_MEMORY" for row in rows]
     # What does not fit may be larger than everything else together: its bar is cut.
@@ -68,12 +68,12 @@ def _drawn(
                     "y": f"{top + place * thick:.1f}",
                     "width": f"{max(1.0, (RIGHT - LEFT) * share):.1f}",
                     "height": f"{thick - 1:.1f}",
-                    "words": f"{kind}: {words(value)}{mark}",
+                    "words": f"{kind}: {text_of(value)}{mark}",
                 }
             )
         name = str(row.get("cell") or row["run"])
         newest = next((given[number] for _, given in series[::-1] if given[number] is not None), "")
-        told = words(newest) if isinstance(newest, int | float) else ""
+        label = text_of(newest) if isinstance(newest, int | float) else ""
         drawn.append(
             {
                 "name": name if len(name) <= _LABEL else f"{name[: _LABEL - 3]}...",
@@ -83,7 +83,7 @@ def _drawn(
                 "top": top,
                 "height": ROW - 11,
                 "failed": failed[number],
-                "told": "out of memory" if failed[number] else told,
+                "told": "out of memory" if failed[number] else label,
             }
         )
     return {

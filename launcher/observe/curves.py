@@ -35,7 +35,7 @@ class Curves:
 
 def read(run: Run, names: Sequence[str]) -> Curves:
     """Return the curves of a run; a line of its metrics that is cut short is left out."""
-    found = Curves(run.name, {name: [] for name in names})
+    curves = Curves(run.name, {name: [] for name in names})
     times: list[Point] = []
     for row in _rows(run):
         step, when = row.get("step"), row.get("time")
@@ -46,19 +46,19 @@ def read(run: Run, names: Sequence[str]) -> Curves:
         for name in names:
             value = row.get(name)
             if _is_number(value):
-                found.points[name].append((step, value))
+                curves.points[name].append((step, value))
     if GPU_USE in names and times:
-        found.points[GPU_USE] = _by_step(gpu_use.curve(run), sorted(times))
-    found.points = {name: thinned(line) for name, line in found.points.items() if line}
+        curves.points[GPU_USE] = _by_step(gpu_use.curve(run), sorted(times))
+    curves.points = {name: thinned(line) for name, line in curves.points.items() if line}
     ended = run.attempts
     for attempt in [*ended[1:], *([run.status] if ended else [])]:
         began = attempt.get("started")
         if _is_number(began) and attempt.get("attempt") != ended[0].get("attempt"):
             step = next((step for when, step in times if when >= began), None)
             mark = f"attempt {attempt.get('attempt')}"
-            if step is not None and mark not in [label for _, label in found.attempts]:
-                found.attempts.append((step, mark))
-    return found
+            if step is not None and mark not in [label for _, label in curves.attempts]:
+                curves.attempts.append((step, mark))
+    return curves
 
 
 def _by_step(points: Sequence[Point], times: Sequence[Point]) -> list[Point]:
@@ -102,15 +102,15 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
         return list(points)
     parts = most // 2 - 1  # and the ends
     bounds = [len(points) * k // parts for k in range(parts + 1)]
-    found: list[Point] = []
+    kept: list[Point] = []
     for begin, end in pairwise(bounds):
         part = range(begin, end)
         low = min(part, key=lambda k: points[k][1])
         high = max(part, key=lambda k: points[k][1])
-        found += [points[k] for k in sorted({low, high})]
-    first = [points[0]] if found[0] != points[0] else []
-    last = [points[-1]] if found[-1] != points[-1] else []
-    return [*first, *found, *last]
+        kept += [points[k] for k in sorted({low, high})]
+    first = [points[0]] if kept[0] != points[0] else []
+    last = [points[-1]] if kept[-1] != points[-1] else []
+    return [*first, *kept, *last]
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:

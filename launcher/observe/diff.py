@@ -25,7 +25,7 @@ class Difference:
     lines: tuple[str, ...] = ()
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         return f"{self.name}  {_value(self.before)} -> {_value(self.after)}"
 
 
@@ -36,19 +36,19 @@ def _value(value: Any) -> str:
 def differences(one: Run, other: Run) -> list[Difference]:
     """Return what two runs were given that was not the same."""
     first, second = one.provenance, other.provenance
-    found = list(_mapped("configuration", configuration(one), configuration(other)))
-    found += _code(_block(first, "kit"), _block(second, "kit"))
-    found += _mapped("packages", _packages(first), _packages(second))
+    changed = list(_mapped("configuration", configuration(one), configuration(other)))
+    changed += _code(_block(first, "kit"), _block(second, "kit"))
+    changed += _mapped("packages", _packages(first), _packages(second))
     system = ("python", "slurm")
-    found += _mapped("system", _some(first, system), _some(second, system))
+    changed += _mapped("system", _some(first, system), _some(second, system))
     model = ("folder", "revision")
-    found += _mapped(
+    changed += _mapped(
         "model", _some(_block(first, "model"), model), _some(_block(second, "model"), model)
     )
     # A run of an earlier version has no record of its data.
     if "data" in first and "data" in second:
-        found += _mapped("data", _data(first), _data(second))
-    return found
+        changed += _mapped("data", _data(first), _data(second))
+    return changed
 
 
 def _mapped(part: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
@@ -100,36 +100,36 @@ def _names(kit: dict[str, Any]) -> str:
     return ", ".join(map(str, kit.get("untracked") or [])) or "none"
 
 
-def verdict(found: list[Difference]) -> str:
+def verdict(changed: list[Difference]) -> str:
     """Say whether only one thing changed, so that it explains the outcome."""
-    if not found:
+    if not changed:
         return "nothing recorded differs: differences in the outcome are random"
     # One commit may change many things, and so may a package; each counts as one here.
-    if len(found) == 1:
-        return f"one thing changed: {found[0].part}, {found[0].words}"
+    if len(changed) == 1:
+        return f"one thing changed: {changed[0].part}, {changed[0].text}"
     parts: dict[str, int] = {}
-    for each in found:
+    for each in changed:
         parts[each.part] = parts.get(each.part, 0) + 1
     counted = ", ".join(f"{count} in {part}" for part, count in parts.items())
-    return f"{len(found)} things changed ({counted}): the outcome cannot be attributed to one"
+    return f"{len(changed)} things changed ({counted}): the outcome cannot be attributed to one"
 
 
 def lines(one: Run, other: Run) -> Iterator[str]:
     """Yield the comparison of two runs for a person to read."""
     yield plain(f"A  {one.name}")
     yield plain(f"B  {other.name}")
-    found = differences(one, other)
-    for part in dict.fromkeys(each.part for each in found):
+    changed = differences(one, other)
+    for part in dict.fromkeys(each.part for each in changed):
         yield part
-        for each in found:
+        for each in changed:
             if each.part == part:
-                yield plain(f"  {each.words}")
+                yield plain(f"  {each.text}")
                 yield from (plain(f"    {line}") for line in each.lines[:_SHOWN_LINES])
                 if len(each.lines) > _SHOWN_LINES:
                     yield f"    and {len(each.lines) - _SHOWN_LINES} more lines"
     yield "outcome"
     yield from _outcomes(one, other)
-    yield plain(verdict(found))
+    yield plain(verdict(changed))
 
 
 _FIGURES = (
@@ -160,14 +160,14 @@ def _outcomes(one: Run, other: Run) -> Iterator[str]:
 
 def as_json(one: Run, other: Run) -> dict[str, Any]:
     """Return the comparison for a program to read."""
-    found, known = differences(one, other), states([one, other])
+    changed, known = differences(one, other), states([one, other])
     return {
         "a": one.name,
         "b": other.name,
         "differences": [
             {"part": each.part, "name": each.name, "a": each.before, "b": each.after}
-            for each in found
+            for each in changed
         ],
-        "only_one": len(found) == 1,
+        "only_one": len(changed) == 1,
         "outcome": {run.name: outcome(run, known[run.name]) for run in (one, other)},
     }

@@ -43,23 +43,23 @@ class EndedRows:
         self._kept: dict[str, Any] = {}
         # Texts that rows name by their number, because many rows have them.
         self.texts: list[str] = []
-        found = files.read_json_or_none(self.file)
-        if isinstance(found, dict) and found.get("format") == form:
-            rows, texts = found.get("rows"), found.get("texts")
+        content = files.read_json_or_none(self.file)
+        if isinstance(content, dict) and content.get("format") == form:
+            rows, texts = content.get("rows"), content.get("texts")
             if isinstance(rows, dict) and isinstance(texts, list):
                 self._kept, self.texts = rows, texts
 
     def find(self, runs: Iterable[Run]) -> dict[str, Row]:
         """Return the rows of the runs that are as they were."""
-        found, now = {}, time.time()
+        rows, now = {}, time.time()
         for run in runs:
             if not (mark := _mark(run, now)):
                 continue
             self._marks[run.name] = mark
             kept = self._kept.get(run.name)
             if isinstance(kept, list) and len(kept) == 2 and kept[0] == mark:
-                found[run.name] = kept[1]
-        return found
+                rows[run.name] = kept[1]
+        return rows
 
     def keep(self, runs: Sequence[Run], rows: Mapping[str, Row]) -> None:
         """Keep the rows of runs that have ended; find has looked at them before they were read."""
@@ -88,7 +88,7 @@ def _mark(run: Run, now: float) -> str:
     except OSError:
         return ""
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
-    return f"{found.st_ino}-{found.st_mtime_ns}" if now - found.st_mtime > _SETTLED_S else ""
+    return f"{status.st_ino}-{status.st_mtime_ns}" if now - status.st_mtime > _SETTLED_S else ""

@@ -18,8 +18,8 @@ def of_run(run: Run) -> dict[str, Any] | None:
 def all_of(run: Run) -> list[dict[str, Any]]:
     """Return the results in a run: an evaluation's own, or those of its model; newest first."""
     read = [files.read_json_or_none(path) for path in (run.path / files.EVALS).glob("*.json")]
-    found = [each for each in read if isinstance(each, dict) and "tasks" in each]
-    return sorted(found, key=lambda each: float(each.get("created") or 0), reverse=True)
+    results = [each for each in read if isinstance(each, dict) and "tasks" in each]
+    return sorted(results, key=lambda each: float(each.get("created") or 0), reverse=True)
 
 
 def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
@@ -68,8 +68,8 @@ def _batches(result: Mapping[str, Any]) -> Iterator[str]:
         speed = ((block.get("speed") or {}).get("candidate") or {}).get("tokens_per_second")
         rate = f", {speed:.4g} tokens/s" if speed else ""
         left = int((block.get("too_long") or {}).get("candidate") or 0)
-        words = f"; {left:,} are too long and are not answered" if left else ""
-        yield f"{task}: {block['samples']:,} prompts{rate}: {block['output']}{words}"
+        note = f"; {left:,} are too long and are not answered" if left else ""
+        yield f"{task}: {block['samples']:,} prompts{rate}: {block['output']}{note}"
 
 
 def _versus(theirs: Mapping[str, Any] | None) -> str:
@@ -78,8 +78,8 @@ def _versus(theirs: Mapping[str, Any] | None) -> str:
 
 def _decoding(settings: Mapping[str, Any]) -> str:
     heat = float(settings.get("temperature") or 0)
-    words = f"temperature {heat:g}, top_p {settings.get('top_p')}" if heat else "greedy"
-    return f"{words}, at most {settings.get('max_new_tokens')} new tokens"
+    text = f"temperature {heat:g}, top_p {settings.get('top_p')}" if heat else "greedy"
+    return f"{text}, at most {settings.get('max_new_tokens')} new tokens"
 
 
 def _value(figures: Any) -> str:
@@ -106,12 +106,12 @@ def _compared(figures: Mapping[str, Any]) -> list[str]:
 
 def _notes(result: Mapping[str, Any]) -> Iterator[str]:
     for task, block in (result.get("tasks") or {}).items():
-        found = block.get("contamination")
-        if found:
-            overlap = next((v for k, v in found.items() if k.startswith("overlap")), 0)
+        overlaps = block.get("contamination")
+        if overlaps:
+            overlap = next((v for k, v in overlaps.items() if k.startswith("overlap")), 0)
             yield (
-                f"{task}: of {found['samples']:,} samples the training set contains "
-                f"{found['exact']:,} exactly, and shares 13 consecutive words with {overlap:,}"
+                f"{task}: of {overlaps['samples']:,} samples the training set contains "
+                f"{overlaps['exact']:,} exactly, and shares 13 consecutive words with {overlap:,}"
             )
         for side, count in (block.get("too_long") or {}).items():
             if count:
@@ -122,11 +122,11 @@ def _notes(result: Mapping[str, Any]) -> Iterator[str]:
 
 def _differing(result: Mapping[str, Any], samples: int) -> Iterator[str]:
     for task, block in (result.get("tasks") or {}).items():
-        found = block.get("differing")
-        if not found or not samples:
+        differing = block.get("differing")
+        if not differing or not samples:
             continue
-        yield f"\n{task}: {found['count']:,} answers differ"
-        for each in found["first"][:samples]:
+        yield f"\n{task}: {differing['count']:,} answers differ"
+        for each in differing["first"][:samples]:
             yield plain(f"  prompt     {_cut(each['prompt'])}")
             yield plain(f"  reference  {_cut(each['reference'])}")
             yield plain(f"  this       {_cut(each['candidate'])}")

@@ -15,10 +15,10 @@ _RANK = re.compile(r"rank (\d+) on ")
 
 @dataclass(frozen=True)
 class FirstError:
-    """The first failure of an attempt: in words, its traceback, the log that shows it."""
+    """The first failure of an attempt: in message, its traceback, the log that shows it."""
 
     attempt: int
-    words: str
+    message: str
     traceback: str
     log: Path
 
@@ -43,16 +43,16 @@ def first_error(run: Run, attempt: int | None = None) -> FirstError | None:
 def _found(
     run: Run, number: int, record: dict[str, Any], errors: list[dict[str, Any]], folder: Path
 ) -> FirstError:
-    words = str(record.get("message") or "")
-    named = _RANK.search(words)
+    text = str(record.get("message") or "")
+    named = _RANK.search(text)
     rank = int(named[1]) if named else None
     error = next((each for each in errors if each.get("rank") == rank), None)
-    if not words and errors:
+    if not text and errors:
         # The attempt has not ended yet: ranks that only lost their peers explain nothing.
         error = min(errors, key=lambda each: (each.get("type") == "PeerError", _time(each)))
         rank = error.get("rank")
         message = str(error.get("message") or error.get("type") or "error").partition("\n")[0]
-        words = f"rank {rank} on {error.get('host', '?')}: {message}"
+        text = f"rank {rank} on {error.get('host', '?')}: {message}"
     nodes = record.get("nodes")
     names = nodes if isinstance(nodes, list) else []
     at = names.index(record["node"]) if record.get("node") in names else 0
@@ -62,7 +62,7 @@ def _found(
     cause = record.get("cause")
     return FirstError(
         number,
-        f"{cause}: {words}" if cause else words,
+        f"{cause}: {text}" if cause else text,
         str((error or {}).get("traceback") or ""),
         log,
     )

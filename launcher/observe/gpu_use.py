@@ -20,10 +20,10 @@ def newest(run: Run) -> list[dict[str, Any]]:
     if logs is None:
         return []
     try:
-        found = [files.last_json_line(path) for path in _files(logs)]
+        rows = [files.last_json_line(path) for path in _files(logs)]
     except OSError:
         return []
-    return [each for each in found if isinstance(each, dict) and _gpus(each)]
+    return [each for each in rows if isinstance(each, dict) and _gpus(each)]
 
 
 def lines(run: Run) -> Iterator[str]:

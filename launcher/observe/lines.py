@@ -58,13 +58,13 @@ def tail_start(path: Path, count: int) -> int:
                 begin = max(farthest, place - _BLOCK)
                 file.seek(begin)
                 block = file.read(place - begin)
-                found = block.count(b"\n")
-                if found >= wanted:
+                newlines = block.count(b"\n")
+                if newlines >= wanted:
                     position = len(block)
                     for _ in range(wanted):
                         position = block.rfind(b"\n", 0, position)
                     return begin + position + 1
-                wanted -= found
+                wanted -= newlines
                 place = begin
             return place
     except OSError:
@@ -133,10 +133,10 @@ class StepTimes:
     def at(self, step: int) -> float | None:
         """Return when a step was logged, None if it was not."""
         while self._step < step:
-            found = next(self._lines, None)
-            if found is None:
+            entry = next(self._lines, None)
+            if entry is None:
                 return None
-            self._step, self._time = found
+            self._step, self._time = entry
         return self._time if self._step == step else None
 
     @staticmethod
@@ -144,8 +144,8 @@ class StepTimes:
         try:
             with open(metrics, "rb") as file:
                 for line in file:
-                    if found := _LOGGED.search(line):
-                        yield int(found[1]), float(found[2])
+                    if match := _LOGGED.search(line):
+                        yield int(match[1]), float(match[2])
         except OSError:
             return
 
@@ -173,8 +173,8 @@ def _timed(
 ) -> Iterator[tuple[float, str, Source, str]]:
     now = began
     for line in read(source.path, start, end):
-        found = _STEP.match(line)
-        when = steps.at(int(found[1])) if found else stamp(line, began)
+        match = _STEP.match(line)
+        when = steps.at(int(match[1])) if match else stamp(line, began)
         # Clocks go back when a host's time is set; the lines of one file keep their order.
         now = max(now, when or now)
         yield now, source.origin, source, line
@@ -186,22 +186,22 @@ def stamp(line: str, began: float) -> float | None:
     Args:
         began: when the attempt started: formats without a date or a year mean the next such time.
     """
-    found = _STAMP.match(line)
-    if not found:
+    match = _STAMP.match(line)
+    if not match:
         return None
     start = datetime.fromtimestamp(began, UTC)
     try:
-        if found["date"]:
-            zone = UTC if found["utc"] else None
-            text = f"{found['date']} {found['clock']}"
+        if match["date"]:
+            zone = UTC if match["utc"] else None
+            text = f"{match['date']} {match['clock']}"
             when = datetime.fromisoformat(text).replace(tzinfo=zone).timestamp()
-            return when + float((found["part"] or "0").replace(",", "."))
-        if found["glog"]:
+            return when + float((match["part"] or "0").replace(",", "."))
+        if match["glog"]:
             # torch's own format has the node's local time and no year.
-            text = f"{start.year}-{found['month']}-{found['day']} {found['glog']}"
-            when = datetime.fromisoformat(text).timestamp() + float(found["micro"] or 0)
+            text = f"{start.year}-{match['month']}-{match['day']} {match['glog']}"
+            when = datetime.fromisoformat(text).timestamp() + float(match["micro"] or 0)
             return when if when > began - 86400 * 180 else when + 86400 * 365
-        clock = time.strptime(found["script"], "%H:%M:%S")
+        clock = time.strptime(match["script"], "%H:%M:%S")
     except ValueError:
         return None
     midnight = datetime(start.year, start.month, start.day, tzinfo=UTC).timestamp()

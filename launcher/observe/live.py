@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.observe import gpu_use
+from launcher.observe import gpu_use, rollouts
 from launcher.observe.lines import Growing, tail_start
 from launcher.observe.logs import Tail
 from launcher.observe.status import left_s, part_of, used_s
@@ -41,6 +41,8 @@ class View:
         metrics = run.path / files.METRICS
         self._metrics = Growing(metrics, tail_start(metrics, _STEPS))
         self._losses: dict[int, float] = {}
+        self._rewards: dict[int, float] = {}
+        self._figures: list[str] = []
         self._newest: dict[str, Any] = {}
         self._tail = Tail(run)
         self._lines: deque[str] = deque(maxlen=_LINES)
@@ -57,6 +59,9 @@ class View:
                 if isinstance(loss, int | float) and math.isfinite(loss):
                     # Steps that were done again replace those that were lost.
                     self._losses[step] = loss
+                if isinstance(reward := row.get("reward"), int | float):
+                    self._rewards[step] = reward
+                self._figures = rollouts.figures(row) or self._figures
         while lines := self._tail.new_lines():
             for line in lines:
                 line = plain(line.rpartition("\r")[2])
@@ -90,35 +95,38 @@ class View:
         step = self._newest.get("step", run.progress.get("step")) or 0
         used, left = used_s(run, state), left_s(self._newest, total)
         part = None if state.ended else part_of(run)
-        words = [f"step {step}/{total or '?'}", *([part] if part else [])]
-        words += [] if used is None else [f"used {duration(used)}"]
-        words += [] if left is None or state.ended else [f"about {duration(left)} left"]
+        parts = [f"step {step}/{total or '?'}", *([part] if part else [])]
+        parts += [] if used is None else [f"used {duration(used)}"]
+        parts += [] if left is None or state.ended else [f"about {duration(left)} left"]
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
         done = isinstance(total, int) and isinstance(step, int)
         bar = ProgressBar(total or 1, step if done else 0, complete_style="cyan")
-        row.add_row(bar, Text(", ".join(words)))
+        row.add_row(bar, Text(", ".join(parts)))
         return row
 
     def _curve(self, width: int) -> list[RenderableType]:
-        losses = list(self._losses.values())
-        if not losses:
-            return []
-        text = f"loss {losses[0]:.4g} -> {losses[-1]:.4g}  "
-        return [Text(text).append(sparkline(losses, max(8, width - len(text))), style="cyan")]
+        lines: list[RenderableType] = []
+        for name, values in (("loss", self._losses), ("reward", self._rewards)):
+            if points := list(values.values()):
+                text = f"{name} {points[0]:.4g} -> {points[-1]:.4g}  "
+                line = sparkline(points, max(8, width - len(text)))
+                lines.append(Text(text).append(line, style="cyan"))
+        own = (Text(each, no_wrap=True, overflow="ellipsis") for each in self._figures)
+        return [*lines, *own]
 
     def _speed(self, run: Run) -> RenderableType:
         newest = self._newest
         gpu, host = newest.get("peak_memory_reserved_gb"), newest.get("memory_rss_gb")
-        words = [
+        parts = [
             number(newest.get("tokens_per_second_per_gpu"), ",.0f", " tokens/s per GPU"),
             f"MFU {percent(newest.get('mfu'))}",
             f"GPU memory {number(gpu, '.1f', ' GiB')}",
             f"CPU memory per rank {number(host, '.1f', ' GiB')}",
             f"lr {number(newest.get('lr'), '.2e')}",
         ]
-        known = [each for each in words if not each.endswith("-")]
+        known = [each for each in parts if not each.endswith("-")]
         return Text(", ".join(known) or "no step is logged yet", no_wrap=True, overflow="ellipsis")
 
 

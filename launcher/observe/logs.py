@@ -27,17 +27,18 @@ class Wanted:
     """Which logs of a run are asked for.
 
     ranks: such as "0", "0-3,8" or "all". nodes: their places or names, or "all". job: the job
-    script's own log too. attempt: None for the newest.
+    script's own log too. rollouts: those of replicas. attempt: None for the newest.
     """
 
     ranks: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     job: bool = False
+    rollouts: bool = False
     attempt: int | None = None
 
     @property
     def default(self) -> bool:
-        return not (self.ranks or self.nodes or self.job)
+        return not (self.ranks or self.nodes or self.job or self.rollouts)
 
 
 def choose(run: Run, wanted: Wanted) -> list[Source]:
@@ -61,14 +62,20 @@ def choose(run: Run, wanted: Wanted) -> list[Source]:
         return [first if first.path.exists() else job]
     names = _node_names(run, int(folder.name) if folder.name.isdigit() else None)
     ranks, nodes = _numbers(folder, "rank"), _numbers(folder, "node")
-    found = [job] if wanted.job else []
+    sources = [job] if wanted.job else []
+    if wanted.rollouts:
+        # A replica outlives attempts: its log is in the folder of the one that it began in.
+        paths = {path.name: path for each in attempts(run) for path in each.glob("rollout_*.log")}
+        if not paths:
+            raise UsageFault(f"--rollouts: {run.name} has no rollout nodes, or none has started")
+        sources += [Source(path, path.stem.replace("_", " ")) for path in paths.values()]
     for number in _picked(wanted.nodes, nodes, "node", names, run, folder):
-        found.append(Source(folder / f"node_{number}.log", _node(number, names)))
+        sources.append(Source(folder / f"node_{number}.log", _node(number, names)))
     per_node = run.asked["gpus_per_node"] or 1
     for number in _picked(wanted.ranks, ranks, "rank", [], run, folder):
         origin = f"{_node(number // per_node, names)} rank {number}"
-        found.append(Source(folder / f"rank_{number}.log", origin))
-    return found
+        sources.append(Source(folder / f"rank_{number}.log", origin))
+    return sources
 
 
 def _node(number: int, names: list[str]) -> str:
@@ -93,7 +100,7 @@ def _picked(
     asked: tuple[str, ...], there: list[int], kind: str, names: list[str], run: Run, folder: Path
 ) -> list[int]:
     """Return the numbers that texts such as 0-3,8 or all or a node's name mean, each once."""
-    found: dict[int, None] = {}
+    picked: dict[int, None] = {}
     for part in (part.strip() for text in asked for part in text.split(",")):
         given = _RANGE.match(part)
         if part == "all":
@@ -108,19 +115,19 @@ def _picked(
         if missing := [number for number in numbers if number not in there]:
             have = ", ".join(f"{kind}_{number}.log" for number in there[:16])
             have += f" and {len(there) - 16} more" if len(there) > 16 else ""
-            words = f"attempt {folder.name} of {run.name} has no {kind}_{missing[0]}.log"
-            raise UsageFault(f"{words}; it has: {have or 'none yet'}")
-        found |= dict.fromkeys(numbers)
-    return list(found)
+            message = f"attempt {folder.name} of {run.name} has no {kind}_{missing[0]}.log"
+            raise UsageFault(f"{message}; it has: {have or 'none yet'}")
+        picked |= dict.fromkeys(numbers)
+    return list(picked)
 
 
 def attempts(run: Run) -> list[Path]:
     """Return the log folders of the attempts, the first one first."""
     try:
-        found = [path for path in run.logs.iterdir() if path.name.isdigit()]
+        folders = [path for path in run.logs.iterdir() if path.name.isdigit()]
     except OSError:
         return []
-    return sorted(found, key=lambda path: int(path.name))
+    return sorted(folders, key=lambda path: int(path.name))
 
 
 def show(
@@ -234,12 +241,12 @@ def _new_lines(
 def _choose_if_there(run: Run, wanted: Wanted) -> list[Source]:
     """Like choose, but without logs that may still come."""
     try:
-        found = choose(run, wanted)
+        sources = choose(run, wanted)
     except UsageFault:
         if wanted.attempt is not None and run.latest_logs() is not None:
             raise
         return []
-    return [source for source in found if source.path.exists()]
+    return [source for source in sources if source.path.exists()]
 
 
 class Tail:

@@ -25,21 +25,21 @@ class Prepared:
 
 def every(root: Path) -> list[dict[str, Any]]:
     """Return name, version, rows, splits and time of the newest version of each set."""
-    found = []
+    sets = []
     for folder in sorted((root / "datasets" / FOLDER).glob("*/")):
         card = files.read_json_or_none(folder / CURRENT / CARD)
         if isinstance(card, dict):
             splits = {name: each["rows"] for name, each in card["splits"].items()}
             version = (folder / CURRENT).resolve().name
             known = {"name": folder.name, "version": version, "rows": card["rows"]}
-            found.append({**known, "splits": splits, "created": card["created"]})
-    return found
+            sets.append({**known, "splits": splits, "created": card["created"]})
+    return sets
 
 
-def table(found: list[dict[str, Any]]) -> list[str]:
+def table(sets: list[dict[str, Any]]) -> list[str]:
     """Return the lines of a list of sets."""
     lines = [f"{'NAME':24} {'ROWS':>12}  {'MADE':16}  SPLITS"]
-    for each in found:
+    for each in sets:
         made = f"{datetime.fromtimestamp(each['created'], UTC):%Y-%m-%d %H:%M}"
         splits = ", ".join(f"{name} {rows:,}" for name, rows in each["splits"].items())
         lines.append(f"{each['name']:24} {each['rows']:>12,}  {made:16}  {splits}")
@@ -110,14 +110,16 @@ def origin(one: Prepared, row: int) -> str:
     inputs = {each["number"]: each for each in one.lineage["inputs"]}
     if number not in inputs or line < 1:
         raise UsageFault(f"{row} is not an id of {one.name}: read one from the column id")
-    found = inputs[number]
-    if found.get("first"):
+    source = inputs[number]
+    if source.get("first"):
         # It was read from a copy, which is gone.
-        return f"row {found['first'] - 1 + line} of {found['origin']}"
-    if found["type"] == "sql":
-        return f"row {line} of {found['file']}, as the database returned them, of {found['origin']}"
-    where = f"{found['file']}, {'row' if found['type'] == 'parquet' else 'line'} {line}"
-    return f"{where} (from {found['origin']})" if found["origin"] else where
+        return f"row {source['first'] - 1 + line} of {source['origin']}"
+    if source["type"] == "sql":
+        return (
+            f"row {line} of {source['file']}, as the database returned them, of {source['origin']}"
+        )
+    where = f"{source['file']}, {'row' if source['type'] == 'parquet' else 'line'} {line}"
+    return f"{where} (from {source['origin']})" if source["origin"] else where
 
 
 def differences(a: Prepared, b: Prepared) -> list[str]:
@@ -166,10 +168,10 @@ def _inputs(a: Prepared, b: Prepared) -> Iterator[str]:
 
 def _parts(one: Prepared) -> dict[str, list[dict[str, Any]]]:
     """Return the inputs of a set: each file, and the parts of each table, query or dataset."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_origin: dict[str, list[dict[str, Any]]] = {}
     for each in one.lineage["inputs"]:
-        found.setdefault(each["origin"] or each["file"], []).append(each)
-    return found
+        by_origin.setdefault(each["origin"] or each["file"], []).append(each)
+    return by_origin
 
 
 def _digest(parts: list[dict[str, Any]]) -> str:

@@ -33,35 +33,35 @@ def ranks(run: Run) -> tuple[list[RankTime], list[str]]:
             f"{run.name} has no profiler trace: record one with: cookbook submit "
             f"{run.submission.get('recipe') or 'RECIPE'} --profile"
         )
-    found, faults = [], []
+    times, faults = [], []
     for rank, path in paths.items():
         try:
-            found.append(trace.read(path, rank))
+            times.append(trace.read(path, rank))
         except RunFault as fault:
             faults += fault.faults
-    if not found:
+    if not times:
         raise RunFault(faults)
-    return found, faults
+    return times, faults
 
 
-def slowest(found: Sequence[RankTime]) -> tuple[RankTime, float] | None:
+def slowest(times: Sequence[RankTime]) -> tuple[RankTime, float] | None:
     """Return the rank that the others wait for, and by how many seconds per step; None for one.
 
     In a step that ends in a collective all ranks take as long as the slowest. It is the one that
     waits least: its time less exposed communication is compared with the median of the others.
     """
-    if len(found) < 2:
+    if len(times) < 2:
         return None
-    last = max(found, key=lambda each: each.own / each.steps)
-    others = median(each.own / each.steps for each in found if each is not last)
+    last = max(times, key=lambda each: each.own / each.steps)
+    others = median(each.own / each.steps for each in times if each is not last)
     return last, last.own / last.steps - others
 
 
-def advice(found: Sequence[RankTime], config: dict[str, Any]) -> str:
+def advice(times: Sequence[RankTime], config: dict[str, Any]) -> str:
     """Return one sentence on what to try."""
-    step_s = mean(each.total / each.steps for each in found)
-    shares = {part: mean(getattr(each, part) / each.total for each in found) for part in _PARTS}
-    slow = slowest(found)
+    step_s = mean(each.total / each.steps for each in times)
+    shares = {part: mean(getattr(each, part) / each.total for each in times) for part in _PARTS}
+    slow = slowest(times)
     if slow and slow[1] > _SLOW * step_s:
         rank, seconds = slow
         return (
@@ -73,7 +73,7 @@ def advice(found: Sequence[RankTime], config: dict[str, Any]) -> str:
     share = f"{100 * shares[worst]:.0f} % of a step"
     if shares[worst] < _WORTH[worst]:
         change = "compile=true" if not config.get("compile") else "enable_fp8_training=true"
-        if not found[0].on_gpu:
+        if not times[0].on_gpu:
             change = "fewer, larger operators (a larger batch_size)"
         share = f"{100 * shares['compute']:.0f} % of a step is compute"
         return f"{share}, so only faster operators help: look at the first ones above, try {change}"
@@ -82,7 +82,7 @@ def advice(found: Sequence[RankTime], config: dict[str, Any]) -> str:
         return f"ranks wait for data in {share}: {change}, or put data on a faster disk"
     if worst == "copies":
         change = "leave fsdp_cpu_offload and enable_activation_offloading out if memory allows"
-        if not found[0].on_gpu:
+        if not times[0].on_gpu:
             change = "a lower precision or a larger batch_size makes them fewer"
         return f"{share} is copies between or within memories: {change}"
     if worst == "exposed_communication":
@@ -91,38 +91,38 @@ def advice(found: Sequence[RankTime], config: dict[str, Any]) -> str:
             "gradient_accumulation_steps, or shard within a node (data_parallel_replicate_dim = "
             "number of nodes)"
         )
-    if not found[0].on_gpu:
+    if not times[0].on_gpu:
         return f"no operator runs in {share}: Python itself uses the time; raise batch_size"
     return f"the GPU waits for Python in {share}: try compile=true, or raise batch_size"
 
 
-def lines(run: Run, found: Sequence[RankTime], config: dict[str, Any], top: int) -> Iterator[str]:
+def lines(run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int) -> Iterator[str]:
     """Yield the table, the top kernels and operators, the slowest rank and what to try."""
     world = [run.asked[key] for key in ("nodes", "gpus_per_node")]
     total = world[0] * world[1] if all(world) else None
-    traced = f"{len(found)} of {total} ranks" if total else f"{len(found)} ranks"
-    steps = f"{found[0].steps} step{'s' if found[0].steps != 1 else ''}"
-    yield f"{run.name}: {steps}, traced on {traced} ({'GPU' if found[0].on_gpu else 'CPU'})"
+    traced = f"{len(times)} of {total} ranks" if total else f"{len(times)} ranks"
+    steps = f"{times[0].steps} step{'s' if times[0].steps != 1 else ''}"
+    yield f"{run.name}: {steps}, traced on {traced} ({'GPU' if times[0].on_gpu else 'CPU'})"
     yield "RANK  STEP       " + "  ".join(f"{head:>12}" for head in _HEADS) + "      ALL COMM"
-    for each in found:
+    for each in times:
         step = f"{each.total / each.steps * 1e3:,.1f} ms"
         shares = [f"{100 * getattr(each, part) / each.total:.1f} %" for part in _PARTS]
         comm = f"{100 * each.communication / each.total:.1f} %"
         yield f"{each.rank:<5} {step:<11}" + "  ".join(f"{t:>12}" for t in (*shares, comm))
-    first = found[0]
+    first = times[0]
     if first.kernels:
         yield f"top kernels of rank {first.rank}"
         yield from _top(first.kernels, first, top)
     yield f"top operators of rank {first.rank}, by their own time on the CPU"
     yield from _top(first.operators, first, top)
-    if slow := slowest(found):
+    if slow := slowest(times):
         rank, seconds = slow
         share = 100 * seconds / (rank.total / rank.steps)
         yield (
             f"slowest    rank {rank.rank}: {max(0.0, seconds) * 1e3:.1f} ms per step "
             f"({max(0.0, share):.1f} %) more than the median of the others"
         )
-    yield f"try        {advice(found, config)}"
+    yield f"try        {advice(times, config)}"
 
 
 def _top(used: Sequence[Used], rank: RankTime, top: int) -> Iterator[str]:
@@ -137,12 +137,12 @@ def _top(used: Sequence[Used], rank: RankTime, top: int) -> Iterator[str]:
 
 
 def as_json(
-    run: Run, found: Sequence[RankTime], config: dict[str, Any], top: int
+    run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int
 ) -> dict[str, Any]:
     """Return the same for a program to read, times in seconds."""
-    slow = slowest(found)
+    slow = slowest(times)
     rows = []
-    for each in found:
+    for each in times:
         row = asdict(each)
         for key in ("kernels", "operators"):
             row[key] = row[key][:top]
@@ -151,5 +151,5 @@ def as_json(
         "run": run.name,
         "ranks": rows,
         "slowest": None if slow is None else {"rank": slow[0].rank, "s_per_step": slow[1]},
-        "advice": advice(found, config),
+        "advice": advice(times, config),
     }

@@ -9,7 +9,7 @@ import jinja2
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError, RunFault
-from launcher.observe import bars, curves, evaluation, profile, results
+from launcher.observe import bars, curves, evaluation, profile, results, rollouts
 from launcher.observe.curves import Curves
 from launcher.observe.results import Result
 from launcher.observe.text import plain
@@ -55,35 +55,39 @@ def write(
     rows, keys = results.compare(runs, price)
     known = {run.name: run for run in runs}
     ordered = [known[row["run"]] for row in rows]
-    read = [curves.read(run, list(_CHARTS)) for run in ordered]
+    charts = dict(_CHARTS)
+    for run in ordered:
+        charts |= rollouts.charts(_config(run).get("rewards"))
+    read = [curves.read(run, list(charts)) for run in ordered]
     profiles, faults = [], []
     for run in ordered:
         if not (run.path / files.PROFILE).is_dir():
             continue
         try:
-            found, wrong = profile.ranks(run)
+            times, wrong = profile.ranks(run)
             faults += wrong
-            profiles.append([*profile.lines(run, found, _config(run), top=8)])
+            profiles.append([*profile.lines(run, times, _config(run), top=8)])
         except CookbookError as error:
             faults += error.faults
     text = _template().render(
         title=_title(ordered),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         table=results.cells(rows, keys),
-        charts=[_chart(title, name, read) for name, title in _CHARTS.items() if _has(read, name)],
+        charts=[_chart(title, name, read) for name, title in charts.items() if _has(read, name)],
         bars=[each for each in _bars(runs, rows) if each],
         names=[_legend(run) for run in ordered],
         attempts=[(run.name, _attempts(run)) for run in ordered],
         profiles=profiles,
-        evaluations=[found for run in ordered for found in _evaluations(run)],
+        evaluations=[row for run in ordered for row in _evaluations(run)],
+        answers=[(run.name, lines) for run in ordered if (lines := [*rollouts.samples(run)])],
         served=[(name, lines) for name, lines in served],
         provenance=[(run.name, _provenance(run)) for run in ordered],
     )
     try:
         files.write_text(target, text)
     except OSError as error:
-        words = f"cannot write {target}: {error.strerror}"
-        raise RunFault(f"{words}: choose another file with --output") from error
+        message = f"cannot write {target}: {error.strerror}"
+        raise RunFault(f"{message}: choose another file with --output") from error
     return faults
 
 
@@ -196,8 +200,8 @@ def _attempts(run: Run) -> list[list[str]]:
     for each in run.attempts:
         nodes = each.get("nodes")
         where = ", ".join(map(str, nodes)) if isinstance(nodes, list) else ""
-        words = [each.get(key) for key in ("attempt", "job_id", "cause", "message")]
-        number, job, cause, message = ("" if word is None else str(word) for word in words)
+        values = [each.get(key) for key in ("attempt", "job_id", "cause", "message")]
+        number, job, cause, message = ("" if word is None else str(word) for word in values)
         rows.append([number, job, where, cause, message])
     return rows
 

@@ -61,6 +61,7 @@ def row(run: Run, state: State) -> Row:
         "nodes": nodes,
         "node_count": count,
         "gpus_per_node": asked["gpus_per_node"],
+        "device": progress.get("device"),
         "step": step,
         "total_steps": total,
         "loss": newest.get("loss", progress.get("loss_last")),
@@ -142,20 +143,20 @@ def chosen(
     Returns:
         The rows, and the names of the directories that were passed over because they hold nothing.
     """
-    words = {_state(word) for text in states for word in text.split(",")}
+    wanted_states = {_state(word) for text in states for word in text.split(",")}
     patterns = list(recipes)
 
     def by_recipe(recipe: Any) -> bool:
         return not patterns or any(fnmatchcase(str(recipe), pattern) for pattern in patterns)
 
     # All are read: those that have ended since long are known from the last time.
-    whole = bool(runs) and (limit is None or bool(words))
+    whole = bool(runs) and (limit is None or bool(wanted_states))
     kept = EndedRows(runs[0].path.parent, "status", _FORMAT) if whole else None
     known = {} if kept is None else kept.find(runs)
     torn: list[str] = []
     picked: list[Run] = []
     for run in ahead([run for run in runs[::-1] if run.name not in known]):
-        if len(picked) == limit and not words:
+        if len(picked) == limit and not wanted_states:
             break
         if patterns and not by_recipe(run.submission.get("recipe")):
             continue
@@ -171,7 +172,9 @@ def chosen(
     if kept is not None:
         kept.keep(runs, ended)
     rows = [
-        each for each in rows if (not words or each["state"] in words) and by_recipe(each["recipe"])
+        each
+        for each in rows
+        if (not wanted_states or each["state"] in wanted_states) and by_recipe(each["recipe"])
     ]
     rows.sort(key=lambda each: each["run"])
     return rows[-limit:] if limit else rows, sorted(torn)

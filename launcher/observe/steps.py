@@ -56,12 +56,12 @@ class Paced:
 
     def __call__(self, line: str) -> None:
         """Say a line, now or with the next one."""
-        found = _STEP.match(line)
-        if found is None:
+        match = _STEP.match(line)
+        if match is None:
             self.flush()
             self._say(line)
             return
-        mark, now = found["mark"] or "", self._now()
+        mark, now = match["mark"] or "", self._now()
         if "  val loss " not in line and now - self._shown.get(mark, -PACE_S) < PACE_S:
             self._held[mark] = line
             return

@@ -14,6 +14,7 @@ from launcher.recipes.recipe import time_limit_s
 from launcher.runs.directory import Run
 from launcher.runs.states import State
 from runspec import files
+from runspec.weights import gives_scores
 
 
 def summary(run: Run, state: State) -> Iterator[str]:
@@ -28,7 +29,23 @@ def story(run: Run, state: State) -> Iterator[str]:
     yield from _lines(_facts(run, state))
     for place, line in enumerate(_attempts(run, state)):
         yield f"  {'' if place else 'attempts':<12} {line}"
+    for place, line in enumerate(_rollouts(run)):
+        yield f"  {'' if place else 'rollouts':<12} {line}"
     yield from _lines(_results(run, state))
+
+
+def _rollouts(run: Run) -> Iterator[str]:
+    """Yield how each replica of a run's rollout nodes is, and the last ones that ended early."""
+    state = files.read_json_or_none(run.path / files.ROLLOUT_STATE)
+    if not isinstance(state, dict):
+        return
+    for each in state.get("replicas", []):
+        again = each["restarts"]
+        often = f", started again {again} time{'s' if again != 1 else ''}" if again else ""
+        yield plain(f"replica {each['replica']} on {each['node']}: {each['state']}{often}")
+    for each in state.get("deaths", [])[-3:]:
+        when = _clock(each["time"])
+        yield plain(f"{when} replica {each['replica']} on {each['node']} ended: {each['reason']}")
 
 
 def _headline(run: Run, state: State) -> str:
@@ -138,16 +155,28 @@ def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
     logs = _if_there(run.path / files.LATEST_LOGS) or _if_there(run.path / files.JOB_LOG)
     yield "logs", logs
     yield "metrics", _if_there(run.path / files.METRICS)
-    yield "tensorboard", f"{board} (cookbook tensorboard {run.name})" if board.is_dir() else ""
+    command = f"cookbook tensorboard {run.name}"
+    if board.is_dir():
+        yield "tensorboard", f"{board} ({command})"
+    elif (run.path / files.METRICS).exists():
+        yield "tensorboard", command
     yield "profile", _if_there(run.path / files.PROFILE)
     yield "checkpoints", _if_there(run.path / files.CHECKPOINTS)
     yield "model", _if_there(run.path / files.EXPORT)
     yield "adapter", _if_there(run.path / files.EXPORT / files.ADAPTER)
     if state.word == "COMPLETED" and (run.path / files.EXPORT / "config.json").is_file():
-        yield "in Python", f'AutoModelForCausalLM.from_pretrained("{run.path / files.EXPORT}")'
+        yield "in Python", _loading(run.path / files.EXPORT)
         yield "", "the whole of it, also for PEFT: docs/runs.md, The exported model"
     if state.ended and state.word != "COMPLETED":
         yield "next", f"cookbook logs {run.name}; then cookbook resume {run.name}"
+
+
+def _loading(export: Path) -> str:
+    """Return the line of Python that loads a model, or its adapter if that is all there is."""
+    kind = "SequenceClassification" if gives_scores(export) else "CausalLM"
+    if any(export.glob("*.safetensors")):
+        return f'AutoModelFor{kind}.from_pretrained("{export}")'
+    return f'AutoPeftModelFor{kind}.from_pretrained("{export / files.ADAPTER}")'
 
 
 def _if_there(path: Path) -> str:

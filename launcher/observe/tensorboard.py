@@ -2,11 +2,14 @@
 
 import getpass
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 from launcher import paths
 from launcher.errors import PreflightFault, UsageFault
 from launcher.executors.slurm.step import attached
+from launcher.observe import events
 from launcher.recipes.recipe import Resources
 from launcher.runs.directory import Run
 from launcher.site import Site
@@ -21,6 +25,8 @@ from runspec import files
 
 # TensorBoard's own default port, and the next ones if it is taken.
 _PORTS = range(6006, 6106)
+# The file for what a laptop forwards a port to: launcher/remote/runner.py.
+LISTENING = "COOKBOOK_LISTENING"
 # How long it may serve on a node, unless another time is asked for.
 _JOB_TIME = "04:00:00"
 
@@ -31,10 +37,10 @@ def free_port(wanted: int | None) -> int:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     if wanted:
-        words = f"port {wanted} of 127.0.0.1 is in use"
-        raise UsageFault(f"{words}: leave --port out, or choose another")
-    words = f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on 127.0.0.1"
-    raise PreflightFault(f"{words}: give one with --port")
+        message = f"port {wanted} of 127.0.0.1 is in use"
+        raise UsageFault(f"{message}: leave --port out, or choose another")
+    message = f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on 127.0.0.1"
+    raise PreflightFault(f"{message}: give one with --port")
 
 
 def tunnel(port: int, jump: str | None = None, node: str | None = None) -> str:
@@ -49,6 +55,17 @@ def tunnel(port: int, jump: str | None = None, node: str | None = None) -> str:
     through = ",".join(filter(None, hops))
     through = f"-J {through} " if through else ""
     return f"ssh -N {through}-L {port}:127.0.0.1:{port} {user}@{node or _host()}"
+
+
+def listening(host: str, port: int, path: str = "/") -> bool:
+    """Tell a laptop's cookbook --host where a server listens, for it to forward a port there.
+
+    Returns whether this command was called by one: then nobody has to type an ssh command.
+    """
+    file = os.environ.get(LISTENING)
+    if file:
+        files.write_text(Path(file), f"{host} {port} {path}")
+    return bool(file)
 
 
 def _host() -> str:
@@ -83,6 +100,8 @@ def serve_on_node(
     here = f"{getpass.getuser()}@{_host()}"
     hops = ",".join(filter(None, [cluster.jump_host, here]))
     argv = ["env", f"COOKBOOK_ROOT={cluster.root}", f"PYTHONPATH={paths.REPO_ROOT}"]
+    if LISTENING in os.environ:
+        argv.append(f"{LISTENING}={os.environ[LISTENING]}")
     argv += [str(paths.venv_root() / "bin" / "python"), "-m", "launcher", "tensorboard", *wanted]
     argv += ["--jump", hops, *(["--cluster", name] if name else [])]
     return attached(["--job-name=cookbook-tensorboard", *options], argv)
@@ -95,27 +114,47 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | 
     # A lost connection or a kill ends this too, and TensorBoard with it.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
-    program = paths.venv_root() / "bin" / "tensorboard"
-    if not program.is_file():
-        words = f"there is no {program}: set up the virtual environment"
-        raise PreflightFault(f"{words} with: bash setup.sh")
+    # COOKBOOK_VENV may be an engine's environment, which need not have it.
+    places = (paths.venv_root() / "bin", Path(sys.executable).parent)
+    program = next((p for place in places if (p := place / "tensorboard").is_file()), None)
+    if program is None:
+        message = f"there is no {places[0] / 'tensorboard'}: set up the virtual environment"
+        raise PreflightFault(f"{message} with: bash setup.sh")
     with tempfile.TemporaryDirectory(prefix="cookbook-tensorboard-") as folder:
         for run in chosen:
             # Curves and traces only: a checkpoint folder is slow to walk and holds nothing to show.
-            # The curves go by the run's own name.
-            (Path(folder) / run.name).symlink_to(run.path / files.TENSORBOARD)
+            # The curves go by the run's own name; an engine's own event files are beside them.
+            name = f"{run.name} own" if events.is_fed(run) else run.name
+            (Path(folder) / name).symlink_to(run.path / files.TENSORBOARD)
             (Path(folder) / f"{run.name} traces").symlink_to(run.path / files.PROFILE)
-        argv = [str(program), f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"]
+        host, path = "127.0.0.1", "/"
+        if LISTENING in os.environ and "SLURM_STEP_ID" in os.environ:
+            # A laptop reaches a node through the login node, so that others on the cluster can
+            # connect too: they do not know the path.
+            host, path = socket.gethostname(), f"/{secrets.token_hex(16)}/"
+        argv = [str(program), f"--logdir={folder}", f"--host={host}", f"--port={port}"]
+        argv += [f"--path_prefix={path.rstrip('/')}"] if path != "/" else []
         argv.append("--load_fast=false")
         # The profiler's tab logs every file that it opens, and warns about float64 tensors.
         environment = {**os.environ, "TORCH_PROFILER_LOG_LEVEL": "ERROR"}
-        say(f"on your own machine:  {tunnel(port, jump)}")
-        say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
+        if LISTENING not in os.environ:
+            say(f"on your own machine:  {tunnel(port, jump)}")
+            say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
         process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
+        done, fed = threading.Event(), [run for run in chosen if events.is_fed(run)]
+        feeder = threading.Thread(target=events.feed, args=[fed, Path(folder), done], daemon=True)
+        feeder.start()
         try:
+            while process.poll() is None and LISTENING in os.environ:
+                with suppress(OSError), socket.create_connection((host, port), timeout=1):
+                    listening(host, port, path)
+                    break
+                time.sleep(0.2)
             return process.wait()
         except KeyboardInterrupt:
             return 0
         finally:
+            done.set()
             process.terminate()
             process.wait()
+            feeder.join()

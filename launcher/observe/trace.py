@@ -68,7 +68,7 @@ class RankTime:
 
 def newest(folder: Path) -> dict[int, Path]:
     """Return the newest trace of each rank in a run's profile folder."""
-    found: dict[int, tuple[int, Path]] = {}
+    newest_of: dict[int, tuple[int, Path]] = {}
     try:
         paths = sorted(folder.iterdir())
     except OSError:
@@ -76,8 +76,8 @@ def newest(folder: Path) -> dict[int, Path]:
     for path in paths:
         if name := _FILE.match(path.name):
             rank, written = int(name[1]), int(name[2])
-            found[rank] = max(found.get(rank, (-1, path)), (written, path))
-    return {rank: path for rank, (_, path) in sorted(found.items())}
+            newest_of[rank] = max(newest_of.get(rank, (-1, path)), (written, path))
+    return {rank: path for rank, (_, path) in sorted(newest_of.items())}
 
 
 def read(path: Path, rank: int) -> RankTime:
@@ -93,9 +93,9 @@ def read(path: Path, rank: int) -> RankTime:
         events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
         host = str(trace.get("host_name") or "?")
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        words = f"{path} is not a complete trace ({type(error).__name__})"
+        message = f"{path} is not a complete trace ({type(error).__name__})"
         raise RunFault(
-            f"{words}: the job may have ended while it was written; record it again"
+            f"{message}: the job may have ended while it was written; record it again"
         ) from error
     try:
         return measured(events, rank, host)
@@ -186,13 +186,13 @@ def _hull(spans: list[Interval]) -> Interval:
 
 def _union(spans: Iterable[Interval]) -> list[Interval]:
     """Return the same moments as intervals that do not touch, in order."""
-    found: list[Interval] = []
+    union: list[Interval] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if union and begin <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            union.append((begin, end))
+    return union
 
 
 def _clipped(spans: list[Interval], window: Interval) -> list[Interval]:
@@ -201,30 +201,30 @@ def _clipped(spans: list[Interval], window: Interval) -> list[Interval]:
 
 def _both(one: list[Interval], other: list[Interval]) -> list[Interval]:
     """Return the moments that are in both; each in order and without overlaps."""
-    found, k = [], 0
+    common, k = [], 0
     for begin, end in one:
         while k < len(other) and other[k][1] <= begin:
             k += 1
         at = k
         while at < len(other) and other[at][0] < end:
-            found.append((max(begin, other[at][0]), min(end, other[at][1])))
+            common.append((max(begin, other[at][0]), min(end, other[at][1])))
             at += 1
-    return [(begin, end) for begin, end in found if begin < end]
+    return [(begin, end) for begin, end in common if begin < end]
 
 
 def _without(spans: list[Interval], taken: list[Interval]) -> list[Interval]:
     """Return the moments of spans that are not taken."""
-    found, k = [], 0
+    rest, k = [], 0
     for begin, end in spans:
         while k < len(taken) and taken[k][1] <= begin:
             k += 1
         at = k
         while at < len(taken) and taken[at][0] < end:
-            found.append((begin, taken[at][0]))
+            rest.append((begin, taken[at][0]))
             begin = max(begin, taken[at][1])
             at += 1
-        found.append((begin, end))
-    return [(begin, end) for begin, end in found if begin < end]
+        rest.append((begin, end))
+    return [(begin, end) for begin, end in rest if begin < end]
 
 
 def _length(spans: list[Interval]) -> float:
@@ -243,8 +243,8 @@ def _by_time(times: Iterable[tuple[str, float]]) -> tuple[Used, ...]:
     for name, microseconds in times:
         seconds, count = sums.get(name, (0.0, 0))
         sums[name] = seconds + microseconds * 1e-6, count + 1
-    found = (Used(name, seconds, count) for name, (seconds, count) in sums.items())
-    return tuple(sorted(found, key=lambda used: -used.seconds))
+    rows = (Used(name, seconds, count) for name, (seconds, count) in sums.items())
+    return tuple(sorted(rows, key=lambda used: -used.seconds))
 
 
 def _own_times(events: list[Event], window: Interval) -> tuple[Used, ...]:

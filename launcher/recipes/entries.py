@@ -5,17 +5,15 @@ Nothing else in the launcher compares the names of entries: it asks recipe.entry
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import paths
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import stock
-from runspec.keys.common import COMMON, SCRIPT
-from runspec.keys.distill import TeachConfig
+from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
+from runspec.keys.distill import TeachConfig, teach_notes
 from runspec.keys.evaluate import EVAL, task_faults
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.methods import METHODS
@@ -24,30 +22,37 @@ from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig, notes
 
 if TYPE_CHECKING:
+    from launcher.recipes.launch import Engine
     from launcher.recipes.recipe import Recipe
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.
 @dataclass(frozen=True, eq=False, repr=False)
 class Entry:
-    """What torchrun can start, and what is known of it.
+    """What can be started, and what is known of it.
 
     keys: all keys of its recipes. command: what torchrun starts as each rank, as shell text, from
-    the recipe and its resolved content. program: the file that is started, None for a module of
-    the kit's trainer. own_code: it is the user's own program; the folder around it is copied into
-    the run, and it gets its parameters instead of a train.yaml. other_keys: its recipes may hold
-    keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole config
-    of the kit's trainer, with its layout and weights), "components" (only that they exist and take
-    their arguments) or "". method: the config of a training method of the kit's trainer.
-    can_estimate: its memory and time can be computed. resumes: it continues from its last
-    checkpoint when it is started again. purpose: train, evaluate or serve. faults: what its table
-    of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
+    the recipe and its resolved content. launch_name: the row of launcher/recipes/engines.py that
+    says it and the rest of what is not the kit's trainer. program: the file that is started, None
+    for a module of the kit's trainer. on_host: it runs on the host with the kit's interpreter, and
+    starts its engine in the recipe's environment. own_code: it is the user's own program; the
+    folder around it is copied into the run, and it gets its parameters instead of a train.yaml.
+    per_node: it is started once per node, without torchrun. other_keys: its recipes may hold keys
+    that are not in keys. checked: what trainer.check looks at: "complete" (the whole config of the
+    kit's trainer, with its layout and weights), "components" (only that they exist and take their
+    arguments) or "". method: the config of a training method of the kit's trainer. can_estimate:
+    its memory and time can be computed. resumes: it continues from its last checkpoint when it is
+    started again. purpose: train, evaluate or serve. faults: what its table of keys does not see of
+    a recipe. notes: what the user should know of keys that are accepted.
     """
 
     keys: Keys
     command: Callable[[Recipe, Mapping[str, Any]], str]
     program: Callable[[Recipe], Path | None] = lambda recipe: None
+    on_host: bool = False
     own_code: bool = False
+    launch_name: str = ""
+    per_node: bool = False
     other_keys: bool = False
     checked: str = ""
     method: type[TrainConfig] | None = None
@@ -59,14 +64,34 @@ class Entry:
     notes: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
 
     @property
+    def launch(self) -> Engine | None:
+        """How it is started, resumed, stopped and followed; None for the kit's own trainer."""
+        if not self.launch_name:
+            return None
+        # Most recipes start the kit's own, and the command is to start fast.
+        from launcher.recipes import engines
+
+        return engines.ENGINES[self.launch_name]
+
+    @property
+    def engine(self) -> Engine | None:
+        """The same of another trainer that reads a config of its own, None for all others."""
+        return self.launch if self.launch and self.launch.has_config else None
+
+    @property
     def max_retries(self) -> int:
         """How often a failed attempt is retried if the recipe does not say it."""
-        return 3 if self.resumes else 0
+        return 3 if self.continues else 0
+
+    @property
+    def continues(self) -> bool:
+        """Whether it continues from its last checkpoint when it is started again."""
+        return self.launch.resumes if self.launch else self.resumes
 
 
 def trainer_command(module: str) -> Callable[[Recipe, Mapping[str, Any]], str]:
     """Return the command of an entry that is a module and reads train.yaml."""
-    return lambda recipe, config: f'python -m {module} "$RUN_DIR/train.yaml"'
+    return lambda recipe, config: f'python -P -m {module} "$RUN_DIR/train.yaml"'
 
 
 def method(module: str, config: type[TrainConfig]) -> Entry:
@@ -83,33 +108,37 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
     )
 
 
+def other(name: str, keys: Keys, **known: Any) -> Entry:
+    """Return the row of what is not the kit's trainer: one of launcher/recipes/engines.py."""
+
+    def command(recipe: Recipe, config: Mapping[str, Any]) -> str:
+        from launcher.recipes import engines
+
+        launch = engines.ENGINES[name]
+        return launch.start(launch, recipe, config)
+
+    return Entry(keys={**COMMON, **keys}, command=command, launch_name=name, **known)
+
+
 def _script(recipe: Recipe) -> Path:
     return (recipe.path.parent / Path(recipe.target).expanduser()).resolve()
 
 
-def _script_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
-    """The script in the run's copy of its folder, with its arguments."""
-    import shlex  # only what starts a job needs it
+def _command_faults(config: Mapping[str, Any]) -> Iterable[Fault]:
+    entry, lines = str(config.get("entry") or ""), config.get("command")
+    if not isinstance(lines, str | None):
+        yield Fault("command", f"command must be text, got {lines!r}")
+    elif bool(entry.partition(":")[2]) == bool(lines and lines.strip()):
+        message = "entry: command needs the lines to run" if not lines else "they are given twice"
+        yield Fault("command", f"{message}: write them under command:, or entry: command:LINE")
 
-    script = os.path.relpath(_script(recipe), recipe.code_root or Path())
-    return f"python {shlex.join([script, *map(str, config.get('args') or [])])}"
 
-
-def _torchtune_command(recipe: Recipe, config: Mapping[str, Any]) -> str:
-    import shlex
-
-    name, known = recipe.target, stock.recipes()
-    if name not in known:
-        raise RecipeFault(
-            f"torchtune has no recipe {name!r}{nearest(name, known)}; it has "
-            f"{', '.join(known) or 'none'} in {paths.venv_root()}"
-        )
-    if not known[name].distributed and recipe.resources.world_size > 1:
-        raise RecipeFault(
-            f"torchtune's {name} runs on one GPU, and {recipe.resources.nodes} x "
-            f"{recipe.resources.gpus_per_node} are requested: use --nodes 1 --gpus-per-node 1"
-        )
-    return f'python {shlex.quote(str(known[name].path))} --config "$RUN_DIR/train.yaml"'
+_ENGINE = {
+    **ENGINE,
+    **{name: SCRIPT[name] for name in ("code_root", "args", "redact_output", "parameters")},
+}
+# Those of launcher/recipes/engines.py that read a config of their own.
+_ENGINES = ("trl:", "automodel:", "litgpt:", "axolotl:", "llamafactory:", "torchtitan:")
 
 
 # What torchtune's own trainers share with the kit's; they check the rest by themselves.
@@ -123,7 +152,7 @@ _TORCHTUNE = {
 # By name; a name that ends with a colon is followed by what is started: script:train.py
 ENTRIES = {
     **{name: method(f"trainer.{name}", config) for name, config in METHODS.items()},
-    "teach": replace(method("trainer.teach", TeachConfig), can_estimate=False, can_profile=False),
+    "teach": replace(method("trainer.teach", TeachConfig), can_profile=False, notes=teach_notes),
     "eval": Entry(
         keys={**COMMON, **EVAL},
         command=trainer_command("trainer.evaluate"),
@@ -133,21 +162,30 @@ ENTRIES = {
     ),
     "serve": Entry(
         keys={**COMMON, **SERVE},
-        command=trainer_command("serving.replica"),
+        command=lambda recipe, config: (
+            '"$VENV/bin/python" -m serving.replica "$RUN_DIR/train.yaml"'
+        ),
+        on_host=True,
         resumes=True,
         purpose="serve",
     ),
-    "torchtune:": Entry(
-        keys={**COMMON, **_TORCHTUNE},
-        command=_torchtune_command,
+    "torchtune:": other(
+        "torchtune:",
+        _TORCHTUNE,
         program=lambda recipe: getattr(stock.recipes().get(recipe.target), "path", None),
         other_keys=True,
         checked="components",
         can_profile=True,
     ),
-    "script:": Entry(
-        keys={**COMMON, **SCRIPT}, command=_script_command, program=_script, own_code=True
-    ),
+    "script:": other("script:", SCRIPT, program=_script, own_code=True),
+    **{
+        name: other(
+            name, {**SCRIPT, **COMMAND}, own_code=True, per_node=True, faults=_command_faults
+        )
+        for name in ("command", "command:")
+    },
+    **{name: other(name, _ENGINE) for name in _ENGINES},
+    "deepspeed:": other("deepspeed:", _ENGINE, program=_script, own_code=True),
 }
 
 
@@ -193,15 +231,15 @@ def explain(name: str) -> dict[str, Any]:
         if name in last:
             hint = f" (did you mean {last[name]}?)"
         raise UsageFault(f"there is no key {name!r}{hint}: docs/keys.md lists all keys")
-    found = known[name]
+    key = known[name]
     return {
         "key": name,
-        "type": found.expects,
-        "default": "(required)" if found.default is REQUIRED else found.default,
-        "help": found.help,
+        "type": key.expects,
+        "default": "(required)" if key.default is REQUIRED else key.default,
+        "help": key.help,
         "entries": [each for each, entry in ENTRIES.items() if name in entry.keys],
-        "not_used": found.unused or None,
-        "refused": found.refused or None,
+        "not_used": key.unused or None,
+        "refused": key.refused or None,
         "may_change_at_resume": may_change(known, name),
         "keys": {inner: each.help for inner, each in children(known, name).items()},
     }

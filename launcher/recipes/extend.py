@@ -1,6 +1,7 @@
 """The whole content of a recipe: it is laid over the files that it extends, and refers to itself.
 
-${a.b} is the value of the key a.b, as in OmegaConf.
+${a.b} is the value of the key a.b, as in OmegaConf. In shell lines (`command`) any other ${...} is
+the shell's.
 """
 
 import copy
@@ -31,8 +32,8 @@ def read(path: Path, trail: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list
         base = _find(name, path)
         if base in (*trail, path):
             raise RecipeFault(f"extends: {name} in {path} refers to itself: leave it out")
-        below, found = read(base, (*trail, path))
-        whole, files = _laid_over(whole, below), [*found, *files]
+        below, inherited = read(base, (*trail, path))
+        whole, files = _laid_over(whole, below), [*inherited, *files]
     return _laid_over(whole, config), [path, *files]
 
 
@@ -43,15 +44,15 @@ def _find(name: Any, path: Path) -> Path:
         choices = [path.parent / Path(name).expanduser()]
     elif ".." in str(name).split("/"):
         choices = []
-    found = next((choice for choice in choices if choice.is_file()), None)
-    if found is None:
+    file = next((choice for choice in choices if choice.is_file()), None)
+    if file is None:
         bases = [str(each.relative_to(paths.BASES))[:-5] for each in paths.BASES.rglob("*.yaml")]
         recipes = [each.stem for each in paths.RECIPES.glob("*.yaml")]
         raise RecipeFault(
             f"extends: there is no {name!r}{nearest(str(name), [*bases, *recipes])} for {path}: "
             "give a file of configs/base, a recipe, or the path of a file that ends in .yaml"
         )
-    return found.resolve()
+    return file.resolve()
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +94,8 @@ def resolve(
         value: Any = root
         for part in reference.strip().split("."):
             if not isinstance(value, dict) or part not in value:
+                if key == "command":
+                    return f"${{{reference}}}"
                 hint = nearest(part, value if isinstance(value, dict) else ())
                 faults.append(Fault(key, f"${{{reference}}} is not defined{hint}"))
                 return f"${{{reference}}}"

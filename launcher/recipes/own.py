@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
     """What the user named beside the recipe: the options, and a line on what was found in each."""
 
     options: tuple[str, ...] = ()
-    found: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def use(
@@ -59,14 +59,14 @@ def use(
         ]
     if model:
         tasks.append(lambda: f"the model is {_use_model(config, model, method)}")
-    found, faults = [], []
+    notes, faults = [], []
     for task in tasks:
         try:
-            found.append(task())
+            notes.append(task())
         except UsageFault as fault:
             faults += fault.faults
     named = [(each, name) for each, name in (("--model", model), ("--data", data)) if name]
-    return Inputs(tuple(_option(*each) for each in named), tuple(found)), faults
+    return Inputs(tuple(_option(*each) for each in named), tuple(notes)), faults
 
 
 def _option(name: str, value: str) -> str:
@@ -103,7 +103,7 @@ def _use_data(config: dict[str, Any], name: str, overrides: Mapping[str, str]) -
 
 def _files(config: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, str]:
     """Return the local file that an override names alone, by its block."""
-    found = {}
+    given_files = {}
     for key in prepared.BLOCKS:
         text = overrides.get(f"{key}.data_files")
         sources = {f"{key}{part}" for part in ("", ".source", "._component_", ".data_dir")}
@@ -112,8 +112,8 @@ def _files(config: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, st
         source = {**_block(config, "dataset"), **_block(config, key)}.get("source")
         given = yamlfile.parse(text.partition("=")[2], f"the override {text!r}")
         if source not in FILE_SOURCES and is_local(given):
-            found[key] = listed(given)[0]
-    return found
+            given_files[key] = listed(given)[0]
+    return given_files
 
 
 def _use_model(config: dict[str, Any], name: str, method: str) -> str:
@@ -197,9 +197,9 @@ def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str
         if columns and not (isinstance(columns, dict) and wanted <= columns.keys()):
             form = "{chosen: A, rejected: B}" if pairs else "{input: A, output: B}"
             raise UsageFault(f"{text!r}: write {key}.column_map='{form}'")
-        found = own_data.read(name, columns, pairs)
-        config[key] = {**found.block, **{k: before[k] for k in _OF_ROWS if k in before}}
-        form = found.summary
+        data = own_data.read(name, columns, pairs)
+        config[key] = {**data.block, **{k: before[k] for k in _OF_ROWS if k in before}}
+        form = data.summary
     if key == "dataset":
         _leave_out(config, "dataset")
     return form

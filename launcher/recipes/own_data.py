@@ -12,7 +12,7 @@ from launcher import venv
 from launcher.errors import UsageFault
 from runspec.keys.preference import DpoConfig
 
-_SUFFIXES = {
+SUFFIXES = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
@@ -75,9 +75,9 @@ def read(
     path = Path(name).expanduser().absolute()
     if path.is_dir():
         raise UsageFault(f"--data {name} is a folder: give a file, or prepared:NAME@SPLIT")
-    source = _SUFFIXES.get(path.suffix.lower())
+    source = SUFFIXES.get(path.suffix.lower())
     if source is None:
-        known = ", ".join(_SUFFIXES)
+        known = ", ".join(SUFFIXES)
         raise UsageFault(
             f"--data {name}: its name must end in one of {known}: rename or convert it"
         )
@@ -91,8 +91,8 @@ def read(
     if not records:
         raise UsageFault(f"{path} has no record: give a file with data")
     columns = list(dict.fromkeys(column for record in records for column in record))
-    found = _preferences(path, columns, column_map, pairs)
-    form, block, used = found or _form(path, records, columns, column_map)
+    preferences = _preferences(path, columns, column_map, pairs)
+    form, block, used = preferences or _form(path, records, columns, column_map)
     block = {**block, "source": source, "data_files": str(path), "split": "train"}
     if path.suffix.lower() == ".tsv":
         block["sep"] = "\t"
@@ -225,11 +225,12 @@ def _preferences(
             f"it needs chosen and rejected{single}; name others by "
             "dataset.column_map='{chosen: COLUMN, rejected: COLUMN}'"
         )
-    block: dict[str, Any] = {"_component_": pairs or DpoConfig.pairs}
+    # Wrong records of a user's own file are faults, unless the user says so by this key.
+    block: dict[str, Any] = {"_component_": pairs or DpoConfig.pairs, "drop_invalid": False}
     if column_map:
         block["column_map"] = dict(column_map)
-    words = "pairs of answers" if two else "answers with labels"
-    return f"{words} (columns {', '.join(n for n in columns if n in used)})", block, used
+    form = "pairs of answers" if two else "answers with labels"
+    return f"{form} (columns {', '.join(n for n in columns if n in used)})", block, used
 
 
 def _pair(question: str, answer: str) -> tuple[str, dict[str, Any], set[str]]:
@@ -238,8 +239,8 @@ def _pair(question: str, answer: str) -> tuple[str, dict[str, Any], set[str]]:
         "column_map": {"input": question, "output": answer},
         "train_on_input": False,
     }
-    words = f"questions and answers (columns {question} and {answer}), the answers trained"
-    return words, block, {question, answer}
+    form = f"questions and answers (columns {question} and {answer}), the answers trained"
+    return form, block, {question, answer}
 
 
 def _chat(column: str, style: str, parts: str) -> tuple[str, dict[str, Any], set[str]]:

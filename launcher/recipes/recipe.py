@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
@@ -18,16 +18,22 @@ from runspec.keys.key import NAME_RULE as NAME_RULE
 from runspec.keys.key import Fault, unused
 from runspec.keys.train import with_train_on_input
 
+if TYPE_CHECKING:
+    from launcher.recipes.environment import Environment
+    from launcher.recipes.launch import Engine
+    from runspec.engines import Records
+
 # The folder of secrets that a recipe names without a path.
 SECRETS = Path("~/.config/slurm-cookbook/secrets")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Resources:
     """What one run asks of Slurm; None leaves the choice to the cluster."""
 
     nodes: int = 1
     spare_nodes: int = 0
+    rollout_nodes: int = 0
     gpus_per_node: int = 1
     gpu_type: str | None = None
     cpus_per_gpu: int | None = None
@@ -38,6 +44,7 @@ class Resources:
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
+    switches: str | None = None
     exclude: str | None = None
     exclusive: bool = False
 
@@ -45,7 +52,9 @@ class Resources:
     def of(cls, block: Mapping[str, Any]) -> Resources:
         """Return the resources that a checked block gives."""
         given: dict[str, Any] = {key: value for key, value in block.items() if value is not None}
-        given |= {key: str(given[key]) for key in ("mem", "time") if key in given}
+        rollout = given.pop("rollout", "same")
+        given["rollout_nodes"] = 0 if rollout == "same" else rollout
+        given |= {key: str(given[key]) for key in ("mem", "time", "switches") if key in given}
         return cls(**given)
 
     @property
@@ -55,8 +64,8 @@ class Resources:
 
     @property
     def allocated_nodes(self) -> int:
-        """Number of nodes that the job asks Slurm for, those that wait included."""
-        return self.nodes + self.spare_nodes
+        """Number of nodes that the job asks Slurm for, those that generate or wait included."""
+        return self.nodes + self.rollout_nodes + self.spare_nodes
 
     @property
     def time_s(self) -> int | None:
@@ -134,11 +143,38 @@ class Recipe:
         return self.entry.program(self) if self.entry.own_code else None
 
     @property
+    def records(self) -> Records | None:
+        """Where another trainer keeps its progress; None if it writes the kit's own files."""
+        launch = self.entry.launch
+        return launch.recorded(self.config) if launch and not launch.keeps_ours else None
+
+    @property
+    def stop_signal(self) -> str:
+        """The signal that asks its ranks to save and stop; "" if the stop file does."""
+        return self.records.stop if self.records else str(self.config.get("stop_signal") or "")
+
+    @property
+    def tracking_address(self) -> str:
+        """The address of the MLflow server that its job may write to, "" for none."""
+        given = (self.config.get("env") or {}).get("MLFLOW_TRACKING_URI")
+        address = str(given or self.config.get("tracking") or "")
+        return address if "://" in address else ""
+
+    @property
+    def work_dir(self) -> Path | None:
+        """The folder in which another trainer runs without code of the user's: its config's."""
+        read_from = self.config.get("config_read_from")
+        if not self.entry.engine or self.code_root:
+            return None
+        return Path(str(read_from)).parent if read_from else self.path.parent
+
+    @property
     def code_root(self) -> Path | None:
-        """The folder that is copied into the run of a script of the user's own."""
+        """The folder that is copied into the run of a script or command of the user's own."""
         given = self.config.get("code_root")
-        if self.script is None or not given:
-            return self.script and self.script.parent
+        if not given:
+            folder = self.script.parent if self.script else self.path.parent
+            return folder if self.entry.own_code else None
         return (self.path.parent / Path(str(given)).expanduser()).resolve()
 
     @property
@@ -155,6 +191,15 @@ class Recipe:
     def notify(self) -> Notify:
         """Who is told when the run starts, ends or fails."""
         return Notify.of(self.config.get("notify") or {})
+
+    @property
+    def environment(self) -> Environment | None:
+        """What the ranks run in; None for the kit's virtual environment as it is."""
+        if not (given := self.config.get("environment")):
+            return None
+        from launcher.recipes.environment import Environment, record  # most runs have none
+
+        return Environment.of(record(given))
 
     @property
     def umask(self) -> str:
@@ -198,14 +243,16 @@ class Recipe:
     @property
     def method(self) -> str:
         """As `method_of` the model block; script for the user's own."""
-        return "script" if self.script else method_of(self.config.get("model") or {})
+        if self.entry.own_code or self.entry.engine:
+            return self.entry_name.partition(":")[0]
+        return method_of(self.config.get("model") or {})
 
     @property
     def notes(self) -> list[str]:
         """A line about the keys that are accepted and not used, and one for each used in part."""
         given = [f"{key.name} ({key.unused})" for key in unused(self.config, self.entry.keys)]
         not_used = [f"keys that are not used: {'; '.join(given)}"] if given else []
-        return [*self.inputs.found, *not_used, *self.entry.notes(self.config)]
+        return [*self.inputs.notes, *not_used, *self.entry.notes(self.config)]
 
     def profiled(self) -> Recipe:
         """Return the recipe with its profiler turned on; UsageFault if its entry has none."""
@@ -233,6 +280,8 @@ class Recipe:
     def train_config(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return what the trainer reads: the resolved recipe without the launcher's keys."""
         config = self.resolved(root, run_dir)
+        if self.entry.engine:
+            return self.entry.engine.config(config, run_dir)
         return {k: value for k, value in config.items() if k == "output_dir" or k not in COMMON}
 
     def parameters(self, root: Path, run_dir: str) -> dict[str, Any]:
@@ -304,23 +353,42 @@ def load(
     """
     path = find(name)
     config, files = extend.read(path)
-    if not {"entry", "checkpointer"} & config.keys():
-        # Imported late: hardly any file is another tool's.
-        from launcher.recipes import absent
+    if "command" in config and "entry" not in config:
+        from launcher.recipes import air  # hardly any file is one
 
-        if why := absent.other_tool(config):
-            raise RecipeFault(f"{path} {why}")
+        config = air.recipe(config, path) if air.is_workload(config) else config
+    if not {"entry", "checkpointer"} & config.keys():
+        from launcher.recipes import engines  # hardly any file is another trainer's
+
+        if row := engines.recognised(config):
+            # Unchanged: the kit's launch around it.
+            config = {"entry": f"{row}{path.name}"}
     for key in prepared.BLOCKS:
         if key in config:
             config[key] = prepared.expanded(config[key], config.get("dataset"))
     overrides = tuple(overrides)
-    inputs, texts = _own_inputs(config, path, overrides, data, model)
+    early = [text for text in overrides if override.key_of(text) in ("entry", "config")]
+    texts = override.apply(config, early)
+    _read_engine(config, path)
+    inputs, more = _own_inputs(config, path, overrides, data, model)
+    texts += more
     texts += override.apply(config, overrides)
     own.use_whole_paths(config, overrides)
+    if config.get("rewards"):
+        from launcher.recipes import rewards  # few recipes have some
+
+        rewards.use_whole_paths(config, path.parent)
     options = {key: value for key, value in (resources or {}).items() if value is not None}
+    named = options.pop("environment", None)
     asked = config.get("resources")
     if asked is None or isinstance(asked, dict):
         config["resources"] = (asked or {}) | options
+    if named:
+        config["environment"] = named
+    if (engine := _engine(config)) is not None:
+        from launcher.recipes import engines
+
+        engines.default_environment(config, engine)
     builder = _builder(config)
     if not config.get("entry"):
         config["entry"] = stock.entry_of(path, builder) or COMMON["entry"].default
@@ -357,8 +425,8 @@ def _own_inputs(
     entry = config.get("entry") or stock.entry_of(path, _builder(config)) or COMMON["entry"].default
     if not _is_trained({"entry": entry}):
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
-        words = f"{path.name} starts {entry}, which has keys of its own: leave it out"
-        return own.Inputs(), [f"{each}: {words}" for each in named]
+        message = f"{path.name} starts {entry}, which has keys of its own: leave it out"
+        return own.Inputs(), [f"{each}: {message}" for each in named]
     return own.use(config, overrides, data, model, method_of(config.get("model") or {}))
 
 
@@ -373,6 +441,22 @@ def _is_trained(config: Mapping[str, Any]) -> bool:
         return entries.of(config).method is not None
     except RecipeFault:
         return False
+
+
+def _read_engine(config: dict[str, Any], path: Path) -> None:
+    """Read the config file of another trainer into the recipe; a wrong entry is `validate`'s."""
+    prefix, _, target = str(config.get("entry") or "").partition(":")
+    if (engine := _engine(config)) is not None and target:
+        from launcher.recipes import engines
+
+        engines.read(config, path, engine, f"{prefix}:", target)
+
+
+def _engine(config: Mapping[str, Any]) -> Engine | None:
+    """Return the other trainer that a recipe starts, None for the kit's and the user's own."""
+    prefix, colon, _ = str(config.get("entry") or "").partition(":")
+    row = entries.ENTRIES.get(prefix + colon)
+    return row.engine if row else None
 
 
 def _place(

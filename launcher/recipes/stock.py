@@ -30,7 +30,7 @@ def recipes() -> dict[str, Stock]:
     registry = packages / "torchtune" / "_recipe_registry.py" if packages else None
     if packages is None or registry is None or not registry.is_file():
         return {}
-    found = {}
+    by_name = {}
     for call in ast.walk(ast.parse(registry.read_text(encoding="utf-8"))):
         if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Recipe"):
             continue
@@ -43,8 +43,8 @@ def recipes() -> dict[str, Stock]:
         ]
         name, file = (ast.literal_eval(given[key]) for key in ("name", "file_path"))
         distributed = ast.literal_eval(given["supports_distributed"])
-        found[name] = Stock(packages / "recipes" / file, distributed, tuple(configs))
-    return found
+        by_name[name] = Stock(packages / "recipes" / file, distributed, tuple(configs))
+    return by_name
 
 
 def configs() -> dict[str, Path]:
@@ -91,7 +91,9 @@ def entry_of(path: Path, builder: str) -> str | None:
     if name is None:
         return None
     family = builder.removeprefix("torchtune.models.").partition(".")[0]
-    is_ours = _OURS.fullmatch(name) and _TEXT_MODELS.fullmatch(family)
+    # --model puts one of transformers' models in its place.
+    known = family == "transformers" or _TEXT_MODELS.fullmatch(family)
+    is_ours = _OURS.fullmatch(name) and known
     return "sft" if is_ours else f"torchtune:{name}"
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from launcher.errors import RecipeFault, nearest
 from launcher.recipes.recipe import NAME, NAME_RULE
 from runspec.earlystop import KEYS as EARLY_STOP_KEYS
 
-_KEYS = ("description", "recipe", "set", "grid", "list", "parallel", "gpu", "early_stop")
+_KEYS = ("description", "recipe", "set", "grid", "list", "sweeps", "parallel", "gpu", "early_stop")
+_ONE_OF = ("grid", "list", "sweeps")
 _LIST_KEYS = ("name", "set", "published")
 # What others have measured of a cell, for a comparison with the prediction.
 _PUBLISHED_KEYS = ("allocated_gib", "reserved_gib", "epoch_s")
@@ -75,26 +76,43 @@ def load(name: str) -> Sweep:
     if not faults:
         shared = tuple(_overrides(content.get("set") or {}))
         cells = [*_cells(content, shared)]
+        others = [load(str(each)) for each in content.get("sweeps") or []]
+        recipe = _recipe(content, path)
+        faults += [
+            f"sweeps: {each.name} has the recipe {each.recipe}, this one {recipe}: they must be "
+            "the same"
+            for each in others
+            if each.recipe != recipe
+        ]
+        joined = [cell for each in others for cell in each.cells]
+        cells += [
+            replace(cell, number=number, overrides=(*cell.overrides, *shared))
+            for number, cell in enumerate(joined)
+        ]
         twice = sorted({each.name for each in cells if _count(cells, each.name) > 1})
         faults += [f"two cells are named {each!r}: give each its own name" for each in twice]
         if not 0 < len(cells) <= MOST_CELLS:
             faults.append(f"it has {len(cells)} cells: a sweep has 1 to {MOST_CELLS:,}")
     if faults:
         raise RecipeFault([f"{fault}, in {path}" for fault in faults])
-    recipe = str(content["recipe"])
-    if recipe.endswith((".yaml", ".yml")):
-        # As in `extends`, a path counts from the file that names it.
-        recipe = str((path.parent / Path(recipe).expanduser()).resolve())
     return Sweep(
         path.stem,
         path,
         str(content.get("description") or ""),
-        recipe,
+        _recipe(content, path),
         tuple(cells),
         int(content.get("parallel") or _PARALLEL),
         content.get("gpu"),
         content.get("early_stop"),
     )
+
+
+def _recipe(content: Mapping[str, Any], path: Path) -> str:
+    recipe = str(content["recipe"])
+    if recipe.endswith((".yaml", ".yml")):
+        # As in `extends`, a path counts from the file that names it.
+        recipe = str((path.parent / Path(recipe).expanduser()).resolve())
+    return recipe
 
 
 def _count(cells: Sequence[Cell], name: str) -> int:
@@ -112,12 +130,14 @@ def _faults(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"parallel: must be a whole number, 1 or more, got {parallel!r}"
     if not isinstance(content.get("set") or {}, Mapping):
         yield "set: must be a mapping of a recipe's keys to values"
-    if (content.get("grid") is None) == (content.get("list") is None):
-        yield "give either grid: or list:"
+    if sum(content.get(key) is not None for key in _ONE_OF) != 1:
+        yield "give one of grid:, list: and sweeps:"
     elif content.get("grid") is not None:
         yield from _grid_faults(content["grid"])
-    else:
+    elif content.get("list") is not None:
         yield from _list_faults(content["list"])
+    elif not isinstance(content["sweeps"], list) or not content["sweeps"]:
+        yield "sweeps: must be a list of sweeps, whose cells this one has in their order"
     yield from _early_stop_faults(content.get("early_stop"))
 
 
@@ -173,6 +193,7 @@ def _cells(content: Mapping[str, Any], shared: tuple[str, ...]) -> Iterator[Cell
         for number, cell in enumerate(content["list"]):
             own = tuple(_overrides(cell.get("set") or {}))
             yield Cell(number, cell["name"], (*shared, *own), cell.get("published") or {})
+    if content.get("grid") is None:
         return
     axes = [[*_axis(str(axis), values)] for axis, values in content["grid"].items()]
     for number, chosen in enumerate(product(*axes)):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from launcher.recipes.entries import Entry
+from runspec.keys.environment import CONTAINERS
 from runspec.keys.key import Fault
 from runspec.keys.key import faults as key_faults
 from runspec.variables import owned_variables
@@ -27,12 +28,57 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
         {key: value for key, value in given.items() if key in known or not entry.other_keys}, known
     )
     yield from entry.faults(config)
+    yield from _rollout_faults(config.get("resources"), entry)
     yield from variable_faults(config.get("env"), "env")
+    yield from environment_faults(config.get("environment"), "environment.")
     yield from _secrets_faults(config.get("secrets"))
     arguments = config.get("args")
     for argument in arguments if entry.own_code and isinstance(arguments, list) else []:
         if isinstance(argument, (dict, list)) or not str(argument).isprintable():
             yield Fault("args", f"args contains {argument!r}, which is not one line of text")
+
+
+def environment_faults(given: Any, start: str = "") -> Iterator[Fault]:
+    """Yield the faults of an environment's block that its table of keys does not see."""
+    if not isinstance(given, dict):
+        return
+    yield from variable_faults(given.get("variables"), f"{start}variables")
+    kind = given.get("kind") or "venv"
+    container = kind in CONTAINERS
+    for key, fits in (
+        ("image", container),
+        ("binds", container),
+        ("options", container),
+        ("conda", kind == "conda"),
+        ("conda_root", kind == "conda"),
+        ("dependencies", kind in ("venv", "modules")),
+    ):
+        if given.get(key) and not fits:
+            yield Fault(f"{start}{key}", f"{start}{key} has no meaning for kind: {kind}")
+    for key, needed in (("image", container), ("conda", kind == "conda")):
+        if needed and not given.get(key):
+            yield Fault(f"{start}{key}", f"{start}{key} is missing: kind: {kind} needs it")
+    if given.get("python") and given.get("dependencies"):
+        yield Fault(f"{start}python", f"{start}python and dependencies exclude each other")
+    binds = given.get("binds")
+    for bind in binds if isinstance(binds, list) else []:
+        if not re.fullmatch(r"/[^:,\s]*(:/[^:,\s]*(:r[ow])?)?", str(bind)):
+            yield Fault(
+                f"{start}binds", f"{start}binds: {bind!r} is not /PATH, /SOURCE:/TARGET[:ro]"
+            )
+
+
+def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
+    """Yield what rollout nodes do not go together with."""
+    key, given = "resources.rollout", resources if isinstance(resources, dict) else {}
+    if given.get("rollout") in (None, "same"):
+        return
+    if entry.method is None or not entry.method.samples_answers:
+        yield Fault(key, f"{key}: only entry: grpo generates answers; leave it out")
+    if given.get("spare_nodes"):
+        yield Fault(
+            key, f"{key}: not with spare_nodes: a lost node requeues the job; leave one out"
+        )
 
 
 def _absent(unknown: Set[str]) -> dict[str, str]:

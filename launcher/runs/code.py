@@ -6,7 +6,6 @@ A change in the checkout reaches no run that is queued, retried or resumed.
 import hashlib
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,13 @@ from launcher.runs.snapshot import git
 from runspec import files
 
 # What jobs run, and what submits them again: cookbook replay.
-_PARTS = ("configs", "datakit", "launcher", "runspec", "serving", "slurm", "templates", "trainer")
+_PARTS = (
+    "configs", "datakit", "engines", "launcher", "runspec", "serving", "slurm", "templates",
+    "trainer",
+)  # fmt: skip
 FOLDER = "code"
 # In a copy: where it comes from.
-_ORIGIN = "origin.json"
+ORIGIN = "origin.json"
 _SHOWN_OF_HASH = 12
 
 
@@ -37,7 +39,7 @@ class Code:
     @property
     def origin(self) -> dict[str, Any]:
         """The commit that it was made of, what had changed since, and untracked files."""
-        value = files.read_json_or_none(self.folder / _ORIGIN)
+        value = files.read_json_or_none(self.folder / ORIGIN)
         return value if isinstance(value, dict) else {}
 
     @property
@@ -116,10 +118,13 @@ def _kept(folder: Path, content: dict[str, bytes]) -> Code:
         for name, text in content.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(text)
-        files.write_json(temporary / _ORIGIN, git_state())
-        with suppress(FileExistsError):
-            # Another command may have made the same.
+        files.write_json(temporary / ORIGIN, git_state())
+        try:
             temporary.rename(final)
+        except OSError:
+            # Another command may have made the same.
+            if not final.is_dir():
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Code(final)
@@ -133,15 +138,15 @@ def link(run_dir: Path, code: Code) -> None:
     temporary.replace(run_dir / files.KIT)
 
 
-def git_state() -> dict[str, Any]:
-    """Return the commit of the present code and what has been changed since, as a diff.
+def git_state(folder: Path | None = None) -> dict[str, Any]:
+    """Return a checkout's commit, by default the kit's, and what changed since, as a diff.
 
-    A copy, from which cookbook replay submits, says where it comes from.
+    A copy, from which cookbook replay submits or which a laptop sent, says where it comes from.
     """
-    known = files.read_json_or_none(paths.REPO_ROOT / _ORIGIN)
+    folder = folder or paths.REPO_ROOT
+    known = files.read_json_or_none(folder / ORIGIN)
     if isinstance(known, dict):
         return known
-    folder = paths.REPO_ROOT
     commit, diff = git(folder, "rev-parse", "HEAD"), git(folder, "diff", "HEAD")
     untracked = git(folder, "ls-files", "--others", "--exclude-standard")
     return {

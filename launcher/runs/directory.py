@@ -110,8 +110,8 @@ class Run:
     @property
     def job_id(self) -> str | None:
         """The newest job's id, None if nobody wrote one down."""
-        found = (self.all_jobs or [{}])[-1].get("job_id")
-        return None if found is None else str(found)
+        job_id = (self.all_jobs or [{}])[-1].get("job_id")
+        return None if job_id is None else str(job_id)
 
     @property
     def job(self) -> Job:
@@ -191,8 +191,8 @@ class Run:
             value = ""
         if value is None or isinstance(value, dict):
             return value or {}, ""
-        words = f"{path} is broken (not a JSON object)"
-        return {}, f"{words}: move it away with: mv {path} {path}.broken"
+        message = f"{path} is broken (not a JSON object)"
+        return {}, f"{message}: move it away with: mv {path} {path}.broken"
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         try:
@@ -270,6 +270,7 @@ def create(
             # Slurm would create it with permissions of its own.
             (folder / files.JOB_LOG).touch()
             for name, text in contents.items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 files.write_text(folder / name, text)
             code.link(folder, kit)
             for name, source in (own_code or {}).items():

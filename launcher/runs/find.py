@@ -43,7 +43,7 @@ def foreign(root: Path) -> list[str]:
 
     Not hidden files, such as the trainer's cache, and no run that a command may be making now.
     """
-    found, now = [], time.time()
+    names, now = [], time.time()
     try:
         with os.scandir(root) as entries:
             for entry in entries:
@@ -51,10 +51,10 @@ def foreign(root: Path) -> list[str]:
                 if half_made and now - entry.stat().st_mtime < _MAKING_S:
                     continue
                 if half_made or not (entry.name.startswith(".") or _is_run(entry)):
-                    found.append(entry.name)
+                    names.append(entry.name)
     except OSError:
         return []
-    return sorted(found)
+    return sorted(names)
 
 
 def _is_run(entry: os.DirEntry[str]) -> bool:
@@ -78,13 +78,13 @@ def find(root: Path, wanted: str) -> Run:
         return known[-1]
     by_job = [run for run in known if wanted.isdigit() and wanted in _job_ids(run)]
     parts = [run for run in known if wanted and wanted in run.name]
-    for found in (by_job, parts):
-        if len(found) == 1:
-            return found[0]
-        if found:
+    for matching in (by_job, parts):
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
             raise UnknownRun(
-                f"{len(found)} runs match {wanted!r}, such as {found[-1].name} and "
-                f"{found[-2].name}: give more of the name"
+                f"{len(matching)} runs match {wanted!r}, such as {matching[-1].name} and "
+                f"{matching[-2].name}: give more of the name"
             )
     hint = nearest(wanted, [run.name for run in known])
     raise UnknownRun(f"no run in {root} matches {wanted!r}{hint}: list them with: cookbook status")

@@ -31,7 +31,7 @@ def take(
         Held: another process has it for longer than wait_s.
         OSError: the filesystem has no locks.
     """
-    began, told = time.monotonic(), False
+    began, said = time.monotonic(), False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,8 +42,8 @@ def take(
             held_by = file.read() or "unknown"
             if waited_s >= wait_s:
                 raise Held(held_by) from error
-            if not told and waited_s >= _SAY_AFTER_S:
-                told = True
+            if not said and waited_s >= _SAY_AFTER_S:
+                said = True
                 waiting(held_by)
             time.sleep(_LOOK_EVERY_S)
     file.truncate(0)

@@ -59,11 +59,11 @@ def remove_left(root: Path) -> None:
 
 def left(root: Path) -> list[Path]:
     """Return the half-made folders whose command has ended."""
-    found = []
+    paths = []
     for path in sorted(root.glob(f"{_PREFIX}*")):
         with suppress(OSError):
-            found += [path] if _is_left(path) else []
-    return found
+            paths += [path] if _is_left(path) else []
+    return paths
 
 
 def _is_left(path: Path) -> bool:

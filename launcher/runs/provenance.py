@@ -48,7 +48,7 @@ def data_files(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     A folder, and a dataset of the hub, has no entry: its name stands in the recipe.
     """
-    found: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     for block in ("dataset", "dataset_val"):
         given = config.get(block)
         named = given.get("data_files") if isinstance(given, Mapping) else None
@@ -58,10 +58,10 @@ def data_files(config: Mapping[str, Any]) -> list[dict[str, Any]]:
                 continue
             size = path.stat().st_size
             sha256 = files.sha256(path) if size <= _HASHED_BYTES else None
-            found[name] = {"file": name, "bytes": size, "sha256": sha256}
+            records[name] = {"file": name, "bytes": size, "sha256": sha256}
         if isinstance(given, Mapping) and given.get("_component_") == prepared.COMPONENT:
-            found[block] = _prepared(Path(str(given.get("data_dir"))))
-    return list(found.values())
+            records[block] = _prepared(Path(str(given.get("data_dir"))))
+    return list(records.values())
 
 
 def _prepared(folder: Path) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def _prepared(folder: Path) -> dict[str, Any]:
         return known
     split = card["splits"].get(folder.name, {})
     listed = split.get("files", [])
-    told = f"{folder.parent.parent.parent.name}@{version.name}"
+    name = f"{folder.parent.parent.parent.name}@{version.name}"
     size = sum(each["bytes"] for each in listed)
-    return {**known, "bytes": size, "sha256": split.get("content"), "prepared": told}
+    return {**known, "bytes": size, "sha256": split.get("content"), "prepared": name}
 
 
 def _model_revision(recipe: Recipe, cluster: Site) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def _git_files(folder: Path) -> list[Path] | None:
 
 
 def _walked(folder: Path) -> list[Path]:
-    found = []
+    paths = []
     for current, folders, names in os.walk(folder):
         folders[:] = [
             name
@@ -51,8 +51,8 @@ def _walked(folder: Path) -> list[Path]:
             and name not in _IGNORED
             and not (Path(current) / name / "pyvenv.cfg").exists()
         ]
-        found += [(Path(current) / name).relative_to(folder) for name in names]
-    return found
+        paths += [(Path(current) / name).relative_to(folder) for name in names]
+    return paths
 
 
 def fault(folder: Path) -> str | None:

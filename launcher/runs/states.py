@@ -85,14 +85,14 @@ def judged(wanted: Iterable[Run]) -> Iterator[tuple[Run, State]]:
             again[run.name] = each
     for executor, jobs in asked.items():
         try:
-            found = executor.states(list(jobs.values()))
+            job_states = executor.states(list(jobs.values()))
         except SlurmFault as fault:
             nothing = JobState(None, "nobody", detail=fault.faults[0])
-            found = {job.token: nothing for job in jobs.values()}
+            job_states = {job.token: nothing for job in jobs.values()}
         for name, job in jobs.items():
             # Read anew: its last word may have come while Slurm was asked.
             run = Snapshot(again[name].path)
-            state = _judge(run, found[job.token])
+            state = _judge(run, job_states[job.token])
             if state.word == "CANCELLED" and state.ended and own_state(run) in _WAITS:
                 _keep_cancelled(run, str(state.job_id))
             yield run, _with_faults(state, run.broken())
@@ -139,11 +139,13 @@ def _judge(run: Run, job: JobState) -> State:
     if own in FINAL and (job.ended or job.state is None) and job_id == run.job_id:
         return _from_status(run)
     if job.state is None and _not_started(run) and (job.ended or not run.job.array):
-        words = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
+        explanation = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
         if not (sweeps.root(run.path.parent.parent) / str(run.sweep)).is_dir():
-            words = f"never started, and its sweep {run.sweep} is gone; start it separately with: "
-            words += f"cookbook resume {run.name}, or remove it with: rm -r {run.path}"
-        return State("PENDING", "nobody", words, True)
+            explanation = (
+                f"never started, and its sweep {run.sweep} is gone; start it separately with: "
+            )
+            explanation += f"cookbook resume {run.name}, or remove it with: rm -r {run.path}"
+        return State("PENDING", "nobody", explanation, True)
     if job.state is None and not job.ended:  # cannot be asked now
         word = own or "UNKNOWN"
         return State(word, "status.json", job.detail, job_id=job_id, elsewhere=job.elsewhere)
@@ -194,10 +196,10 @@ def _log_says(run: Run) -> str:
     try:
         with (run.path / files.JOB_LOG).open("rb") as log:
             log.seek(begin if isinstance(begin, int) else 0)
-            words = log.read(_LOG_BYTES).decode("utf-8", errors="replace")
+            text = log.read(_LOG_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return ""
-    written = [line.strip() for line in words.splitlines() if line.strip()]
-    told = [line.partition("cookbook: ")[2] for line in written if "cookbook: " in line]
-    last = (told or written or [""])[-1]
+    written = [line.strip() for line in text.splitlines() if line.strip()]
+    of_cookbook = [line.partition("cookbook: ")[2] for line in written if "cookbook: " in line]
+    last = (of_cookbook or written or [""])[-1]
     return f" (job.log says: {last})" if last else ""

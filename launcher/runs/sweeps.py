@@ -61,8 +61,8 @@ class SweepDirectory:
     @property
     def runs(self) -> list[Run]:
         """The runs that are still there, in the order of the cells."""
-        found = [self.run_of(cell) for cell in self.cells]
-        return [run for run in found if run.path.is_dir()]
+        runs = [self.run_of(cell) for cell in self.cells]
+        return [run for run in runs if run.path.is_dir()]
 
     def name_runs(self) -> None:
         """Give its runs their names, which they get once the sweep has its own.
@@ -136,8 +136,8 @@ def find(shared: Path, wanted: str) -> SweepDirectory:
     The name of its file means the newest of that name.
     """
     known = every(shared)
-    if found := _match(known, wanted):
-        return found
+    if sweep := _match(known, wanted):
+        return sweep
     if not known:
         raise UnknownRun(
             f"there is no sweep in {root(shared)} yet: start one with: cookbook sweep NAME"
@@ -163,18 +163,18 @@ def runs_of(shared: Path, wanted: Iterable[str]) -> list[Run]:
 
     A sweep goes before a run if its whole name, or that of its file, is given.
     """
-    known, found = every(shared), []
+    known, chosen = every(shared), []
     for word in wanted:
         labels = {match["label"] for each in known if (match := _NAME.match(each.name))}
         exact = word in labels or any(word == each.name for each in known)
         sweep = _match(known, word) if exact else None
         if sweep is None:
             try:
-                found.append(runs.find(runs_root(shared), word))
+                chosen.append(runs.find(runs_root(shared), word))
                 continue
             except UnknownRun:
                 sweep = None if word == "last" else _match(known, word)
                 if sweep is None:
                     raise
-        found += sweep.runs
-    return list(dict.fromkeys(found))
+        chosen += sweep.runs
+    return list(dict.fromkeys(chosen))

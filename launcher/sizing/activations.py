@@ -114,18 +114,25 @@ def _own_tokens(step: StepConfig) -> float:
 
 
 def expert_rows(step: StepConfig, block: Block) -> float:
-    """Rows that the experts of a rank take, if each expert has as many; 0 without experts."""
+    """Rows of a rank's own tokens, one for each expert that they meet; 0 without experts."""
     return _own_tokens(step) * (block.experts[0].active if block.experts else 0)
+
+
+def received_rows(step: StepConfig, block: Block) -> float:
+    """Rows that a rank's experts take: of its own tokens, or at most so many of all ranks'."""
+    spread = step.layout.expert_parallel > 1
+    return expert_rows(step, block) * (step.expert_imbalance if spread else 1)
 
 
 def _saved_by_experts(step: StepConfig, block: Block) -> float:
     """The experts' inputs in their order, as a dense MLP's rows from there on, and their outputs.
 
-    The outputs stay, as the router's weights are multiplied with them. Each row has two numbers of
-    eight bytes that say where it came from. The router keeps its probabilities, and its input if it
-    is trained, in fp32 if it computes so.
+    The outputs stay, as the router's weights are multiplied with them: of the rank's own tokens.
+    Each row has two numbers of eight bytes that say where it came from. The router keeps its
+    probabilities, and its input if it is trained, in fp32 if it computes so.
     """
-    e, rows, t = step.element_bytes, expert_rows(step, block), _own_tokens(step)
+    e, t = step.element_bytes, _own_tokens(step)
+    own, rows = expert_rows(step, block), received_rows(step, block)
     d, width = step.shape.dim, block.inside("experts")
     # Experts with a bias cap their gate and have an activation of their own, of which compiled
     # layers keep one part instead of four. Experts that are spread over ranks are outside of what
@@ -133,7 +140,8 @@ def _saved_by_experts(step: StepConfig, block: Block) -> float:
     compiled = step.compiled and step.layout.expert_parallel == 1
     between = (1 if compiled else 4) if block.experts[0].bias else not compiled
     trained = step.trains(block, "experts")
-    saved: float = e * rows * (d * (trained + 1) + width * (2 + between + trained)) + 3 * 8 * rows
+    saved: float = e * rows * (d * trained + width * (2 + between + trained))
+    saved += e * own * d + 3 * 8 * rows
     saved += FP32 * t * block.experts[0].count
     saved += e * t * d * step.trains(block, "shared", "column")
     saved += FP32 * t * d * (block.wide_router and step.is_full)
@@ -161,7 +169,7 @@ def _saved_by_adapters(step: StepConfig, block: Block) -> float:
                 # The sum that is scaled; a matrix split by rows has a share of all of it.
                 saved += 0 if remade else e * t * matrix.outputs / (1 if by_row else tp)
             else:
-                rows = expert_rows(step, block) if matrix.role == "expert" else t
+                rows = received_rows(step, block) if matrix.role == "expert" else t
                 known = {"lora_rank": step.rank_of(name)}
                 saved += e * rows * step.adapter_size(sizes, known, block)
     return saved
@@ -211,7 +219,7 @@ def saved_products(step: StepConfig, block: Block) -> float:
         width = matrix.outputs if is_row else matrix.outputs / split
         rows = t if matrix.part in ("attention", "mlp") else t / tp
         if matrix.role == "expert":
-            rows = expert_rows(step, block)
+            rows = received_rows(step, block)
         kept += e * rows * width
         if name in step.lora_targets and step.lora_rank:
             kept += e * rows * (width + step.rank_of(name))
@@ -245,7 +253,7 @@ def forward_working(step: StepConfig, block: Block) -> float:
     e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
     width, kept = e * t * step.shape.dim, step.checkpointing == "none"
     if block.experts:
-        rows = e * expert_rows(step, block)
+        rows = e * received_rows(step, block)
         inside = (1 + 2 * (not kept)) * rows * step.shape.dim + _weighted_rows(step, block)
         inside += 0 if kept else rows * block.inside("experts")
         return inside + 2 * width / tp + _dequantised(step, block)
@@ -271,12 +279,14 @@ def backward_working(step: StepConfig, block: Block) -> float:
     e, tp, t, d = step.element_bytes, step.layout.tensor_parallel, step.tokens, step.shape.dim
     entry = e * t * d / tp
     if block.experts:
-        rows, width = e * expert_rows(step, block), block.inside("experts")
+        rows, width = e * received_rows(step, block), block.inside("experts")
         outputs = 2 * _weighted_rows(step, block) + (rows * d if block.wide_router else 0)
         inside = rows * (2 * d + width) + _dequantised(step, block)
         return max(outputs, inside) + 2 * entry
-    working = 2 * e * t * block.inside("mlp") / tp + 2 * entry + _dequantised(step, block)
-    return working + (2 * e * t * d if tp > 1 else 0)
+    inside = e * t * block.inside("mlp") / tp
+    # Under tensor parallelism the sum over the ranks is there whole, beside one of these two.
+    working = max(2 * inside, inside + 2 * e * t * d if tp > 1 else 0.0)
+    return working + 2 * entry + _dequantised(step, block)
 
 
 def first_gradients(step: StepConfig, block: Block) -> float:

@@ -1,7 +1,6 @@
 """What is predicted of each cell of a sweep, as a table: its memory, and the time of its epoch.
 
-The matrix products of all cells are predicted to run at the same share of the GPU's peak, that of
-the first cell at the given MFU. Nothing is measured.
+Nothing is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from launcher.errors import CookbookError
 from launcher.recipes.recipe import Recipe
-from launcher.sizing.estimate import DEFAULT_MFU, epoch_of
+from launcher.sizing.estimate import epoch_of
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import host_bytes
 from launcher.sizing.search import Prediction, Predictor
@@ -42,10 +41,10 @@ class PredictedCell:
     @cached_property
     def epoch_s(self) -> float | None:
         """Seconds of an epoch; None if unknown, and for fp32, whose peak no GPU's entry has."""
-        found = self.prediction
-        if found is None or found.step.element_bytes == FP32:
+        prediction = self.prediction
+        if prediction is None or prediction.step.element_bytes == FP32:
             return None
-        return self.tokens / (found.rate * found.step.layout.ranks)
+        return self.tokens / (prediction.rate * prediction.step.layout.ranks)
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures; sizes in GiB, times in seconds."""
@@ -83,14 +82,14 @@ class PredictedSweep:
         known = [step for step, _, _ in steps.values()]
         own = next((step for step in known if step.element_bytes != FP32), None)
         own = own or (known[0] if known else None)
-        self.epochs = sorted({words for _, _, words in steps.values()})
-        self.predictor = Predictor(own, gpu, DEFAULT_MFU) if own else None
+        self.epochs = sorted({epoch for _, _, epoch in steps.values()})
+        self.predictor = Predictor(own, gpu) if own else None
         self.cells = []
         for number, name, _, published in cells:
             step, tokens, _ = steps.get(number, (None, 0, ""))
-            found = self._of(step) if step else None
+            prediction = self._of(step) if step else None
             self.cells.append(
-                PredictedCell(number, name, found, tokens, faults.get(number, ""), published)
+                PredictedCell(number, name, prediction, tokens, faults.get(number, ""), published)
             )
 
     def _of(self, step: StepConfig) -> Prediction | None:
@@ -131,8 +130,7 @@ class PredictedSweep:
             "nothing is measured"
         )
         if self.predictor is not None:
-            share = 100 * self.predictor.peak_share
-            yield f"times: matrix products run at {share:.0f} % of the bf16 peak in every cell"
+            yield f"times by {self.predictor.basis}"
             yield f"EPOCH: the time of {'; or of '.join(self.epochs)}"
         if any(each.prediction and each.epoch_s is None for each in self.cells):
             yield "-: no time is predicted for fp32, because configs/gpus.yaml has bf16 peaks only"
@@ -147,19 +145,19 @@ def _step(recipe: Recipe, root: Path) -> tuple[StepConfig, int, str]:
         raise CookbookError(f"{recipe.entry_name} cannot be estimated")
     config, resources = recipe.resolved(root, "run"), recipe.resources
     step = step_of(config, resources.nodes, resources.gpus_per_node)
-    return step, *epoch_of(config, step)
+    return step, *epoch_of(config, step)[:2]
 
 
 def _row(cell: PredictedCell) -> list[str]:
-    found = cell.prediction
-    if found is None:
+    prediction = cell.prediction
+    if prediction is None:
         return [cell.name, "-", "-", "not computed", "-", "-"]
-    host = host_bytes(found.step) / GIB
-    verdict = "fits" if found.fits else "DOES NOT FIT"
+    host = host_bytes(prediction.step) / GIB
+    verdict = "fits" if prediction.fits else "DOES NOT FIT"
     verdict += f", {host:.0f} GiB on the CPU" if host else ""
-    rate = "-" if cell.epoch_s is None else f"{found.rate:,.0f}"
-    ranks = str(found.step.layout.ranks)
-    return [cell.name, ranks, f"{found.peak_gib:,.2f}", verdict, rate, clock(cell.epoch_s)]
+    rate = "-" if cell.epoch_s is None else f"{prediction.rate:,.0f}"
+    ranks = str(prediction.step.layout.ranks)
+    return [cell.name, ranks, f"{prediction.peak_gib:,.2f}", verdict, rate, clock(cell.epoch_s)]
 
 
 def _published(given: Mapping[str, float]) -> list[str]:

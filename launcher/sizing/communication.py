@@ -27,7 +27,7 @@ BALANCE = 3
 LOSS_SUMS = 3
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Message:
     """`count` messages of one kind that each rank takes part in, in one step.
 
@@ -61,10 +61,12 @@ class Message:
 def messages(step: StepConfig) -> list[Message]:
     """Every message of a step in which all positions hold a token that is trained."""
     units = units_of(step)
-    found = [*_weights(step, units), *_gradients(step, units)] if step.fsdp else []
-    found += [*_tensor_parallel(step), *_experts(step), *_loss(step)]
-    found += [*_shared_gradients(step, units), *_sums(step)]
-    return [message for message in found if message.ranks > 1 and message.count and message.size]
+    all_messages = [*_weights(step, units), *_gradients(step, units)] if step.fsdp else []
+    all_messages += [*_tensor_parallel(step), *_experts(step), *_loss(step)]
+    all_messages += [*_shared_gradients(step, units), *_replicas(step, units), *_sums(step)]
+    return [
+        message for message in all_messages if message.ranks > 1 and message.count and message.size
+    ]
 
 
 # FSDP ------------------------------------------------------------------------------------------
@@ -73,7 +75,8 @@ def messages(step: StepConfig) -> list[Message]:
 def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
     """What is gathered: each unit before its forward and, resharded meanwhile, its backward.
 
-    A recomputed layer is whole already: its recomputation is a part of its backward.
+    Root and output layer stay gathered, and a plain embedding's backward needs no weights. A
+    recomputed layer is whole already: its recomputation is a part of its backward.
     """
 
     def gather(what: str, unit: Unit, each: int, when: str, group: str = "shard") -> Message:
@@ -90,17 +93,17 @@ def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
     yield from gather_blocks("forward")
     yield gather("output layer", units.output, 1, "forward")
     if step.reshard:
-        yield gather("root's weights", units.root, 1, "turn")
-        yield gather("output layer", units.output, 1, "turn")
         yield from gather_blocks("backward")
-        # Also if it is frozen and nobody needs it: FSDP2 fetches the unit before ahead of time.
-        yield gather("embedding", units.embedding, 1, "backward")
+        if step.lora_embedding:
+            yield gather("embedding", units.embedding, 1, "backward")
 
 
 def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:
     """What is reduced: within a replica, and then over the replicas."""
     replicas, within = step.layout.replicate, step.accumulation if step.sync_each else 1
-    reduced = [("output layer's gradients", units.output, 1, "reduce", "shard")]
+    # A loss that reads the output layer's weight by itself leaves its gradient to the end.
+    when = "reduce" if step.loss == "plain" else "end"
+    reduced = [("output layer's gradients", units.output, 1, when, "shard")]
     for block in units.blocks:
         reduced += [
             ("layers' gradients", block.own, block.number, "reduce", "shard"),
@@ -169,10 +172,10 @@ def _tensor_parallel(step: StepConfig) -> Iterator[Message]:
 
 def _experts(step: StepConfig) -> Iterator[Message]:
     """Expert parallelism: each token's hidden state to the ranks of its experts and back, forward
-    and backward, and before it how many there are for each expert.
+    and backward, and once before it how many there are for each expert.
 
     A rank has as many rows for the others whatever the router chooses; that it gets as many is the
-    even spread which routers are trained for. A layer that is recomputed sends all of it again.
+    even spread which routers are trained for. A layer that is recomputed sends the rows again.
     """
     ranks = step.layout.expert_parallel
     for block, count in step.shape.blocks:
@@ -183,7 +186,7 @@ def _experts(step: StepConfig) -> Iterator[Message]:
         again = count // round(1 / share) if share else 0
         for when, layers, counts in (
             ("forward", count, 1),
-            ("recompute", again, 1),
+            ("recompute", again, 0),
             ("backward", count, 0),
         ):
             times, numbers = layers * step.accumulation, 8 * block.experts[0].count
@@ -226,6 +229,14 @@ def _shared_gradients(step: StepConfig, units: Units) -> Iterator[Message]:
             if p.shared and p.trained:
                 size, count = number_bytes * p.rows * p.width, each * times
                 yield Message("shared gradients", "all-reduce", "tensor", tp, size, count, when)
+
+
+def _replicas(step: StepConfig, units: Units) -> Iterator[Message]:
+    """The gradients of a model that every rank has whole, in one message after the micro-steps."""
+    if not step.fsdp:
+        size = step.reduce_bytes * units.sum(lambda unit: unit.trained)
+        ranks = step.layout.replicate
+        yield Message("replicas' gradients", "all-reduce", "replicate", ranks, size, 1, "step")
 
 
 def _sums(step: StepConfig) -> Iterator[Message]:

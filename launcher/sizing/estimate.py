@@ -6,7 +6,7 @@ formulas.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from launcher.errors import PreflightFault, UsageFault
 from launcher.recipes.recipe import Recipe
 from launcher.sizing import gpus
 from launcher.sizing.memory import StepMemory, checkpoint_bytes, export_bytes, host_bytes
-from launcher.sizing.search import METHODS, Predictor, remedies, settings
+from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
 from launcher.sizing.step_config import GIB, StepConfig, step_of
 from runspec.keys.fields import STREAM
+from runspec.step import kept_bytes
 
-DEFAULT_MFU = 0.4
 # English text, Llama 3's and Qwen's tokenizers: roughly; for an epoch whose tokens nobody counted.
 BYTES_PER_TOKEN = 4
 COMPARED_NODES = (1, 2, 4, 8)
@@ -27,36 +27,42 @@ COMPARED_NODES = (1, 2, 4, 8)
 _SMALLER = {
     "weights": "more GPUs to shard over, or QLoRA,",
     "gradients": "more GPUs to shard over, LoRA, or sync_each_micro_batch=true",
-    "frozen models": "more GPUs to shard over, or an adapter, which is turned off instead,",
+    "frozen models": "more GPUs to shard over, an adapter, which is turned off instead, or a "
+    "teacher in NF4 or offline",
     "optimizer": "more GPUs to shard over, an 8-bit AdamW, or LoRA",
     "activations": "activation checkpointing, a smaller batch, or tensor parallelism",
     "logits and loss": "LinearCrossEntropy, a smaller batch, or tensor parallelism",
     "gathered weights": "tensor or expert parallelism, or QLoRA, not more nodes,",
     "gradient reduction": "tensor parallelism or LoRA",
+    "reward models": "a smaller reward model",
+    "generation": "a smaller batch or fewer new tokens",
     "working memory": "a smaller batch or tensor parallelism",
 }
 
 
-def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str]:
-    """Return the tokens of an epoch, by the size of a local file, else a million; and what it is.
+def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str, int]:
+    """Return the tokens of an epoch, by the size of a local file, else a million; what it is; and
+    its samples; where they are not known, rows as long as can be, or packed ones full of answers.
 
     Of a stream, which has no epochs, those of the whole run.
     """
     dataset, length, steps = config.get("dataset"), step.length, config.get("max_steps")
     if isinstance(dataset, Mapping) and dataset.get("_component_") == STREAM and steps:
         tokens = int(steps) * step.rows_per_step * length
-        return tokens, f"the run's {steps:,} steps, {tokens:,} tokens"
+        return tokens, f"the run's {steps:,} steps, {tokens:,} tokens", tokens // length
     files = dataset.get("data_files") if isinstance(dataset, Mapping) else None
     file = Path(files) if isinstance(files, str) else None
     if file is None or file.suffix != ".jsonl" or not file.is_file():
-        return 10**6, "a million tokens; the dataset is not a local file"
+        each = step.new_tokens if step.packed and step.on_policy_share else length
+        return 10**6, "a million tokens; the dataset is not a local file", 10**6 // each
     samples = size = 0
     with file.open("rb") as lines:
         for line in lines:
             samples += bool(line.strip())
             size += min(len(line), length * BYTES_PER_TOKEN)
     tokens = max(size // BYTES_PER_TOKEN, 1)
-    return tokens, f"an epoch of {samples:,} samples, about {tokens:,} tokens by their size"
+    text = f"an epoch of {samples:,} samples, about {tokens:,} tokens by their size"
+    return tokens, text, samples
 
 
 class Estimate:
@@ -72,7 +78,7 @@ class Estimate:
         recipe: Recipe,
         root: Path,
         gpu: str | None = None,
-        mfu: float = DEFAULT_MFU,
+        mfu: float | None = None,
         network_gbits: float | None = None,
         *,
         tokens: int | None = None,
@@ -83,9 +89,9 @@ class Estimate:
     ) -> None:
         """Work everything out for a recipe whose models lie under root.
 
-        gpu: a name of configs/gpus.yaml. network_gbits: per GPU between nodes; None for the usual.
-        tokens: to be trained, for time and cost; None for an epoch. price: of a GPU-hour, in
-        currency; None leaves the cost out.
+        gpu: a name of configs/gpus.yaml. mfu: see `launcher.sizing.search.Predictor`.
+        network_gbits: per GPU between nodes; None for the usual. tokens: to be trained, for time
+        and cost; None for an epoch. price: of a GPU-hour, in currency; None leaves the cost out.
         compares, traces: whether `compared` and `traced` are wanted; else they are empty.
         """
         if recipe.entry.method is None or not recipe.entry.can_estimate:
@@ -99,20 +105,38 @@ class Estimate:
         self.step, self.gpu = step, gpus.by_name(gpu)
         self.predictor = Predictor(step, self.gpu, mfu, network_gbits)
         self.memory = StepMemory(step)
+        # Of a teacher's pass, if every token is trained.
+        self.kept_bytes = kept_bytes(step.top_k) if step.top_k else 0
         self.fits = self.memory.peak / GIB <= self.gpu.usable_gib
-        self.tokens, self.tokens_are = epoch_of(config, step)
+        self.tokens, self.tokens_are, samples = epoch_of(config, step)
+        if recipe.entry.method.samples_answers:
+            group = config.get("group_size") or recipe.entry.method.keys()["group_size"].default
+            samples *= int(group)
+            self.tokens = samples * step.length
+            self.tokens_are = f"an epoch of {samples:,} answers, as long as can be"
         if tokens is not None:
+            samples = round(samples * tokens / self.tokens)
             self.tokens, self.tokens_are = tokens, f"{tokens:,} tokens, as given"
-        # At the given MFU.
-        self.tokens_per_second_per_gpu = self.gpu.bf16_tflops * 1e12 * mfu / step.flops.model
+        # Answers that are generated count by samples, below.
+        trained = replace(step, on_policy_share=0.0)
+        self.prediction = Prediction(trained, self.memory.peak / GIB, self.fits, self.predictor)
+        self.tokens_per_second_per_gpu = self.prediction.rate
         rate = self.tokens_per_second_per_gpu * step.layout.ranks
-        # Of the pass over the data before the first step, at the same MFU.
+        # Of the pass over the data before the first step, by its FLOPs.
         share = step.flops.once / step.flops.model / int(config.get("epochs") or 1)
         self.hours_before = self.tokens / rate / 3600 * share
-        self.hours = self.tokens / rate / 3600 + self.hours_before
+        self.hours_generating = 0.0
+        if step.on_policy_share:
+            from launcher.sizing.step_time import generation_s
+
+            each = generation_s(step, self.gpu, self.predictor.links)
+            count = step.answers_per_step * step.layout.data_parallel
+            self.hours_generating = each * samples / count / 3600
+        self.hours = self.tokens / rate / 3600 + self.hours_before + self.hours_generating
         self.cost = None if price is None else self.hours * step.layout.ranks * price
         self.currency = currency
         self.remedies = [] if self.fits else [*remedies(self.predictor)]
+        compares = compares and not step.top_k
         cells = settings(step, method=METHODS, nodes=COMPARED_NODES) if compares else ()
         self.compared = [self.predictor.of(cell) for cell in cells]
         self.traced: dict[str, Any] | None = None
@@ -123,17 +147,17 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""
-        step, found, gpu = self.step, self.memory, self.gpu
+        step, memory, gpu = self.step, self.memory, self.gpu
         return {
             "recipe": self.name,
             "basis": "computed, not measured",
             "gpu": {"name": gpu.name, "memory_gib": gpu.memory_gib},
             "usable_gib": round(gpu.usable_gib, 3),
             "fits": self.fits,
-            "peak_gib": round(found.peak / GIB, 3),
-            "peak_phase": found.peak_phase,
-            "terms_gib": {k: round(v / GIB, 3) for k, v in found.terms.items() if v},
-            "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in found.phases.items()},
+            "peak_gib": round(memory.peak / GIB, 3),
+            "peak_phase": memory.peak_phase,
+            "terms_gib": {k: round(v / GIB, 3) for k, v in memory.terms.items() if v},
+            "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in memory.phases.items()},
             "layout": vars(step.layout),
             "step": {
                 k: v for k, v in asdict(step).items() if k not in ("shape", "layout", "teacher")
@@ -144,11 +168,16 @@ class Estimate:
             "host_memory_per_node_gib": round(host_bytes(step) / GIB, 3),
             "checkpoint_gib": round(checkpoint_bytes(step) / GIB, 3),
             "export_gib": round(export_bytes(step) / GIB, 3),
-            "mfu": self.predictor.mfu,
-            "hfu": self.predictor.mfu * step.flops.hardware / step.flops.model,
+            "kept_gib": round(self.kept_bytes * self.tokens / GIB, 3),
+            "mfu": self.prediction.time.mfu,
+            "hfu": self.prediction.time.hfu,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "tokens_per_second_per_gpu_range": self.prediction.range,
+            "rests_on": self.predictor.basis,
             "tokens": self.tokens,
             "hours": self.hours,
             "hours_before": self.hours_before,
+            "hours_generating": self.hours_generating,
             "gpu_hours": self.hours * step.layout.ranks,
             "cost": self.cost,
             "remedies": [vars(each) for each in self.remedies],
@@ -241,24 +270,32 @@ def _settings(step: StepConfig) -> str:
     }.get(step.checkpointing, f"activation checkpointing of one layer in {step.checkpointing}")
     dtype = "bf16" if step.element_bytes == 2 else "fp32"
     dtype += ", fp32 master weights" if step.fp32_master else ""
+    if step.top_k:
+        nf4 = " over NF4" if step.is_quantised else ""
+        return f"the teacher's forward pass, top {step.top_k} and tail, {dtype}{nf4}"
+    method = step.method
+    if step.is_quantised and step.fp8_base:
+        method = f"{method.removeprefix('q')} over a base in fp8"
     loss = "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
-    return f"{step.method}, {recomputed}, {loss}, {step.optimizer}, {dtype}"
+    return f"{method}, {recomputed}, {loss}, {step.optimizer}, {dtype}"
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:
-    found, gpu = estimate.memory, estimate.gpu
-    yield f"Memory per GPU at its peak ({found.peak_phase}); computed, not measured"
-    terms = sorted(found.terms.items(), key=lambda term: -term[1])
-    for name, size in (*terms, ("peak", found.peak)):
+    memory, gpu = estimate.memory, estimate.gpu
+    yield f"Memory per GPU at its peak ({memory.peak_phase}); computed, not measured"
+    terms = sorted(memory.terms.items(), key=lambda term: -term[1])
+    for name, size in (*terms, ("peak", memory.peak)):
         if size / GIB >= 0.005:
             yield f"  {name:<20} {size / GIB:8.2f} GiB"
     if estimate.traced:
         peak = estimate.traced["peak"]
         yield (
             f"  {'traced':<20} {peak / GIB:8.2f} GiB   the same step on fake tensors; the "
-            f"formulas give {100 * (found.peak / peak - 1):+.1f} %"
+            f"formulas give {100 * (memory.peak / peak - 1):+.1f} %"
         )
     largest, advice = terms[0][0], _SMALLER.get(terms[0][0])
+    if advice and estimate.step.top_k:
+        advice = advice.replace("QLoRA", "teacher_quantize_base=true")
     change = f"{advice} make it smaller" if advice else "the model's longest context decides it"
     yield (
         f"{'fits' if estimate.fits else 'DOES NOT FIT'}: {gpu.name} has {gpu.memory_gib:.1f} GiB, "
@@ -285,23 +322,39 @@ def _remedies(estimate: Estimate) -> Iterator[str]:
 
 
 def _time_and_disk(estimate: Estimate) -> Iterator[str]:
-    step, took, mfu = estimate.step, estimate.hours, estimate.predictor.mfu
-    more = step.flops.hardware / step.flops.model
-    hfu = f" ({100 * mfu * more:.0f} % HFU, with recomputation)" if more > 1 else ""
+    step, took, prediction = estimate.step, estimate.hours, estimate.prediction
+    mfu, hfu, (low, high) = prediction.time.mfu, prediction.time.hfu, prediction.range
+    again = f", HFU {100 * hfu:.0f} %" if hfu > 1.005 * mfu else ""
     cost = "" if estimate.cost is None else f", {estimate.cost:,.2f} {estimate.currency}".rstrip()
     before = f"{100 * estimate.hours_before / took:.0f} % of it: the reference's log-probabilities"
     before = f"  {'':<20} {before}, once\n" if estimate.hours_before else ""
+    if estimate.hours_generating:
+        part = 100 * estimate.hours_generating / took
+        before += (
+            f"  {'':<20} {part:.0f} % of it: the generated answers, each as long as can be "
+            f"({step.new_tokens} tokens)\n"
+        )
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
     exported = "adapter"
     if step.exports_model:
         exported = "model" if step.adapter is None else "merged model"
     yield (
-        f"\nTime at {100 * mfu:.0f} % MFU{hfu} on {estimate.gpu.name}; computed, not measured\n"
-        f"  {'tokens/s/GPU':<20} {estimate.tokens_per_second_per_gpu:8,.0f}\n"
+        f"\nTime on {estimate.gpu.name}; computed, not measured\n"
+        f"  {'tokens/s/GPU':<20} {prediction.rate:8,.0f}, between {low:,.0f} and {high:,.0f}; MFU "
+        f"{100 * mfu:.0f} %{again}\n"
+        f"  {'by':<20} {estimate.predictor.basis}\n"
         f"  {'time':<14} {duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours{cost}\n"
         f"  {'of':<20} {estimate.tokens_are}\n"
         f"{before}"
-        "Disk\n"
+        "Disk"
+    )
+    if estimate.kept_bytes:
+        yield (
+            f"  {'kept at most':<20} {_size(estimate.kept_bytes * estimate.tokens)}, "
+            f"{estimate.kept_bytes} bytes for each trained token"
+        )
+        return
+    yield (
         f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
         f"  {'export':<20} {_size(export_bytes(step))}, the {exported}"
     )

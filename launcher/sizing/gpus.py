@@ -12,7 +12,7 @@ from launcher.errors import UsageFault, nearest
 RESERVED_GIB, RESERVED_SHARE = 2.0, 0.05
 DEFAULT = "h100-80"
 # The round numbers that cards are sold by.
-_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 180)
+_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256)
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.
@@ -29,6 +29,11 @@ class Gpu:
     network_gbits: float
 
     @property
+    def is_amd(self) -> bool:
+        """Whether it needs torch's build for ROCm."""
+        return self.name.startswith("mi")
+
+    @property
     def usable_gib(self) -> float:
         """Memory without the reserved part."""
         return self.memory_gib - RESERVED_GIB - RESERVED_SHARE * self.memory_gib
@@ -43,6 +48,10 @@ def known() -> dict[str, Gpu]:
 def by_name(name: str | None) -> Gpu:
     """Return the kind of GPU with this name; UsageFault lists those that are known."""
     name = name or DEFAULT
+    # One entry a line: to read them all takes ten times as long, and each estimate asks for one.
+    for line in paths.GPUS.read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return Gpu(name, **yamlfile.parse(line, str(paths.GPUS))[name])
     if name not in known():
         raise UsageFault(
             f"there is no GPU {name!r}{nearest(name, known())} in configs/gpus.yaml: choose one of "

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from launcher.sizing import activations
 from launcher.sizing.step_config import FP32, StepConfig
-from launcher.sizing.tensors import loss_memory, units_of
+from launcher.sizing.tensors import loss_memory, top_k_memory, units_of
+from runspec.layout import Layout
 
 Terms = dict[str, float]
 
@@ -60,6 +61,9 @@ class _Phases:
     """Yields the phases of a step, each with its terms."""
 
     def __init__(self, step: StepConfig) -> None:
+        if step.on_policy_share and step.packed and step.accumulation == 1:
+            # Longer answers than the data's fill further micro-batches.
+            step = replace(step, accumulation=2)
         shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
         self.step, self.units = step, units_of(step)
         units = self.units
@@ -86,6 +90,8 @@ class _Phases:
         if self.frozen:
             parts = ("weights", "rotary tables")
             self.state["frozen models"] = sum(f.state[p] for f in self.frozen for p in parts)
+        if step.in_reward_models:
+            self.state["reward models"] = step.element_bytes * step.in_reward_models
         # Of the teacher the loss needs the last hidden states, and its output head: FSDP's copy.
         self.imitated = 0.0
         if step.teacher_logits and step.teacher is not None:
@@ -109,33 +115,87 @@ class _Phases:
         # Without FSDP nothing is gathered and nothing lies in a buffer of a reduction.
         self.gather = 1 if step.fsdp else 0
         self.root = self.gather * self.units.root.gathered
+        # The output layer, from the last block on.
+        self.head = self.gather * self.units.output.gathered
         self.layer = self.gather * units.largest
+        first = max(self.kinds[0].gathered, units.embedding.gathered)
+        # With experts over ranks the trainer gathers a block ahead of the one that computes.
+        self.ahead = self.layer if step.layout.expert_parallel > 1 else 0.0
+        self.first = self.gather * 2 * (units.root.gathered + first) + self.ahead
         # What is not resharded stays gathered from forward to backward.
         self.stays = step.fsdp and not step.reshard
+        # Whether the output layer's gradient is reduced at the end, and not before the layers'.
+        self.late = not units.output.parameters or step.loss != "plain"
         # In full fine-tuning the output layer has a gradient, tied or not.
         head = step.trains_table("output") * shape.output.parameters
         self.output_gradient = e * head / tp if step.loss != "score" else 0.0
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         depth = self.step.shape.layers
+        if self.step.top_k:
+            yield "teacher's pass, first layer", self._frozen_begin(self)
+            yield "teacher's pass, layers", self._frozen_forward(self) | {"logits and loss": 0.0}
+            made = top_k_memory(self.step)
+            gathered = self.root + self.head + self.layer
+            terms = self._terms(0.0, self.entry, gathered, logits=made)
+            yield "teacher's pass, top k", terms
+            return
+        if self.step.on_policy_share:
+            yield "generating answers", self._terms(0.0) | {"generation": self._generation()}
         for number, model in enumerate(self.frozen, 1):
+            yield f"frozen model {number}, first layer", self._frozen_begin(model)
             yield f"frozen model {number}, forward", self._frozen_forward(model)
         yield from self._forward()
         yield from self._loss()
         # The last two, the first, and the last one of each kind and of those computed again.
-        found = {depth - 1, max(depth - 2, 0), 0}
-        found |= {max((i for i, again in enumerate(self.again) if again), default=0)}
-        found |= {depth - 1 - self.order[::-1].index(which) for which in set(self.order)}
-        for index in sorted(found):
+        indices = {depth - 1, max(depth - 2, 0), 0}
+        indices |= {max((i for i, again in enumerate(self.again) if again), default=0)}
+        indices |= {depth - 1 - self.order[::-1].index(which) for which in set(self.order)}
+        for index in sorted(indices):
             yield from self._layer_backward(index)
         if self.step.fsdp:
             yield "backward, root", self._root_backward()
+        elif self.step.layout.replicate > 1:
+            sent = self.step.reduce_bytes * self.trained
+            yield "gradients of replicas", self._terms(self.gradients, working=sent)
         # A fused update needs nothing; foreach a copy of all second moments, single two of the
         # largest parameter.
         shard = self.step.layout.shard
         numbers = {"fused": 0, "foreach": self.trained_here, "single": 2 * self.largest / shard}
         working = self._reduced(numbers[self.step.update])
         yield "optimizer step", self._terms(self.gradients, working=working)
+        yield "export", self._export()
+
+    def _export(self) -> Terms:
+        """The weights, and the largest matrix: each rank merges its part in fp32, and gathers it.
+
+        Experts are matrices of their own. Matrices that FSDP and tensor parallelism both have cut
+        are gathered in two steps. The optimizer and frozen models are given up before.
+        """
+        step, layout = self.step, self.step.layout
+        e, ranks = step.element_bytes, layout.shard * layout.tensor_parallel
+        both = layout.shard > 1 and layout.tensor_parallel > 1
+        steps = (ranks > 1) + both / layout.tensor_parallel
+        tables = [step.shape.vocab * step.shape.dim] if ranks > 1 or step.fsdp else []
+        inner = {
+            (matrix.inputs * matrix.outputs, matrix.role == "expert")
+            for block in step.shape.kinds
+            for matrix in block.matrices.values()
+        }
+        gathered = max([e * n * steps for n in (*tables, *(n for n, _ in inner))], default=0.0)
+        changed = step.adapter is not None
+        parts = [n / (1 if expert else ranks) for n, expert in inner]
+        merged = changed * max(parts) * (FP32 + e)
+        if step.is_quantised:
+            # Codes and values of so many numbers at a time: trainer.layers.nf4.
+            each = (2 if step.fp8_base else 1.5) * FP32
+            merged = max(merged, max(e * n + min(n, 2**26) * each for n in parts))
+        working = max(gathered, merged) if step.exports_model else 0.0
+        return {
+            "weights": self.state["weights"],
+            "rotary tables": self.state["rotary tables"],
+            "working memory": working,
+        }
 
     def _terms(
         self, gradients: float, activations: float = 0.0, gathered: float = 0.0, **more: float
@@ -153,33 +213,77 @@ class _Phases:
         """Bytes of the gradients of so many numbers of this rank's shards, reduced."""
         return self.on_gpu * trained_here * self.step.weight_bytes
 
+    def _frozen_begin(self, other: "_Phases") -> Terms:
+        """As the first layer of `_forward`; or its pass, while the buffer of the root is there."""
+        working = other.forward_working()
+        return max(
+            self._terms(self.accumulated, other.entry, other.first),
+            self._terms(
+                self.accumulated, other.entry, 2 * other.root + other.layer, working=working
+            ),
+            key=lambda terms: sum(terms.values()),
+        )
+
+    def forward_working(self) -> float:
+        """What the pass of a layer works with."""
+        kinds = (each.block for each in self.units.blocks)
+        return max(activations.forward_working(self.step, block) for block in kinds)
+
     def _frozen_forward(self, other: "_Phases") -> Terms:
         """A pass that keeps nothing: two layers gathered, and the output layer without a slope."""
-        kinds = (each.block for each in other.units.blocks)
-        working = max(activations.forward_working(other.step, block) for block in kinds)
-        gathered = other.root + 2 * other.layer
+        working = other.forward_working()
+        gathered = other.root + other.head + 2 * other.layer
         logits = loss_memory(other.step).made + self.imitated
         return self._terms(self.accumulated, other.entry, gathered, logits=logits, working=working)
+
+    def _generation(self) -> float:
+        """The whole policy, as transformers' class; the keys and values of rows that are as long
+        as can be; what a layer works with over the prompts, and their mask; the logits of one token
+        of each row.
+        """
+        step, shape, e = self.step, self.step.shape, self.step.element_bytes
+        batch = step.answers_at_once if step.keeps_sampled else step.batch
+        alone = replace(step, layout=Layout(), method="full", checkpointing="full", batch=batch)
+        width = step.answer_positions
+        rows = step.answers_at_once * width
+        cache = (
+            2
+            * e
+            * rows
+            * sum(
+                count * block.attention.kv_width for block, count in shape.blocks if block.attention
+            )
+        )
+        working = max(activations.forward_working(alone, block) for block, _ in shape.blocks)
+        # In the dtype of the computation; in fp32 as scores, their noise and their sum, and where
+        # their log-probabilities are kept a copy of them.
+        copies = 4 if step.keeps_sampled else 3
+        logits = step.answers_at_once * shape.vocab * (e + copies * FP32)
+        # Which prompts see what, as they are padded: of one and of all rows, a byte each.
+        working += width**2 * (1 + step.answers_at_once)
+        # While it is gathered, one table is there as it is trained, too.
+        gathered = step.weight_bytes * shape.vocab * shape.dim
+        return e * shape.parameters + max(cache + working + logits, gathered)
 
     def _forward(self) -> Iterator[tuple[str, Terms]]:
         """First layer: the root and the first unit after it lie gathered twice, in the
         collective's buffer and as parameters; before the last one that one does, and the buffer of
         the layer before is still there. Last layer: all activations.
         """
-        step, units = self.step, self.units
+        step = self.step
         depth = step.shape.layers
-        first_unit = max(self.kinds[0].gathered, units.embedding.gathered)
-        first = self.gather * 2 * (units.root.gathered + first_unit)
-        last = self.root + self.layer * 2
-        between = last + self.gather * self.kinds[max(depth - 2, 0)].gathered
+        last = self.root + self.head + self.layer * 2
+        between = self.root + self.layer * 2
+        between += self.gather * self.kinds[max(depth - 2, 0)].gathered
         if self.stays:
             all_layers = self.gather * sum(each.gathered for each in self.kinds)
-            last = between = self.root + all_layers + self.layer
+            between = self.root + all_layers + self.layer
+            last = between + self.head
         kept = self.all_kept
         before = kept - self.kept[-1] + self.entry
-        working = max(activations.forward_working(step, each.block) for each in units.blocks)
+        working = self.forward_working()
         for name, held, gathered, more in (
-            ("first layer", self.entry, first, 0.0),
+            ("first layer", self.entry, self.first, 0.0),
             ("before the last layer", before, between, 0.0),
             ("last layer", kept, last, working),
         ):
@@ -187,9 +291,8 @@ class _Phases:
             yield f"forward, {name}", terms | {"logits and loss": self.imitated}
 
     def _loss(self) -> Iterator[tuple[str, Terms]]:
-        """The output layer and the loss; in backward the root is gathered again, twice for a
-        moment, and the gradients that the chunks of a trained output layer make are summed out of
-        place.
+        """The output layer and the loss; the output layer is there twice for a moment, and the
+        gradients that the chunks of a trained one make are summed out of place.
         """
         step, loss, depth = self.step, loss_memory(self.step), self.step.shape.layers
         linear, chunked = step.loss == "linear", step.loss == "chunked"
@@ -199,19 +302,18 @@ class _Phases:
         summed = early * FP32 / step.element_bytes
         norm = (FP32 * 2 if step.is_full else FP32) * self.entry / step.element_bytes
         norm += self.entry * step.layout.tensor_parallel if step.is_full else 0
-        output = self.units.output
-        unit = self.gather * output.gathered if output.parameters else self.root
+        whole = self.root + self.head
         rest = (step.chunks - 2) / step.chunks if chunked else 1
         last = (3 if chunked else 1) * self.output_gradient
         loss_forward = loss.forward + self.imitated
         for name, gradients, gathered, logits in (
-            ("output layer, forward", 0.0, self.root, loss.made + self.imitated),
-            ("loss, forward", summed, (self.root + self.layer) * linear, loss_forward),
-            ("loss, backward", early, 0.0, loss.backward),
-            ("output layer, backward, gathered", early, 2 * unit, loss.gradient),
-            ("output layer, backward", last, unit + self.layer, rest * loss.gradient),
+            ("output layer, gathered", 0.0, whole + self.head, self.imitated),
+            ("output layer, forward", 0.0, whole, loss.made + self.imitated),
+            ("loss, forward", summed, whole + self.layer * linear, loss_forward),
+            ("loss, backward", early, whole, loss.backward),
+            ("output layer, backward", last, whole + self.layer, rest * loss.gradient),
         ):
-            held = depth * self.layer + self.root if self.stays else gathered
+            held = depth * self.layer + whole if self.stays else gathered
             kept = self.all_kept + norm
             yield name, self._terms(self.accumulated + gradients, kept, held, logits=logits)
 
@@ -222,17 +324,19 @@ class _Phases:
         block = units.blocks[self.order[index]].block
         step, e = self.step, self.step.element_bytes
         reduced = sum(self._reduced(each.trained_here) for each in above)
-        done = reduced + self._reduced(units.output.trained_here)
+        done = reduced + (0.0 if self.late else self._reduced(units.output.trained_here))
         if step.accumulation > 1:
             done = self.accumulated
         if self.unreduced:
             done += reduced - step.reduce_bytes * sum(each.trained for each in above)
         # Without FSDP they are added at once to what the micro-steps before have left.
-        if not units.output.parameters and (step.fsdp or step.accumulation == 1):
+        if self.late and (step.fsdp or step.accumulation == 1):
             done += self.output_gradient
         fetched = kinds[: index + 1] if self.stays else kinds[max(index - 1, 0) : index + 1]
         gathered = self.root + self.gather * sum(each.gathered for each in fetched)
-        reduction = step.reduce_bytes * (above[0].reduced if above else units.output.reduced)
+        gathered += (self.head if self.late else 0.0) + (self.ahead if index else 0.0)
+        before_it = 0.0 if self.late else units.output.reduced
+        reduction = step.reduce_bytes * (above[0].reduced if above else before_it)
         part = e * unit.trained * activations.first_gradients(step, block)
         working = activations.backward_working(step, block)
         before = sum(self.kept[:index])
@@ -244,12 +348,20 @@ class _Phases:
         yield f"backward, layer {index + 1}, end", end
 
     def _root_backward(self) -> Terms:
-        """The root's own reduction: gradients in their dtype and in the buffer."""
-        step, root = self.step, self.units.root.trained
+        """What is reduced at the end, a unit at a time: gradients in their dtype and a buffer."""
+        step, units = self.step, self.units
+        late = [units.root, units.embedding, *([units.output] if self.late else [])]
         gradients = self.gradients
-        gradients += root * step.element_bytes - self._reduced(self.units.root.trained_here)
-        reduction = step.reduce_bytes * root
-        return self._terms(gradients + reduction * self.unreduced, reduction=reduction)
+        gradients += sum(
+            unit.trained * step.element_bytes - self._reduced(unit.trained_here) for unit in late
+        )
+        reduction = step.reduce_bytes * max(unit.trained for unit in late)
+        terms = self._terms(gradients + reduction * self.unreduced, reduction=reduction)
+        if units.embedding.parameters and step.loss in ("plain", "score"):
+            # No output layer comes later: it is reduced while the first layer's buffer is there.
+            terms["gradient reduction"] += step.reduce_bytes * self.kinds[0].reduced
+            terms["working memory"] += 2 * self.entry
+        return terms
 
 
 # Outside the GPUs ---------------------------------------------------------------------------------

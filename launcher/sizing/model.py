@@ -33,16 +33,16 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
             f"checkpointer.checkpoint_dir: {folder} has no config.json, which says what the model "
             "is: download the model with: cookbook download"
         )
-    if found := _told.get(subject.file_name):
-        return found
+    if shape := _told.get(subject.file_name):
+        return shape
     site, kept = venv.site_packages(), paths.user_cache() / "models"
 
     def fits(name: str, version: str) -> bool:
         return site is None or (site / f"{name}-{version}.dist-info").is_dir()
 
     for place in (SHIPPED, kept):
-        if found := subject.find(place, fits):
-            return found
+        if shape := subject.find(place, fits):
+            return shape
     content = _ask(subject)
     if subject.package or own:
         # Of any other package nobody knows whether it changes.

@@ -19,20 +19,22 @@ from runspec.layout import Layout
 
 NODES = (2, 4, 8, 16, 32, 64)
 # Predictions that lie closer together than this say nothing about which is faster.
-ALIKE = 0.01
+ALIKE = 0.05
 SHOWN = 8
 
 
 def layouts(step: StepConfig) -> list[tuple[int, int, int]]:
     """Return tensor parallelism, replicas and expert parallelism to compare, the simplest first.
 
-    Layers whole or split within a node; one replica over all nodes or one replica in each; experts
-    whole, spread over a node's ranks, or over all of a replica.
+    Layers whole or split within a node; one replica over all nodes or one replica in each, or, if
+    an adapter is trained, in each GPU or tensor-parallel group; experts whole, spread over a node's
+    ranks, or over all of a replica.
     """
+    each = {1, step.nodes}
     return [
         (split, count, spread)
         for split in search.TENSOR_PARALLEL
-        for count in sorted({1, step.nodes})
+        for count in sorted(each if step.adapter is None else each | {step.layout.ranks // split})
         for spread in search.spreads(step)
     ]
 
@@ -65,12 +67,12 @@ class Scaling:
 
         candidates = search.settings(own, nodes=NODES, layout=layouts, rows=rows)
         self.compared = [predictor.of(step) for step in candidates]
-        # The simplest layout that fits and is within 1 % of the fastest, by nodes.
+        # The simplest layout that fits and is within 5 % of the fastest, by nodes.
         self.choice: dict[int, Prediction] = {}
         for nodes in NODES:
             fitting = [each for each in self.compared if each.step.nodes == nodes and each.fits]
             if fitting:
-                least = 0.99 * max(each.rate for each in fitting)
+                least = (1 - ALIKE) * max(each.rate for each in fitting)
                 self.choice[nodes] = next(each for each in fitting if each.rate >= least)
 
     def as_json(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class Scaling:
         return {
             "basis": "predicted, not measured",
             "mfu": self.predictor.mfu,
-            "peak_share": self.predictor.peak_share,
+            "pace": self.predictor.pace,
             "links": vars(links),
             "own": _row(self.own),
             "sent_bytes": sum(message.sent for message in self.messages),
@@ -108,7 +110,7 @@ class Scaling:
             f"{took.tensor_parallel_s:.2g} s, for weights and gradients {took.sharding_s:.2g} s\n\n"
             "Tokens/s/GPU by nodes, and the share of the time that is computing; predicted, not "
             "measured; * does not fit\n"
-            f"{self.predictor.basis}; {links.within_gbs:g} GB/s within a node, "
+            f"by {self.predictor.basis}; {links.within_gbs:g} GB/s within a node, "
             f"{8 * links.between_gbs:g} Gbit/s per GPU between nodes"
         )
         yield from self._compared_lines()
@@ -118,9 +120,9 @@ class Scaling:
         for each in self.messages:
             alike[each.what, each.kind, each.ranks].append(each)
         seconds, layout = self.predictor.links.seconds, self.own.step.layout
-        for (what, kind, ranks), found in alike.items():
-            count, sent = sum(each.count for each in found), sum(each.sent for each in found)
-            took = sum(each.count * seconds(layout, each) for each in found)
+        for (what, kind, ranks), group in alike.items():
+            count, sent = sum(each.count for each in group), sum(each.sent for each in group)
+            took = sum(each.count * seconds(layout, each) for each in group)
             if took >= 0.0005:
                 yield (
                     f"  {what:<24} {kind:<14} of {ranks:>4} {count:>6} x "
@@ -136,28 +138,28 @@ class Scaling:
         for name, cells in rows.items():
             batch = next(iter(cells.values())).step.batch
             yield f"{name:<{width}}{batch:>5}" + "".join(_cell(cells.get(nodes)) for nodes in NODES)
-        yield "the simplest that fits and is within 1 % of the fastest:"
+        yield "the simplest that fits and is within 5 % of the fastest:"
         for nodes, best in self.choice.items():
             name = layout_name(best.step.layout)
             yield f"  on {nodes:>2} nodes  {name:<13} {layout_overrides(best.step)}"
 
 
-def _row(found: Prediction) -> dict[str, Any]:
-    step = found.step
+def _row(prediction: Prediction) -> dict[str, Any]:
+    step = prediction.step
     return {
         "name": layout_name(step.layout),
         "overrides": layout_overrides(step),
         "batch": step.batch,
         "nodes": step.nodes,
-        **found.as_json(),
+        **prediction.as_json(),
     }
 
 
-def _cell(found: Prediction | None) -> str:
-    if found is None:
+def _cell(prediction: Prediction | None) -> str:
+    if prediction is None:
         return f"{'-':>13}"
-    mark = " " if found.fits else "*"
-    return f"{found.rate:>7,.0f}{mark}{100 * found.time.computing_share:>3.0f} %"
+    mark = " " if prediction.fits else "*"
+    return f"{prediction.rate:>7,.0f}{mark}{100 * prediction.time.computing_share:>3.0f} %"
 
 
 # The fastest settings ----------------------------------------------------------------------------
@@ -173,9 +175,9 @@ class Tuning:
         candidates = search.settings(
             predictor.own, layout=layouts, rows=self._rows, checkpointing=modes
         )
-        found = [each for each in map(predictor.of, candidates) if each.fits]
-        found.sort(key=lambda each: -each.rate)
-        self.faster = [*self._simplest(found)]
+        fitting = [each for each in map(predictor.of, candidates) if each.fits]
+        fitting.sort(key=lambda each: -each.rate)
+        self.faster = [*self._simplest(fitting)]
 
     def _rows(self, step: StepConfig) -> Iterator[dict[str, int]]:
         """Every way to split the rows of the recipe's step."""
@@ -186,26 +188,26 @@ class Tuning:
                 for sync in {own.sync_each, step.fsdp if batch < rows else own.sync_each}:
                     yield {"batch": batch, "accumulation": rows // batch, "sync_each": sync}
 
-    def changes(self, found: Prediction) -> str:
+    def changes(self, prediction: Prediction) -> str:
         """Return the keys that differ from the recipe's."""
-        return search.overrides(found.step, self.own.step)
+        return search.overrides(prediction.step, self.own.step)
 
-    def _simplest(self, found: list[Prediction]) -> Iterator[Prediction]:
+    def _simplest(self, fitting: list[Prediction]) -> Iterator[Prediction]:
         """Of settings predicted alike the one that changes the least, then the leanest."""
-        while found:
-            least = (1 - ALIKE) * found[0].rate
+        while fitting:
+            least = (1 - ALIKE) * fitting[0].rate
             # What does not fit is no measure.
             if self.own.fits and least <= self.own.rate:
                 return
-            alike = [each for each in found if each.rate > least]
+            alike = [each for each in fitting if each.rate > least]
             yield min(alike, key=lambda each: (self.changes(each).count("="), each.peak_gib))
-            found = found[len(alike) :]
+            fitting = fitting[len(alike) :]
 
     def as_json(self) -> dict[str, Any]:
         """Return the recipe's own setting and the faster ones; times in seconds."""
         return {
             "basis": "predicted, not measured",
-            "peak_share": self.predictor.peak_share,
+            "pace": self.predictor.pace,
             "own": {"overrides": "", **self.own.as_json()},
             "faster": [{"overrides": self.changes(each), **each.as_json()} for each in self.faster],
         }
@@ -217,7 +219,7 @@ class Tuning:
             f"Settings that fit {predictor.gpu.name}, {step.rows_per_step} rows per step in each; "
             "predicted, not measured"
         )
-        yield predictor.basis
+        yield f"by {predictor.basis}"
         yield f"{'TOKENS/S/GPU':>12}{'MFU %':>7}{'HFU %':>7}{'GIB':>7}  CHANGES"
         fits = "" if self.own.fits else ", which does not fit"
         yield _line(self.own, f"none: {layout_name(step.layout)}, as the recipe has it{fits}")
@@ -226,7 +228,7 @@ class Tuning:
         for each in self.faster[:SHOWN]:
             yield _line(each, self.changes(each))
         if not self.faster and self.own.fits:
-            yield "nothing that fits is predicted to be more than 1 % faster"
+            yield "nothing that fits is predicted to be more than 5 % faster"
         elif not self.faster:
             yield (
                 "neither the recipe nor a setting near it fits; --compare shows whether more GPUs, "
@@ -234,9 +236,9 @@ class Tuning:
             )
 
 
-def _line(found: Prediction, words: str) -> str:
-    took = found.time
+def _line(prediction: Prediction, text: str) -> str:
+    took = prediction.time
     return (
-        f"{found.rate:>12,.0f}{100 * took.mfu:>7.1f}{100 * took.hfu:>7.1f}"
-        f"{found.peak_gib:>7.1f}  {words}"
+        f"{prediction.rate:>12,.0f}{100 * took.mfu:>7.1f}{100 * took.hfu:>7.1f}"
+        f"{prediction.peak_gib:>7.1f}  {text}"
     )

@@ -62,9 +62,13 @@ def spreads(step: StepConfig) -> list[int]:
 
 
 def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
-    """On so many nodes. One replica per node stays so; else there is one replica."""
-    replica_per_node = step.layout.replicate == step.nodes > 1
-    return _to_layout(step, (step.layout.tensor_parallel, nodes if replica_per_node else 1), nodes)
+    """On so many nodes. One replica per node, or per GPU, stays so; else there is one replica."""
+    layout, replicas = step.layout, 1
+    if layout.replicate > 1 and layout.shard == 1:
+        replicas = nodes * step.gpus_per_node // layout.tensor_parallel
+    elif layout.replicate == step.nodes > 1:
+        replicas = nodes
+    return _to_layout(step, (layout.tensor_parallel, replicas), nodes)
 
 
 def _to_method(step: StepConfig, method: str) -> StepConfig:
@@ -72,7 +76,8 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
     if method.removeprefix("q") == step.method.removeprefix("q"):
         return replace(step, method=method)
     if method == "full":
-        step = replace(step, lora_rank=0, lora_targets=(), lora_output=False, dropout=False)
+        step = replace(step, lora_rank=0, lora_targets=(), dropout=False)
+        step = replace(step, lora_output=False, lora_embedding=False)
     if method == "full" or (step.lora_targets and step.lora_rank):
         return replace(step, method=method, own=None)
     targets = (*step.shape.names,)
@@ -125,6 +130,10 @@ def _keys(step: StepConfig) -> Iterator[str]:
     if step.shape.experts:
         yield f"expert_parallel_dim={step.layout.expert_parallel}"
     yield f"batch_size={step.batch}"
+    if step.teacher_quantised:
+        yield "teacher_quantize_base=true"
+    if step.top_k:
+        return
     yield f"gradient_accumulation_steps={step.accumulation}"
     if not step.cpu_offload:
         yield f"sync_each_micro_batch={str(step.sync_each).lower()}"
@@ -136,15 +145,17 @@ def _keys(step: StepConfig) -> Iterator[str]:
         yield "fsdp_cpu_offload=true"
 
 
+def _base(step: StepConfig) -> str:
+    return "fp8" if step.is_quantised and step.fp8_base else str(step.is_quantised).lower()
+
+
 def _method_keys(step: StepConfig) -> str:
     if not step.is_full and not step.lora_rank:
-        kind, quantised = step.method.removeprefix("q"), str(step.is_quantised).lower()
-        return f"model.adapter={kind} model.quantize_base={quantised}"
+        return f"model.adapter={step.method.removeprefix('q')} model.quantize_base={_base(step)}"
     if step.builder == TRANSFORMERS:
         if step.method == "full":
             return "model.lora_rank=null"
-        quantised = f" model.quantize_base={str(step.is_quantised).lower()}"
-        return f"model.lora_rank={step.lora_rank}{quantised}"
+        return f"model.lora_rank={step.lora_rank} model.quantize_base={_base(step)}"
     module, _, name = step.builder.rpartition(".")
     prefix = {"full": "", "lora": "lora_", "dora": "lora_"}.get(step.method, "qlora_")
     text = f"model._component_={module}.{prefix}{re.sub('^q?lora_', '', name)}"
@@ -175,16 +186,24 @@ class Prediction:
     @cached_property
     def time(self) -> StepTime:
         """Seconds of a step, and what follows from them."""
-        # Here and below imported late: the estimate alone needs no time of a step.
+        # Here and below imported late: checks and the list of recipes need no time of a step.
         from launcher.sizing.step_time import step_time
 
         predictor = self.predictor
-        return step_time(self.step, predictor.gpu, predictor.links, predictor.peak_share)
+        return step_time(self.step, predictor.gpu, predictor.links, predictor.pace)
 
     @property
     def rate(self) -> float:
         """Tokens per second and GPU."""
         return self.time.tokens_per_second_per_gpu
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The rates between which a run is expected."""
+        from launcher.sizing.compute import uncertainty
+
+        spread = uncertainty(self.step)
+        return (1 - spread) * self.rate, (1 + spread) * self.rate
 
     @property
     def billion_tokens_hours(self) -> float:
@@ -206,13 +225,14 @@ class Prediction:
 class Predictor:
     """Predicts settings near a recipe's own.
 
-    mfu: of the recipe's own step while no GPU waits for another. The matrix products of every
-    setting are predicted to run at the same share of the peak as those of that step.
+    mfu: of the recipe's own step while no GPU waits for another, as a run has shown it; None: as
+    `launcher.sizing.compute` computes it. Every setting is predicted to be as much slower or faster
+    than its terms say as that step is.
     """
 
     own: StepConfig
     gpu: Gpu
-    mfu: float
+    mfu: float | None = None
     network_gbits: float | None = None
 
     @cached_property
@@ -223,18 +243,34 @@ class Predictor:
         return Links.of(self.gpu, self.own.gpus_per_node, self.network_gbits)
 
     @cached_property
-    def peak_share(self) -> float:
-        """Share of the peak at which matrix products run; UsageFault if it were more than 1."""
-        from launcher.sizing.step_time import peak_share
+    def pace(self) -> float:
+        """Time over that of the terms; UsageFault if products were faster than the data sheet."""
+        from launcher.sizing.step_time import pace_of
 
-        return peak_share(self.own, self.gpu, self.mfu)
+        return 1.0 if self.mfu is None else pace_of(self.own, self.gpu, self.mfu)
 
     @property
     def basis(self) -> str:
         """What the times rest on, in words."""
+        from launcher.sizing.compute import Reached, grouped_by
+
+        reached = Reached.of(self.gpu)
+        if self.mfu is None:
+            experts = linear = ""
+            if self.own.shape.experts:
+                by, share = grouped_by(self.own, self.gpu), reached.products * reached.grouped
+                speed = "" if by == "a loop" else f" {100 * share:.0f} % (assumed)"
+                experts = f", experts' products by {by}{speed}"
+            if any(block.delta for block in self.own.shape.kinds):
+                linear = "; linear attention in torch (faster, not predicted: setup.sh --with fla)"
+            return (
+                f"kernels' published speeds: products {100 * reached.products:.0f} %, attention "
+                f"{100 * reached.attention:.0f} %{experts} of {self.gpu.name}'s peak{linear}; and "
+                "messages"
+            )
         return (
-            f"at {100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: matrix "
-            f"products run at {100 * self.peak_share:.1f} % of {self.gpu.name}'s peak in all"
+            f"{100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: "
+            f"{self.pace:.2f} times the time by kernels' published speeds"
         )
 
     def of(self, step: StepConfig) -> Prediction:
@@ -258,6 +294,12 @@ class Remedy:
 
 def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     """What may help, in the order in which it is tried: what costs the least time first."""
+    if step.top_k:
+        yield {"layout": [(step.layout.tensor_parallel, 1)]}
+        yield {"fields": [{"batch": 1}]}
+        yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
+        yield {"fields": [{"method": "qfull", "teacher_quantised": True}]}
+        return
     yield {"layout": [(step.layout.tensor_parallel, 1)]}
     yield {"fields": [{"checkpointing": "full"}]}
     if step.loss not in ("linear", "score"):
@@ -272,6 +314,8 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
     if not step.is_quantised and step.own is None:
         yield {"method": ["qlora" if step.is_full else f"q{step.method}"]}
+    if step.teacher and not step.teacher_quantised:
+        yield {"fields": [{"teacher_quantised": True}]}
     # Offloading reduces after every micro-step, as no GPU could hold all gradients.
     yield {"fields": [{"cpu_offload": True, "sync_each": True}]}
 

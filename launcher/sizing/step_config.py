@@ -13,7 +13,7 @@ from launcher.errors import RecipeFault
 from launcher.recipes import entries
 from launcher.recipes.recipe import method_of
 from launcher.sizing.model import shape_of
-from runspec import adapters
+from runspec import adapters, tokens
 from runspec.adapters import IA3, KINDS, Adapter
 from runspec.description import family_of
 from runspec.flops import of_shape
@@ -22,13 +22,15 @@ from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError, StepFacts
 from runspec.shape import Block, Matrix, Part, Role, Shape
 from runspec.step import offloads, reduces_each
+from runspec.weights import parameter_count
 
 GIB = 2**30
 FP32 = 4
-NF4_BYTES = 0.5 + 2 / 64  # four bits, and a bf16 scale for each block of 64
+# Four or eight bits, and a bf16 scale for each block of 64.
+NF4_BYTES, FP8_BYTES = 0.5 + 2 / 64, 1 + 2 / 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepConfig:
     """One training step: a model, what is trained of it, a layout, rows and ways to save memory."""
 
@@ -39,6 +41,7 @@ class StepConfig:
     builder: str = ""  # of the model, as the recipe names it
     batch: int = 1
     length: int = 4096
+    packed: bool = False  # rows hold several samples
     accumulation: int = 1
     element_bytes: int = 2
     reduce_bytes: int = 4  # of one number of a gradient while FSDP reduces it
@@ -55,14 +58,16 @@ class StepConfig:
     lora_ranks: tuple[tuple[str, int], ...] = ()  # by matrix, of those with another rank
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
+    lora_embedding: bool = False
     saved: tuple[str, ...] = ()  # tok_embeddings, output: trained whole beside the adapter
     own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
     cpu_offload: bool = False
     activation_offload: bool = False
+    expert_imbalance: float = 1.5  # rows that a rank's experts get at most, over the mean
     reshard: bool = True
-    apart: tuple[str, ...] = ()  # tok_embeddings, output: FSDP units of their own
     fp8: bool = False  # the products of the blocks' linear layers
+    fp8_base: bool = False  # a quantised base is in fp8, not in NF4
     updated_by: str = ""  # the optimizer's component
     frozen: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
@@ -70,6 +75,13 @@ class StepConfig:
     keeps_log_probs: bool = False  # of the reference, computed once before the first step
     keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
+    teacher_quantised: bool = False  # its layers are NF4
+    on_policy_share: float = 0.0  # of the steps, in which the policy first generates the answers
+    new_tokens: int = 0  # of such an answer at most
+    keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
+    in_reward_models: int = 0  # numbers, all of them on each GPU
+    generation_batch: int | None = None  # of these, how many are generated at once; else batch
+    top_k: int = 0  # of a teacher's pass, which trains nothing: what is kept of each token
     teacher_logits: bool = False  # the loss compares all of its logits with the policy's
 
     def faults(self) -> list[str]:
@@ -108,12 +120,17 @@ class StepConfig:
             keeps_reference=False,
             teacher=None,
             teacher_logits=False,
+            # As the trainer lays out what is frozen.
+            reshard=True,
         )
         reference = (own,) if self.keeps_reference else ()
         if self.teacher is None:
             return reference
-        teacher = replace(own, shape=self.teacher, method="full", lora_targets=())
-        return (*reference, replace(teacher, lora_output=False))
+        # Frozen, and in NF4, but without an adapter.
+        method = "qfull" if self.teacher_quantised else "full"
+        teacher = replace(own, shape=self.teacher, method=method, lora_targets=(), saved=())
+        teacher = replace(teacher, fp8_base=False)
+        return (*reference, replace(teacher, lora_output=False, lora_embedding=False))
 
     @property
     def nodes(self) -> int:
@@ -122,8 +139,12 @@ class StepConfig:
 
     @property
     def fsdp(self) -> bool:
-        """Whether FSDP2 holds the model; on one rank for what it alone can do."""
-        return self.layout.data_parallel > 1 or self.fp32_master or self.cpu_offload
+        """Whether FSDP2 holds the model; on one rank for what it alone can do.
+
+        If only an adapter is trained, replicas that are not sharded need none.
+        """
+        replicas = self.layout.replicate > 1 and self.adapter is None
+        return self.layout.shard > 1 or replicas or self.fp32_master or self.cpu_offload
 
     @property
     def tokens(self) -> int:
@@ -147,14 +168,43 @@ class StepConfig:
         return self.batch * self.accumulation * self.layout.data_parallel
 
     @property
+    def answers_per_step(self) -> int:
+        """Answers that a rank generates for a step; in packed rows as many as fill them."""
+        return self.accumulation * (self._filling if self.packed else self.batch)
+
+    @property
+    def answers_at_once(self) -> int:
+        """How many of them together: their keys and values fill no more than a micro-batch, unless
+        the recipe says how many.
+        """
+        own = self.batch if self.keeps_sampled else self._filling
+        return min(self.generation_batch or own, self.answers_per_step)
+
+    @property
+    def answer_positions(self) -> int:
+        """Positions of the keys and values of such an answer and its prompt."""
+        if self.keeps_sampled:
+            return self.length
+        return self.batch * self.length // max(self.answers_at_once, 1)
+
+    @property
+    def _filling(self) -> int:
+        return max(1, self.batch * self.length // self.new_tokens) if self.new_tokens else 0
+
+    @property
     def is_full(self) -> bool:
         """Whether every weight is trained."""
         return self.method == "full"
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the layers' base weights are NF4."""
+        """Whether the layers' base weights are NF4 or fp8."""
         return self.method.startswith("q")
+
+    @property
+    def packed_bytes(self) -> float:
+        """Bytes of a quantised weight."""
+        return FP8_BYTES if self.fp8_base else NF4_BYTES
 
     @property
     def adapter(self) -> Adapter | None:
@@ -218,6 +268,7 @@ class StepConfig:
         """
         keys = block.attention.kv_width if block and block.attention else 0
         own = {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": keys}
+        own["vocab"] = self.shape.vocab
         return prod({**own, **known, **dict(self.own_sizes)}[size] for size in sizes)
 
     def _numbers(
@@ -237,6 +288,8 @@ class StepConfig:
     @property
     def trainable(self) -> int:
         """Parameters of the whole model that the optimizer updates."""
+        if self.top_k:
+            return 0
         if self.is_full:
             return round(self.shape.parameters * self.trained_share) + self.score_head
         layers = sum(
@@ -246,6 +299,8 @@ class StepConfig:
         )
         layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
         output = self._adapter("output", self.shape.output) if self.lora_output else 0
+        if self.lora_embedding:
+            output += self._numbers(["embedding"], {"lora_rank": self.rank_of("tok_embeddings")})
         output += len(self.saved) * self.shape.vocab * self.shape.dim
         return layers + output + self._numbers(["model"], {}) + self.score_head
 
@@ -263,13 +318,13 @@ class StepConfig:
             return 1.0
         shape = self.shape
         table = shape.vocab * shape.dim
-        found = table * self._freezes("model.embed_tokens", "tok_embeddings")
-        found += table * (not shape.tied and self._freezes("lm_head", "output"))
+        frozen = table * self._freezes("model.embed_tokens", "tok_embeddings")
+        frozen += table * (not shape.tied and self._freezes("lm_head", "output"))
         for index, kind in enumerate(shape.order):
             for name, matrix in shape.kinds[kind].matrices.items():
                 if self._freezes(f"model.layers.{index}.{name}", f"layers.{index}.{name}"):
-                    found += matrix.count * matrix.inputs * matrix.outputs
-        return max(0.0, 1 - found / shape.parameters)
+                    frozen += matrix.count * matrix.inputs * matrix.outputs
+        return max(0.0, 1 - frozen / shape.parameters)
 
     def _freezes(self, *modules: str) -> bool:
         from fnmatch import fnmatchcase  # few recipes freeze anything
@@ -319,12 +374,12 @@ class TokenFlops:
         length, layers = step.length, step.shape.layers
         ranks = {name: step.rank_of(name) for name in step.lora_targets}
         ranks["output"] = step.lora_rank if step.lora_output else 0
-        both = of_shape(step.shape, step.is_full, ranks)
+        both = of_shape(step.shape, step.is_full, ranks, backward=not step.top_k)
         forward = of_shape(step.shape, step.is_full, ranks, backward=False)
         attention = both.attention((length,)) / length
         self.forward = (forward.token + forward.attention((length,)) / length) / layers
         self.backward = (both.token + attention) / layers - self.forward
-        self.recomputed = step.recomputed_share * self.forward
+        self.recomputed = 0.0 if step.top_k else step.recomputed_share * self.forward
         # A score head's products are few.
         self.output = 0.0 if step.loss == "score" else both.target
         self.once = _forward(step.shape, length) if step.keeps_log_probs else 0.0
@@ -335,13 +390,12 @@ class TokenFlops:
 
 def _forward(shape: Shape, length: int) -> float:
     """FLOPs per token of a forward pass alone, without adapters."""
-    found = of_shape(shape, True, {}, backward=False)
-    return found.of(1, 1) + found.attention((length,)) / length
+    flops = of_shape(shape, True, {}, backward=False)
+    return flops.of(1, 1) + flops.attention((length,)) / length
 
 
-# By the trainer's names of what FSDP may gather by itself, those here.
+# By the trainer's names of the tables, those here.
 _TABLES = {"embed_tokens": "tok_embeddings", "lm_head": "output"}
-_APART = {"embedding": "tok_embeddings", "output_head": "output"}
 
 
 # Of a recipe -------------------------------------------------------------------------------------
@@ -365,12 +419,20 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
             "tokenizer.max_seq_len is not set, and the longest sample decides the memory: set "
             "tokenizer.max_seq_len=4096, or what your data need"
         )
+    try:
+        added = len(tokens.new_tokens(_block(config, "tokenizer")))
+        # At most: a folder may have rows that belong to no token yet.
+        shape = replace(shape, vocab=tokens.grown(shape.vocab, shape.vocab + added))
+    except ValueError as error:
+        faults.append(str(error))
     family = family_of(model, Path(folder) if folder else None)
     layers, method = recomputed(config), entries.of(config).method or TrainConfig
     reference = method.reference_of(config)
     # In a packed row the documents of a sample share it; else each is a row.
     rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
     teacher = method.teacher_of(config)
+    if blocks := config.get("first_blocks"):
+        shape = shape.cut(int(blocks))
     if method.has_score_head:
         # As a tied output layer, it has no table of its own.
         shape = replace(shape, tied=True)
@@ -382,6 +444,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         builder=str(model.get("_component_") or TRANSFORMERS),
         batch=rows * int(config.get("batch_size") or 1),
         length=int(length),
+        packed=bool(_block(config, "dataset").get("packed")),
         accumulation=int(config.get("gradient_accumulation_steps") or 1),
         element_bytes=4 if config.get("dtype") == "fp32" else 2,
         reduce_bytes=2 if config.get("fsdp_reduce_dtype") == "bf16" else 4,
@@ -390,13 +453,14 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         sync_each=reduces_each(config),
         cpu_offload=offloads(config),
         activation_offload=bool(config.get("enable_activation_offloading")),
+        expert_imbalance=float(config.get("expert_imbalance") or StepConfig.expert_imbalance),
         compiled=config.get("compile") is True and not uncompiled_experts(config),
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         fp8=bool(config.get("enable_fp8_training")),
+        fp8_base=adapters.base_form(model) == "fp8",
         updated_by=str(_block(config, "optimizer").get("_component_") or ""),
         saved=tuple(_TABLES.get(name, name) for name in model.get("modules_to_save") or ()),
         frozen=tuple(config.get("freeze") or ()),
-        apart=tuple(_APART.get(name, name) for name in config.get("custom_sharded_layers") or ()),
         **_adapter(model, shape, family, faults),
         **_optimizer(_block(config, "optimizer")),
         **_loss(_block(config, "loss"), method),
@@ -405,11 +469,53 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         keeps_log_probs=reference == "log_probs",
         keeps_reference=reference == "model",
         teacher=shape_of({}, Path(teacher)) if teacher else None,
+        **_on_policy(config, method),
+        teacher_quantised=config.get("teacher_quantize_base") is True,
         teacher_logits=method.reads_teacher_logits and bool(teacher),
     )
+    if method.runs_teacher_only:
+        step = _of_teacher(
+            step, int(config.get("teacher_top_k") or method.keys()["teacher_top_k"].default)
+        )
     if faults := faults + step.faults():
         raise RecipeFault(faults)
     return step
+
+
+def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
+    """The pass of a step's teacher alone, which keeps nothing for a backward pass."""
+    (teacher,) = replace(step, has_reference=False, keeps_reference=False).frozen_models
+    return replace(
+        teacher,
+        builder=TRANSFORMERS,
+        checkpointing="full",
+        optimizer="none",
+        on_policy_share=0.0,
+        own=None,
+        own_sizes=(),
+        dropout=False,
+        activation_offload=False,
+        top_k=top_k,
+    )
+
+
+def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+    if method.samples_answers:
+        most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
+        at_once = config.get("generation_batch_size")
+        of_all = {"on_policy_share": 1.0, "new_tokens": int(most), "keeps_sampled": True}
+        of_all |= {"in_reward_models": _in_reward_models(_block(config, "rewards"))}
+        return of_all | {"generation_batch": at_once and int(at_once)}
+    share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
+    if not share:
+        return {}
+    default = method.keys()[name].default
+    return {"on_policy_share": share, "new_tokens": int(config.get(name) or default)}
+
+
+def _in_reward_models(rewards: Mapping[str, Any]) -> int:
+    folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
+    return sum(parameter_count(each) for each in folders if each.parts and each.is_dir())
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -447,17 +553,20 @@ def _adapter(
         mlp = bool(model.get("apply_lora_to_mlp"))
         targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
     rank = int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
+    patterned = [*targets, *(_TABLES[name] for name in _TABLES if name in named)]
+    names_of = {own: f"model.{name}" for name, own in _TABLES.items()}
     return {
         "own": own,
         "own_sizes": () if low_rank else kind.numbers(model),
         "lora_rank": rank if low_rank or own else 0,
         "lora_ranks": tuple(
             (name, rank)
-            for name in targets
-            if (rank := adapters.by_pattern(model.get("rank_pattern"), name))
+            for name in patterned
+            if (rank := adapters.by_pattern(model.get("rank_pattern"), names_of.get(name, name)))
         ),
         "lora_targets": tuple(targets),
-        "lora_output": bool(model.get("apply_lora_to_output")),
+        "lora_output": bool(model.get("apply_lora_to_output")) or "lm_head" in named,
+        "lora_embedding": low_rank and "embed_tokens" in named,
         "dropout": bool(model.get("lora_dropout")),
     }
 

@@ -3,7 +3,7 @@
 A message takes what NCCL estimates itself: latency by steps of the ring and bytes over bandwidth,
 for the best of its three protocols (NCCL, src/graph/tuning.cc, ncclTopoTuneModel).
 
-Matrix products run at a given share of the GPU's peak. What FSDP gathers for the next layer and
+What a GPU computes is in `launcher.sizing.compute`. What FSDP gathers for the next layer and
 reduces of the last one goes on beside a layer's computation; what does not end with it is waited
 for, and so are a step's first gathers and last reductions. Everything that tensor parallelism
 sends is waited for. Of a frozen model beside the policy the products count, and not what it sends.
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import astuple, dataclass
-from operator import add
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.errors import UsageFault
-from launcher.sizing.activations import recomputed_elements
 from launcher.sizing.communication import Message, messages
+from launcher.sizing.compute import Compute, Reached
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.step_config import StepConfig
 from runspec.flops import utilisation
@@ -30,6 +29,8 @@ from runspec.layout import Layout
 # 450 GB/s on H100 (NVIDIA/nccl-tests issue 212) and 46 to 48 of the 50 of a 400 Gbit/s port (290);
 # 32 nodes of eight such ports gave 340 of 400 (NVIDIA/nccl issue 1218). For others an assumption.
 REACHED = 0.8
+# Of the multiprocessors, those on which NCCL's kernels run beside computing: about 16 to 24 of 132.
+TAKEN = 0.15
 # No PCIe link of the known cards is faster; what is, is NVLink.
 PCIE_GBS = 64.0
 
@@ -51,7 +52,7 @@ PROTOCOLS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Links:
     """How the GPUs are connected: 10^9 bytes per second of each, in one direction.
 
@@ -131,7 +132,7 @@ class Links:
 ENDS = ("start", "loss", "turn", "end", "step")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class StepTime:
     """Seconds of one optimizer step, what of them is waiting, and what comes of it."""
 
@@ -148,19 +149,18 @@ class StepTime:
         return 1 - (self.tensor_parallel_s + self.sharding_s) / self.seconds
 
 
-@dataclass(frozen=True)
 class _Traffic:
     """Seconds of messages: those that a layer waits for, and those beside it by kind of link."""
 
-    waited: float = 0.0
-    within: float = 0.0
-    between: float = 0.0
+    def __init__(self, waited: float = 0.0, within: float = 0.0, between: float = 0.0) -> None:
+        self.waited, self.within, self.between = waited, within, between
 
     def __add__(self, other: _Traffic) -> _Traffic:
-        return _Traffic(*map(add, astuple(self), astuple(other)))
+        both = self.waited + other.waited, self.within + other.within
+        return _Traffic(*both, self.between + other.between)
 
     def __truediv__(self, parts: int) -> _Traffic:
-        return _Traffic(*(seconds / parts for seconds in astuple(self)))
+        return _Traffic(self.waited / parts, self.within / parts, self.between / parts)
 
     @property
     def exposed(self) -> float:
@@ -169,60 +169,110 @@ class _Traffic:
 
     def beside(self, computing: float) -> float:
         """A layer that computes for so long, and sends all of this meanwhile."""
+        hidden = min(max(self.within, self.between), computing)
+        computing += TAKEN * hidden
         return max(computing + self.waited, self.waited + self.within, self.between)
 
 
 def _traffic(step: StepConfig, links: Links) -> dict[str, _Traffic]:
     """A step's messages by when they are sent."""
-    found: dict[str, _Traffic] = defaultdict(_Traffic)
+    traffic: dict[str, _Traffic] = defaultdict(_Traffic)
     for message in messages(step):
-        if message.on_cpu:
+        # A pass that trains nothing ends with the forward pass.
+        if message.on_cpu or (step.top_k and message.when not in ("start", "forward")):
             continue
         took = message.count * links.seconds(step.layout, message)
         local = links.ranks_per_node(step.layout, message.group) == message.ranks
         kind = "waited" if message.waits else "within" if local else "between"
-        found[message.when] += _Traffic(**{kind: took})
-    return found
+        traffic[message.when] += _Traffic(**{kind: took})
+    return traffic
 
 
-def _elements_s(step: StepConfig, gpu: Gpu) -> float:
-    """Seconds per layer and micro-step in which "op" computes again what it does not keep.
+class Parts:
+    """Seconds that a rank computes in a step.
 
-    Those elements are read once and written once.
+    forward, backward: of a layer on average and micro-step, backward with what it computes again.
+    once: in a micro-step beside its layers. optimizer: once in a step. host: for the launches of a
+    micro-step.
     """
-    if step.checkpointing != "op":
-        return 0.0
-    elements = sum(count * recomputed_elements(step, block) for block, count in step.shape.blocks)
-    elements /= step.shape.layers
-    return 2 * elements / (gpu.memory_bandwidth_gbs * 1e9)
+
+    def __init__(self, *seconds: float) -> None:
+        self.forward, self.backward, self.once, self.optimizer, self.host = seconds
+
+    def slower(self, times: float) -> Parts:
+        """The same on a GPU that takes so many times as long."""
+        return Parts(*(times * seconds for seconds in vars(self).values()))
+
+    def in_all(self, depth: int, micro_steps: int) -> float:
+        """Seconds of a step in which no GPU waits for another."""
+        working = depth * (self.forward + self.backward) + self.once
+        return micro_steps * max(working, self.host) + self.optimizer
 
 
-def peak_share(step: StepConfig, gpu: Gpu, mfu: float) -> float:
-    """Share of the peak at which products run, if this step has this MFU when it never waits.
+def parts_of(step: StepConfig, gpu: Gpu, reached: Reached | None = None) -> Parts:
+    """Return what a rank computes; `launcher.sizing.compute` has the terms."""
+    compute, depth = Compute(step, gpu, reached), step.shape.layers
+    forward = backward = 0.0
+    for block, count in step.shape.blocks:
+        fore, back = compute.layer(block)
+        forward += count * fore / depth
+        backward += count * back / depth
+    once = compute.ends() + sum(compute.frozen())
+    if step.top_k:
+        return Parts(forward, 0.0, once, 0.0, compute.host_s())
+    return Parts(forward, backward, once, compute.optimizer(), compute.host_s())
 
-    UsageFault if it were more than 1.
+
+def pace_of(step: StepConfig, gpu: Gpu, mfu: float) -> float:
+    """Return by how much a GPU is slower than the terms say, if this step has this MFU.
+
+    That is the MFU while it waits for no other GPU. UsageFault if products would run faster than
+    the data sheet says.
     """
-    flops, elements_s = step.flops, step.shape.layers * _elements_s(step, gpu) / step.tokens
-    # FLOPs per token that the GPUs could do while they compute elements.
-    elements = elements_s * step.layout.tensor_parallel * gpu.bf16_tflops * 1e12
-    limit = flops.model / (flops.hardware + elements)
+    depth, micro_steps = step.shape.layers, step.accumulation
+    took = parts_of(step, gpu).in_all(depth, micro_steps)
+    tokens = micro_steps * step.tokens / step.layout.tensor_parallel
+    reached = utilisation(step.flops.model * tokens, took, 1, gpu.bf16_tflops)
+    limit = reached / Reached.of(gpu).products
     if mfu > limit:
         raise UsageFault(
             f"--mfu {mfu:g} is more than {gpu.name} can reach with what this recipe computes "
-            f"again: give at most {limit:.2f}"
+            f"beside its model's FLOPs: give at most {limit:.2f}"
         )
-    return flops.hardware / (flops.model / mfu - elements)
+    return reached / mfu
 
 
-def step_time(step: StepConfig, gpu: Gpu, links: Links, share: float) -> StepTime:
-    """Return the time of a step whose matrix products run at this share of the GPU's peak."""
+def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | None = None) -> float:
+    """Seconds per step, on average, in which the policy generates answers that are all as long as
+    can be.
+
+    It is gathered once. Each token reads all weights, or waits for the products; the prompts are
+    one forward pass, of rows as long as can be.
+    """
+    if not step.on_policy_share:
+        return 0.0
+    compute, layout = Compute(step, gpu, reached), step.layout
+    weights = step.element_bytes * step.shape.parameters
+    across = layout.shard * layout.tensor_parallel > step.gpus_per_node
+    link = links.between_gbs if across else links.within_gbs
+    gather = weights / (REACHED * link * 1e9) if layout.ranks > layout.replicate else 0.0
+    products = 2 * step.shape.parameters / compute.flops_per_s
+    token = max(weights / compute.bytes_per_s, step.answers_at_once * products)
+    prompts = step.accumulation * step.batch * step.length * products
+    answers = step.answers_per_step / step.answers_at_once * step.new_tokens * token
+    return step.on_policy_share * (gather + prompts + answers)
+
+
+def step_time(
+    step: StepConfig, gpu: Gpu, links: Links, pace: float = 1.0, reached: Reached | None = None
+) -> StepTime:
+    """Return the time of a step on GPUs that take `pace` times as long as the terms say."""
     depth, micro_steps, flops = step.shape.layers, step.accumulation, step.flops
     reductions = micro_steps if step.sync_each else 1
-    per_flop = step.tokens / step.layout.tensor_parallel / (gpu.bf16_tflops * 1e12 * share)
-    forward = flops.forward * per_flop
-    backward = (flops.backward + flops.recomputed) * per_flop + _elements_s(step, gpu)
-    once = flops.output + flops.frozen
-    computing = micro_steps * (depth * (forward + backward) + once * per_flop)
+    parts = parts_of(step, gpu, reached).slower(pace)
+    forward, backward = parts.forward, parts.backward
+    computing = parts.in_all(depth, micro_steps)
+    computing += pace * generation_s(step, gpu, links, reached)
 
     sent = _traffic(step, links)
     fore = sent["forward"] / (depth * micro_steps)

@@ -21,7 +21,7 @@ def support(shape: Shape) -> dict[str, bool | str]:
         experts=shape.experts,
         linear=shape.linear,
     )
-    found = {
+    faults_of = {
         "full": (),
         "lora": (),
         "dora": _dora_faults(shape),
@@ -32,7 +32,7 @@ def support(shape: Shape) -> dict[str, bool | str]:
         "compile": (),
         "fp8": facts(fp8=True, experts=None).faults(),
     }
-    return {name: next(iter(faults), True) for name, faults in found.items()}
+    return {name: next(iter(faults), True) for name, faults in faults_of.items()}
 
 
 def _dora_faults(shape: Shape) -> Iterator[str]:
@@ -49,7 +49,7 @@ def _nf4_faults(shape: Shape) -> Iterator[str]:
     for width in sorted({m.inputs for m in matrices if m.part != "router"}):
         if width % NF4_BLOCK:
             yield (
-                f"model.quantize_base: NF4 needs inputs in blocks of {NF4_BLOCK}, and this model "
+                f"model.quantize_base: needs inputs in blocks of {NF4_BLOCK}, and this model "
                 f"has layers with {width} inputs; set model.quantize_base=False"
             )
 
@@ -64,9 +64,9 @@ def _packing_faults(shape: Shape) -> Iterator[str]:
 
 def families() -> dict[str, Shape]:
     """Return the shipped descriptions of hub models, the first of each model_type."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for file in sorted(SHIPPED.glob("*.json")):
         content = (read_json(file) or {}).get("shape", {})
         if kind := content.get("model_type"):
-            found.setdefault(kind, Shape.of(content))
-    return dict(sorted(found.items()))
+            shapes.setdefault(kind, Shape.of(content))
+    return dict(sorted(shapes.items()))

@@ -12,9 +12,9 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from launcher.sizing.step_config import FP32, NF4_BYTES, StepConfig
+from launcher.sizing.step_config import FP32, StepConfig
 from runspec.shape import Block, Matrix, Vector
-from runspec.step import loss_tokens
+from runspec.step import kept_bytes, loss_tokens
 
 
 class Parameter(NamedTuple):
@@ -84,11 +84,11 @@ class Unit:
 
     def stored(self, weight_bytes: int) -> float:
         """Bytes as stored by one rank, if a trained number takes weight_bytes."""
-        found = 0.0
+        size = 0.0
         for p in self.parameters:
             row = weight_bytes * p.width if p.trained else p.row_bytes
-            found += p.padded * row / p.shards
-        return found
+            size += p.padded * row / p.shards
+        return size
 
     def __add__(self, other: Unit) -> Unit:
         return Unit(self.parameters + other.parameters)
@@ -112,7 +112,7 @@ class Units(NamedTuple):
     """The FSDP units of a model: embedding, each kind of block, output, and the root with the rest.
 
     An embedding and an output layer that are no units of their own are empty here, and in the
-    root.
+    root. Root and output layer stay gathered from the forward pass to the end of the backward pass.
     """
 
     embedding: Unit
@@ -140,17 +140,16 @@ def units_of(step: StepConfig) -> Units:
     """Return the FSDP units of a step's model."""
     shards = step.layout.shard
     embedding, output = (
-        Unit.over(shards, [_table(step, "tok_embeddings")]),
+        Unit.over(shards, _embedding(step)),
         Unit.over(shards, _output(step)),
     )
     root = Unit.over(shards, [_vector(step, Vector(step.shape.dim)), *_added(step, "model")])
     # As the trainer decides: a tied table is needed twice, and an output layer that gives its
-    # logits in parts, or none, stays with the root.
-    tied = step.shape.tied and step.loss != "score"
-    apart = set() if tied or not step.fsdp else set(step.apart)
-    if "tok_embeddings" not in apart:
+    # logits in parts stays with the root.
+    together = not step.fsdp or (step.shape.tied and step.loss != "score")
+    if together:
         embedding, root = Unit(), embedding + root
-    if "output" not in apart or step.loss != "plain":
+    if together or (step.loss == "chunked" and step.chunks > 1):
         output, root = Unit(), root + output
     blocks = tuple(_block(step, *each) for each in step.shape.blocks)
     return Units(embedding, blocks, output, root)
@@ -170,7 +169,7 @@ def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Iterator[Parameter]:
     """A matrix with its bias and its adapter."""
     e, full, shared = step.element_bytes, step.is_full, step.partial_gradient(matrix)
     rows, width = _split(step, matrix)
-    number_bytes = NF4_BYTES if step.is_quantised and matrix.part != "router" else e
+    number_bytes = step.packed_bytes if step.is_quantised and matrix.part != "router" else e
     sizes = (matrix.outputs, matrix.inputs) if matrix.role == "expert" else ()
     yield Parameter(rows, width, width * number_bytes, full, shared, sizes)
     if matrix.bias:
@@ -226,6 +225,18 @@ def _added(step: StepConfig, owner: str, block: Block | None = None) -> Iterator
 def _table(step: StepConfig, name: str) -> Parameter:
     rows, dim = step.shape.vocab / step.layout.tensor_parallel, step.shape.dim
     return Parameter(rows, dim, dim * step.element_bytes, step.trains_table(name))
+
+
+def _embedding(step: StepConfig) -> Iterator[Parameter]:
+    yield _table(step, "tok_embeddings")
+    if step.lora_embedding:
+        e, rank, tp = (
+            step.element_bytes,
+            step.rank_of("tok_embeddings"),
+            step.layout.tensor_parallel,
+        )
+        yield Parameter(step.shape.vocab / tp, rank, rank * e, True)
+        yield Parameter(step.shape.dim, rank, rank * e, True, shared=True)
 
 
 def _output(step: StepConfig) -> Iterator[Parameter]:
@@ -297,13 +308,32 @@ def _linear(step: StepConfig) -> LossMemory:
     # The trained rows, their gradient, the layers' result, and the norm's if nothing keeps it.
     forward = (1 + 1 / tp + (not step.is_full)) * hidden + max(made, e * part + product)
     # The norm's backward pass is in fp32.
-    backward = (1 + 6 / tp if step.is_full else 2 + 8 / tp) * hidden
+    wide = FP32 / e / tp
+    backward = (1 + 3 * wide if step.is_full else 2 + 4 * wide) * hidden
     return LossMemory(hidden, forward, backward, 2 * hidden)
+
+
+# As trainer.objectives.teach: of so many tokens all logits are compared.
+COMPARED_TOKENS = 128
+
+
+def top_k_memory(step: StepConfig) -> float:
+    """Top k and tail of all tokens, one chunk of logits; or the logits that are compared.
+
+    These are whole on each rank: the teacher's, the student's, and what is made of both.
+    """
+    shape, e = step.shape, step.element_bytes
+    part = min(linear_loss_rows(step), step.tokens) * shape.vocab / step.layout.tensor_parallel
+    chunk = part * (FP32 + (FP32 if shape.softcap else 0) + (e if e < FP32 else 0))
+    compared = 4 * FP32 * min(COMPARED_TOKENS, step.tokens) * shape.vocab
+    # The last hidden states, after the norm, and of the trained tokens.
+    hidden = 3 * e * step.tokens * shape.dim
+    return hidden + step.tokens * kept_bytes(step.top_k) + max(chunk, compared)
 
 
 def _score(step: StepConfig) -> LossMemory:
     """The last norm of all positions, of which a score head reads one for each document."""
     hidden = step.element_bytes * step.tokens * step.shape.dim
     # The norm's backward pass is in fp32.
-    norm = (1 + 6 / step.layout.tensor_parallel) * hidden
+    norm = (1 + 3 * FP32 / step.element_bytes / step.layout.tensor_parallel) * hidden
     return LossMemory(hidden, hidden, norm, 2 * hidden)

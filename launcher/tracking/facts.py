@@ -51,10 +51,10 @@ def fingerprint(run: Run, state: State) -> str:
     seen = [state.word]
     for path in [run.path / files.METRICS, run.path / files.STATUS, *_evaluation_files(run)]:
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError:
             continue
-        seen.append(f"{path.name} {found.st_size} {found.st_mtime_ns}")
+        seen.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
 
 
@@ -69,11 +69,11 @@ def steps(run: Run) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 def outcomes(run: Run, state: State) -> dict[str, float]:
     """Return what came of the run as a whole."""
-    found = outcome(run, state).items()
+    values = outcome(run, state).items()
     left_out = ("step", "val_loss")
     return {
         f"outcome/{name}": float(value)
-        for name, value in found
+        for name, value in values
         if name not in left_out and _is_figure(value)
     }
 
@@ -89,14 +89,14 @@ def evaluations(run: Run) -> Iterator[tuple[str, float, float]]:
 
 def figures(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the candidate's figures of an evaluation by suite.task.metric."""
-    found = {}
+    values = {}
     tasks = result.get("tasks")
     for task, block in tasks.items() if isinstance(tasks, dict) else ():
         for metric, groups in (block.get("metrics") or {}).items():
             value: Any = ((groups.get("all") or {}).get("candidate") or {}).get("value")
             if _is_figure(value):
-                found[f"{result.get('suite')}.{task}.{metric}"] = float(value)
-    return found
+                values[f"{result.get('suite')}.{task}.{metric}"] = float(value)
+    return values
 
 
 def data_hash(run: Run) -> str | None:
@@ -110,7 +110,7 @@ def tags(run: Run, state: State) -> dict[str, Any]:
     """Return what a run is and where it comes from."""
     record, made, status = run.provenance, run.submission, run.status
     kit, model = record.get("kit") or {}, record.get("model") or {}
-    found = {
+    values = {
         "cookbook.state": state.word,
         "cookbook.path": run.path,
         "recipe": made.get("recipe"),
@@ -127,7 +127,7 @@ def tags(run: Run, state: State) -> dict[str, Any]:
         "uncommitted_changes": bool(kit.get("diff")),
         "export": run.path / files.EXPORT if (run.path / files.EXPORT).is_dir() else None,
     }
-    return {key: value for key, value in found.items() if value not in (None, "")}
+    return {key: value for key, value in values.items() if value not in (None, "")}
 
 
 def _is_figure(value: object) -> bool:

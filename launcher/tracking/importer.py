@@ -36,8 +36,8 @@ def find(client: Any, run_name: str) -> Any:
     """Return MLflow's run of a run directory, None if it is not imported."""
     experiments = [each.experiment_id for each in client.search_experiments()]
     wanted = f"tags.`{RUN_TAG}` = '{run_name}'"
-    found = client.search_runs(experiments, wanted, max_results=1) if experiments else []
-    return found[0] if found else None
+    matching = client.search_runs(experiments, wanted, max_results=1) if experiments else []
+    return matching[0] if matching else None
 
 
 def _import(client: Any, store: Store, run: Run, state: State) -> str:
@@ -74,9 +74,9 @@ def _import(client: Any, store: Store, run: Run, state: State) -> str:
 
 
 def _experiment(client: Any, store: Store, name: str) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
     # MLflow's default lies in whatever folder the command was typed in.
     place = (store.artifacts / name).as_uri() if store.embedded else None
     return str(client.create_experiment(name, artifact_location=place))

@@ -126,14 +126,14 @@ def version(client: Any, name: str, wanted: str) -> Version:
 
     try:
         if wanted.isdigit():
-            found = client.get_model_version(name, wanted)
+            entry = client.get_model_version(name, wanted)
         else:
-            found = client.get_model_version_by_alias(name, wanted)
+            entry = client.get_model_version_by_alias(name, wanted)
     except MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
         raise UsageFault(_absent(client, name, wanted)) from error
-    return _of(client, found)
+    return _of(client, entry)
 
 
 def _absent(client: Any, name: str, wanted: str) -> str:
@@ -151,14 +151,14 @@ def _absent(client: Any, name: str, wanted: str) -> str:
 
 def aliases_of(client: Any, name: str) -> dict[str, int]:
     """Return the aliases of a registered model and the versions that they name."""
-    found = client.get_registered_model(name).aliases
-    return {alias: int(number) for alias, number in sorted(found.items())}
+    aliases = client.get_registered_model(name).aliases
+    return {alias: int(number) for alias, number in sorted(aliases.items())}
 
 
 def versions(client: Any, name: str) -> list[Version]:
     """Return the versions of a registered model, newest first."""
-    found = [_of(client, each) for each in _versions(client, name)]
-    return sorted(found, key=lambda each: each.number, reverse=True)
+    known = [_of(client, each) for each in _versions(client, name)]
+    return sorted(known, key=lambda each: each.number, reverse=True)
 
 
 def names(client: Any) -> list[str]:
@@ -249,17 +249,17 @@ def _versions(client: Any, name: str) -> list[Any]:
     return list(client.search_model_versions(f"name = '{name}'"))
 
 
-def _of(client: Any, found: Any) -> Version:
-    tags = dict(found.tags)
-    place = Path(unquote(urlparse(str(found.source)).path))
+def _of(client: Any, entry: Any) -> Version:
+    tags = dict(entry.tags)
+    place = Path(unquote(urlparse(str(entry.source)).path))
     aliases = tuple(
         alias
-        for alias, number in aliases_of(client, found.name).items()
-        if number == int(found.version)
+        for alias, number in aliases_of(client, entry.name).items()
+        if number == int(entry.version)
     )
     folder = Path(tags.get("cookbook.folder") or place / "model")
-    created = float(found.creation_timestamp or 0) / 1000
-    return Version(found.name, int(found.version), folder, aliases, created, tags)
+    created = float(entry.creation_timestamp or 0) / 1000
+    return Version(entry.name, int(entry.version), folder, aliases, created, tags)
 
 
 def _write_model(place: Path, folder: Path, copy: bool, linked: bool) -> None:

@@ -67,7 +67,7 @@ def at(root: Path, given: str | None = None) -> Store:
     """
     folder, where = root / "tracking", given or "mlflow"
     if not KINDS["tracker"].test(where):
-        raise UsageFault(f"tracking: {given!r} is not {KINDS['tracker'].words}")
+        raise UsageFault(f"tracking: {given!r} is not {KINDS['tracker'].description}")
     beside = f"sqlite:///{folder / 'mlflow.db'}"
     if where.startswith("wandb"):
         return Store(folder, beside, where)
@@ -163,9 +163,9 @@ def _is_newer(text: str) -> bool:
     """Whether MLflow names a schema that it does not know; it calls each other one out of date."""
     import mlflow.store
 
-    found = re.search(r"found version (\w+)", text)
+    match = re.search(r"found version (\w+)", text)
     known = Path(mlflow.store.__path__[0]) / "db_migrations" / "versions"
-    return found is not None and not any(known.glob(f"{found[1]}_*.py"))
+    return match is not None and not any(known.glob(f"{match[1]}_*.py"))
 
 
 @contextmanager
@@ -186,8 +186,8 @@ def written_by_one(folder: Path) -> Iterator[None]:
     wait_s = float(os.environ.get("COOKBOOK_STORE_WAIT_S", _WAIT_S))
 
     def waiting(holder: str) -> None:
-        words = f"waiting for another cookbook command ({holder}), which writes {folder}"
-        print(f"{words}: up to {wait_s:g} s", file=sys.stderr)
+        message = f"waiting for another cookbook command ({holder}), which writes {folder}"
+        print(f"{message}: up to {wait_s:g} s", file=sys.stderr)
 
     with file:
         try:

@@ -102,9 +102,11 @@ def _told() -> Iterator[None]:
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         no_key = "API key" in first or "wandb login" in first
-        words = "nobody is logged in: run: wandb login" if no_key else f"{first}: check the network"
+        message = (
+            "nobody is logged in: run: wandb login" if no_key else f"{first}: check the network"
+        )
         raise StoreFault(
-            f"W&B: {words}; or set WANDB_MODE=offline, and upload later with: wandb sync"
+            f"W&B: {message}; or set WANDB_MODE=offline, and upload later with: wandb sync"
         ) from error
 
 

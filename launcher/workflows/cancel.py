@@ -53,8 +53,8 @@ def _marked(run: Run, job_id: str) -> Iterator[None]:
         else:
             run.write(files.CANCELLED, before)
         if isinstance(error, SlurmFault):
-            told = "may not be" if isinstance(error, SlurmTimeout) else "was not"
+            verb = "may not be" if isinstance(error, SlurmTimeout) else "was not"
             raise type(error)(
-                f"{run.name} {told} cancelled: {error.faults[0]}; then: cookbook cancel {run.name}"
+                f"{run.name} {verb} cancelled: {error.faults[0]}; then: cookbook cancel {run.name}"
             ) from error
         raise

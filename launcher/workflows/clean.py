@@ -1,5 +1,6 @@
 """What can be removed without losing anything: what can be computed again, and what was left."""
 
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -8,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import paths
-from launcher.runs import code, making
+from launcher.runs import code, image, making
 from launcher.runs.directory import runs_root
 from launcher.runs.find import every
 from runspec import files
 
 # A run that is being submitted may not link to its code yet.
 _YOUNG_S = 86400
+_TREE = re.compile(r"/sent-\d+/trees/([0-9a-f]{64})\b")
 # Of checkpoints that training has put aside.
 _ASIDE = ("damaged_step_*", "copy_step_*")
 
@@ -35,27 +37,51 @@ def find(root: Path, older_s: float) -> list[Item]:
         older_s: tokenised data are listed if no run has read or written them for so long.
     """
     runs = runs_root(root)
-    found: list[tuple[str, Path]] = []
-    found += [("made again when needed", path) for path in _inside(paths.user_cache())]
-    found += [
+    items: list[tuple[str, Path]] = []
+    items += [("made again when needed", path) for path in _inside(paths.user_cache())]
+    items += [
         ("tokenised data, made again when needed", path)
         for path in _inside(runs / files.DATA_CACHE)
         if _untouched(path, older_s)
     ]
     used = {copy.folder for run in every(runs) if (copy := code.of_run(run.path))}
-    found += [
+    items += [
         ("code that no run uses", path)
         for path in _inside(root / code.FOLDER)
         if path.resolve() not in used and _untouched(path, _YOUNG_S)
     ]
-    found += [("left by a killed command", path) for path in making.left(runs)]
-    found += [
+    sent = paths.sent(root)
+    named = {tree for run in every(runs) for tree in _trees_of(run.path)}
+    items += [
+        ("sent by a laptop, and no run names it", path)
+        for path in _inside(sent / "trees")
+        if path.name not in named and _untouched(path, _YOUNG_S)
+    ]
+    items += [
+        ("sent by a laptop, and in none of its trees", path)
+        for path in _inside(sent / "files")
+        if path.stat().st_nlink == 1 and _untouched(path, _YOUNG_S)
+    ]
+    items += [
+        ("image, made again when needed", path)
+        for path in _inside(root / image.FOLDER)
+        if path.suffix == image.SUFFIX and _untouched(path, older_s)
+    ]
+    items += [("left by a killed command", path) for path in making.left(runs)]
+    items += [
         ("put aside by training, not used", path)
         for run in every(runs)
         for pattern in _ASIDE
         for path in sorted((run.path / files.CHECKPOINTS).glob(pattern))
     ]
-    return [Item(reason, path, _size(path)) for reason, path in found]
+    return [Item(reason, path, _size(path)) for reason, path in items]
+
+
+def _trees_of(run: Path) -> Iterator[str]:
+    """Yield the trees that a laptop sent and that a run's files name, such as for its data."""
+    for name in (files.RECIPE, files.TRAIN, files.SUBMISSION):
+        with suppress(OSError):
+            yield from _TREE.findall((run / name).read_text(encoding="utf-8", errors="replace"))
 
 
 def remove(items: list[Item]) -> list[Item]:

@@ -141,12 +141,12 @@ class _Scene:
     def ranks(self) -> list[tuple[str, int]]:
         """Node and process of each rank of the newest attempt, by rank."""
         folder = self.run.logs / str(self.attempt)
-        found = {}
+        by_rank = {}
         for path in folder.glob(files.STACKS.format("*")):
             node, _, pid = path.read_text(encoding="utf-8").partition("\n")[0].partition(" ")
             if pid.isdigit():
-                found[int(path.stem.rpartition("_")[2])] = (node, int(pid))
-        return [found[rank] for rank in sorted(found)]
+                by_rank[int(path.stem.rpartition("_")[2])] = (node, int(pid))
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def first_row(self) -> dict[str, Any] | None:
         """The first step that the newest attempt has logged."""

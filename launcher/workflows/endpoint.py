@@ -55,8 +55,8 @@ class Endpoint:
     @property
     def facts(self) -> dict[str, Any]:
         """The content of endpoint.json: the versions that are served, and the front's settings."""
-        found = files.read_json_or_none(self.folder / endpoints.ENDPOINT)
-        return found if isinstance(found, dict) else {}
+        content = files.read_json_or_none(self.folder / endpoints.ENDPOINT)
+        return content if isinstance(content, dict) else {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -102,9 +102,9 @@ class Endpoint:
         """Return its runs whose job waits or runs, oldest first; those of one version if given."""
         chosen = self.served if of is None else [of]
         names = [name for each in chosen for name in each.runs]
-        found = [Run(directory.runs_root(root) / name) for name in names]
-        known = states(run for run in found if run.path.is_dir())
-        return [run for run in found if run.name in known and not known[run.name].ended]
+        runs = [Run(directory.runs_root(root) / name) for name in names]
+        known = states(run for run in runs if run.path.is_dir())
+        return [run for run in runs if run.name in known and not known[run.name].ended]
 
     @property
     def gateway(self) -> dict[str, Any] | None:
@@ -118,9 +118,9 @@ class Endpoint:
         Raises:
             EndpointFault: nothing serves it now, or this host cannot reach it.
         """
-        found = endpoints.address(self.folder)
-        if found is not None:
-            return found
+        address = endpoints.address(self.folder)
+        if address is not None:
+            return address
         ready = [each["machine"] for each in self.replicas if each.get("state") == "ready"]
         if there := [str(self.gateway["host"])] if self.gateway else ready:
             raise EndpointFault(

@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError, RecipeFault, UsageFault, nearest
+from launcher.recipes import extend
 from launcher.recipes import recipe as recipe_file
 from launcher.recipes.recipe import Recipe
 from launcher.runs.directory import Run
@@ -82,7 +83,10 @@ def plan(
         faults += error.faults
     given = [f"candidate={candidate.folder}" if candidate else "candidate=unknown"]
     try:
-        recipe = recipe_file.load(str(suite_file(suite)), [*overrides, *given], resources)
+        file = suite_file(suite)
+        if "entry" not in extend.read(file)[0]:
+            raise UsageFault(f"{file} is not a suite: it has no line `entry: eval`")
+        recipe = recipe_file.load(str(file), [*overrides, *given], resources)
         if recipe.entry.purpose != "evaluate":
             faults.append(
                 f"{recipe.path} is not a suite: its entry is {recipe.entry_name}, not eval"
@@ -178,10 +182,10 @@ def training_data(run: Run) -> list[str]:
 
 def results(site: Site, model: Model) -> list[dict[str, Any]]:
     """Return the evaluations of a model as it is now, newest first."""
-    found = []
+    matching = []
     for path in results_folder(site, model).glob("*.json"):
         result = files.read_json_or_none(path)
         if isinstance(result, dict) and isinstance(result.get("tasks"), dict):
             same = (result.get("candidate") or {}).get("folder") == str(model.folder.resolve())
-            found += [{**result, "file": str(path)}] if same else []
-    return sorted(found, key=lambda each: float(each.get("created") or 0), reverse=True)
+            matching += [{**result, "file": str(path)}] if same else []
+    return sorted(matching, key=lambda each: float(each.get("created") or 0), reverse=True)

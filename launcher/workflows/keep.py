@@ -23,17 +23,17 @@ def keep(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 
     Raises:
         EndpointFault: with `once`, what serves it cannot be replaced; what serves goes on.
     """
-    told = ""
+    last_fault = ""
     while True:
         try:
             look(site, endpoint, say)
-            told = ""
+            last_fault = ""
         except CookbookError as error:
             if once:
                 raise
-            if error.faults[0] != told:
-                told = error.faults[0]
-                say(f"{endpoint.name}: {told}")
+            if error.faults[0] != last_fault:
+                last_fault = error.faults[0]
+                say(f"{endpoint.name}: {last_fault}")
         if once:
             return
         time.sleep(pause_s)
@@ -63,27 +63,27 @@ def due(
 ) -> tuple[Sequence[Run], int, str]:
     """Return which runs have to be replaced, by how many, and why; "" if nothing has to be done."""
     if served.model.startswith("models:/"):
-        found = models.registered(site, served.model)
-        if served.version != f"{found.name} v{found.number}":
-            words = f"{served.model} is v{found.number} now, and {served.version} is served"
-            return living, serve.successors(served, living), words
+        version = models.registered(site, served.model)
+        if served.version != f"{version.name} v{version.number}":
+            reason = f"{served.model} is v{version.number} now, and {served.version} is served"
+            return living, serve.successors(served, living), reason
     if served.max_replicas is not None:
         return (), 0, ""  # the gateway looks after the jobs
     if served.queued and (soon := near(endpoint, living)):
         left = f"{min(soon.values()):.0f} s"
-        words = f"the time limit of {', '.join(soon)} is near: Slurm warns of it in {left}"
-        return [run for run in living if run.name in soon], len(soon), words
+        reason = f"the time limit of {', '.join(soon)} is near: Slurm warns of it in {left}"
+        return [run for run in living if run.name in soon], len(soon), reason
     missing = served.replicas - len(living)
     if missing > 0:
-        words = f"{len(living)} of {served.replicas} jobs serve {served.version}"
-        return (), missing, words
+        reason = f"{len(living)} of {served.replicas} jobs serve {served.version}"
+        return (), missing, reason
     return (), 0, ""
 
 
 def near(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
     """Return the runs that Slurm warns soon of their time limit, and how soon."""
     starts = {str(each.get("run")): float(each.get("start_s") or 0) for each in endpoint.replicas}
-    found = {}
+    seconds_left = {}
     for run in runs:
         asked, began = run.asked, run.job_began
         if not asked["time"] or began is None or run.status.get("state") != "RUNNING":
@@ -91,5 +91,5 @@ def near(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
         window = time_limit_s(asked["time"]) - (asked["signal_lead_s"] or 0)
         left, start = window - (time.time() - began), starts.get(run.name, 0.0)
         if left < start + max(_LEAST_S, min(_MARGIN_S + start, window / 4)):
-            found[run.name] = max(0.0, left)
-    return found
+            seconds_left[run.name] = max(0.0, left)
+    return seconds_left

@@ -47,12 +47,12 @@ def revoke(endpoint: Endpoint, user: str) -> None:
 def rows(endpoint: Endpoint) -> list[dict[str, Any]]:
     """Return the users by name, with their limits and what they have used today (UTC)."""
     used = endpoints.used_today(endpoint.folder)
-    found = []
+    users = []
     for name, each in sorted(endpoints.users(endpoint.folder).items()):
         requests, tokens = used.get(name, (0, 0))
         row = {key: value for key, value in each.items() if key != "sha256"}
-        found.append({"user": name, **row, "requests": requests, "tokens": tokens})
-    return found
+        users.append({"user": name, **row, "requests": requests, "tokens": tokens})
+    return users
 
 
 def _write(endpoint: Endpoint, users: dict[str, dict[str, Any]]) -> None:

@@ -81,8 +81,8 @@ def _run(site: Site, wanted: str, also: Sequence[str]) -> Run:
             for name in registry.names(client):
                 uris = [f"models:/{name}@{alias}" for alias in registry.aliases_of(client, name)]
                 known |= {name: uris[0]} if uris else {}
-        found = next(iter(get_close_matches(wanted, known, n=1)), None)
-        hint = f" (did you mean {known[found]}?)" if found else ""
+        nearest_name = next(iter(get_close_matches(wanted, known, n=1)), None)
+        hint = f" (did you mean {known[nearest_name]}?)" if nearest_name else ""
         raise UsageFault(
             f"there is no run or model {wanted!r}{hint}: give {', '.join((*also, 'a run'))}, a "
             "folder (with a /), or models:/NAME@ALIAS; see cookbook status and cookbook registry"
@@ -105,10 +105,10 @@ def of_folder(folder: Path) -> Model:
 
 def registered(site: Site, uri: str) -> registry.Version:
     """Return the version that models:/NAME@ALIAS or models:/NAME/VERSION names."""
-    found = _REGISTERED.match(uri)
-    if found is None:
+    match = _REGISTERED.match(uri)
+    if match is None:
         raise UsageFault(f"{uri!r} is not models:/NAME@ALIAS or models:/NAME/VERSION")
-    name, alias, number = found.groups()
+    name, alias, number = match.groups()
     with stores.opened(_store(site), write=False) as client:
         return registry.version(client, name, alias or number)
 

@@ -51,7 +51,7 @@ def prepare(wanted: Preparation, say: Callable[[str], None]) -> None:
             f"cannot prepare {folder}: {error}: set up the virtual environment with: bash setup.sh"
         ) from error
     if done.returncode != 0:
-        words = done.stdout.decode(errors="replace").strip().splitlines() or ["no message"]
+        output = done.stdout.decode(errors="replace").strip().splitlines() or ["no message"]
         raise PreflightFault(
-            f"python -m {module} failed with exit status {done.returncode}: {words[-1]}"
+            f"python -m {module} failed with exit status {done.returncode}: {output[-1]}"
         )

@@ -73,12 +73,12 @@ def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) ->
 def _missing(engine: str) -> list[str]:
     """Say which packages of the engine are not installed, without importing them."""
     have = {name.lower().replace("_", "-") for name in venv.packages()}
-    found = []
+    faults = []
     if lacks := [name for name in _PACKAGES if name not in have]:
-        found.append(f"{paths.venv_root()} lacks {', '.join(lacks)}: bash setup.sh --with data")
+        faults.append(f"{paths.venv_root()} lacks {', '.join(lacks)}: bash setup.sh --with data")
     if engine == "spark" and "pyspark" not in have:
-        found.append(f"{paths.venv_root()} lacks Spark: bash setup.sh --with spark")
-    return found
+        faults.append(f"{paths.venv_root()} lacks Spark: bash setup.sh --with spark")
+    return faults
 
 
 def here(planned: Plan, preview: int | None, as_json: bool) -> NoReturn:

@@ -100,7 +100,7 @@ def promote(
                 },
             )
             failed: list[str] = []
-            told: list[str] = []
+            said: list[str] = []
             for verdict in judging.judge(rules, subject):
                 text = verdict.text.replace("models:/NAME@", f"models:/{name}@")
                 text = text.replace("promote NAME", f"promote {name}")
@@ -110,9 +110,9 @@ def promote(
                 # What failed is in the error.
                 if verdict.passed is False:
                     failed.append(text)
-                elif text not in told:
+                elif text not in said:
                     say(f"{'passed ' if verdict.passed else 'not applicable '} {text}")
-                    told.append(text)
+                    said.append(text)
                 evaluations += [verdict.evaluation] if verdict.evaluation else []
             if failed:
                 head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
@@ -135,11 +135,11 @@ def _evaluated(version: Version) -> Path:
 
 def _results(site: Site, version: Version) -> list[dict[str, Any]]:
     """Return the evaluations of a version, under each folder that it is known by."""
-    found = []
+    results = []
     for folder in dict.fromkeys((version.folder, _evaluated(version))):
         if folder.is_dir():
-            found += evaluate.results(site, of_folder(folder))
-    return sorted(found, key=lambda each: float(each.get("created") or 0), reverse=True)
+            results += evaluate.results(site, of_folder(folder))
+    return sorted(results, key=lambda each: float(each.get("created") or 0), reverse=True)
 
 
 def rollback(site: Site, name: str, alias: str, why: str | None) -> tuple[int, Version]:

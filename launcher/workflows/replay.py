@@ -54,12 +54,12 @@ def prepare(run: Run, site: Site, say: Callable[[str], None]) -> Replay:
     record, submission = run.provenance, run.submission
     recipe = run.path / files.RECIPE
     if not record or not recipe.is_file():
-        words = f"{run.name} has no {files.PROVENANCE} and {files.RECIPE}"
-        raise UsageFault(f"{words}, so it cannot be replayed: submit your own recipe")
+        message = f"{run.name} has no {files.PROVENANCE} and {files.RECIPE}"
+        raise UsageFault(f"{message}, so it cannot be replayed: submit your own recipe")
     config = yamlfile.load(recipe)
     if entries.of(config).own_code:
-        words = f"{run.name} ran its own script, which replay does not support"
-        raise UsageFault(f"{words}: its code is in {run.path / files.CODE}; submit it from there")
+        message = f"{run.name} ran its own script, which replay does not support"
+        raise UsageFault(f"{message}: its code is in {run.path / files.CODE}; submit it from there")
     kit = _code(run, site, say)
     name = str(submission.get("recipe") or "recipe")
     copy = site.root / _FOLDER / run.name / f"{name}.yaml"
@@ -116,6 +116,6 @@ def _not_the_same(
         yield "possibly the data: the version of the run recorded no hash of it"
     changes = [job["changes"] for job in run.all_jobs if job.get("changes")]
     if changes:
-        words = "; ".join(" ".join(map(str, each)) for each in changes)
-        yield f"the first part of the run: its recipe was changed at resume ({words})"
+        text = "; ".join(" ".join(map(str, each)) for each in changes)
+        yield f"the first part of the run: its recipe was changed at resume ({text})"
     yield "nodes, the order of sums between ranks on GPUs, and checkpoints: it begins at step 0"

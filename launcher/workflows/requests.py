@@ -23,12 +23,15 @@ class Source:
     with_feedback: int
 
 
-def export(site: Site, endpoint: Endpoint, since: str | None, feedback: Path | None) -> Source:
+def export(
+    site: Site, endpoint: Endpoint, since: str | None, feedback: Path | None, delta: bool = False
+) -> Source:
     """Write the answered requests of an endpoint as Parquet, and a data recipe that reads them.
 
     Args:
         since: 90m, 12h, 3d or a date; None for all.
         feedback: JSON lines with request_id, feedback and label; None for the endpoint's own.
+        delta: merge them into a Delta table in place of the Parquet file.
 
     Raises:
         EndpointFault: nothing is logged, or it cannot be read.
@@ -37,6 +40,7 @@ def export(site: Site, endpoint: Endpoint, since: str | None, feedback: Path | N
     argv = [str(venv.python()), "-m", "serving.source", str(endpoint.folder), str(folder)]
     argv += ["--since", since] if since else []
     argv += ["--feedback", str(feedback.absolute())] if feedback else []
+    argv += ["--delta"] if delta else []
     done = subprocess.run(
         argv,
         cwd=paths.REPO_ROOT,
@@ -46,20 +50,24 @@ def export(site: Site, endpoint: Endpoint, since: str | None, feedback: Path | N
         text=True,
     )
     if done.returncode:
-        words = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise EndpointFault(words.removeprefix("error: "))
-    told = json.loads(done.stdout.splitlines()[-1])
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise EndpointFault(message.removeprefix("error: "))
+    answer = json.loads(done.stdout.splitlines()[-1])
     recipe = folder / f"requests-{endpoint.name}.yaml"
-    content = data_recipe(endpoint.name, folder)
+    content = data_recipe(endpoint.name, Path(answer["file"]))
     files.write_text(recipe, yamlfile.dump(content))
-    return Source(folder, recipe, int(told["rows"]), int(told["with_feedback"]))
+    return Source(folder, recipe, int(answer["rows"]), int(answer["with_feedback"]))
 
 
-def data_recipe(name: str, folder: Path) -> dict[str, Any]:
-    """Return a data recipe that makes a training set of an endpoint's log, as `folder` holds it."""
+def data_recipe(name: str, place: Path) -> dict[str, Any]:
+    """Return a data recipe that makes a training set of an endpoint's log.
+
+    place: a Parquet file, or the folder of a Delta table.
+    """
     source = {
         "name": f"requests-{name}",
-        "path": str(folder / "requests.parquet"),
+        "path": str(place),
+        **({} if place.suffix else {"type": "delta"}),
         "format": "messages",
         "keep": {"request_id": "text", "feedback": "text", "label": "text"},
     }

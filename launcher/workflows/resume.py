@@ -28,7 +28,7 @@ from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
 from launcher.workflows import registered
-from launcher.workflows.submit import PlannedRun, context, plan, start
+from launcher.workflows.submit import PlannedRun, context, make_environment, plan, start
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
@@ -36,7 +36,12 @@ from runspec.layout import Layout, LayoutError
 # They may change together, as long as a step sees the same samples.
 _BATCH = ("batch_size", "gradient_accumulation_steps")
 # Lines of a job script that follow the environment of the command that rendered it.
-_OF_THE_SHELL = ("export VENV=", "export COOKBOOK_ROOT=", "export COOKBOOK_COMPONENTS=")
+_OF_THE_SHELL = (
+    "export VENV=",
+    "export ENV_IMAGE=",
+    "export COOKBOOK_ROOT=",
+    "export COOKBOOK_COMPONENTS=",
+)
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,8 @@ def resume(
         if not (changes and changes.code):
             _tell_of_code(run, say)
         if changes is None:
-            with script_of_today(run, executor, say) as told:
-                start(run, executor, lease, told)
+            with script_of_today(run, executor, say) as submission:
+                start(run, executor, lease, submission)
             return
         if (run.path / files.DATA_SETTINGS).exists():
             raise UsageFault(
@@ -96,6 +101,7 @@ def resume(
         planned, changes = _planned(run, changes, executor, say, kit.folder / "templates")
         if faults := preflight.faults(context(planned, executor, changes.elsewhere), changes.skip):
             raise PreflightFault(faults)
+        make_environment(planned.recipe, changes.site, say, kit)
         with _rewritten(run, planned.contents, planned.asked, kit):
             start(run, executor, lease, changes.words)
 
@@ -123,6 +129,7 @@ def script_of_today(
     origin = f"configs/clusters/{name}.yaml"
     say(f"job.sbatch: rendered again from {origin}, which has changed since")
     contents = {files.JOB_SCRIPT: planned.script}
+    make_environment(planned.recipe, planned.cluster, say, code.of_run(run.path))
     with _rewritten(run, contents, planned.asked, code.of_run(run.path)):
         yield [f"job.sbatch rendered again from {origin}"]
 
@@ -213,20 +220,20 @@ def _planned(
         for each in (replace(changes, overrides=(), options={}), changes)
     )
     if before.entry.checked == "complete" and files.checkpoint_steps(run.path):
-        wanted, found = _samples_per_step(before, changes), _samples_per_step(after, changes)
+        wanted, planned = _samples_per_step(before, changes), _samples_per_step(after, changes)
         given = {override.key_of(text) for text in changes.overrides}
-        if wanted != found and given.isdisjoint(_BATCH):
+        if wanted != planned and given.isdisjoint(_BATCH):
             micro_steps = int(after.config.get(_BATCH[1]) or 1)
-            steps, rest = divmod(wanted, found // micro_steps)
+            steps, rest = divmod(wanted, planned // micro_steps)
             if not rest:
                 same = f"{_BATCH[1]}={steps}"
                 say(f"note: {same}, so that a step uses {wanted} samples as before")
                 changes = replace(changes, overrides=(*changes.overrides, same))
-                after, found = _recipe(run, changes, executor), wanted
+                after, planned = _recipe(run, changes, executor), wanted
         faults = list(_identity_faults(run, before, after, changes))
-        if wanted != found:
+        if wanted != planned:
             faults.append(
-                f"a step would use {found} samples, but the run's checkpoints were made with "
+                f"a step would use {planned} samples, but the run's checkpoints were made with "
                 f"{wanted}: change batch_size, gradient_accumulation_steps or --nodes"
             )
         if faults:
@@ -242,8 +249,9 @@ def _recipe(run: Run, changes: Changes, executor: executors.Executor) -> Recipe:
     file, made = run.path / files.RECIPE, run.submission
     recipe = recipes.load(str(file), changes.overrides, changes.options)
     name, origin = str(made.get("recipe") or recipe.name), made.get("recipe_file")
-    # Only a script's path counts from there.
-    place = Path(str(origin)) if recipe.entry.own_code and origin else file
+    # Only what is not the kit's own trainer has paths that count from there.
+    foreign = recipe.entry.own_code or recipe.entry.engine
+    place = Path(str(origin)) if foreign and origin else file
     recipe = sites.complete(replace(recipe, name=name, path=place), changes.site, executor)
     return registered.in_recipe(recipe, changes.site)
 

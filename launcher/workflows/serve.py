@@ -28,6 +28,7 @@ from launcher.workflows.cancel import cancel
 from launcher.workflows.endpoint import Endpoint, Served
 from runspec import adapters, files
 from runspec import endpoint as endpoints
+from runspec.weights import gives_scores
 
 Say = Callable[[str], None]
 _POLL_S = 1.0
@@ -148,10 +149,10 @@ def _check(recipe: Recipe, asked: Served) -> None:
             "on any node: add bind=node"
         )
     folder = Path(str(recipe.config["model"]))
-    if _gives_scores(folder):
+    if gives_scores(folder):
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
     faults += adapter_faults(str(recipe.config["engine"]), folder)
-    if not recipe.config.get("engine_python"):
+    if recipe.environment is None:
         argv = [str(venv.python()), "-m", "serving.engines", str(recipe.config["engine"])]
         done = subprocess.run(
             argv, cwd=paths.REPO_ROOT, env=venv.environment(), capture_output=True, text=True
@@ -163,14 +164,6 @@ def _check(recipe: Recipe, asked: Served) -> None:
 
 # model_type of models that PEFT 0.18 cannot put a prefix before.
 WITHOUT_PREFIX = ("gemma2", "gemma3_text")
-
-
-def _gives_scores(folder: Path) -> bool:
-    """Whether a folder holds a reward model or its adapter, by what its export says."""
-    adapter = files.read_json_or_none(folder / "adapter_config.json") or {}
-    content = files.read_json_or_none(folder / "config.json") or {}
-    classes = content.get("architectures") or []
-    return adapter.get("task_type") == "SEQ_CLS" or any("SequenceClass" in c for c in classes)
 
 
 def adapter_faults(engine: str, folder: Path) -> list[str]:
@@ -231,7 +224,7 @@ def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
     A job may wait in the queue for days; an engine that does not start ends its own job
     (start_timeout_s).
     """
-    asked, told = 0.0, ""
+    asked, last_text = 0.0, ""
     while True:
         ready = {each.get("run") for each in endpoint.replicas if each["state"] == "ready"}
         left = [run for run in runs if run.name not in ready]
@@ -245,10 +238,10 @@ def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
                     f"{left[0].name} is {state.word}{detail}: cookbook logs --first-error "
                     f"{left[0].name}"
                 )
-            words = f"{left[0].name}: {state.word} {state.detail}".rstrip()
-            if state.word != "RUNNING" and words != told:
-                say(words)
-                told = words
+            text = f"{left[0].name}: {state.word} {state.detail}".rstrip()
+            if state.word != "RUNNING" and text != last_text:
+                say(text)
+                last_text = text
         time.sleep(_POLL_S)
 
 
@@ -311,9 +304,11 @@ def _start_gateway(site: Site, endpoint: Endpoint, port: int) -> str:
         if process.poll() is not None:
             break
         time.sleep(0.1)
-    words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no message"]
-    told = words[-1].removeprefix("error: ")
-    raise EndpointFault(f"the gateway of {endpoint.name} did not start: {told} (see {log})")
+    output = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+        "no message"
+    ]
+    reason = output[-1].removeprefix("error: ")
+    raise EndpointFault(f"the gateway of {endpoint.name} did not start: {reason} (see {log})")
 
 
 def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run]:

@@ -132,8 +132,16 @@ def _data(data: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
     """Return the dataset block, the form in words, and the first questions."""
     if prepared.reference(data):
         return prepared.expanded(data), f"{data}, made by cookbook prepare", ()
-    found = own_data.read(data)
-    return found.block, found.summary, found.questions
+    path = Path(data).expanduser()
+    if path.is_dir() or path.suffix.lower() not in own_data.SUFFIXES:
+        kind = "is a folder" if path.is_dir() else "is neither data nor a config"
+        raise UsageFault(
+            f"{data} {kind}: its name must end in one of {', '.join(own_data.SUFFIXES)} (data), or "
+            ".yaml, .yml (a config of axolotl, LLaMA-Factory, TRL, LitGPT or NeMo Automodel); or "
+            "give prepared:NAME@SPLIT"
+        )
+    read_data = own_data.read(data)
+    return read_data.block, read_data.summary, read_data.questions
 
 
 @dataclass(frozen=True)
@@ -175,10 +183,10 @@ class _Drafts:
         for base in _BASES:
             for gpus in _GPUS:
                 tried = replace(settings, base=base, gpus=gpus)
-                found = self.estimate(tried)
-                if found is None:
+                estimated = self.estimate(tried)
+                if estimated is None:
                     return settings
-                if found.fits:
+                if estimated.fits:
                     return tried
         return replace(settings, base=_BASES[-1], gpus=_GPUS[-1])
 
@@ -242,7 +250,7 @@ def needs(made: Draft) -> dict[str, Any]:
     estimate = made.estimate
     if estimate is None:
         return {}
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "gpu": estimate.gpu.name,
         "gpus": estimate.step.layout.ranks,
         "peak_gib": round(estimate.memory.peak / GIB, 2),
@@ -251,27 +259,27 @@ def needs(made: Draft) -> dict[str, Any]:
     }
     if made.tokens:
         hours = estimate.hours
-        found |= {"tokens": made.tokens, "hours": hours, "gpu_hours": hours * found["gpus"]}
+        values |= {"tokens": made.tokens, "hours": hours, "gpu_hours": hours * values["gpus"]}
         if estimate.cost is not None:
-            found |= {"cost": round(estimate.cost, 2), "currency": estimate.currency}
-    return found
+            values |= {"cost": round(estimate.cost, 2), "currency": estimate.currency}
+    return values
 
 
-def needs_lines(found: dict[str, Any]) -> Iterator[str]:
+def needs_lines(values: dict[str, Any]) -> Iterator[str]:
     """Yield the same as a person reads it."""
-    if not found:
+    if not values:
         yield "memory and time: not known before the model is downloaded"
         return
-    fits = "fits" if found["fits"] else "does not fit"
+    fits = "fits" if values["fits"] else "does not fit"
     yield (
-        f"memory  {found['peak_gib']} of {found['usable_gib']} GiB per GPU on {found['gpus']} x "
-        f"{found['gpu']}: {fits}; computed, not measured"
+        f"memory  {values['peak_gib']} of {values['usable_gib']} GiB per GPU on {values['gpus']} x "
+        f"{values['gpu']}: {fits}; computed, not measured"
     )
-    if "tokens" in found:
-        cost = f", {found['cost']:.2f} {found['currency']}".rstrip() if "cost" in found else ""
+    if "tokens" in values:
+        cost = f", {values['cost']:.2f} {values['currency']}".rstrip() if "cost" in values else ""
         yield (
-            f"time    {duration(found['hours'])} for {found['tokens']:,} tokens, "
-            f"{_gpu_hours(found['gpu_hours'])}{cost}; computed, without start-up"
+            f"time    {duration(values['hours'])} for {values['tokens']:,} tokens, "
+            f"{_gpu_hours(values['gpu_hours'])}{cost}; computed, without start-up"
         )
 
 

@@ -37,7 +37,7 @@ def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
 
 def of_runs(site: Site, runs: Sequence[Run], say: Say) -> list[tuple[str, list[str]]]:
     """Return the figures, as lines, of the endpoints that runs serve, or whose model they made."""
-    chosen, found = [run.path.resolve() for run in runs], []
+    chosen, texts = [run.path.resolve() for run in runs], []
     for endpoint in endpoints.every(site):
         model = Path(str(endpoint.settings.get("model") or "/")).resolve()
         serving = {name for served in endpoint.served for name in served.runs}
@@ -51,8 +51,8 @@ def of_runs(site: Site, runs: Sequence[Run], say: Say) -> list[tuple[str, list[s
             text=True,
         )
         if done.returncode == 0:
-            found.append((endpoint.name, done.stdout.splitlines()))
+            texts.append((endpoint.name, done.stdout.splitlines()))
         else:
-            words = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            say(f"skipped: endpoint {endpoint.name}: {words.removeprefix('error: ')}")
-    return found
+            message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            say(f"skipped: endpoint {endpoint.name}: {message.removeprefix('error: ')}")
+    return texts

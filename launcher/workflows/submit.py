@@ -11,11 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launcher import executors, paths, render, venv, yamlfile
-from launcher.checks import Context, preflight
+from launcher import checks, executors, paths, render, venv, yamlfile
+from launcher.checks import Context, engine, preflight
 from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher.recipes import rewards
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe, Resources
-from launcher.runs import code, directory, provenance
+from launcher.runs import built, code, directory, image, provenance
 from launcher.runs.directory import Run
 from launcher.runs.making import hidden
 from launcher.site import Site, with_site_defaults
@@ -74,7 +75,13 @@ def plan(
     else:
         given = {files.TRAIN: recipe.train_config(cluster.root, str(path))}
     given[files.RECIPE] = recipe.resolved(cluster.root, str(path))
-    contents = {name: yamlfile.dump(content) for name, content in given.items()}
+    copies = rewards.copied(list(given.values()), path)
+    contents = {name: yamlfile.dump(content) for name, content in given.items()} | copies
+    if recipe.entry.own_code and recipe.entry.engine:
+        # DeepSpeed reads JSON, and JSON is YAML.
+        contents[files.PARAMETERS] = files.json_text(given[files.PARAMETERS])
+    if recipe.records is not None:
+        contents[files.ENGINE] = files.json_text(recipe.records.as_json())
     contents[files.JOB_SCRIPT] = render.job_script(
         recipe, cluster, path, label, sweep_dir, templates
     )
@@ -102,6 +109,10 @@ def submit(
     if wanted is not None:
         prepare(wanted, say)
         refuse(preflight.faults(context(planned, checked.executor, checked.elsewhere), skip))
+    make_environment(recipe, cluster, say)
+    if recipe.entry.engine and recipe.environment and not skip:
+        # Only now can it be asked for its keys.
+        refuse(checks.faults_of(checks.findings(engine.SUBJECT, engine.config, checked)))
     run = record(planned)
     try:
         with directory.locked(run) as lease:
@@ -116,6 +127,18 @@ def submit(
             discard(run)
         raise
     return run
+
+
+def make_environment(
+    recipe: Recipe, cluster: Site, say: Callable[[str], None], kit: code.Code | None = None
+) -> None:
+    """Make what a run's ranks start in, unless it is there: dependencies, images.
+
+    kit: the copy of the kit's code that the run uses; None for the present one.
+    """
+    built.ensure(recipe.environment, cluster.root, say)
+    if image.is_used(cluster, recipe):
+        image.ensure(cluster.root, kit or code.present(cluster.root), say)
 
 
 def record(planned: PlannedRun, named: bool = True, **more: Any) -> Run:

@@ -39,6 +39,7 @@ from launcher.workflows.submit import (
     context,
     discard,
     interrupted_later,
+    make_environment,
     plan,
     record,
     start,
@@ -118,7 +119,7 @@ def plan_sweep(
         parallel: how many of its runs may work at a time; None for what its file says.
     """
     path = sweeps.root(site.root) / directory.new_name(sweep.name[:_LABEL])
-    found: dict[int, PlannedRun] = {}
+    planned: dict[int, PlannedRun] = {}
     faults: dict[str, list[str]] = {}
     for cell in sweep.cells:
         label = f"{sweep.name[:_LABEL]}-{cell.number:02d}"
@@ -127,14 +128,14 @@ def plan_sweep(
                 recipe_of(sweep, cell, overrides, options or {}), site, executor
             )
             recipe = registered.in_recipe(recipe, site)
-            found[cell.number] = plan(recipe, site, label, sweep_dir=path)
+            planned[cell.number] = plan(recipe, site, label, sweep_dir=path)
         except RecipeFault as error:
             for fault in error.faults:
                 faults.setdefault(fault, []).append(cell.name)
     if faults:
-        told = _with_cells(faults, len(sweep.cells))
-        raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in told])
-    return PlannedSweep(sweep, site, path, parallel or sweep.parallel, found)
+        texts = _with_cells(faults, len(sweep.cells))
+        raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in texts])
+    return PlannedSweep(sweep, site, path, parallel or sweep.parallel, planned)
 
 
 def only(planned: PlannedSweep, numbers: Iterable[int]) -> PlannedSweep:
@@ -160,7 +161,7 @@ def faults(
     skip: bool = False,
 ) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
-    found: dict[str, list[str]] = {}
+    by_fault: dict[str, list[str]] = {}
     contexts = {number: context(run, executor, elsewhere) for number, run in planned.runs.items()}
     if not skip:
         ask_ahead(contexts.values())
@@ -173,10 +174,10 @@ def faults(
         ]
         for finding in failed:
             # A run that does not fit comes to no checkpoint, which would need space.
-            told = finding.subject == "GPU memory"
-            if not told and not (finding.subject == "disk space" and not _fits(planned, run)):
-                found.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
-    return _with_cells(found, len(planned.cells))
+            of_memory = finding.subject == "GPU memory"
+            if not of_memory and not (finding.subject == "disk space" and not _fits(planned, run)):
+                by_fault.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
+    return _with_cells(by_fault, len(planned.cells))
 
 
 def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
@@ -215,8 +216,14 @@ def submit_sweep(
         wanted = missing(each.recipe, planned.site)
         if wanted is not None:
             prepare(wanted, say)
-    if found := faults(planned, executor, elsewhere, skip):
-        raise PreflightFault(found)
+    if wrong := faults(planned, executor, elsewhere, skip):
+        raise PreflightFault(wrong)
+    recipes_by_environment = {
+        each.recipe.environment and each.recipe.environment.digest: each.recipe
+        for each in planned.runs.values()
+    }
+    for recipe in recipes_by_environment.values():
+        make_environment(recipe, planned.site, say)
     made: list[Run] = []
     token = executors.token(planned.path.name)
     with interrupted_later():
@@ -269,7 +276,7 @@ def _start_arrays(
 
     So the limit on parallel runs holds for all of them together.
     """
-    told = sweep.record
+    record = sweep.record
     cells = {cell["number"]: cell for cell in sweep.cells}
     after = ""
     with directory.locked(Run(sweep.path)) as lease:
@@ -280,13 +287,13 @@ def _start_arrays(
             try:
                 earlier = {str(job["job_id"]) for job in sweep.record["jobs"]}
                 job = executor.start_array(
-                    script, told["token"], lease, earlier, tasks, parallel, after
+                    script, record["token"], lease, earlier, tasks, parallel, after
                 )
             except SlurmTimeout:
                 raise
             except SlurmFault as fault:
-                words = f"then start the remaining runs: cookbook sweep --resume {sweep.name}"
-                raise type(fault)([f"{each}; {words}" for each in fault.faults]) from fault
+                message = f"then start the remaining runs: cookbook sweep --resume {sweep.name}"
+                raise type(fault)([f"{each}; {message}" for each in fault.faults]) from fault
             after = job["job_id"]
             sweep.write({"jobs": [*sweep.record["jobs"], {**job, **known}]})
             for task in tasks:
@@ -325,9 +332,9 @@ def resume_sweep(
     Raises:
         UsageFault: there is none.
     """
-    told = sweep.record
+    record = sweep.record
     sweep.name_runs()
-    alive = executor.living_tasks(told["token"])
+    alive = executor.living_tasks(record["token"])
     again = [
         cell for cell, state in unfinished(sweep) if state.ended and cell["number"] not in alive
     ]
@@ -342,10 +349,10 @@ def resume_sweep(
             # It ran on a host without Slurm until now.
             run.write(
                 files.SUBMISSION,
-                {**run.submission, "array": told["token"], "task": cell["number"]},
+                {**run.submission, "array": record["token"], "task": cell["number"]},
             )
-    arrays = [[task for task in tasks if task in chosen] for tasks in told["arrays"]]
-    _start_arrays(executor, sweep, arrays, parallel or int(told["parallel"]))
+    arrays = [[task for task in tasks if task in chosen] for tasks in record["arrays"]]
+    _start_arrays(executor, sweep, arrays, parallel or int(record["parallel"]))
     return again
 
 

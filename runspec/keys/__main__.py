@@ -3,14 +3,14 @@
 import json
 from collections.abc import Iterable
 
-from runspec.keys.common import COMMON, SCRIPT
+from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
 from runspec.keys.evaluate import EVAL, TASK
 from runspec.keys.key import REQUIRED, Key, keys_of, may_change
 from runspec.keys.methods import METHODS
 from runspec.keys.serve import SERVE
 from runspec.keys.train import TrainConfig
 
-_KNOWN = {**COMMON, **SCRIPT, **EVAL, **TASK, **SERVE}
+_KNOWN = {**COMMON, **SCRIPT, **COMMAND, **ENGINE, **EVAL, **TASK, **SERVE}
 for _method in METHODS.values():
     _KNOWN |= _method.keys()
 
@@ -46,6 +46,8 @@ def markdown() -> str:
         _section("`entry: eval`. A task, under `tasks.NAME`", TASK.values()),
         _section("`entry: serve`", SERVE.values()),
         _section("`entry: script:PATH`", SCRIPT.values()),
+        _section("`entry: command`: also those of scripts", COMMAND.values()),
+        _section("Other trainers: also `code_root`, `args` and `parameters`", ENGINE.values()),
     ]
     return "\n".join([_INTRODUCTION, *sections])
 

@@ -5,6 +5,7 @@ The launcher reads them, the trainer never sees them.
 
 from dataclasses import replace
 
+from runspec.keys.environment import ENVIRONMENT
 from runspec.keys.key import Key
 
 _KEYS = (
@@ -13,7 +14,8 @@ _KEYS = (
         "entry",
         "text",
         "What to run: a method of the kit's trainer, such as sft or dpo; torchtune:NAME, a "
-        "torchtune recipe; or script:PATH, your own script. PATH is relative to the recipe's file.",
+        "torchtune recipe; script:PATH, your own script; command, your own shell lines; or another "
+        "trainer such as trl:CONFIG (docs/engines.md). Paths are relative to the recipe's file.",
         "sft",
     ),
     Key(
@@ -78,6 +80,13 @@ _KEYS = (
     ),
     Key("env", "open block", "Environment variables of the job. No secrets."),
     Key(
+        "environment",
+        "named block",
+        "What the ranks run in: the name of a file in configs/environments, or a block of its "
+        "keys. Default: the site's default_environment, else the kit's virtual environment.",
+    ),
+    *(replace(key, name=f"environment.{key.name}") for key in ENVIRONMENT.values()),
+    Key(
         "secrets",
         "any",
         "Environment variables that the job reads from files that only you may read: a list of "
@@ -113,8 +122,21 @@ _KEYS = (
     Key("resources.qos", "name", "Quality of service."),
     Key("resources.constraint", "features", "Node features, such as h100&ib."),
     Key("resources.reservation", "name", "Reservation."),
+    Key(
+        "resources.switches",
+        "switches",
+        "Most leaf switches that the nodes may be spread over, and how long the job waits for "
+        "that: 1@02:00:00.",
+    ),
     Key("resources.exclude", "nodes", "Nodes to avoid, such as gpu-[07-09]."),
     Key("resources.exclusive", "flag", "Do not share the nodes with other jobs.", False),
+    Key(
+        "resources.rollout",
+        "rollout nodes",
+        "What generates the answers of entry: grpo. same: the GPUs that train, in turns. A number: "
+        "so many nodes of the job beside those that train, with a replica on each GPU.",
+        "same",
+    ),
     Key("hub", "block", "What cookbook download fetches from the Hugging Face Hub."),
     Key("hub.model", "repository", "org/name or org/name@revision, for checkpoint_dir."),
     Key("hub.teacher", "repository", "The same for the folder of a teacher."),
@@ -150,3 +172,34 @@ _SCRIPT = (
     ),
 )
 SCRIPT = {key.name: key for key in _SCRIPT}
+
+_COMMAND = (
+    Key(
+        "command",
+        "any",
+        "Shell lines that each node runs once, in the copy of code_root: torchrun, accelerate or "
+        "any other launcher.",
+    ),
+    Key(
+        "stop_signal",
+        "TERM | INT | USR1 | USR2",
+        "Signal that asks the command to save and stop before the time limit. Default: none; the "
+        "file $COOKBOOK_STOP_FILE appears.",
+    ),
+)
+COMMAND = {key.name: key for key in _COMMAND}
+
+_ENGINE = (
+    Key(
+        "config",
+        "text",
+        "The engine's own config file, relative to the recipe's, if the entry names one of its "
+        "programs (trl:dpo); the recipe's parameters are put over it.",
+    ),
+    Key(
+        "config_read_from",
+        "text",
+        "Where the run's parameters came from; the kit writes it and reads the file only once.",
+    ),
+)
+ENGINE = {key.name: key for key in _ENGINE}

@@ -1,11 +1,15 @@
 """The config of `entry: distill`: a student learns the distributions of a teacher."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from runspec.keys.key import REQUIRED, setting
-from runspec.keys.train import TrainConfig
+from runspec.keys.train import TrainConfig, notes
+from runspec.step import kept_bytes
+
+# What a token of a teacher's pass should take at most.
+MAX_KEPT_BYTES = 300
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
@@ -23,6 +27,12 @@ class DistillConfig(TrainConfig):
         "and of another family.",
         REQUIRED,
     )
+    teacher_quantize_base: bool = setting(
+        "flag",
+        "Hold the linear layers of the teacher in 4 bits (NF4), as model.quantize_base holds the "
+        "base of QLoRA.",
+        False,
+    )
     beta: float = setting(
         "rate",
         "Divergence of teacher and student: 0 is the forward KL, 1 the reverse, between them the "
@@ -36,6 +46,18 @@ class DistillConfig(TrainConfig):
     )
     cross_entropy_share: float = setting(
         "rate", "Share of the cross-entropy with the data in the loss, from 0 to 1.", 0.5
+    )
+    on_policy_share: float = setting(
+        "rate",
+        "Share of the steps whose answers the student generates, in place of the data's (lmbda of "
+        "TRL's GKDConfig); which steps is drawn from the seed.",
+        0.0,
+    )
+    on_policy_max_new_tokens: int = setting(
+        "positive", "Tokens of such an answer at most; tokenizer.max_seq_len also ends it.", 128
+    )
+    on_policy_temperature: float = setting(
+        "number", "Temperature at which these answers are sampled.", 1.0
     )
     teacher_log_probs: str = setting(
         "online | kept",
@@ -56,6 +78,11 @@ class DistillConfig(TrainConfig):
         return "" if config.get("teacher_log_probs") == "kept" else super().teacher_of(config)
 
     @property
+    def quantizes_teacher(self) -> bool:
+        """As TrainConfig.quantizes_teacher."""
+        return self.teacher_quantize_base
+
+    @property
     def kept_top_k(self) -> int:
         """As TrainConfig.kept_top_k."""
         return self.teacher_top_k if self.teacher_log_probs == "kept" else 0
@@ -66,3 +93,27 @@ class TeachConfig(DistillConfig):
     """`entry: teach` reads the recipe of a distillation, whose teacher it runs once."""
 
     objective: ClassVar[str] = "trainer.objectives.teach.Teaching"
+    runs_teacher_only: ClassVar[bool] = True
+
+    @classmethod
+    def teacher_of(cls, config: Mapping[str, Any]) -> str:
+        """As TrainConfig.teacher_of; here it runs, whatever the distillation reads."""
+        return str(config.get(cls.teacher_key) or "")
+
+    @property
+    def kept_top_k(self) -> int:
+        """As TrainConfig.kept_top_k; nothing is read."""
+        return 0
+
+
+def teach_notes(config: Mapping[str, Any]) -> Iterator[str]:
+    """What one should know before a teacher's pass: `notes`, and a large k."""
+    yield from notes(config)
+    k = config.get("teacher_top_k")
+    if isinstance(k, int) and kept_bytes(k) > MAX_KEPT_BYTES:
+        largest = next(n for n in range(k, 0, -1) if kept_bytes(n) <= MAX_KEPT_BYTES)
+        yield (
+            f"teacher_top_k: {k} keeps {kept_bytes(k):,} bytes for each trained token, "
+            f"{kept_bytes(k) / 1000:.2f} GB for a million; up to {largest} it is at most "
+            f"{MAX_KEPT_BYTES}, and the pass prints how large the error is"
+        )

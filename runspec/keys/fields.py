@@ -40,8 +40,9 @@ class ModelKeys:
             Key(
                 "lora_modules",
                 "texts",
-                "Linear layers that get LoRA, by the last part of their names, such as q_proj; "
-                "not for torchtune builders. Default: all linear layers of the blocks.",
+                "What gets LoRA, by the last part of its name: linear layers, such as q_proj, and "
+                "embed_tokens and lm_head; not for torchtune builders. Default: all linear layers "
+                "of the blocks.",
             ),
             Key(
                 "lora_attn_modules",
@@ -131,8 +132,9 @@ class ModelKeys:
             ),
             Key(
                 "quantize_base",
-                "flag",
-                "Keep the frozen base in 4 bits (NF4), as qlora_* does.",
+                "base",
+                "Keep the frozen base in 4 bits, as qlora_* does (true or nf4), or in 8 (fp8: e4m3 "
+                "with a scale for each 64 inputs; half the memory and traffic of bf16).",
                 False,
             ),
         ),
@@ -152,6 +154,13 @@ class ModelKeys:
                 "chat_template_kwargs",
                 "open block",
                 "Arguments of the chat template, such as {enable_thinking: false}.",
+            ),
+            Key(
+                "new_tokens",
+                "any",
+                "Tokens to add to the vocabulary: a list of texts, or a file with one per line. "
+                "Embedding and output head grow by their rows, which begin as the mean of the "
+                "others.",
             ),
             Key(
                 "max_seq_len",
@@ -271,6 +280,11 @@ class TrainingKeys:
     max_steps: int | None = setting(
         "positive", "Maximum number of optimizer steps.", may_change=True
     )
+    first_blocks: int | None = setting(
+        "positive",
+        "Train only so many of the model's first blocks, for rehearsals: cookbook doctor "
+        "--rehearse.",
+    )
     max_steps_per_epoch: int | None = setting(
         "positive", "Maximum number of optimizer steps per epoch."
     )
@@ -374,6 +388,12 @@ class PrecisionKeys:
         False,
         may_change=True,
     )
+    flash_attention: str | None = setting(
+        "FA3 | FA4",
+        "FlashAttention 3 (H100; the package flash_attn_interface) or 4 (H100, B200; flash-attn-4) "
+        "in the place of torch's own FlashAttention 2.",
+        may_change=True,
+    )
     enable_fp8_training: bool = setting(
         "flag", "Matrix products in fp8 (H100, L40S and later).", False
     )
@@ -392,8 +412,19 @@ class LayoutKeys:
     expert_parallel_dim: int = setting(
         "positive", "GPUs over which the experts of a layer are distributed.", 1, may_change=True
     )
+    expert_imbalance: float = setting(
+        "ratio",
+        "Rows of the GPU whose experts are chosen most, over the mean of the GPUs that share the "
+        "experts: estimates keep memory free for so many. Training uses what comes.",
+        1.5,
+        may_change=True,
+    )
     data_parallel_replicate_dim: int = setting(
-        "positive", "Data-parallel replicas (HSDP).", 1, may_change=True
+        "dimension",
+        "Data-parallel replicas (HSDP); -1: each GPU, or tensor-parallel group, has a whole model. "
+        "With an adapter FSDP then gathers nothing, and only the adapter's gradients are sent.",
+        1,
+        may_change=True,
     )
     data_parallel_shard_dim: int = setting(
         "dimension",
@@ -408,7 +439,9 @@ class LayoutKeys:
         may_change=True,
     )
     custom_sharded_layers: list[str] | None = setting(
-        "texts", "Layers to shard separately: tok_embeddings.", may_change=True
+        "texts",
+        "Further layers to shard separately; embedding and output head are, unless tied.",
+        may_change=True,
     )
     fsdp_cpu_offload: bool = setting(
         "flag", "Keep weights, gradients and optimizer state in CPU memory.", False, may_change=True

@@ -47,13 +47,14 @@ def _is(kind: type) -> Test:
     return lambda value: isinstance(value, kind)
 
 
+_is_name = _text(NAME.pattern)
 _BLOCK = "a block of 'key: value' lines"
 
 
 class Kind(NamedTuple):
     """What a value must be, in words, and the test of it."""
 
-    words: str
+    description: str
     test: Test
 
 
@@ -66,7 +67,13 @@ KINDS = {
     "dimension": Kind("a whole number, 1 or more, or -1", lambda v: v == -1 or _whole(1)(v)),
     "number": Kind("a number above 0", _number(math.ulp(0))),
     "rate": Kind("a number, 0 or more", _number(0)),
+    "ratio": Kind("a number, 1 or more", _number(1)),
+    "base": Kind("true, false, nf4 or fp8", lambda v: isinstance(v, bool) or v in ("nf4", "fp8")),
     "text": Kind("one line of text", _is_line),
+    "rollout nodes": Kind(
+        "same, or a number of nodes beside those that train",
+        lambda value: value == "same" or _whole(1)(value),
+    ),
     "fp32": Kind("fp32", lambda value: value == "fp32"),
     "list": Kind("a list", _is(list)),
     "texts": Kind("a list of strings", _list(_is_line)),
@@ -80,10 +87,11 @@ KINDS = {
         lambda value: value in ("none", "full", "op") or _whole(1)(value),
     ),
     "block": Kind(_BLOCK, _is(dict)),
+    "named block": Kind(f"a name, or {_BLOCK}", lambda v: isinstance(v, dict) or _is_name(v)),
     # These two may hold keys that no table lists.
     "open block": Kind(_BLOCK, _is(dict)),
     "component": Kind("a block with a _component_", _is_component),
-    "name": Kind(NAME_RULE, _text(NAME.pattern)),
+    "name": Kind(NAME_RULE, _is_name),
     "partition": Kind(
         "a partition's name, or several with commas", _text(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,255}")
     ),
@@ -93,6 +101,10 @@ KINDS = {
     "features": Kind(
         "node features such as h100 or h100&ib",
         _text(r"[A-Za-z0-9(\[][A-Za-z0-9._,&|*()\[\]-]{0,255}"),
+    ),
+    "switches": Kind(
+        "a number of switches, with a time to wait for them: 1 or 1@02:00:00",
+        lambda value: _whole(1)(value) or _text(r"[1-9]\d*(?:@[0-9:-]+)?")(value),
     ),
     "memory": Kind("a size such as 900G, or 0 for all of a node's memory", _text(r"\d+[KMGT]?")),
     "time": Kind(
@@ -126,7 +138,7 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Key:
     """One key of a recipe; a dotted name is a key inside a block.
 
@@ -156,7 +168,7 @@ class Key:
     @property
     def expects(self) -> str:
         """What a value must be, in words."""
-        return f"one of {', '.join(self.choices)}" if self.choices else KINDS[self.kind].words
+        return f"one of {', '.join(self.choices)}" if self.choices else KINDS[self.kind].description
 
     @property
     def is_open(self) -> bool:
@@ -240,9 +252,9 @@ def setting(
 
 def keys_of(config: type) -> dict[str, Key]:
     """Return the keys that the fields of a config's class are, and those in its `ignored`."""
-    found = [key for each in fields(config) if "key" in each.metadata for key in _keys_of(each)]
-    found += map(_changeable, getattr(config, "ignored", ()))
-    return {key.name: key for key in found}
+    keys = [key for each in fields(config) if "key" in each.metadata for key in _keys_of(each)]
+    keys += map(_changeable, getattr(config, "ignored", ()))
+    return {key.name: key for key in keys}
 
 
 # Classes share the fields that they inherit, and each start of the launcher asks for all classes.

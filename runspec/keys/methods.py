@@ -4,6 +4,7 @@ The module trainer.NAME starts the method NAME.
 """
 
 from runspec.keys.distill import DistillConfig
+from runspec.keys.grpo import GrpoConfig
 from runspec.keys.preference import DpoConfig, KtoConfig
 from runspec.keys.pretrain import PretrainConfig
 from runspec.keys.reward import RewardConfig
@@ -17,4 +18,5 @@ METHODS: dict[str, type[TrainConfig]] = {
     "distill": DistillConfig,
     "pretrain": PretrainConfig,
     "reward": RewardConfig,
+    "grpo": GrpoConfig,
 }

@@ -2,13 +2,15 @@
 
 from runspec.keys.key import REQUIRED, Key
 
+# The package that each engine needs in its environment.
+ENGINES = {"transformers": "uvicorn", "vllm": "vllm", "sglang": "sglang"}
+
 _KEYS = (
     Key("endpoint", "name", "Name of the endpoint; cookbook serve sets it.", REQUIRED),
     Key("endpoint_dir", "text", "Folder of the endpoint's files.", REQUIRED),
     Key("model", "text", "Folder of the model; cookbook serve sets it.", REQUIRED),
     Key("version", "text", "Name of the served version, such as support-intent v2."),
     Key("engine", "transformers | vllm | sglang", "Engine that serves the model.", "transformers"),
-    Key("engine_python", "text", "Python of the vllm or sglang environment. Default: the kit's."),
     Key("engine_args", "texts", "Additional arguments of the engine.", []),
     Key("replicas_per_node", "positive", "Copies of the model that share a node's GPUs.", 1),
     Key("device", "text", "For the engine transformers: auto, cpu, cuda:0.", "auto"),

@@ -56,9 +56,11 @@ class TrainConfig(
         pairs: the component that reads preferences from a file of the user's own; "" for a method
             that does not train on them.
         has_score_head: the model gives one number for each document instead of logits.
+        samples_answers: the policy answers prompts before each update, group_size times each.
         streams: the data may be a stream, which has no number of samples.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
         reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
+        runs_teacher_only: nothing is trained; the teacher runs forward over the data.
     """
 
     objective: ClassVar[str] = ""
@@ -69,7 +71,9 @@ class TrainConfig(
     has_score_head: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
     reads_teacher_logits: ClassVar[bool] = False
+    runs_teacher_only: ClassVar[bool] = False
     streams: ClassVar[bool] = False
+    samples_answers: ClassVar[bool] = False
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(
@@ -113,7 +117,7 @@ class TrainConfig(
             "flag",
             "Shard embedding and output separately.",
             False,
-            unused="each block is sharded separately; see custom_sharded_layers",
+            unused="each block, embedding and output head are sharded separately",
         ),
         Key(
             "metric_logger",
@@ -178,6 +182,11 @@ class TrainConfig(
     def reference_kind(self) -> str:
         """As `reference_of` this config."""
         return self.reference_of(vars(self))
+
+    @property
+    def quantizes_teacher(self) -> bool:
+        """Whether the teacher is held in NF4."""
+        return False
 
     @property
     def kept_top_k(self) -> int:

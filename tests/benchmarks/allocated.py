@@ -45,7 +45,8 @@ def main(path: str, ranks: int) -> None:
             with vocabulary_split_loss(world.tensor_parallel_dim):
                 (loss(module, batch, device) * 0.5).backward()
         gradients.reduce_partial_gradients(trained)
-        gradients.clip_gradients(trained, config.clip_grad_norm)
+        norm = gradients.gradient_norm(trained)
+        gradients.clip_gradients(trained, norm, config.clip_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     print(json.dumps({"peak": torch.cuda.max_memory_allocated()}), flush=True)

@@ -1,10 +1,13 @@
 """A cluster, its user and an undisturbed run, which the tests of this folder share."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launcher import paths
 from tests.conftest import SlurmCluster
 from tests.faults.kit import SHORT, Undisturbed
 from tests.launcher.kit import Kit, report
@@ -34,6 +37,16 @@ def undisturbed(user: Kit) -> Iterator[Undisturbed]:
     told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", "INTERRUPTED")
     assert told["state"] == "COMPLETED", report(run)
     return Undisturbed(run)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A tiny model that has learnt nothing."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    data = paths.REPO_ROOT / "configs" / "datasets" / "slurm_qa.jsonl"
+    argv = [sys.executable, "-m", "trainer.demo", str(folder), "--dataset", str(data)]
+    subprocess.run(argv, check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture

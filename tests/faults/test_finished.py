@@ -96,3 +96,45 @@ def test_a_stopped_srun_does_not_keep_the_nodes(user: Kit, undisturbed: Undistur
     assert line["cause"] == "finished" and line["exit_code"] != 0, report(run)
     assert "its processes are ended" in (run / "logs" / "job.log").read_text()
     undisturbed.is_equalled_by(run)
+
+
+QUICK = ["--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1", "max_steps=2"]
+
+
+@pytest.mark.long
+def test_answers_that_take_too_long_are_a_warning(user: Kit):
+    _, run = user.submit(*QUICK, "+env.ANSWER_LIMIT_S='1'")
+    user.wait(run, "COMPLETED")
+    status = until(lambda: answered(run), 60, lambda: report(run))
+    assert "not answered within 1 s; the run is finished" in status["message"]
+    assert status["state"] == "COMPLETED" and (run / "export/config.json").is_file()
+    assert not (run / "samples.jsonl").exists()
+    (line,) = attempts(run)
+    assert line["cause"] == "finished" and line["exit_code"] == 0
+    until(lambda: not processes_of(run), 60, lambda: f"left over: {processes_of(run)}")
+    assert user.status(run)["state"] == "COMPLETED"
+
+
+@pytest.mark.long
+def test_a_fault_in_the_answers_is_a_warning(tmp_path: Path, plain_env):
+    kit = Kit(plain_env | {"COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
+    _, run = kit.submit(*QUICK, "--local")
+    until(lambda: json_of(run).get("answering"), 120, lambda: report(run))
+    assert json_of(run)["state"] == "COMPLETED"
+    (run / "export/config.json").unlink()
+    status = until(lambda: answered(run), 60, lambda: report(run))
+    assert "exit status 1" in status["message"] and status["state"] == "COMPLETED"
+    until(lambda: not processes_of(run), 30, lambda: f"left over: {processes_of(run)}")
+    assert "warning: the questions were not answered" in (run / "logs/job.log").read_text()
+    assert state_of(Run(run)).word == "COMPLETED"
+
+
+def json_of(run: Path) -> dict:
+    path = run / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def answered(run: Path) -> dict | None:
+    """The status once the questions are done with."""
+    status = json_of(run)
+    return status if "ended" in status and "answering" not in status else None

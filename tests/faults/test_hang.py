@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -89,13 +90,19 @@ def test_ranks_that_do_not_stop_are_given_most_of_the_lead():
     assert looks(watch, BEAT, 141, asked=True) == ["NotStopped"]
 
 
-def test_the_one_that_lags_is_silent_or_waits_for_nobody(tmp_path: Path):
+def test_the_one_that_lags_is_silent_or_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     wait = 'Thread 0x1 (most recent call first):\n  File "/torch/distributed/x.py", line 1 in f\n'
     work = 'Thread 0x1 (most recent call first):\n  File "/data/batches.py", line 1 in next\n'
     for number, text in enumerate([wait, work, wait]):
         (tmp_path / f"stack_rank_{number}.log").write_text(f"n{number + 1} 4711\n{text}")
     assert laggards(tmp_path) == [(1, "n2", "is not waiting for the others")]
     (tmp_path / "stack_rank_2.log").write_text("n3 4711\n")
+    assert laggards(tmp_path) == [(2, "n3", "does not answer")]
+    for name, value in (("KEEP_LOGS", "failing"), ("HOSTS", "n1,n2,n3"), ("RANKS_PER_NODE", "1")):
+        monkeypatch.setenv(name, value)
+    (tmp_path / "stack_rank_2.log").unlink()
     assert laggards(tmp_path) == [(2, "n3", "does not answer")]
 
 
@@ -137,6 +144,13 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Und
     host = socket.gethostname() if where else "n2"
     assert f"rank 1 on {host} does not answer" in first["message"], first
     assert "no step for" in first["message"]
+    # As the flight recorder has it: whichever collective of a step rank 1 did not reach.
+    waits = re.search(r"rank 0 waits in (gloo:\w+) number \d+ of \d+ \w+", first["message"])
+    assert waits, first
+    assert first["message"] in user.cookbook("status", run.name).stdout.replace("\n", " ")
+    dump = json.loads((run / "logs" / "0" / "flight_rank_0.json").read_text())
+    assert dump[-1]["profiling_name"] == waits[1] and not dump[-1]["retired"]
+    assert not (run / "logs" / "0" / "flight_rank_1.json").exists()
     stacks = (run / "logs" / "0" / "stack_rank_0.log").read_text()
     assert "most recent call first" in stacks and "trainer/loop.py" in stacks
     assert second["cause"] == "finished" and second["job_id"] == first["job_id"]

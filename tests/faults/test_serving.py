@@ -15,20 +15,9 @@ from typing import Any
 
 import pytest
 
-from launcher import paths
 from tests.faults.conftest import user_of
 from tests.faults.kit import ended, processes_of, processes_of_node
 from tests.launcher.kit import Kit, ranks_of, report, until
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    """A tiny model that has learnt nothing."""
-    folder = tmp_path_factory.mktemp("served") / "tiny"
-    data = paths.REPO_ROOT / "configs" / "datasets" / "slurm_qa.jsonl"
-    argv = [sys.executable, "-m", "trainer.demo", str(folder), "--dataset", str(data)]
-    subprocess.run(argv, check=True, capture_output=True)
-    return folder
 
 
 @contextmanager

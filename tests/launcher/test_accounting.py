@@ -210,7 +210,7 @@ def test_a_limit_that_another_job_uses_up_is_told_in_plain_words(
         assert word in words
         if qos == "one-queued":  # refused at once, so asking beforehand says so too
             (fault,) = checks.findings("sbatch test", scheduler.test_only, asked)
-            assert fault.state == "failed" and meaning in fault.words
+            assert fault.state == "failed" and meaning in fault.message
         else:
             assert meaning in slurm.why_pending(words)
     finally:
@@ -247,7 +247,7 @@ def test_the_doctor_tells_accounts_and_what_is_wrong_with_the_sites(member: Kit)
     finally:
         path.unlink()
     findings = json.loads(done.stdout)["findings"]
-    found = {(each["subject"], each["state"]): each["words"] for each in findings}
+    found = {(each["subject"], each["state"]): each["message"] for each in findings}
     told = found["accounting", "ok"]
     assert "your accounts: chemistry, " in told and "theory (default)" in told
     assert "QoS: account-gpus, " in told and told.endswith("limits are enforced")
@@ -312,7 +312,7 @@ def test_a_user_without_an_account_and_a_partition_for_others(selected):
         lines = [each.line for each in limits(asked)]
         found, _ = doctor._slurm(cluster.Site())
         told = [each for each in found if each.subject == "accounting"]
-        return lines + [f"{each.state} {each.words}" for each in told]
+        return lines + [f"{each.state} {each.message}" for each in told]
 
     closed = f"partition closed is only for members of {group}, and you are none"
     if os.geteuid() != 0:

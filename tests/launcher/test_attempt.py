@@ -416,7 +416,9 @@ def test_a_scripts_traceback_is_named_with_file_and_line(tmp_path, code, kind, m
     script = tmp_path / "train.py"
     script.write_text(f"import json\nclass Overflow(Exception):\n    pass\n{code}\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    (tmp_path / "rank_0.log").write_text(f"step 1\n{done.stderr}")
+    # In a process group torch marks the lines.
+    marked = "".join(f"[rank0]: {line}\n" for line in done.stderr.splitlines())
+    (tmp_path / "rank_0.log").write_text(f"step 1\n{marked if kind == 'Overflow' else done.stderr}")
     (error,) = faults.read_errors(tmp_path)
     assert error["type"] == kind
     assert error["message"].startswith(message) and error["message"].endswith("(train.py:4)")

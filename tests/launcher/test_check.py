@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from launcher import checks, paths
 from launcher import site as cluster
-from launcher.checks import Finding, files, preflight
+from launcher.checks import Finding, environment, files, preflight
 from launcher.checks import recipe as recipe_checks
 from launcher.checks.scheduler import partition
 from launcher.executors import choose, slurm
@@ -44,11 +44,42 @@ def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path))
     (finding,) = found("virtual environment", "demo", [])
     assert finding.state == "warning" and finding.remedy == "bash setup.sh"
-    assert "python_stdnum 2.1 (pinned: 2.2)" in finding.words and "torch" not in finding.words
+    assert "python_stdnum 2.1 (pinned: 2.2)" in finding.message and "torch" not in finding.message
     # setup.sh --torch keeps its own pins there.
     (tmp_path / "constraints.txt").write_text("torch==2.11.0\npython-stdnum==2.1\n")
     (finding,) = found("virtual environment", "demo", [])
-    assert "torch 2.13.0+cpu (pinned: 2.11.0)" in finding.words
+    assert "torch 2.13.0+cpu (pinned: 2.11.0)" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "gpu", "state", "told"),
+    [
+        ("13.0", "580.65.06", "h100-80", "ok", "is built for CUDA 13.0, for h100-80"),
+        ("13.0", "550.54.15", "h100-80", "failed", "needs NVIDIA driver 580 or newer, and this"),
+        ("12.6", "550.54.15", "h100-80", "ok", "is built for CUDA 12.6"),
+        (
+            None,
+            None,
+            "h100-80",
+            "failed",
+            "built for CPUs, and the GPUs are h100-80: bash setup.sh",
+        ),
+        ("13.0", "580.65.06", "mi300x", "failed", "bash setup.sh --torch rocm"),
+        ("13.0", None, None, "skipped", "not known which GPUs there are"),
+    ],
+)
+def test_torch_is_a_build_for_the_gpus(build, driver, gpu, state, told, tmp_path, monkeypatch):
+    """Known without a node: the GPUs' kind, and this host's driver, where the job runs here."""
+    file = tmp_path / "lib/python3.11/site-packages/torch/version.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {build!r}\nhip = None\n")
+    shown = tmp_path / "driver"
+    if driver:
+        shown.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat\n")
+    monkeypatch.setattr(environment, "_DRIVER", shown)
+    monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path))
+    (finding,) = found("torch build", "llama1b_lora", [], cluster.Site(gpu=gpu))
+    assert finding.state == state and told in finding.line
 
 
 @pytest.fixture
@@ -71,7 +102,7 @@ def of_model(folder: Path, **options) -> list[Finding]:
 
 def test_a_whole_model_is_ok(model: Path):
     (one,) = of_model(model)
-    assert one.state == "ok" and "2 files" in one.words
+    assert one.state == "ok" and "2 files" in one.message
 
 
 def test_a_model_that_is_not_whole_is_named_file_by_file(model: Path):
@@ -80,10 +111,10 @@ def test_a_model_that_is_not_whole_is_named_file_by_file(model: Path):
     second.write_bytes(b"<html>not found</html>")
     cut, page = of_model(model)
     assert cut.state == page.state == "failed"
-    assert "bytes" in cut.words and first.name in cut.words
-    assert f"{second.name} is no safetensors file" in page.words
+    assert "bytes" in cut.message and first.name in cut.message
+    assert f"{second.name} is no safetensors file" in page.message
     second.unlink()
-    told = "\n".join(each.words for each in of_model(model))
+    told = "\n".join(each.message for each in of_model(model))
     assert f"lacks {second.name}, which model.safetensors.index.json names" in told
 
 
@@ -98,7 +129,7 @@ def test_a_file_that_changed_since_its_download_is_named(model: Path):
     }
     record = {"repo": "acme/tiny", "revision": "0123456789abcdef", "files": files}
     (model / "cookbook-download.json").write_text(json.dumps(record))
-    assert "as downloaded from acme/tiny at 0123456789ab" in of_model(model)[0].words
+    assert "as downloaded from acme/tiny at 0123456789ab" in of_model(model)[0].message
     first = sorted(model.glob("*.safetensors"))[0]
     first.touch()
     assert of_model(model)[0].state == "ok", "touched, and hashed to be the same"
@@ -106,7 +137,7 @@ def test_a_file_that_changed_since_its_download_is_named(model: Path):
     content[-1] ^= 1
     first.write_bytes(content)
     (one,) = of_model(model)
-    assert f"{first.name} differs from the hub's index" in one.words
+    assert f"{first.name} differs from the hub's index" in one.message
 
 
 def test_files_that_the_recipe_lists_and_the_folder_lacks_are_counted(model: Path):
@@ -116,14 +147,14 @@ def test_files_that_the_recipe_lists_and_the_folder_lacks_are_counted(model: Pat
         f"checkpointer.checkpoint_dir={model}",
     ]
     (one,) = found("model", "llama1b_lora", listed)
-    assert "lacks 4 of the recipe's checkpoint_files, first model-00001-of-00004" in one.words
+    assert "lacks 4 of the recipe's checkpoint_files, first model-00001-of-00004" in one.message
 
 
 def test_paths_of_the_nodes_are_excused(model: Path):
     gone = Path("/nodes/only/model")
     assert of_model(gone)[0].state == "failed"
     (one,) = of_model(gone, elsewhere=("/nodes/only",))
-    assert (one.state, one.words) == ("skipped", f"{gone} is only on the nodes")
+    assert (one.state, one.message) == ("skipped", f"{gone} is only on the nodes")
     site = cluster.Site(node_paths=("/nodes",))
     assert not checks.Context(recipe.load("demo"), site).here(gone)
 
@@ -145,13 +176,13 @@ def test_a_layout_that_does_not_fit_is_one_fault(resources, overrides, told):
     nodes, gpus = resources
     resources = {"nodes": nodes, "gpus_per_node": gpus}
     (one,) = found("layout", "demo", overrides, resources=resources)
-    assert one.state == "failed" and told in one.words
+    assert one.state == "failed" and told in one.message
 
 
 def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
     small, large = cluster.Site(gpu="a100-40"), cluster.Site(gpu="h100-80")
     (one,) = found("GPU memory", "llama8b_lora", ["batch_size=16"], small)
-    assert one.state == "failed" and "usable on a100-40 (the site's file" in one.words
+    assert one.state == "failed" and "usable on a100-40 (the site's file" in one.message
     assert "it would fit with activation_checkpointing=full" in one.remedy
     changed = ["batch_size=16", "ac_mode=full"]
     assert found("GPU memory", "llama8b_lora", changed, large)[0].state == "ok"
@@ -161,7 +192,7 @@ def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**30))
     (one,) = found("disk space", "llama70b_full", [])
-    assert one.state == "failed" and "for 3 checkpoints of 394" in one.words
+    assert one.state == "failed" and "for 3 checkpoints of 394" in one.message
 
 
 @pytest.fixture
@@ -185,7 +216,7 @@ def test_the_trainers_answer_is_kept_by_config_and_environment(kit: Kit, demo_mo
         rows = {row["subject"]: row for row in json.loads(done.stdout)["findings"]}
     assert times[1] < times[0] / 2 and times[1] < times[2] / 2
     assert rows["components"]["state"] == "failed"
-    assert "optimizer: torch.optim.AdamW does not take this" in rows["components"]["words"]
+    assert "optimizer: torch.optim.AdamW does not take this" in rows["components"]["message"]
 
 
 def test_a_checked_recipe_with_one_more_number_is_checked_again(demo_model: Path):
@@ -193,7 +224,7 @@ def test_a_checked_recipe_with_one_more_number_is_checked_again(demo_model: Path
     overrides = [f"checkpointer.checkpoint_dir={demo_model}", "optimizer.eps=4e-8"]
     assert found("components", "demo", overrides)[0].state == "ok"
     (one,) = found("components", "demo", [*overrides, "run_val_every_n_steps=100"])
-    assert one.state == "failed" and "run_val_every_n_steps: needs dataset_val" in one.words
+    assert one.state == "failed" and "run_val_every_n_steps: needs dataset_val" in one.message
 
 
 def test_a_dataset_of_the_hub_that_is_not_downloaded_is_named(tmp_path, monkeypatch):
@@ -201,12 +232,13 @@ def test_a_dataset_of_the_hub_that_is_not_downloaded_is_named(tmp_path, monkeypa
     (one,) = found("dataset", "llama8b_lora", [])
     assert one.state == "warning"
     assert (
-        f"HuggingFaceH4/ultrachat_200k of the Hub is not in the cache ({tmp_path}/hf)" in one.words
+        f"HuggingFaceH4/ultrachat_200k of the Hub is not in the cache ({tmp_path}/hf)"
+        in one.message
     )
     assert one.remedy.startswith("cookbook download llama8b_lora, or let the job download it, if")
     offline = cluster.Site(environment={"HF_HUB_OFFLINE": "1"})
     (one,) = found("dataset", "llama8b_lora", ["dataset.source=ours/chats"], offline)
-    assert one.state == "failed" and "ours/chats of the Hub is not in the cache" in one.words
+    assert one.state == "failed" and "ours/chats of the Hub is not in the cache" in one.message
     assert one.remedy == "cookbook download llama8b_lora hub.dataset=ours/chats"
     (tmp_path / "hf/hub/datasets--HuggingFaceH4--ultrachat_200k/snapshots/1").mkdir(parents=True)
     (one,) = found("dataset", "llama8b_lora", [], offline)
@@ -222,7 +254,7 @@ def test_a_picture_in_a_message_is_refused(tmp_path):
         "llama8b_lora",
         [f"dataset.data_files={tmp_path / 'a.jsonl'}", "dataset.source=json"],
     )
-    assert one.state == "failed" and "has a part of type image_url in line 1; only" in one.words
+    assert one.state == "failed" and "has a part of type image_url in line 1; only" in one.message
 
 
 @pytest.mark.parametrize(
@@ -240,7 +272,9 @@ def test_pictures_in_the_data_are_said_not_to_be_trained(tmp_path, name, text, c
     if column is None:
         assert one.state == "ok"
         return
-    assert one.state == "warning" and f"has the column {column}, which is not trained" in one.words
+    assert (
+        one.state == "warning" and f"has the column {column}, which is not trained" in one.message
+    )
     assert one.remedy.endswith("for pictures and sound use axolotl or NeMo Automodel")
 
 
@@ -267,13 +301,13 @@ def test_a_replaced_tokenizer_is_checked_again(demo_model: Path, tmp_path: Path)
     added = content["added_tokens"][-1] | {"id": 1024, "content": "<|new|>"}
     file.write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], added]}))
     (one,) = found("components", "demo", overrides)
-    assert one.state == "failed" and "it has 1025 tokens, the model knows 1024" in one.words
+    assert one.state == "failed" and "it has 1025 tokens, the model knows 1024" in one.message
 
 
 def test_a_layout_that_fits_tells_its_global_batch():
     overrides = ["tensor_parallel_dim=2", "batch_size=4", "gradient_accumulation_steps=3"]
     (one,) = found("layout", "demo", overrides, resources={"nodes": 2, "gpus_per_node": 4})
-    assert one.words == (
+    assert one.message == (
         "2 x 4 = 8 ranks, tensor parallel 2; 48 samples per step (batch 4 x 3 micro-steps x 4 "
         "data-parallel groups)"
     )
@@ -289,7 +323,8 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this run")
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
-    made = [name for name, _, _ in preflight.CHECKS]
+    # The demo's entry is no other trainer's.
+    made = [name for name, _, _ in preflight.CHECKS if name != "engine config"]
     assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 

@@ -33,6 +33,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["estimate", "demo", "--recipe", "demo"], 2, "The recipe is named twice"),
         (["submit", "demo", "output_dir=/tmp"], 2, "each run has its own directory in"),
         (["submit", "demo", "checkpointer.recipe_checkpoint=x"], 2, "cannot read the state of"),
+        (["submit", "demo", "resources.rollout=2"], 2, "only entry: grpo generates answers"),
         (["submit", "demo", "env=[A]"], 2, "env must be a block of 'key: value' lines"),
         (["submit", "demo", "+env.A=null"], 2, 'env.A has no value: write A: ""'),
         (["submit", "demo", "secrets=7"], 2, "secrets must be a list of names"),
@@ -224,7 +225,7 @@ def test_recipes_lists_and_shows(user: Kit):
     assert {row["name"] for row in json.loads(user.cookbook("recipes", "--json").stdout)} >= {
         "demo"
     }
-    assert "63.4 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
+    assert "63.2 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
     shown = user.cookbook("recipes", "llama70b_lora").stdout
     assert "data_parallel_replicate_dim: 2" in shown and "${" not in shown
 
@@ -273,6 +274,7 @@ def test_the_options_of_submit_are_these():
             "--partition",
             "--account",
             "--qos",
+            "--environment",
             "--profile",
             "--name",
             "--data",

@@ -47,7 +47,7 @@ def doctor(kit: Kit, *arguments: str) -> tuple[int, list[dict[str, str]], dict]:
     for finding in answer["findings"]:
         assert finding["state"] in ("ok", "warning", "failed", "skipped")
         # Whatever a user can fix says how.
-        says = finding["remedy"] or ": " in finding["words"]
+        says = finding["remedy"] or ": " in finding["message"]
         assert says or finding["state"] in ("ok", "skipped"), finding
     return done.returncode, answer["findings"], answer
 
@@ -61,7 +61,7 @@ def states(findings: list[dict[str, str]]) -> dict[str, set[str]]:
 
 def text_of(findings: list[dict[str, str]], check: str, state: str) -> str:
     return " | ".join(
-        f"{each['words']}: {each['remedy']}"
+        f"{each['message']}: {each['remedy']}"
         for each in findings
         if (each["subject"], each["state"]) == (check, state)
     )
@@ -261,7 +261,7 @@ def test_what_several_nodes_report_alike_is_one_finding():
     ]
     other = failed("clock", "n10 is 70.0 s behind this machine", "ask the administrators")
     one, same = nodes.joined([*found, other], ["n1", "n2", "n10"])
-    assert one.words == "n1,n2,n10 has no nvidia-smi" and same == other
+    assert one.message == "n1,n2,n10 has no nvidia-smi" and same == other
     assert one.remedy == "exclude it: resources.exclude=n1,n2,n10"
 
 
@@ -272,7 +272,7 @@ def test_a_table_of_nodes_has_a_row_for_those_without_a_report():
     assert head.split()[:4] == ["NODE", "REACHED", "FILES", "SKEW"]
     assert first.split()[:4] == ["n2", "yes", "NOT", "SHARED"] and first.endswith("eth0")
     assert late.split() == ["n9", "down"] and last.split() == ["n10", "no", "answer"]
-    assert report.all_reduce([whole]).words == "the nodes did not finish it"
+    assert report.all_reduce([whole]).message == "the nodes did not finish it"
     whole.values["all_reduce"] = ["4 16 0.0432 0.39"]
     told = "4 ranks on 1 nodes: 16 MiB in 43.2 ms, 0.39 GB/s bus bandwidth"
-    assert report.all_reduce([whole]).words == told
+    assert report.all_reduce([whole]).message == told

@@ -137,12 +137,14 @@ def test_the_update_is_the_one_that_the_trainer_makes(component, given, update):
 def test_time_follows_from_the_flops_and_the_dataset(user: Kit, recipe, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "' + "x" * 3986 + '"}\n' * 1 + "\n")
-    found = estimated(user, recipe, f"+dataset.data_files={data}", "--mfu=0.5")
+    found = estimated(user, recipe, f"+dataset.data_files={data}")
     assert found["tokens"] == 1000
     attention = 12 * 80 * 8192 * 4097 / 2
     matrices = 70.553706496e9 - 128256 * 8192 - 161 * 8192
-    seconds = 1000 * (6 * matrices + attention) / (8 * 989.4e12 * 0.5)
+    seconds = 1000 * (6 * matrices + attention) / (8 * 989.4e12 * found["mfu"])
     assert found["hours"] * 3600 == pytest.approx(seconds, rel=1e-6)
+    low, high = found["tokens_per_second_per_gpu_range"]
+    assert low < found["tokens_per_second_per_gpu"] < high
 
 
 def test_the_trainer_is_asked_once_for_a_model_that_is_not_shipped(tmp_path, monkeypatch):
@@ -190,14 +192,18 @@ def test_experts_count_with_all_their_parameters_and_work_with_the_active_ones(u
     assert done.returncode == 0, done.stderr
     assert "46.70 B parameters, 12.88 B of them active" in done.stdout
     assert "EP8 x FSDP" in done.stdout
-    spread = user.cookbook("estimate", mixtral, "--json", "expert_parallel_dim=8")
-    whole, found = (
-        json.loads(done.stdout) for done in (user.cookbook("estimate", mixtral, "--json"), spread)
+    keys = "expert_parallel_dim=8", "expert_imbalance=1"
+    whole, found, uneven = (
+        json.loads(user.cookbook("estimate", mixtral, "--json", *changes).stdout)
+        for changes in ((), keys, keys[:1])
     )
     assert found["layout"]["expert_parallel"] == 8
     # Seven eighths of the experts are not gathered.
     phase = "forward, before the last layer"
     assert found["phases_gib"][phase] < whole["phases_gib"][phase] - 2
+    # Experts of one rank may get half as many rows again.
+    more = uneven["terms_gib"]["activations"] / found["terms_gib"]["activations"]
+    assert uneven["step"]["expert_imbalance"] == 1.5 and 1.1 < more < 1.5
     # Sixteen ranks have a part of each of eight experts, not every other rank a whole one.
     twice = json.loads(user.cookbook("estimate", mixtral, "--json", "--nodes", "2").stdout)
     half = 0.5 * whole["terms_gib"]["weights"]

@@ -1,4 +1,4 @@
-"""The examples of methods as a user types them, without Slurm."""
+"""The examples as a user types them, without Slurm and on the one-host Slurm."""
 
 import json
 import subprocess
@@ -50,12 +50,76 @@ def test_compared_answers_become_a_served_model(user: Kit):
     assert listed[0]["url"] is None, "the example ends what it has started"
 
 
-def ended(user: Kit, name: str) -> str:
+@pytest.mark.named
+def test_support_messages_become_a_served_model_and_data_again(slurm_user: Kit):
+    """As a user types it, with all steps; README.md of the example has their times."""
+    pytest.importorskip("pyspark")
+    printed = ended(slurm_user, "support_intents", local=False)
+    assert "METHOD" in printed, "the strategies' table"
+    whole_way(slurm_user, printed)
+
+
+def whole_way(user: Kit, printed: str) -> None:
+    """Assert the results of all steps but the strategies."""
+    data = user.root / "datasets"
+    planted = json.loads((data / "raw/support-truth.json").read_text())
+    assert sum(planted.values()) == 500_000
+    support, spark = (data / "prepared" / name / "current" for name in ("support", "support-spark"))
+    card = json.loads((support / "card.json").read_text())
+    assert card["rows"] == 4800
+    shares = [split["rows"] / card["rows"] for split in card["splits"].values()]
+    assert shares == pytest.approx([0.1, 0.8, 0.1], abs=0.01)
+    lineage = [json.loads((each / "lineage.json").read_text()) for each in (support, spark)]
+    assert {each["engine"] for each in lineage} == {"duckdb", "spark"}
+    assert len({each["content_sha256"] for each in lineage}) == 1, "both engines, the same rows"
+    assert lineage[0]["bad_rows"] == planted["broken"]
+    removed = {each["step"][3:]: each["rows_in"] - each["rows_out"] for each in lineage[0]["steps"]}
+    assert removed["exact_duplicates"] > 10_000 and removed["near_duplicates"] > 10_000
+    deltalake = pytest.importorskip("deltalake")
+    assert deltalake.DeltaTable(str(support / "data")).to_pyarrow_dataset().count_rows() == 4800
+
+    results = {}
+    for path in sorted((user.root / "runs").glob("*support-*/evals/*.json")):
+        result = json.loads(path.read_text())
+        run = path.parents[1].name.split("-support-")[1].rpartition("-")[0]
+        tasks = {name: task["metrics"] for name, task in result["tasks"].items()}
+        results[run] = [
+            tasks["intent"]["classification"]["all"]["candidate"]["value"],
+            tasks["likelihood"]["perplexity"]["all"]["candidate"]["value"],
+        ]
+    assert results["base"][0] < 0.2 < 0.9 < min(results["qlora"][0], results["lora"][0]), results
+    assert max(results["qlora"][1], results["lora"][1]) < 1.5 < results["base"][1], results
+    for name in ("qlora", "lora"):
+        (run,) = (user.root / "runs").glob(f"*-support-{name}-*")
+        progress = json.loads((run / "progress.json").read_text())
+        assert progress["best_step"] and progress["best_val_loss"] < 0.4
+
+    registry = json.loads(user.cookbook("registry", "support", "--json").stdout)
+    aliases = {each["version"]: set(each["aliases"]) for each in registry["versions"]}
+    assert aliases == {1: set(), 2: {"staging", "champion"}, 3: {"candidate"}}
+    assert "is not promoted to staging: gate" in printed, "the base fails the gates"
+    assert [each["change"] for each in registry["history"]].count("champion") == 3
+
+    traffic = json.loads((data / "support-traffic.json").read_text())
+    asked = traffic["requests"]
+    assert traffic["failed"] == 0 and sum(asked.values()) == 200
+    assert 0.82 < asked["support v2"] / 200 < 0.97, "90 of 100 to the champion"
+    assert traffic["to_zero_s"] > 0
+    table = deltalake.DeltaTable(str(data / "requests-support" / "requests_delta"))
+    logged = table.to_pyarrow_dataset().to_table().to_pylist()
+    assert len(logged) >= 200 and sum(row["label"] is not None for row in logged) > 150
+    again = json.loads((data / "prepared/requests-support/current/card.json").read_text())
+    assert again["rows"] > 150
+    listed = json.loads(user.cookbook("serve", "--list", "--json").stdout)
+    assert listed[0]["url"] is None, "the example ends what it has started"
+
+
+def ended(user: Kit, name: str, local: bool = True) -> str:
     """Run an example to its end, and return what it printed."""
     path = f"{Path(sys.executable).parent}:{user.env['PATH']}"
     script = paths.REPO_ROOT / "examples" / name / "run.sh"
     done = subprocess.run(
-        ["bash", str(script), "--local"],
+        ["bash", str(script), *(["--local"] if local else [])],
         env={**user.env, "PATH": path, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,

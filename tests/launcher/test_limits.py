@@ -26,7 +26,7 @@ def refused(rules: Rules, time: str) -> list[str]:
     """What the partition refuses of a job of so long."""
     context = Context(recipe.load("demo", resources={"nodes": 2, "time": time}), Site())
     vars(context)["rights"] = RIGHTS
-    return [each.words for each in partition.faults(Job(context, BRIEF, rules))]
+    return [each.message for each in partition.faults(Job(context, BRIEF, rules))]
 
 
 def test_a_partition_refuses_a_longer_time_than_it_has():
@@ -44,7 +44,7 @@ def test_a_partition_of_an_account_takes_it_and_those_below_it():
 
 def test_an_account_and_a_qos_must_be_the_users():
     (fault,) = accounting.account_faults(RIGHTS, "biolgy", None)
-    assert fault.words == "you have no account 'biolgy' (did you mean biology?) on this cluster"
+    assert fault.message == "you have no account 'biolgy' (did you mean biology?) on this cluster"
     (fault,) = accounting.account_faults(RIGHTS, None, "high")
-    assert fault.words.startswith("account biology may not use the QoS 'high'")
+    assert fault.message.startswith("account biology may not use the QoS 'high'")
     assert accounting.account_faults(RIGHTS, "biology", "normal") == []

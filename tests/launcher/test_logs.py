@@ -222,7 +222,7 @@ def test_the_first_error_is_the_rank_that_failed_by_itself(tmp_path):
         record.write_text(json.dumps({**error, "traceback": f"trace of {rank}"}))
     (run.logs / "1/error_node_0.json").write_text("{")
     found = first_error(run)
-    assert (found.attempt, found.words, found.traceback) == (
+    assert (found.attempt, found.message, found.traceback) == (
         1,
         "rank 3 on n2: ValueError: bad",
         "trace of 3",
@@ -236,6 +236,6 @@ def test_the_first_error_is_the_rank_that_failed_by_itself(tmp_path):
     verdict |= {"nodes": ["n1", "n2"], "node": "n2"}
     (run.path / "attempts.jsonl").write_text(json.dumps({**verdict, "ended": 5.0}) + "\n")
     found = first_error(run)
-    assert found.words == "killed: rank 1 on n2: Killed: by SIGKILL"
+    assert found.message == "killed: rank 1 on n2: Killed: by SIGKILL"
     assert found.log == run.logs / "1/node_1.log"
     assert first_error(run, 0) is None

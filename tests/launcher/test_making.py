@@ -62,3 +62,20 @@ def test_a_command_that_is_interrupted_leaves_nothing(tmp_path, fault):
     with pytest.raises(RunFault, match="cannot make the run directory"):
         directory.create(tmp_path / "x", {"no/such/folder": ""}, KIT)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_commands_that_copy_the_same_code_at_once_share_it(tmp_path, monkeypatch):
+    state, copies = (
+        code.git_state,
+        "from launcher.runs import code; code.present(Path(sys.argv[1]))",
+    )
+
+    def another_was_faster():
+        argv = [sys.executable, "-c", f"import sys; from pathlib import Path; {copies}"]
+        subprocess.run([*argv, str(tmp_path)], check=True)
+        return state()
+
+    monkeypatch.setattr(code, "git_state", another_was_faster)
+    made = code.present(tmp_path)
+    assert (made.folder / "slurm/job.sh").is_file()
+    assert [path.name for path in (tmp_path / code.FOLDER).iterdir()] == [made.sha256]

@@ -9,10 +9,10 @@ import pytest
 
 from launcher import checks, paths, render
 from launcher.checks import preflight
-from launcher.errors import RecipeFault
+from launcher.errors import PreflightFault, RecipeFault
 from launcher.executors import choose
 from launcher.recipes import recipe as recipes
-from launcher.recipes import stock
+from launcher.recipes import rewards, stock
 from launcher.recipes.entries import all_keys
 from launcher.site import Site, complete
 from runspec.keys.__main__ import markdown
@@ -60,6 +60,12 @@ SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora"
     "qwen3_30b_a3b_lora",
     "qwen3_5_27b_lora",
     "qwen3_5_35b_a3b_lora",
+    # On rewards.
+    "demo_grpo",
+    "qwen3_0_6b_grpo",
+    "qwen3_8b_grpo",
+    "qwen3_8b_grpo_lora",
+    "qwen3_30b_a3b_grpo",
     # Pre-training.
     "llama100m_pretrain",
     "llama8b_pretrain",
@@ -95,7 +101,7 @@ def test_the_catalogue_is_what_is_promised_and_loads():
         assert name.endswith((recipe.method, recipe.entry_name)) or name == "demo"
         header = recipe.path.read_text().partition("description:")[0]
         assert f"cookbook submit --recipe {name}" in header, "the header tells how to run it"
-        assert name == "demo" or f"cookbook download {name}" in header
+        assert name.startswith("demo") or f"cookbook download {name}" in header
 
 
 def test_overrides_set_add_and_remove():
@@ -128,6 +134,21 @@ def test_a_model_folder_brings_its_tokenizer(tmp_path):
     assert recipes.load(written(tmp_path, own)).config["tokenizer"] == own["tokenizer"]
     # A builder of torchtune's says nothing of the folder.
     assert any("tokenizer" in each for each in faults_of(written(tmp_path, without="tokenizer")))
+
+
+def test_files_of_rewards_are_found_and_copied(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("def score(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes.load("demo_grpo", ["+rewards.own.function=own.py:score"])
+    assert recipe.config["rewards"]["own"]["function"] == f"{tmp_path}/own.py:score"
+    assert "function" in recipe.config["rewards"]["correct"]
+    config = {"rewards": dict(recipe.config["rewards"])}
+    run = tmp_path / "run"
+    assert rewards.copied([config], run) == {"rewards/own.py": "def score(): ...\n"}
+    assert config["rewards"]["own"]["function"] == f"{run}/rewards/own.py:score"
+    (tmp_path / "own.py").unlink()
+    with pytest.raises(PreflightFault, match=r"rewards.own: cannot read .*: No such file"):
+        rewards.copied([{"rewards": recipe.config["rewards"]}], run)
 
 
 def test_options_come_before_overrides_and_the_file():

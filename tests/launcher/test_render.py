@@ -47,6 +47,7 @@ SITE = Site(
         "gpu_type": "h100",
         "exclude": "n[3-4]",
         "reservation": "course",
+        "switches": "1@02:00:00",
         "time": "10:00:00",
     },
 )
@@ -174,3 +175,25 @@ def test_spare_nodes_are_asked_for_and_wait(fixed):
     text = script("demo", Site(), "resources.spare_nodes=1")
     assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in text
     assert "export NODES=$((${SLURM_JOB_NUM_NODES:-3} - 1))\n" in text
+
+
+def test_a_site_may_start_from_images(fixed, tmp_path, monkeypatch):
+    """The image's name changes with the installed packages; other environments have none."""
+    named = []
+    for number in (1, 2):
+        environment = tmp_path / str(number) / "venv"
+        monkeypatch.setenv("COOKBOOK_VENV", str(environment))
+        record = environment / "lib/python3.11/site-packages/a-1.dist-info/RECORD"
+        record.parent.mkdir(parents=True)
+        (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
+        record.write_text(f"a.py,sha256={number},1\n")
+        text = script("demo", Site(start_from="image"))
+        named += re.findall(
+            r"^export ENV_IMAGE=(/shared/images/environment-\w+\.sqsh) ", text, re.M
+        )
+    assert len(set(named)) == 2
+    assert "ENV_IMAGE" not in script("demo", Site())
+    own = script(
+        "demo", Site(start_from="image"), "environment={kind: venv, python: /opt/other/bin/python}"
+    )
+    assert "ENV_IMAGE" not in own

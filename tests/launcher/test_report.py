@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RunFault
-from launcher.observe import curves, report
+from launcher.observe import curves, report, rollouts
 from launcher.runs.directory import Run
 
 NAME = "20260102-030405-demo-0a1b"
@@ -133,6 +133,31 @@ def test_evaluations_and_what_the_log_of_an_endpoint_says_are_in_it(tmp_path):
     for words in ("support: tuned v2", "0.5 [0.4, 0.6]", "1 answers differ", "p99 3.0 ms"):
         assert words in text
     assert "<script" not in text
+
+
+def test_rewards_and_sampled_answers_are_in_it(tmp_path):
+    figures = {"reward": 0.5, "rewards/right": 0.25, "rewards/short": 1.0, "entropy": 0.7}
+    figures |= {"answers/tokens": 12.5, "answers/cut": 0.125, "kl/sampler": 1e-7}
+    run = made(tmp_path, **figures)
+    (run.path / "recipe.yaml").write_text("rewards: {right: {}, short: {}}\n")
+    answers = [
+        {"reward": n / 9, "scores": {"right": n, "short": None}, "tokens": n, "answer": f"so {n}"}
+        for n in range(10)
+    ]
+    group = {"step": 9, "prompt": EVIL, "answers": [*answers, "no answer"]}
+    (run.path / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
+    report.write([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for text in ("Sampled answers", "Reward by short", "Share of answers that max_new_tokens"):
+        assert text in page
+    assert "answer, reward 1, right 9, short none, 9 tokens:" in page and EVIL not in page
+    assert "so 8" in page and "so 5" not in page and "and 6 answers between them" in page
+    assert rollouts.figures(figures) == [
+        "reward 0.500, right 0.250, short 1.000",
+        "tokens per answer 12.5, cut 12.5%",
+        "entropy 0.7, KL to the sampler 1e-07",
+    ]
+    assert rollouts.figures({"loss": 1.0}) == []
 
 
 def test_what_cannot_be_shown_is_named(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.errors import UsageFault
 from launcher.recipes import recipe as recipes
-from launcher.sizing.estimate import DEFAULT_MFU, Estimate
+from launcher.sizing.estimate import Estimate
 from launcher.sizing.predictions import SHOWN, Tuning
 from launcher.sizing.search import Prediction, settings
 from launcher.sizing.step_config import step_of
@@ -20,7 +20,7 @@ def tuned(
     *overrides: str,
     kind: str = "h100-80",
     nodes: int | None = None,
-    mfu: float = DEFAULT_MFU,
+    mfu: float | None = None,
 ) -> Tuning:
     recipe = recipes.load(name, overrides, {"nodes": nodes} if nodes else {})
     return Tuning(Estimate(recipe, Path("/x"), kind, mfu).predictor)
@@ -60,30 +60,27 @@ def test_what_a_setting_changes_gives_its_figures():
     asked = ["activation_checkpointing=full"]
     found = tuned("llama8b_full", *asked, nodes=1)
     for each in found.faster[:3]:
-        # The same GPU: what it reaches without recomputation is more of the peak as MFU.
-        mfu = mfu_while_computing(each)
-        again = tuned("llama8b_full", *asked, *found.changes(each).split(), nodes=1, mfu=mfu)
+        again = tuned("llama8b_full", *asked, *found.changes(each).split(), nodes=1)
         assert again.own.peak_gib == pytest.approx(each.peak_gib)
         assert again.own.rate == pytest.approx(each.rate)
         assert again.own.time.hfu == pytest.approx(each.time.hfu)
         assert again.changes(again.own) == ""
 
 
-def test_mfu_is_of_the_recipes_own_step_and_recomputation_takes_more_of_the_gpu():
+def test_a_measured_mfu_is_of_the_recipes_own_step_and_sets_the_pace_of_all():
     """All layers recomputed: 4 FLOPs for every 3 in layers, none more in the output layer."""
-    found = tuned("llama8b_full", "activation_checkpointing=full", nodes=1, mfu=0.36)
-    flops = found.own.step.flops
-    assert mfu_while_computing(found.own) == pytest.approx(0.36)
-    assert found.predictor.peak_share == pytest.approx(0.36 * flops.hardware / flops.model)
-    assert 1.30 < flops.hardware / flops.model < 4 / 3
+    asked = ["activation_checkpointing=full"]
+    found = tuned("llama8b_full", *asked, nodes=1, mfu=0.3)
+    usual = tuned("llama8b_full", *asked, nodes=1)
+    assert usual.predictor.pace == 1 and mfu_while_computing(found.own) == pytest.approx(0.3)
+    assert found.predictor.pace == pytest.approx(mfu_while_computing(usual.own) / 0.3)
     for each in found.faster:
-        took = each.time
-        assert took.hfu / took.computing_share <= found.predictor.peak_share * (1 + 1e-9)
-        assert took.mfu <= took.hfu
+        slower = usual.predictor.of(each.step).rate / each.rate
+        assert 1 < slower <= found.predictor.pace and each.time.mfu <= each.time.hfu
     with pytest.raises(
-        UsageFault, match=r"--mfu 0\.8 is more than h100-80 can reach .* at most 0\.76"
+        UsageFault, match=r"--mfu 0\.8 is more than h100-80 can reach .* at most 0\.58"
     ):
-        tuned("llama8b_full", "activation_checkpointing=full", mfu=0.8)
+        _ = tuned("llama8b_full", *asked, mfu=0.8).own.rate
 
 
 def test_recomputing_less_is_faster_by_what_it_leaves_out():
@@ -93,11 +90,12 @@ def test_recomputing_less_is_faster_by_what_it_leaves_out():
     )
     rates = [full.predictor.of(each.own.step).rate for each in (full, op, none)]
     assert rates[0] < rates[1] < rates[2]
-    # A third of the FLOPs of forward and backward is a forward pass.
-    assert rates[2] / rates[0] == pytest.approx(4 / 3, rel=0.03)
+    # A third of the FLOPs of forward and backward is a forward pass; attention's backward takes
+    # longer than twice its forward.
+    assert 1.25 < rates[2] / rates[0] < 4 / 3
 
 
-@pytest.mark.parametrize("name", [name for name in recipes.names() if name != "demo"])
+@pytest.mark.parametrize("name", [n for n in recipes.names() if not n.startswith("demo")])
 def test_recipes_ship_the_fastest_setting_that_fits_with_room_to_spare(name):
     text = recipes.find(name).read_text()
     shown = re.search(rf"cookbook estimate {name} --tune --gpu (\S+)", text)
@@ -116,7 +114,7 @@ def test_tune_is_printed_and_given_as_json(user: Kit):
     table = done.stdout.partition("TOKENS/S/GPU")[2].splitlines()
     assert "as the recipe has it" in table[1]
     faster = json.loads(user.cookbook(*asked, "--json").stdout)["tuning"]["faster"]
-    assert len(faster) > SHOWN == len(table[2:])
+    assert len(table[2:]) == min(SHOWN, len(faster)) >= 3
     shown = [line.split()[4:] for line in table[2:]]
     assert shown == [each["overrides"].split() for each in faster[:SHOWN]]
 

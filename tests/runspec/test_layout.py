@@ -37,6 +37,11 @@ def test_what_a_recipe_leaves_out_is_one_replica_sharded_over_all():
     assert Layout.of({"tensor_parallel_dim": None}, 8).shard == 8
 
 
+def test_all_that_is_left_may_be_replicas():
+    assert Layout.of(keys(tensor=2, replicate=-1), 8) == Layout(4, 1, 2)
+    assert Layout.of(keys(replicate=-1, shard=4), 8) == Layout(2, 4, 1)
+
+
 @pytest.mark.parametrize(
     ("config", "gpus_per_node", "words"),
     [
@@ -71,7 +76,7 @@ def test_sizes_of_fp8_and_nf4_are_those_of_a_rank():
 
     assert faults(3, quantised=True) == faults(3, fp8=True) == faults(2) == []
     assert faults(2, quantised=True) == [
-        "tensor_parallel_dim 2 does not divide 3 NF4 blocks of 64 inputs"
+        "tensor_parallel_dim 2 does not divide 3 blocks of 64 inputs"
     ]
     (fault,) = faults(2, fp8=True)
     assert fault.endswith("multiples of 16, and this model has layers of 48 split over 2 ranks")

@@ -90,7 +90,7 @@ def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
     config = {**SETTINGS, "model": str(folder / "tiny"), "device": "cpu", "dtype": "float32"}
     engine = engines.command(config, folder, 0, 0, "")
     with open(folder / "engine.log", "wb") as log:
-        process = subprocess.Popen(engine.argv, stdout=log, stderr=log)
+        process = subprocess.Popen([*engines.python({}), *engine.argv], stdout=log, stderr=log)
     ready, loop, place = threading.Event(), asyncio.new_event_loop(), []
 
     async def serve() -> None:

@@ -19,10 +19,10 @@ def adapter(folder: Path) -> Path:
 
 def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_path):
     config = {**SETTINGS, "engine": "vllm", "model": str(adapter(tmp_path / "a"))}
-    config |= {"engine_args": ["--max-model-len", 4096], "engine_python": "/env/bin/python"}
+    config |= {"engine_args": ["--max-model-len", 4096]}
     found = engines.command(config, tmp_path, 2, 1, "k")
     assert found.argv == [
-        *("/env/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "/models/base"),
+        *("-m", "vllm.entrypoints.cli.main", "serve", "/models/base"),
         *("--uds", str(tmp_path / "engine.sock"), "--tensor-parallel-size", "2"),
         *("--dtype", "auto", "--served-model-name", "intent-base", "--enable-lora"),
         *("--lora-modules", f"intent={tmp_path / 'a'}", "--max-lora-rank", "32"),
@@ -38,7 +38,7 @@ def test_sglangs_key_stands_in_a_private_file(tmp_path):
     settings = tmp_path / "sglang.yaml"
     assert json.loads(settings.read_text()) == {"api-key": "secret"}
     assert settings.stat().st_mode & 0o077 == 0
-    assert found.argv[1:7] == [
+    assert found.argv[:6] == [
         *("-m", "sglang.launch_server", "--config", str(settings)),
         *("--model-path", "/models/base"),
     ]
@@ -48,6 +48,12 @@ def test_sglangs_key_stands_in_a_private_file(tmp_path):
 
 def test_an_engine_that_is_not_installed_is_told_with_the_remedy():
     assert engines.missing("transformers") == ""
-    assert "engine_python=" in engines.missing("vllm")
-    assert "which is not there in" in engines.missing("sglang", sys.executable)
-    assert "cannot be started" in engines.missing("vllm", "/no/such/python")
+    assert "--environment vllm" in engines.missing("vllm")
+
+
+def test_an_engine_starts_in_the_recipes_environment(monkeypatch):
+    words = "srun\n--overlap\n/env/bin/python"
+    monkeypatch.setenv("COOKBOOK_ENGINE", words)
+    assert engines.python({"A": "1 2"}) == ["srun", "--overlap", "env", "A=1 2", "/env/bin/python"]
+    monkeypatch.delenv("COOKBOOK_ENGINE")
+    assert engines.python({}) == ["env", sys.executable]

@@ -1,10 +1,13 @@
 """slurm/rendezvous.py, the check before torchrun: nodes connect, or a message names the node."""
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,33 @@ def test_nodes_connect_and_report_the_interface(port):
         status, interface, message = finish(process)
         assert (status, interface) == (0, "lo"), message
         assert "met the first node at 127.0.0.1" in message
+
+
+@pytest.mark.named
+def test_thousands_of_nodes_connect_at_once(port):
+    """What each node does after its Python has started, from one process: 4,096 are too many."""
+    nodes = 4096
+
+    async def call(rank: int) -> bytes:
+        for _ in range(100):
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(f"/runs/one#0 {rank}".encode())
+                answer = await reader.read(16)
+                writer.close()
+                if answer:
+                    return answer
+            await asyncio.sleep(0.05)
+        return b""
+
+    async def call_all() -> list[bytes]:
+        return await asyncio.gather(*map(call, range(1, nodes)))
+
+    first = node(0, port, nodes=nodes, RENDEZVOUS_WAIT_S="60")
+    began = time.monotonic()
+    assert asyncio.run(call_all()) == [b"welcome"] * (nodes - 1)
+    print(f"{time.monotonic() - began:.1f} s")
+    assert finish(first)[0] == 0
 
 
 def test_the_first_node_names_a_missing_node(port):

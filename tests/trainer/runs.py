@@ -181,6 +181,14 @@ def kill_rank(process: Ranks | subprocess.Popen, rank: int) -> None:
     rank_processes(process)[rank].send_signal(signal.SIGKILL)
 
 
+def kill_at(config: Path, step: int, ranks: int = 1, module: str = "trainer.sft") -> None:
+    """Start on the config, and kill rank 0 once metrics.jsonl shows `step`."""
+    process = start(config, ranks, module=module)
+    wait_for_step(config, step, process)
+    kill_rank(process, 0)
+    finish(process, status=None)
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a line that is being written is left out."""
     path = folder / "metrics.jsonl"

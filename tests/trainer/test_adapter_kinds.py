@@ -19,13 +19,10 @@ from tests.trainer.runs import (
     MODEL_SIZES,
     assert_same_curve,
     curve,
-    finish,
-    kill_rank,
+    kill_at,
     metrics,
-    start,
     tensors,
     train,
-    wait_for_step,
     write_config,
 )
 from trainer import check
@@ -147,6 +144,16 @@ def test_layouts_equal_one_process(kind: str, runs: Path) -> None:
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=5e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_equals_padded(kind: str, tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    """All samples in one step."""
+    for name, rows in (("padded", {}), ("packed", {"row_length": 96})):
+        given = {"batch_size": 44, "max_steps": 1} | rows
+        train(config(tmp_path / name, model_folder, dataset, kind, **given))
+    assert_same_curve(tmp_path / "packed", tmp_path / "padded", 2e-5, 1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_peft_loads_the_export(kind: str, runs: Path, world: distributed.World) -> None:
@@ -170,20 +177,18 @@ def test_it_resumes_bit_for_bit_also_on_other_ranks(
     slow = {"max_steps": 20, "save_every_n_steps": 3} | PACKED
     whole, cut = (config(tmp_path / n, model_folder, dataset, kind, **slow) for n in "ab")
     train(whole)
-    process = start(cut)
-    wait_for_step(cut, 5, process)
-    kill_rank(process, 0)
-    finish(process, status=None)
+    kill_at(cut, 5)
     assert "resuming from checkpoints/step_" in train(cut, attempt=1)
     assert curve(tmp_path / "a") == curve(tmp_path / "b")
     one, other = (tensors(tmp_path / n / "export/adapter") for n in "ab")
     assert all(one[key].equal(other[key]) for key in one)
 
-    # Two ranks' checkpoint of step 3 on one.
-    there, here = runs / f"{kind}-tensor", runs / f"{kind}-one"
-    again = config(tmp_path / "c", model_folder, dataset, kind, save_every_n_steps=3, **PACKED)
+    # Four ranks' checkpoint of step 3 on two, without tensor parallelism.
+    there, here = runs / f"{kind}-hybrid", runs / f"{kind}-one"
+    half = PACKED | HALF | {"save_every_n_steps": 3}
+    again = config(tmp_path / "c", model_folder, dataset, kind, **half)
     shutil.copytree(there / "checkpoints/step_3", tmp_path / "c/checkpoints/step_3")
-    assert "resuming from checkpoints/step_3" in train(again, attempt=1)
+    assert "resuming from checkpoints/step_3" in train(again, ranks=2, attempt=1)
     wanted = [line["loss"] for line in metrics(here)]
     assert [line["loss"] for line in metrics(tmp_path / "c")] == pytest.approx(wanted[3:], abs=2e-5)
 

@@ -20,14 +20,12 @@ from tests.trainer.runs import (
     assert_same_curve,
     curve,
     finish,
-    kill_rank,
+    kill_at,
     lora_model,
     metrics,
     randomise_adapter,
-    start,
     tensors,
     train,
-    wait_for_step,
     write_config,
 )
 from trainer import check
@@ -75,10 +73,7 @@ def test_it_trains_the_same_on_every_layout_and_resumes(
     slow = {"max_steps": 30, "epochs": 40}
     whole, killed = (config(tmp_path / n, model_folder, dataset, **slow) for n in ("whole", "cut"))
     train(whole)
-    process = start(killed)
-    wait_for_step(killed, 7, process)
-    kill_rank(process, 0)
-    finish(process, status=None)
+    kill_at(killed, 7)
     assert "resuming from checkpoints/step_" in train(killed, attempt=1)
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
     file = "export/adapter/adapter_model.safetensors"

@@ -14,6 +14,7 @@ import yaml
 
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.step_config import step_of
+from tests.model_sizes import DEMO as MODEL_SIZES
 from tests.trainer import forks
 from tests.trainer.runs import lora_model, train, write_config
 from tests.trainer.test_trace import recipe
@@ -48,7 +49,7 @@ SYNCED = TWICE | {"sync_each_micro_batch": True}
 RECOMPUTED = {"enable_activation_checkpointing": True}
 BY_OPERATION = {"ac_mode": "selective", "ac_option": "op"}
 EVERY_SECOND = {"ac_mode": "selective", "ac_option": 2}
-APART = {"custom_sharded_layers": ["tok_embeddings", "output"]}
+REPLICATED = {"data_parallel_replicate_dim": -1}
 BF16 = {"dtype": "bf16"}
 MASTERS = BF16 | {"master_weights": "fp32"}
 LORA = {"model": lora_model(lora_dropout=0.0)}
@@ -68,13 +69,13 @@ QUICK: Runs = {
 LONG: Runs = {
     2: {
         "full": {},
-        "full recomputed apart": RECOMPUTED | APART | BF16 | LINEAR,
+        "full recomputed": RECOMPUTED | BF16 | LINEAR,
         "full kept": {"fsdp_reshard_after_forward": False},
         "full summed in bf16": BF16 | TWICE | {"fsdp_reduce_dtype": "bf16"},
         "full tp by operation": TP | BY_OPERATION,
         "full tp masters": TP | MASTERS,
         "full two replicas": REPLICAS | TWICE,
-        "lora apart": LORA | APART,
+        "lora replicated": LORA | REPLICATED | BF16 | TWICE,
         "lora tp": LORA | TP | LINEAR | BF16,
         "lora tp output": LORA_OUTPUT | TP,
         "lora tp last matrices": LAST_MATRICES | TP | RECOMPUTED,
@@ -92,6 +93,7 @@ LONG: Runs = {
         "full tp fsdp every second": TP | EVERY_SECOND,
         "qlora tp fsdp": QLORA | TP | BF16 | RECOMPUTED | LINEAR,
         "lora replicas": LORA | REPLICAS | BF16,
+        "lora tp replicated": LORA | TP | REPLICATED | LINEAR,
     },
 }
 
@@ -153,9 +155,9 @@ def predicted(found: list[Message]) -> Counter[tuple[str, int]]:
 
 
 def train_all(runs: Runs, root: Path, model_folder: Path, dataset: Path) -> None:
-    """Three steps of each run; the second one is recorded."""
-    recorded = {"enabled": True, "ranks": [0], "steps": [2, 2], "warmup_steps": 1}
-    settings = {"max_steps": 3, "batch_size": 2, "save_every_n_steps": 0, "row_length": 64}
+    """Four steps of each run; the third one is recorded, in which the second one is logged."""
+    recorded = {"enabled": True, "ranks": [0], "steps": [3, 3], "warmup_steps": 1}
+    settings = {"max_steps": 4, "batch_size": 2, "save_every_n_steps": 0, "row_length": 64}
     for ranks, changes in runs.items():
         paths = [
             write_config(root / name, model_folder, dataset, profiler=recorded, **settings | change)
@@ -261,6 +263,15 @@ def test_a_step_sends_what_is_predicted(name: str, ranks: int, quick: Path) -> N
     assert_as_predicted(quick / name, ranks)
 
 
+def test_lora_gathers_the_tables_once_and_nothing_but_blocks_for_backward(quick: Path) -> None:
+    """Two micro-steps: the root, the embedding, the output head; three blocks, each pass."""
+    sent = counted(quick / "lora")
+    sizes = {size: count for (kind, size), count in sent.items() if kind == "all-gather"}
+    root, table = 2 * MODEL_SIZES["embed_dim"], 2 * 1024 * MODEL_SIZES["embed_dim"]
+    assert (sizes.pop(root), sizes.pop(table)) == (2, 4)
+    assert list(sizes.values()) == [2 * 2 * MODEL_SIZES["num_layers"]]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "ranks"), cases(LONG))
 def test_a_step_of_every_layout_sends_what_is_predicted(name: str, ranks: int, long: Path) -> None:
@@ -271,6 +282,26 @@ def test_a_step_of_every_layout_sends_what_is_predicted(name: str, ranks: int, l
 @pytest.mark.parametrize(("name", "ranks"), cases(EXPERTS))
 def test_spread_experts_send_what_is_predicted(name: str, ranks: int, experts: Path) -> None:
     assert_as_predicted(experts / name, ranks)
+
+
+@pytest.mark.long
+def test_the_next_layers_experts_are_on_their_way_when_the_host_waits(experts: Path) -> None:
+    """Once in each pass they are gathered; the host waits for each layer's rows once."""
+    folder = experts / "full ep fsdp"
+    formula = messages(step_of(yaml.safe_load((folder / "train.yaml").read_text()), 1, 4))
+    (size,) = {m.size for m in formula if m.what == "experts' weights"}
+    (file,) = (folder / "profile").glob("*.json")
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if "args" in event]
+    gathered, found = 0, []
+    for event in sorted(events, key=lambda event: event["ts"]):
+        dims = event["args"].get("Input Dims")
+        if event["name"] == "c10d::_allgather_base_":
+            gathered += math.prod(dims[0]) * BYTES[event["args"]["Input type"][0]] == size
+        elif event["name"] == f"c10d::{ALL_TO_ALL}" and dims[0] == dims[1] and len(dims[0]) == 1:
+            found.append(gathered)
+    layers = len(found)
+    assert found == [min(number + 2, layers) for number in range(layers)]
+    assert gathered == 2 * layers
 
 
 @pytest.mark.long
@@ -293,7 +324,7 @@ class SentTracker(trace.MemoryTracker):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         space, _, name = func._schema.name.partition("::")
         known = {"c10d": SENT, "_c10d_functional": FUNCTIONAL}.get(space, {})
-        if result is not NotImplemented and name in known:
+        if result is not NotImplemented and name in known and "export" not in self._phase:
             kind, which = known[name]
             tensor = result if which is None else args[which]
             self.found[kind, (tensor[0] if isinstance(tensor, list) else tensor).nbytes] += 1
@@ -338,4 +369,4 @@ def _sizes() -> Iterator[Any]:
 @pytest.mark.parametrize(("model", "replicas", "split"), list(_sizes()))
 def test_real_sizes_send_what_is_predicted(model, replicas, split) -> None:
     layout = {"tensor_parallel_dim": split, "data_parallel_replicate_dim": replicas}
-    assert_as_traced(model, 64, **layout | LINEAR | APART | TWICE)
+    assert_as_traced(model, 64, **layout | LINEAR | TWICE)

@@ -1,5 +1,12 @@
 """The gated delta rule over packed documents, against transformers' own, document by document."""
 
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
@@ -74,3 +81,60 @@ def test_the_compiler_takes_the_states_for_an_operator() -> None:
     wide, narrow, through = ((delta.CHUNK, 5), (delta.CHUNK, 6), (1, 1))
     given = [0.1 * torch.randn(*size, *last) for last in (wide, narrow, narrow, through)]
     torch.library.opcheck(delta._states, [x.requires_grad_() for x in given])
+
+
+# A number that a loop has counted is no tensor to the interpreter, and it has no clock by which to
+# choose among configurations: the first one is taken.
+AS_IN_TORCH = """
+import torch
+import triton.runtime.autotuner
+from trainer.layers import delta, delta_kernels
+
+triton.runtime.autotuner.Autotuner.do_bench = staticmethod(lambda call, quantiles: [0.0] * 3)
+torch.manual_seed(0)
+for lengths in ((5, 1, 20, 70), None):
+    tokens, rows = (96, 1) if lengths else (70, 2)
+    sizes = ((rows, tokens, 1, 16),) * 2 + ((rows, tokens, 2, 16),) + ((rows, tokens, 2),) * 2
+    *heads, decay, rate = (torch.randn(size) for size in sizes)
+    given = [*heads, -0.1 * decay.sigmoid(), rate.sigmoid()]
+    ids, bounds = torch.zeros(rows, tokens, dtype=torch.int32), None
+    if lengths:
+        ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).int().unsqueeze(0)
+        bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    own, wanted = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    found = delta_kernels.gated_delta_rule(*own, bounds)
+    expected = delta.gated_delta_rule(*wanted, ids)
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+    weights = torch.randn_like(found)
+    for out in (found, expected):
+        (out * weights).sum().backward()
+    for one, other in zip(own, wanted, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=5e-5)
+    if lengths:
+        # The sizes that fake tensors get.
+        torch.library.opcheck(
+            delta_kernels._rule,
+            [*(x.detach().requires_grad_() for x in given), bounds],
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
+"""
+
+
+@pytest.mark.named
+def test_the_kernels_of_flash_linear_attention_give_the_same(tmp_path: Path) -> None:
+    """Packed or not, and their gradients, by Triton's interpreter. As the package is optional:
+
+    python -m pip install --no-deps --target FOLDER fla-core==0.6.0 einops, and
+    PYTHONPATH=FOLDER python -m pytest -m named tests/trainer/test_delta.py -k flash
+    """
+    found = find_spec("fla")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("flash-linear-attention is not installed")
+    copy = tmp_path / "fla"
+    shutil.copytree(found.submodule_search_locations[0], copy)
+    file = copy / "ops/common/chunk_delta_h.py"
+    file.write_text(file.read_text().replace("i_t.to(tl.int64)", "tl.cast(i_t, tl.int64)"))
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", AS_IN_TORCH], env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

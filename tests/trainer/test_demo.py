@@ -153,7 +153,10 @@ def test_run_answers_and_generate_answers_by_hand(tmp_path: Path, model_folder: 
         max_steps=None,
         generate={"prompts": [row["question"] for row in rows], "max_new_tokens": 64},
     )
-    output = train(path)
+    train(path)
+    asked = run("trainer.generate", path)
+    assert asked.returncode == 0, asked.stderr
+    output = asked.stdout
     samples = [json.loads(x) for x in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     expected = [{"prompt": row["question"], "answer": row["answer"]} for row in rows]
     assert samples == expected

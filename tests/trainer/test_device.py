@@ -1,11 +1,13 @@
 """GPUs that torch cannot use end a run at its start: it would train on CPUs in silence."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from trainer.errors import ConfigError
+from trainer.errors import BadNodeError, ConfigError, PeerError
 from trainer.parallel import device
 from trainer.parallel import world as distributed
 
@@ -31,7 +33,7 @@ def test_auto_does_not_train_on_the_cpus_of_a_gpu_node(gpu_node: Path) -> None:
     (fault,) = raised.value.faults
     assert f"this node has GPUs ({gpu_node}/nvidia0, {gpu_node}/nvidia1)" in fault
     assert f"torch {torch.__version__} cannot use them" in fault
-    assert "bash setup.sh --torch-index URL" in fault and "device=cpu" in fault
+    assert "bash setup.sh --torch cu126" in fault and "device=cpu" in fault
     assert device.choose("cpu") == "cpu"
 
 
@@ -62,3 +64,25 @@ def test_a_job_without_gpus_on_such_a_node_trains_on_cpus(gpu_node, monkeypatch)
 def test_where_there_is_no_gpu_auto_is_the_cpu(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(device, "DEVICES", tmp_path)
     assert device.choose("auto") == "cpu"
+
+
+@pytest.mark.parametrize("devices", [["cuda", "cpu", "cuda"], ["cuda"] * 3, ["cpu"] * 3])
+def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch) -> None:
+    monkeypatch.setenv("NODE_NAME", "gpu7")
+    store = HashStore()
+
+    def ask(rank: int) -> Exception | None:
+        try:
+            return device.agree(devices[rank], store, rank, len(devices))
+        except (BadNodeError, PeerError) as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(ask, range(3)))
+    if len(set(devices)) == 1:
+        assert found == [None] * 3
+        return
+    assert [type(each) for each in found] == [PeerError, BadNodeError, PeerError]
+    told = "node gpu7 shows torch no GPU, and other nodes of this run do"
+    assert told in str(found[1]) and f"another rank failed: rank 1: {told}" in str(found[0])
+    assert not found[0].permanent, "another node can help"

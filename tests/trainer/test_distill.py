@@ -8,29 +8,32 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from launcher.sizing import gpus
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import step_of
+from launcher.sizing.step_time import Links, step_time
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
     finish,
-    kill_rank,
+    kill_at,
     lora_model,
     metrics,
     start,
-    wait_for_step,
     write_config,
 )
 from trainer import check
 from trainer.config import parse, read_yaml
+from trainer.layers import nf4
 from trainer.objectives.distill import Distillation, DistillConfig, tokenizer_faults
 from trainer.trace import trace
 
 MODULE = "trainer.distill"
 LORA = lora_model(lora_dropout=0.0)
 STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
+LONG = pytest.mark.long
 TP = {"tensor_parallel_dim": 2}
 FIGURES = ("kd_loss", "cross_entropy", "top1_agreement")
 # By name: ranks, the run that it equals, changes to the config.
@@ -46,16 +49,20 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "wide-llama", model_folder)
+
+
+def write_teacher(folder: Path, model_folder: Path, **changes: int) -> Path:
     """A Llama that is wider and deeper than the student, its vocabulary padded by 32 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("teacher") / "wide-llama"
     shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     settings = json.loads((model_folder / "config.json").read_text())
     sizes = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 48}
     sizes["vocab_size"] = settings["vocab_size"] + 32
     torch.manual_seed(5)
     # Further apart than at the beginning of a training: else there is little to learn.
+    sizes |= changes
     model = LlamaForCausalLM(LlamaConfig(**settings | sizes | {"initializer_range": 0.08}))
     model.save_pretrained(folder)
     return folder
@@ -92,12 +99,17 @@ def test_every_layout_equals_the_single_process(name: str, root: Path) -> None:
             assert own[figure] == pytest.approx(other[figure], abs=2e-5)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [{}, pytest.param({"on_policy_share": 1.0, "on_policy_max_new_tokens": 48}, marks=LONG)],
+    ids=["the data's answers", "the student's"],
+)
 def test_a_packed_set_has_the_loss_of_a_padded_one(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+    own: dict[str, Any], tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
 ) -> None:
     """All samples in one step, at a learning rate that changes nothing."""
-    for name, more in {"padded": {"batch_size": 44}, "packed": {"row_length": 96}}.items():
-        more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher)}
+    for name, more in {"padded": {}, "packed": {"row_length": 96}}.items():
+        more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher), **own}
         finish(start(write_config(tmp_path / name, model_folder, dataset, **more), module=MODULE))
     assert_same_curve(tmp_path / "packed", tmp_path / "padded", 2e-5, 1e-4)
 
@@ -122,10 +134,7 @@ def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
         for name in ("killed", "whole")
     )
     finish(start(whole, module=MODULE))
-    process = start(killed, module=MODULE)
-    wait_for_step(killed, 4, process)
-    kill_rank(process, 0)
-    finish(process, status=None)
+    kill_at(killed, 4, module=MODULE)
     content = yaml.safe_load(killed.read_text())
     for change, why in (
         ({"beta": 1.0}, "beta"),
@@ -141,6 +150,70 @@ def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     tensors = [load_file(tmp_path / n / "export/model.safetensors") for n in ("killed", "whole")]
     assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
+
+
+@pytest.mark.long
+def test_a_teacher_in_nf4_is_the_dequantised_one_in_each_layout(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
+    wide, dense = (write_teacher(tmp_path / n, model_folder, **sizes) for n in ("wide", "dense"))
+    tensors = load_file(dense / "model.safetensors")
+    for name, weight in tensors.items():
+        if "proj" in name:
+            tensors[name] = nf4.dequantise(nf4.quantise(weight), nf4.table(), torch.float32)
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    packed = {"teacher": str(wide), "teacher_quantize_base": True, "shuffle": False, **STEP}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "dense": (1, packed | {"teacher": str(dense), "teacher_quantize_base": False}),
+        "one": (1, packed),
+        "fsdp": (2, packed | {"batch_size": 4}),
+        "tensor": (2, packed | TP),
+        "qlora": (2, packed | {"batch_size": 4, "model": lora_model(quantize_base=True)}),
+    }
+    for name, (ranks, changes) in runs.items():
+        path = write_config(tmp_path / "runs" / name, model_folder, dataset, **changes)
+        finish(start(path, ranks, module=MODULE))
+        if name in ("one", "fsdp", "tensor"):
+            assert_same_curve(path.parent, tmp_path / "runs/dense", 2e-5, 1e-4)
+    # Blocks of 64 inputs do not fit 3 of them on 2 ranks.
+    path = write_config(tmp_path / "odd", model_folder, dataset, **packed | TP)
+    content = read_yaml(path) | {"teacher": str(teacher)}
+    (fault,) = check.faults(content, Distillation)
+    assert fault.startswith("teacher: ") and "set teacher_quantize_base=False" in fault
+
+
+@pytest.mark.long
+def test_the_students_own_answers_are_the_same_in_each_layout_and_resumed(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    """In packed rows, of which longer answers need more: the batches of a step are not as many."""
+    own = {"teacher": str(teacher), "on_policy_share": 0.5, "on_policy_max_new_tokens": 48}
+    own |= STEP | {"beta": 1.0, "cross_entropy_share": 0.0, "max_steps": 8, "shuffle": False}
+    own |= {"save_every_n_steps": 2, "row_length": 96, "batch_size": 4}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "fsdp": (2, {"batch_size": 2}),
+        "tensor": (2, TP),
+        "both": (4, TP | {"batch_size": 2}),
+        "lora": (2, {"model": lora_model(quantize_base=True), "batch_size": 2}),
+    }
+    for name, (ranks, changes) in runs.items():
+        path = write_config(tmp_path / name, model_folder, dataset, **own | changes)
+        finish(start(path, ranks, module=MODULE))
+    lines = metrics(tmp_path / "one")
+    shares = [line["on_policy/steps"] for line in lines]
+    assert set(shares) == {0, 1}
+    for line in lines:
+        wanted = line["on_policy/steps"]
+        assert (line["on_policy/tokens_per_second"] is not None) == wanted
+        assert not wanted or 1 <= line["on_policy/answer_tokens"] <= 48
+    for name in ("fsdp", "tensor", "both"):
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+    killed = write_config(tmp_path / "killed", model_folder, dataset, **own)
+    kill_at(killed, 4, module=MODULE)
+    assert "resuming from" in finish(start(killed, attempt=1, module=MODULE))
+    assert curve(tmp_path / "killed") == curve(tmp_path / "one")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -183,6 +256,53 @@ def test_shares_above_one_are_refused(
     ]
 
 
+@pytest.mark.long
+def test_what_cannot_generate_is_refused(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    own = {"teacher": str(teacher), "on_policy_share": 0.5}
+    more = {"row_length": 96, "teacher_log_probs": "kept"}
+    path = write_config(tmp_path, model_folder, dataset, **own, **more)
+    (kept,) = check.faults(read_yaml(path), Distillation)
+    assert kept.startswith("on_policy_share: what is kept of the teacher")
+    path = write_config(tmp_path, model_folder, dataset, **own, save_adapter_weights_only=True)
+    content = read_yaml(path)
+    content["model"] = {"adapter": "prompt", "num_virtual_tokens": 4}
+    (fault,) = check.faults(content, Distillation)
+    assert fault.startswith("on_policy_share: answers cannot be generated over")
+
+
+@pytest.mark.long
+def test_the_estimate_counts_answers_that_are_generated(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    content = wide_content(tmp_path, model_folder, dataset, teacher, {}) | {"entry": "distill"}
+    own = {"on_policy_share": 0.5, "on_policy_max_new_tokens": 64}
+    step = step_of(content | own, 1, 2)
+    phase = StepMemory(step).phases["generating answers"]
+    # At least the whole student in bf16.
+    assert phase["generation"] > 2 * step.shape.parameters
+    student = {"_component_": "transformers"}, {"checkpoint_dir": content["teacher"]}
+    for packed, ranks in ((True, 2), (False, 1)):
+        traced_content = content | own | dict(zip(("model", "checkpointer"), student, strict=True))
+        traced_content["dataset"] |= {"packed": packed}
+        found = StepMemory(step_of(traced_content, 1, ranks))
+        del traced_content["entry"]
+        traced = trace(parse(traced_content, DistillConfig), ranks)
+        name = "generating answers"
+        assert sum(found.phases[name].values()) == pytest.approx(traced.phases[name], rel=0.02)
+        assert found.peak == pytest.approx(traced.peak, rel=0.02)
+    gpu = gpus.by_name("h100-80")
+    links = Links.of(gpu, 2)
+    seconds = [
+        step_time(step_of(content | each, 1, 2), gpu, links).seconds
+        for each in ({}, own, own | {"on_policy_share": 1.0})
+    ]
+    assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
+    # 64 tokens in half of the steps, which read all weights.
+    assert seconds[1] - seconds[0] > 32 * 2 * step.shape.parameters / 3.4e12
+
+
 @pytest.mark.parametrize(
     ("ranks", "model", "more"),
     [
@@ -190,8 +310,12 @@ def test_shares_above_one_are_refused(
         (2, LORA, {"beta": 0.5}),
         (1, {}, {"beta": 1.0}),
         (2, {}, {"tensor_parallel_dim": 2, "beta": 0.5, "temperature": 2.0}),
+        *(
+            pytest.param(ranks, model, {"teacher_quantize_base": True, **more}, marks=LONG)
+            for ranks, model, more in ((1, LORA, {}), (2, LORA, {}), (2, {}, TP))
+        ),
     ],
-    ids=["fsdp", "lora", "one", "tensor"],
+    ids=["fsdp", "lora", "one", "tensor", "nf4-one", "nf4-fsdp", "nf4-tensor"],
 )
 def test_the_closed_form_counts_teacher_and_loss(
     ranks: int,
@@ -202,18 +326,30 @@ def test_the_closed_form_counts_teacher_and_loss(
     dataset: Path,
     teacher: Path,
 ) -> None:
-    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "teacher": str(teacher)}
-    content = read_yaml(write_config(tmp_path, model_folder, dataset, **changes | more))
-    content["model"] |= model | {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
-    settings = json.loads((teacher / "config.json").read_text())
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "max_position_embeddings": 2048}
-    wide = tmp_path / "wide"
-    shutil.copytree(model_folder, wide, ignore=shutil.ignore_patterns("*.safetensors"))
-    (wide / "config.json").write_text(json.dumps(settings | sizes | {"vocab_size": 1024}))
-    content["teacher"] = str(wide)
+    changes = more | ({"model": model} if model else {})
+    content = wide_content(tmp_path, model_folder, dataset, teacher, changes)
     traced = trace(parse(content, DistillConfig), ranks)
     step = step_of(content | {"entry": "distill"}, 1, ranks)
     found = StepMemory(step)
     assert found.peak == pytest.approx(traced.peak, rel=0.05)
     assert found.terms["frozen models"] > 0
     assert step.flops.model > 1.2 * step_of(content | {"entry": "sft"}, 1, ranks).flops.model
+
+
+def wide_content(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path, more: dict[str, Any]
+) -> dict[str, Any]:
+    """A config in bf16 whose models are wide enough for estimates; the teacher has no weights."""
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "teacher": str(teacher)}
+    content: dict[str, Any] = read_yaml(
+        write_config(tmp_path, model_folder, dataset, **changes | more)
+    )
+    content["model"] |= {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+    settings = json.loads((teacher / "config.json").read_text())
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "max_position_embeddings": 2048}
+    sizes["head_dim"] = 64  # in blocks of NF4
+    wide = tmp_path / "wide"
+    shutil.copytree(model_folder, wide, ignore=shutil.ignore_patterns("*.safetensors"))
+    (wide / "config.json").write_text(json.dumps(settings | sizes | {"vocab_size": 1024}))
+    content["teacher"] = str(wide)
+    return content

@@ -1,5 +1,6 @@
 """20 steps of distillation are those of a plain loop over two models of transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import preference
 from tests.trainer.runs import finish, metrics, start, write_config
 from tests.trainer.test_divergence import plain
 from tests.trainer.transformers_cases import write
@@ -70,3 +72,17 @@ def test_its_curve_is_that_of_a_plain_loop(
     assert [line["loss"] for line in lines] == pytest.approx([x for x, _ in wanted], abs=1e-5)
     norms = [line["grad_norm"] for line in lines]
     assert norms == pytest.approx([norm for _, norm in wanted], rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gkd", "gkd_own"])
+def test_its_curve_is_that_of_trls_gkd(name: str, tmp_path: Path) -> None:
+    """On the data, and on answers that are so cold that no draw matters."""
+    student, teacher = preference.make_chat_models(tmp_path / "chat")
+    data = preference.write_chats(tmp_path / "chats.jsonl")
+    own = name == "gkd_own"
+    path = preference.our_distillation(tmp_path / "run", student, teacher, data, own)
+    finish(start(path, module="trainer.distill"))
+    losses = [line["loss"] for line in metrics(path.parent)]
+    wanted = json.loads(preference.CURVES.read_text())["losses"][name]
+    assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)

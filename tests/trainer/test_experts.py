@@ -1,12 +1,22 @@
 """Experts in every layout: expert and tensor parallelism, routers, NF4, resuming."""
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from tests.trainer.forks import Ranks
 from tests.trainer.runs import (
     assert_same_curve,
     assert_same_tensors,
@@ -34,12 +44,14 @@ from tests.trainer.transformers_runs import (
 )
 from trainer.config import load
 from trainer.layers import experts
+from trainer.layers.adapters.lora_experts import ExpertsLoRA
 from trainer.layers.balance import Balance
 from trainer.models import build as models
-from trainer.parallel import fsdp
+from trainer.parallel import activations, expert_parallel, fsdp
 from trainer.parallel import world as distributed
 
 COPIES = {"data_parallel_replicate_dim": 2}
+ADAMW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
 RUNS: Runs = {
     "moe": (1, "qwen3-moe", None, FULL),
     "moe-fsdp2": (2, "qwen3-moe", "moe", FULL | HALF | CHECKPOINTED | {"loss": LINEAR}),
@@ -100,6 +112,63 @@ def root(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path], dat
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "changes", "ranks"),
+    [
+        ("qwen3-moe", EP | COPIES | ADAMW, 4),
+        ("qwen3-moe", TP, 2),
+        ("gpt-oss", ADAPTED | COPIES | ADAMW, 2),
+    ],
+    ids=["ep2-copies", "tp2", "lora-copies"],
+)
+def test_ranks_read_model_and_checkpoint_once_between_them(
+    sources: dict[str, Path],
+    dataset: Path,
+    tmp_path: Path,
+    model: str,
+    changes: dict[str, Any],
+    ranks: int,
+) -> None:
+    source, run = sources[model], tmp_path / "run"
+    given = FULL | HALF | {"batch_size": 1, "max_steps": 1, "save_every_n_steps": 1} | changes
+    size = sum(tensor.nbytes for tensor in tensors(source).values())
+    restored_by_start = []
+    for _ in range(2):
+        path = config_of(run, source, dataset, **given)
+        started = Ranks("tests.trainer.counted_load", [str(path)], ranks)
+        output, _ = started.communicate(timeout=120)
+        assert started.returncode == 0, output
+        counts = re.findall(r"bytes read: (\d+), elements restored: (\d+)", output)
+        read, restored = (sum(map(int, each)) for each in zip(*counts, strict=True))
+        assert len(counts) == ranks and read == size, (counts, size)
+        restored_by_start.append(restored)
+        given = given | {"max_steps": 2}
+        (run / "progress.json").unlink()
+        shutil.rmtree(run / "export")
+    saved = FileSystemReader(run / "checkpoints" / "step_1").read_metadata()
+    held = {n: t for n, t in saved.state_dict_metadata.items() if not n.startswith("random")}
+    tensors_held = [t for t in held.values() if isinstance(t, TensorStorageMetadata)]
+    assert restored_by_start == [0, sum(each.size.numel() for each in tensors_held)]
+
+
+@pytest.mark.long
+def test_an_export_in_files_of_several_ranks_is_the_same(root: Path, tmp_path: Path) -> None:
+    one, own = root / "moe-lora-ep2", tmp_path / "moe-lora-ep2"
+    shutil.copytree(one, own)
+    shutil.rmtree(own / "export")
+    (own / "progress.json").unlink()
+    config = own / "train.yaml"
+    config.write_text(config.read_text().replace(str(one), str(own)))
+    ranks = Ranks("tests.trainer.small_shards", [str(config)], 2)
+    said, _ = ranks.communicate(timeout=120)
+    assert ranks.returncode == 0 and "resuming from checkpoints/step_4" in said, said
+    assert len(list((own / "export").glob("*.safetensors"))) > 5
+    again, first = (tensors(folder / "export") for folder in (own, one))
+    assert again.keys() == first.keys()
+    assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
 def test_experts_in_every_layout_equal_the_single_process(
     name: str, reference: str, root: Path
@@ -138,6 +207,13 @@ def test_routers_are_balanced_or_frozen(root: Path, sources: dict[str, Path]) ->
 def test_fsdp_cuts_experts_inside_if_their_number_has_no_equal_parts(shape, ranks, axis) -> None:
     found = fsdp._placement(ranks, torch.nn.Parameter(torch.empty(shape, device="meta")))
     assert (found and found.dim) == axis
+
+
+def test_rows_from_several_ranks_are_sorted_by_expert_from_their_numbers() -> None:
+    coming = torch.tensor([[2, 0, 3], [0, 0, 1], [1, 4, 0]])
+    experts_of = torch.arange(3).repeat(3).repeat_interleave(coming.flatten())
+    order = expert_parallel.by_expert(coming, len(experts_of))
+    assert torch.equal(order, experts_of.argsort(stable=True))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -195,3 +271,87 @@ def test_a_run_goes_on_with_its_experts_on_other_ranks(
         (path.parent / "progress.json").write_text(json.dumps(going_on))
     assert_same_curve(path.parent, whole.parent, 5e-5, 1e-3)
     assert_same_tensors(path.parent, whole.parent, 2e-4)
+
+
+class Sent(TorchDispatchMode):
+    """Counts all-to-alls: of numbers of rows, which the host waits for, and of rows."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.rows = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "alltoall_base" in str(func):
+            is_rows = args[0].is_floating_point()
+            self.rows, self.counts = self.rows + is_rows, self.counts + (not is_rows)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["full", "op"])
+def test_the_host_waits_for_a_layers_rows_once(mode: str, world: distributed.World) -> None:
+    """Also if the layer is computed again: its rows go the same way, with the same results."""
+    torch.manual_seed(2)
+    layer = torch.nn.Module()
+    for name, shape in (("gate_up_proj", (3, 8, 16)), ("down_proj", (3, 16, 8))):
+        setattr(layer, name, torch.nn.Parameter(torch.randn(shape)))
+    experts.prepare(layer, lambda _, x: x.tanh(), transposed=False)
+    hidden, index = torch.randn(10, 16, requires_grad=True), torch.randint(3, (10, 2))
+    given = (layer, hidden, index, torch.rand(10, 2))
+    leaves = [hidden, *layer.parameters()]
+    whole = experts.forward(*given)
+    wanted = torch.autograd.grad(whole.square().sum(), leaves)
+    mesh = init_device_mesh("cpu", (world.size,))
+    layer.exchange = expert_parallel.Exchange(mesh, 1.0)
+    contexts = expert_parallel.remembered
+    if mode == "op":
+        contexts = partial(activations._contexts, contexts, activations._policy())
+    with Sent() as sent:
+        out = checkpoint(experts.forward, *given, use_reentrant=False, context_fn=contexts)
+        found = torch.autograd.grad(out.square().sum(), leaves)
+    assert (sent.counts, sent.rows) == (1, 6), "there and back: forward, again, backward"
+    assert torch.equal(out, whole)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_rank_that_the_grouped_product_does_not_take_is_filled_up(monkeypatch) -> None:
+    """Rank 6 goes through torch's product, not the loop over experts, with the same results."""
+    torch.manual_seed(1)
+    adapter = ExpertsLoRA(torch.empty(3, 24, 16), 6, transposed=False)
+    for stack in (adapter.lora_a, adapter.lora_b):
+        torch.nn.init.normal_(stack.weight)
+    x, ends = torch.randn(10, 16), torch.tensor([4, 4, 10], dtype=torch.int32)
+    products = []
+    real = experts.grouped
+
+    def grouped(*args: torch.Tensor) -> torch.Tensor:
+        products.append(experts._aligned(*args[:2]))
+        return real(*args)
+
+    monkeypatch.setattr(experts, "grouped", grouped)
+    found = adapter(x, ends, lambda weight: weight, 2.0)
+    assert products == [True, True]
+    for rows, expert in ((slice(0, 4), 0), (slice(4, 10), 2)):
+        update = adapter.lora_b.weight[expert] @ adapter.lora_a.weight[expert]
+        torch.testing.assert_close(found[rows], 2 * x[rows] @ update.T)
+    found.square().sum().backward()
+    assert adapter.lora_a.weight.grad.shape == (3, 6, 16)
+
+
+def test_gradients_of_experts_without_rows_are_zeros(monkeypatch) -> None:
+    """Where torch's product leaves them as they are: the kit's derivative is taken, and masks."""
+    gradient = torch.full((4, 8, 8), torch.nan)
+    ends = torch.tensor([0, 4, 4, 10], dtype=torch.int32)
+    found = experts.zeroed_without_rows(gradient, ends)
+    assert [bool(each.isnan().all()) for each in found] == [False, True, False, True]
+    assert not found[::2].any()
+    torch.manual_seed(1)
+    x, weight = torch.randn(10, 8), torch.randn(4, 8, 8, requires_grad=True)
+    experts.grouped(x, weight, ends).square().sum().backward()
+    expected, weight.grad = weight.grad, None
+    monkeypatch.setattr(experts, "_leaves_gaps", lambda x: True)
+    out = experts.grouped(x, weight, ends)
+    assert "grouped_mm" not in type(out.grad_fn).__name__.lower()
+    out.square().sum().backward()
+    torch.testing.assert_close(weight.grad, expected)

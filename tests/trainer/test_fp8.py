@@ -152,7 +152,7 @@ def test_what_it_does_not_go_with_is_said_at_once(
     assert [fault.partition(";")[0] for fault in raised.value.faults] == [
         "fp8_recipe_name must be one of tensorwise, rowwise, got 'blockwise'",
         "enable_fp8_training: needs bf16 weights",
-        "enable_fp8_training: the base is in 4 bits already",
+        "enable_fp8_training: the base is quantised already",
     ]
 
 
@@ -276,3 +276,13 @@ def test_a_killed_run_resumes_the_same(
         left.rename(left.with_name(f"{left.name}.aside"))
     said = train(path, ranks=2, attempt=2, status=None)
     assert "step_6 was made with 'tensorwise', the config gives None" in said
+
+
+@pytest.mark.parametrize("architecture", ["", "gfx942:sramecc+:xnack-", "gfx950"])
+def test_mi300x_has_formats_of_its_own(architecture: str) -> None:
+    limits = [torch.finfo(kind).max for kind in fp8.formats(architecture)]
+    assert limits == ([240.0, 57344.0] if "942" in architecture else [448.0, 57344.0])
+    numbers, inverse, _ = fp8._cast(torch.tensor([[3.0, -6.0]]), None, fp8.formats(architecture)[0])
+    assert numbers.float().abs().max() == limits[0] and float(inverse) == pytest.approx(
+        6.0 / limits[0]
+    )

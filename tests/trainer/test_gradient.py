@@ -10,6 +10,7 @@ from trainer.config import load
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.loop import Trainer
 from trainer.objectives.sft import SupervisedFineTuning
+from trainer.optimizers import NonFiniteGuard
 from trainer.parallel import gradients
 from trainer.parallel import world as distributed
 from trainer.parallel.sharded import full_tensor
@@ -47,9 +48,33 @@ def test_it_is_of_the_mean_over_all_targets_of_the_step_and_clipped_as_torch_cli
             parameter.grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(plain, 0.1)
         assert norm > 0.1
-        torch.testing.assert_close(gradients.clip_gradients(parameters, 0.1), norm)
+        own_norm = gradients.gradient_norm(parameters)
+        torch.testing.assert_close(own_norm, norm)
+        gradients.clip_gradients(parameters, own_norm, 0.1)
         for parameter, clipped in zip(parameters, plain, strict=True):
             own = full_tensor(parameter.grad)
             torch.testing.assert_close(own, clipped.grad, rtol=1e-4, atol=1e-6)
     finally:
         distributed.stop()
+
+
+def test_a_fused_optimizer_clips_as_the_loop_does():
+    distributed.start("cpu")
+    try:
+        fused, plain = _clipped(fused=True), _clipped(fused=False)
+    finally:
+        distributed.stop()
+    torch.testing.assert_close(fused, plain)
+    assert (fused[0] < 1).all()
+
+
+def _clipped(fused: bool) -> list[torch.Tensor]:
+    """Weights after a step whose gradients are clipped, and one whose gradients are small."""
+    parameters = [torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(5))]
+    optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.5, fused=fused)
+    guard = NonFiniteGuard(optimizer, 3, torch.device("cpu"))
+    for size in (7.0, 0.001):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, size * (index + 1))
+        guard.step(parameters, gradients.gradient_norm(parameters), 0.1)
+    return [parameter.detach() for parameter in parameters]

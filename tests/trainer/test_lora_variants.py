@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from launcher.cli import cookbook
 from tests.trainer.runs import (
     assert_same_curve,
+    assert_same_tensors,
     lora_model,
     metrics,
     tensors,
@@ -38,6 +39,8 @@ TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 FOLDER = {"_component_": "transformers", "lora_rank": 4, "lora_alpha": 8}
 # Adam would spread the last bits of B's first gradients.
 SGD = {"_component_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
+# B of an embedding begins with large numbers.
+SLOW = SGD | {"lr": 0.005}
 VARIANTS = {
     "use_rslora": True,
     "rank_pattern": {"down_proj": 8, "layers.1.self_attn.q_proj": 2},
@@ -52,9 +55,21 @@ def world() -> Iterator[distributed.World]:
 
 
 PISSA = {"init_lora_weights": "pissa"}
+TABLES = {
+    "lora_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"],
+    "rank_pattern": {"embed_tokens": 6, "lm_head": 2},
+}
 
 
-@pytest.mark.parametrize("settings", [VARIANTS, {"init_lora_weights": "orthogonal"}, PISSA])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        VARIANTS,
+        {"init_lora_weights": "orthogonal"},
+        PISSA,
+        pytest.param(TABLES, marks=pytest.mark.long, id="tables"),
+    ],
+)
 def test_twenty_steps_equal_pefts_with_lora_plus(
     settings: dict[str, Any],
     tmp_path: Path,
@@ -62,13 +77,13 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
     dataset: Path,
     world: distributed.World,
 ) -> None:
-    model = FOLDER | settings | {"lora_plus_ratio": 4}
+    model, sgd = FOLDER | settings | {"lora_plus_ratio": 4}, SLOW if settings is TABLES else SGD
     cosine = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     changes = {
         "max_steps": 20,
         "clip_grad_norm": None,
         "lr_scheduler": {"_component_": cosine, "num_warmup_steps": 4},
-        "optimizer": SGD,
+        "optimizer": sgd,
     }
     path = write_config(tmp_path / "own", model_folder, dataset, model=model, **changes)
     train(path)
@@ -78,7 +93,8 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
 
     given = {key: value for key, value in settings.items() if key in {*VARIANTS, *PISSA}}
     given |= {"init_lora_weights": True} if "orthogonal" in settings.values() else {}
-    fields = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **given}
+    targets = settings.get("lora_modules", "all-linear")
+    fields = {"r": 4, "lora_alpha": 8, "target_modules": targets, **given}
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     other = peft.get_peft_model(base, peft.LoraConfig(**fields, task_type="CAUSAL_LM"))
     trained = {n: p for n, p in other.named_parameters() if p.requires_grad}
@@ -88,7 +104,13 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
         for name, parameter in trained.items() if settings is not PISSA else ():
             parameter.copy_(first[name.replace(".default", "")])
     optimizer = create_loraplus_optimizer(
-        other, torch.optim.SGD, lr=SGD["lr"], momentum=SGD["momentum"], loraplus_lr_ratio=4
+        other,
+        torch.optim.SGD,
+        lr=sgd["lr"],
+        momentum=sgd["momentum"],
+        loraplus_lr_ratio=4,
+        # PEFT has a rate of its own for embeddings; here it is that of A.
+        loraplus_lr_embedding=sgd["lr"],
     )
     schedule = optimizers.schedule(changes["lr_scheduler"], optimizer, 20)
     losses = []
@@ -154,6 +176,33 @@ def test_layouts_of_torchtunes_builders(
     assert "resuming from checkpoints/step_3" in train(three, attempt=1)
     wanted = [line["loss"] for line in metrics(tmp_path / "one")][3:]
     assert [x["loss"] for x in metrics(tmp_path / "three")] == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.mark.long
+def test_layouts_of_embedding_and_head(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    """With LoRA: tensor parallelism, FSDP and both equal one process."""
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "fsdp": (2, {"batch_size": 4}),
+        "tensor": (2, {"tensor_parallel_dim": 2}),
+        "both": (4, {"tensor_parallel_dim": 2, "batch_size": 4, "master_weights": "fp32"}),
+    }
+    for name, (ranks, changes) in runs.items():
+        given = {"model": FOLDER | TABLES, "optimizer": SLOW, **changes}
+        train(write_config(tmp_path / name, model_folder, dataset, **given), ranks=ranks)
+        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            assert_same_tensors(tmp_path / name, tmp_path / "one", 1e-4, f"export/{file}")
+    for model, words in (
+        ({"use_dora": True}, "embed_tokens is not possible with use_dora"),
+        (PISSA, "embed_tokens has no PiSSA"),
+        ({"lora_modules": ["q_proj", "embeddings"]}, "no layer embeddings; has .*embed_tokens"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head is in model.lora_modules, too"),
+    ):
+        given = FOLDER | TABLES | model
+        path = write_config(tmp_path / "wrong", model_folder, dataset, model=given)
+        with pytest.raises(ConfigError, match=words):
+            models.fitting(load(path))
 
 
 def test_orthogonal_values_are_not_zero_and_their_product_is(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.trainer.runs import (
     assert_same_curve,
@@ -29,7 +30,9 @@ from tests.trainer.runs import (
 from trainer import optimizers
 from trainer.config import load
 from trainer.errors import ConfigError
+from trainer.layers import flex
 from trainer.models import build as models
+from trainer.parallel import activations
 from trainer.parallel import world as distributed
 from trainer.parallel.activations import InputOffloading, _Input
 
@@ -157,8 +160,8 @@ def gradient_sums(folder: Path) -> dict[str, int]:
     return {name: events.count(name) for name in wanted}
 
 
-# One for each of three layers and one for the rest of the model.
-SHARDED_GROUPS = 4
+# One for each of three layers, embedding, output head, and the rest of the model.
+SHARDED_GROUPS = 6
 
 
 @pytest.mark.long
@@ -462,3 +465,35 @@ def test_what_the_70b_recipes_ship_computes_the_same(
     train(*paths, ranks=4, limit_s=LIMIT_S)
     for name in runs:
         assert_same(tmp_path / name, root / name.partition("-")[0], weight_tolerance=5e-4)
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts the runs of compiled code."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.runs += "inductor_compiled_code" in str(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.long
+def test_what_is_compiled_by_itself_is_not_run_again_for_the_backward_pass() -> None:
+    """As FlexAttention in a block that is not compiled: compiled with the options that it has."""
+    options = {"wrap_inductor_compiled_regions": True}
+    assert str(options) in Path(flex.__file__).read_text().replace('"', "'")
+    kernel = torch.compile(lambda x, y: torch.tanh(x * y).cos(), options=options)
+    x, y = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, activations._policy())
+    with _Kernels() as kernels:
+        out = checkpoint(lambda x: kernel(x.exp(), y), x, use_reentrant=False, context_fn=contexts)
+        out.sum().backward()
+    assert kernels.runs == 2, "forward and backward"

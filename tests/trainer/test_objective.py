@@ -23,12 +23,11 @@ from tests.trainer.runs import (
     assert_same_curve,
     curve,
     finish,
-    kill_rank,
+    kill_at,
     lora_model,
     metrics,
     reopen,
     start,
-    wait_for_step,
     write_config,
 )
 from tests.trainer.toy_objective import PreferFirst, ToyConfig
@@ -182,10 +181,7 @@ def test_a_killed_run_resumes_the_same(
         config(tmp_path / name, model_folder, pairs, **changes) for name in ("killed", "whole")
     )
     finish(start(whole, module=MODULE))
-    process = start(killed, module=MODULE)
-    wait_for_step(killed, 5, process)
-    kill_rank(process, 0)
-    finish(process, status=None)
+    kill_at(killed, 5, module=MODULE)
     content = yaml.safe_load(killed.read_text())
     killed.write_text(yaml.safe_dump(content | {"hinge": 2.0}))
     refused = finish(start(killed, attempt=1, module=MODULE), status=None)

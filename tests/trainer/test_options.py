@@ -284,6 +284,17 @@ def test_a_recipe_has_its_own_chat_template(
             {"model": {"lora_rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}}, id="saved"
         ),
         pytest.param({"freeze": ["model.layers.*.mlp.*", "lm_head.*"]}, id="frozen"),
+        pytest.param(
+            {
+                "model": {
+                    "lora_rank": 4,
+                    "lora_modules": ["q_proj", "embed_tokens", "lm_head"],
+                    "rank_pattern": {"embed_tokens": 6, "lm_head": 2},
+                }
+            },
+            id="tables",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_estimate_knows_what_the_optimizer_keeps(

@@ -159,9 +159,12 @@ def test_other_columns_are_named_and_labels_are_checked(tmp_path: Path, model_fo
     assert wrong == [] and texts[1] == [ASKED, "B.<|end|>"]
     _, (wrong,), _ = shown(tmp_path, model_folder, [row], dataset={"column_map": {"best": "a"}})
     assert "column_map: unknown best; known: prompt, chosen, rejected" in wrong
-    rows = [{"prompt": "Q?", "completion": "A.", "label": 3}]
-    _, (wrong,), _ = shown(tmp_path, model_folder, rows, component=UNPAIRED)
+    rows: list[dict[str, Any]] = [{"prompt": "Q?", "completion": "A.", "label": 3}]
+    rows += [{"prompt": "Q?", "completion": text, "label": True} for text in ("B.", "C.")]
+    # Only the wrong record is named, not the next one, which takes an older record's answer.
+    texts, (wrong,), _ = shown(tmp_path, model_folder, rows, component=UNPAIRED)
     assert "line 1: the label is 3; it must be true or false" in wrong
+    assert [text for _, text in texts] == [f"{each}.<|end|>" for each in ("B", "C", "C", "B")]
 
 
 def test_a_prompt_that_fills_the_row_is_counted_and_left_out(
@@ -178,6 +181,8 @@ def test_a_prompt_that_fills_the_row_is_counted_and_left_out(
     assert "line 2" in notes[0]
     # The long answer has what the short one leaves of the row.
     assert texts[2][1].count("long") > 100 and texts[3] == [ASKED, "B.<|end|>"]
+    texts, (fault,), notes = shown(tmp_path, model_folder, rows[1:2])
+    assert texts == notes == [] and "no sample can be trained: the prompt leaves no room" in fault
 
 
 def test_documents_are_cut_at_one_length() -> None:
@@ -190,6 +195,7 @@ def test_documents_are_cut_at_one_length() -> None:
     [
         ({"label_smoothing": 0.5}, "label_smoothing: must be below 0.5"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "loss=ipo does not use it"),
+        ({"loss": "simpo", "reference": "model"}, "reference: loss=simpo does not use it"),
         ({"robust": True}, "robust: needs loss=dpo and label_smoothing above 0"),
         ({"loss": "simpo", "length_normalized": True}, "simpo takes means over the tokens"),
         ({"loss": "orpo", "sft_weight": 0.1}, "sft_weight: orpo has the chosen answer's"),

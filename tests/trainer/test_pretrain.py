@@ -301,6 +301,7 @@ def test_its_losses_equal_a_plain_loops(
     [
         pytest.param(2, {"batch_size": 2}, id="fsdp"),
         pytest.param(2, {"tensor_parallel_dim": 2}, id="tensor"),
+        pytest.param(4, {"tensor_parallel_dim": 2, "batch_size": 2}, id="both"),
         pytest.param(1, {"batch_size": 2, "gradient_accumulation_steps": 2}, id="accumulated"),
     ],
 )

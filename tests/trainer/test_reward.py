@@ -27,11 +27,10 @@ from tests.trainer.runs import (
     assert_same_curve,
     curve,
     finish,
-    kill_rank,
+    kill_at,
     lora_model,
     metrics,
     start,
-    wait_for_step,
 )
 from trainer.check import faults
 from trainer.config import parse, read_yaml
@@ -54,7 +53,8 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "full-tensor": (2, "full", {"tensor_parallel_dim": 2, "enable_activation_checkpointing": True}),
     "packed": (1, None, {"model": LORA | {"quantize_base": True}} | PACKED),
 }
-FIGURES = ("rewards/margins", "rewards/mean", "val_rewards/accuracies", "val_loss")
+EXTREMES = ("rewards/min", "rewards/max", "val_rewards/min", "val_rewards/max")
+FIGURES = ("rewards/margins", "rewards/mean", "val_rewards/accuracies", "val_loss", *EXTREMES)
 
 # The loss of each of 20 steps of trl.RewardTrainer 1.16 on the pairs of this file, in their order,
 # from the model of reward_folder: AdamW, 3e-4, no weight decay, 8 pairs per batch.
@@ -99,6 +99,8 @@ def test_it_learns_which_answer_is_chosen(name: str, root: Path) -> None:
     assert last["loss"] < first["loss"] < 1.5
     assert last["rewards/margins"] > first["rewards/margins"] + 0.1
     assert last["val_rewards/accuracies"] > 0.8
+    assert last["rewards/min"] <= last["rewards/rejected"] < last["rewards/mean"]
+    assert last["rewards/chosen"] <= last["rewards/max"]
 
 
 @pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
@@ -275,10 +277,7 @@ def test_a_killed_run_resumes_the_same(
         config(tmp_path / name, model_folder, pairs, **changes) for name in ("killed", "whole")
     )
     finish(start(whole, module=MODULE))
-    process = start(killed, module=MODULE)
-    wait_for_step(killed, 5, process)
-    kill_rank(process, 0)
-    finish(process, status=None)
+    kill_at(killed, 5, module=MODULE)
     assert "resuming from checkpoints/step_" in finish(start(killed, attempt=1, module=MODULE))
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     tensors = [load_file(tmp_path / n / "export/model.safetensors") for n in ("killed", "whole")]

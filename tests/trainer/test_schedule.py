@@ -63,6 +63,22 @@ def test_a_schedule_of_torch_is_resumed_bitwise(name: str) -> None:
         assert stepped(block, before) == whole[before:]
 
 
+@pytest.mark.parametrize(("warmup", "cycles"), [(3, 0.5), (0, 1.5)])
+def test_the_cosine_is_torchtunes(warmup: int, cycles: float) -> None:
+    from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
+
+    name = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+    block = {"_component_": name, "num_warmup_steps": warmup, "num_cycles": cycles}
+    optimizer = optimizers.build(ADAMW, [torch.nn.Parameter(torch.zeros(2, 2))])
+    theirs = get_cosine_schedule_with_warmup(optimizer, warmup, STEPS, cycles)
+    expected = []
+    for _ in range(STEPS):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    assert [rate for rate, _ in stepped(block, 0)] == expected
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_check_takes_it(name: str, tmp_path: Path, model_folder: Path, dataset: Path) -> None:
     block = {"_component_": f"{TORCH}{name}", **SCHEDULES[name]}

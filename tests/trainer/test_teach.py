@@ -12,23 +12,25 @@ from safetensors.torch import load_file
 
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.step_config import step_of
+from runspec.keys.distill import TeachConfig, teach_notes
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
     finish,
+    kill_at,
     kill_rank,
     metrics,
     start,
-    wait_for_step,
     write_config,
 )
 from tests.trainer.test_distill import teacher as teacher
+from tests.trainer.test_distill import wide_content
 from trainer import check
 from trainer.config import parse, read_yaml
 from trainer.data.teacher import record
 from trainer.objectives.distill import Distillation, DistillConfig
 from trainer.objectives.teach import Teaching
-from trainer.trace import trace
+from trainer.trace import estimate, trace
 
 MODULE = "trainer.teach"
 STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
@@ -155,10 +157,7 @@ def test_a_killed_distillation_resumes_the_same_and_two_ranks_equal_one(
         for name, more in {"killed": {}, "whole": {}, "two": {"batch_size": 2}}.items()
     )
     finish(start(whole, module="trainer.distill"))
-    process = start(killed, module="trainer.distill")
-    wait_for_step(killed, 4, process)
-    kill_rank(process, 0)
-    finish(process, status=None)
+    kill_at(killed, 4, module="trainer.distill")
     said = finish(start(killed, attempt=1, module="trainer.distill"))
     assert "resuming from checkpoints/step_" in said
     assert curve(root / "killed") == curve(root / "whole")
@@ -205,3 +204,35 @@ def test_the_estimate_counts_no_teacher(
     found = StepMemory(step_of(content | {"entry": "distill"}, 1, ranks))
     assert "frozen models" not in found.terms or not found.terms["frozen models"]
     assert found.peak == pytest.approx(trace(parse(content, DistillConfig), ranks).peak, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"tensor_parallel_dim": 2}),
+        (2, {"teacher_quantize_base": True}),
+        (1, {"teacher_quantize_base": True}),
+    ],
+    ids=["one", "fsdp", "tensor", "nf4-fsdp", "nf4-one"],
+)
+@pytest.mark.long
+def test_the_estimate_of_the_pass_is_that_of_its_trace(
+    ranks: int,
+    more: dict[str, Any],
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    teacher: Path,
+) -> None:
+    content = wide_content(tmp_path, model_folder, dataset, teacher, more)
+    step = step_of(content | {"entry": "teach"}, 1, ranks)
+    found = StepMemory(step)
+    traced = estimate(parse(content, TeachConfig), ranks)
+    assert found.peak == pytest.approx(traced.peak, rel=0.05)
+    online = step_of(content | {"entry": "distill"}, 1, ranks)
+    assert [*teach_notes(content)] == []
+    (note,) = teach_notes(content | {"teacher_top_k": 38})
+    assert "38 keeps 308 bytes" in note and "up to 37 it is at most 300" in note
+    assert step.flops.model == online.flops.frozen and step.trainable == 0

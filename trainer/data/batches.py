@@ -164,8 +164,8 @@ class Rows(Collator, Dataset, Generic[S]):
 
     def __getitem__(self, index: int) -> Row:
         members = self.members(index if index >= 0 else ~index)
-        found = [document for member in members for document in self._documents(int(member))]
-        return Row(found, index >= 0, members)
+        documents = [document for member in members for document in self._documents(int(member))]
+        return Row(documents, index >= 0, members)
 
     def members(self, row: int) -> np.ndarray:
         """The indices of the samples in a row."""
@@ -354,10 +354,10 @@ class Data:
 
     def faults(self, vocab_size: int, max_seq_len: int) -> list[str]:
         """What would fail inside a model that knows so many tokens and positions."""
-        found = self.mismatches + self.training.faults("dataset", vocab_size, max_seq_len)
+        texts = self.mismatches + self.training.faults("dataset", vocab_size, max_seq_len)
         if self.validation is not None:
-            found += self.validation.faults("dataset_val", vocab_size, max_seq_len)
-        return found
+            texts += self.validation.faults("dataset_val", vocab_size, max_seq_len)
+        return texts
 
 
 def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:

@@ -82,24 +82,24 @@ def misfits(
     key: str, samples: TokenisedDataset, row_length: int | None, vocab_size: int, max_seq_len: int
 ) -> list[str]:
     """What of a dataset would fail inside a model that knows so many tokens and positions."""
-    found: list[str] = []
+    texts: list[str] = []
     lengths = samples.documents.max(1)
     longest = int(lengths.argmax())
     if row_length is not None and row_length > max_seq_len:
-        found.append(
+        texts.append(
             f"{key}.packed: rows of {row_length} tokens, the model takes {max_seq_len}; "
             f"set tokenizer.max_seq_len={max_seq_len}"
         )
     elif lengths[longest] > max_seq_len:
-        found.append(
+        texts.append(
             f"{key}: {int((lengths > max_seq_len).sum()):,} of {len(samples):,} samples "
             f"are too long: {samples.origin(longest)} has {lengths[longest]} tokens, "
             f"the model takes {max_seq_len}; set tokenizer.max_seq_len={max_seq_len}"
         )
     if samples.highest_token >= vocab_size:
-        found.append(
+        texts.append(
             f"tokenizer: it made token {samples.highest_token} of {key}'s "
             f"{samples.highest_origin}, the model knows {vocab_size} tokens; "
             "tokenizer and model do not belong together"
         )
-    return found
+    return texts

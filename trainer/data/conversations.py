@@ -5,10 +5,11 @@ text, a list of text parts, or null beside tool calls.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.data.marks import REASONING
+from trainer.data.rows import Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
@@ -30,11 +31,9 @@ def conversation_dataset(
     train_on: str = "all",
     train_on_reasoning: bool = True,
     new_system_prompt: str | None = None,
-    split: str = "train",
-    filter_fn: Callable[..., bool] | None = None,
-    **load_dataset_kwargs: Any,
+    **rows: Any,
 ) -> "Conversations":
-    """Open a dataset of conversations; `source` and the rest go to datasets.load_dataset.
+    """Open a dataset of conversations; `source` and the rest are those of Rows.
 
     Args:
         conversation_column, tools_column: where the messages are, and the schemas of their tools,
@@ -47,8 +46,6 @@ def conversation_dataset(
     Raises:
         ConfigError: another tokenizer than the model folder's, or an unknown value.
     """
-    from datasets import load_dataset
-
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise ConfigError(
             "dataset: conversations are rendered by the model's own chat template; leave the "
@@ -56,39 +53,36 @@ def conversation_dataset(
         )
     if train_on not in TRAIN_ON:
         raise ConfigError(f"dataset.train_on: must be one of {', '.join(TRAIN_ON)}; got {train_on}")
-    rows = load_dataset(source, split=split, **load_dataset_kwargs)
-    if filter_fn is not None:
-        rows = rows.filter(filter_fn)
     columns = conversation_column, tools_column
     chosen = train_on, train_on_reasoning
-    return Conversations(rows, tokenizer, columns, chosen, new_system_prompt)
+    return Conversations(tokenizer, columns, chosen, new_system_prompt, source=source, **rows)
 
 
-class Conversations:
+class Conversations(Rows):
     """Samples with `tokens` and `labels`, tokenised when they are read.
 
     Args:
         columns: of the messages and of the tools.
         chosen: which answers are trained, and whether their reasoning is.
+        system: takes the place of every system message.
+        rows: see Rows.
     """
 
     def __init__(
         self,
-        rows: Any,
         tokenizer: HuggingFaceTokenizer,
         columns: tuple[str, str],
         chosen: tuple[str, bool],
         system: str | None,
+        **rows: Any,
     ) -> None:
-        self._data, self._tokenizer, self._columns = rows, tokenizer, columns
+        super().__init__(**rows)
+        self._tokenizer, self._columns = tokenizer, columns
         self._train_on, self._reasoning = chosen
         self._system = system
 
-    def __len__(self) -> int:
-        return len(self._data)
-
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        row = self._data[index]
+        row = self.row(index)
         messages, tools = (row.get(column) for column in self._columns)
         turns, marked = turns_of(messages, self._columns[0])
         if self._system is not None:
@@ -103,11 +97,38 @@ class Conversations:
         excluded = [turn.pop(WEIGHT, 1) == 0 for turn in turns]
         answers = [i for i in answers if not excluded[i]]
         schemas = schemas_of(tools, self._columns[1])
-        tokens, mask = self._tokenizer.tokenize_turns(turns, answers, schemas, self._reasoning)
-        labels = [
-            IGNORE_INDEX if masked else token for token, masked in zip(tokens, mask, strict=True)
-        ]
-        return {"tokens": tokens, "labels": labels}
+        return labelled(self._tokenizer, turns, answers, schemas, self._reasoning)
+
+
+class Message:
+    """A turn as torchtune's tokenizers and prompt templates read it (torchtune.data.Message)."""
+
+    ipython, eot, contains_media = False, True, False
+
+    def __init__(self, role: str, content: str, masked: bool) -> None:
+        self.role, self.text_content, self.masked = role, content, masked
+        self.content = [{"type": "text", "content": content}]
+
+
+def labelled(
+    tokenizer: Any, turns: list[dict[str, Any]], trained: list[int], *template: Any
+) -> dict[str, list[int]]:
+    """A conversation as `tokens` and `labels`.
+
+    Args:
+        tokenizer: of the model's folder, or torchtune's, which are called with its messages.
+        turns: {role, content}.
+        trained: which turns are trained.
+        template: the schemas of the tools, and whether reasoning is trained; see tokenize_turns.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokens, mask = tokenizer.tokenize_turns(turns, trained, *template)
+    else:
+        own = [Message(**turn, masked=i not in trained) for i, turn in enumerate(turns)]
+        made = tokenizer({"messages": own})
+        tokens, mask = made["tokens"], made["mask"]
+    labels = [IGNORE_INDEX if masked else token for token, masked in zip(tokens, mask, strict=True)]
+    return {"tokens": tokens, "labels": labels}
 
 
 def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, Any]], list[bool]]:

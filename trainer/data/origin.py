@@ -17,12 +17,12 @@ TABLES = {".csv": ",", ".tsv": "\t"}
 def data_files(block: dict[str, Any]) -> list[Path]:
     """The local files that a dataset block names."""
     source = None if block.get("source") in FILE_SOURCES else block.get("source")
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for name in texts([block.get("data_files"), block.get("data_dir"), source]):
         for match in glob.glob(os.path.expanduser(name), recursive=True):
             path = Path(match)
-            found |= {p for p in path.rglob("*") if p.is_file()} if path.is_dir() else {path}
-    return sorted(found)
+            paths |= {p for p in path.rglob("*") if p.is_file()} if path.is_dir() else {path}
+    return sorted(paths)
 
 
 def texts(value: Any) -> list[str]:

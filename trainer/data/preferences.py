@@ -4,10 +4,12 @@ A record has a prompt, and answers, each a text or messages in OpenAI's form; to
 them. The forms are those of TRL's datasets, and ranked completions as NeMo-RL has them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from trainer.data.conversations import schemas_of, turns_of
+from trainer.data.conversations import labelled, schemas_of, turns_of
+from trainer.data.rows import Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
@@ -31,14 +33,14 @@ class Answer(NamedTuple):
     answer: Any
 
 
-class Preferences:
+class Preferences(Rows):
     """What the two kinds of datasets share: opening, columns, and an answer as tokens.
 
     Args:
         tokenizer: of the model's folder.
         column_map: other names of the columns in `names`, such as {chosen: better}.
         drop_invalid: leave out and count records that cannot be used; else they are faults.
-        source, split, filter_fn: as those of torchtune's datasets; the rest goes to load_dataset.
+        rows: see Rows.
 
     Raises:
         ConfigError: another tokenizer, or an unknown name in column_map.
@@ -52,13 +54,9 @@ class Preferences:
         *,
         source: str,
         column_map: Mapping[str, str] | None = None,
-        split: str = "train",
         drop_invalid: bool = False,
-        filter_fn: Callable[..., bool] | None = None,
-        **load_dataset_kwargs: Any,
+        **rows: Any,
     ) -> None:
-        from datasets import load_dataset
-
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise ConfigError(
                 "dataset: preferences are rendered by the model's own chat template; leave the "
@@ -71,12 +69,7 @@ class Preferences:
         self._tokenizer = tokenizer
         # Read by trainer.data.source.
         self.drop_invalid = drop_invalid
-        rows = load_dataset(source, split=split, **load_dataset_kwargs)
-        self._data = rows if filter_fn is None else rows.filter(filter_fn)
-
-    def row(self, index: int) -> dict[str, Any]:
-        """The record of a sample, which names the line of a fault."""
-        return dict(self._data[index])
+        super().__init__(source=source, **rows)
 
     def _value(self, row: Mapping[str, Any], name: str) -> Any:
         return row.get(self._columns[name])
@@ -105,9 +98,8 @@ class Preferences:
         if not trained or not any(_says_something(turns[i]) for i in trained):
             raise ConfigError(f"the {name} answer is empty")
         tools = schemas_of(self._value(row, "tools"), self._columns["tools"])
-        tokens, mask = self._tokenizer.tokenize_turns(turns, trained, tools)
-        labels = [IGNORE_INDEX if masked else t for t, masked in zip(tokens, mask, strict=True)]
-        return tokens, labels
+        made = labelled(self._tokenizer, turns, trained, tools)
+        return made["tokens"], made["labels"]
 
     def _answer(self, prompt: Any, answer: Any) -> Answer:
         """Prompt and answer as texts for a tokenizer without a chat template, else as turns."""
@@ -160,16 +152,16 @@ class PreferenceDataset(Preferences):
     names = PAIR_COLUMNS
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self._data[index]
-        found: dict[str, Any] = {"margin": float(self._value(row, "margin") or 0.0)}
+        row = self.rows[index]
+        sample: dict[str, Any] = {"margin": float(self._value(row, "margin") or 0.0)}
         pair = self._pair(row)
         for name, answer in zip(("chosen", "rejected"), pair, strict=True):
             tokens, labels = self._documents(answer, row, name)
-            found |= {f"{name}_input_ids": tokens, f"{name}_labels": labels}
-        return found
+            sample |= {f"{name}_input_ids": tokens, f"{name}_labels": labels}
+        return sample
 
 
 def _shared(first: Any, second: Any) -> int:
@@ -211,31 +203,27 @@ class UnpairedPreferenceDataset(Preferences):
     """Single answers: `prompt`, `completion`, and `label`, true for a desirable one.
 
     Pairs of `chosen` and `rejected` are taken, too: each is two samples. Beside its own answer a
-    sample has that of the record before it, which does not belong to its prompt: KTO measures by
-    these how far policy and reference are apart.
+    sample has that of the nearest usable record before it, which does not belong to its prompt: KTO
+    measures by these how far policy and reference are apart.
     """
 
     names = SINGLE_COLUMNS
 
     @property
     def _are_pairs(self) -> bool:
-        return self._columns["chosen"] in self._data.column_names
+        return self._columns["chosen"] in self.rows.column_names
 
     def row(self, index: int) -> dict[str, Any]:
         """As Preferences.row."""
         return super().row(index // 2 if self._are_pairs else index)
 
     def __len__(self) -> int:
-        return len(self._data) * (2 if self._are_pairs else 1)
+        return len(self.rows) * (2 if self._are_pairs else 1)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        count = len(self._data)
         row, own, desirable = self._single(index)
-        other = self._single((index - (2 if self._are_pairs else 1)) % len(self))[1]
-        if count < 2:
-            raise ConfigError("there is one record; this method needs at least two")
         tokens, labels = self._documents(own, row, "given")
-        kl_tokens, kl_labels = self._documents(Answer(own.prompt, other.answer), row, "other")
+        kl_tokens, kl_labels = self._mismatched(index, row, own.prompt)
         return {
             "tokens": tokens,
             "labels": labels,
@@ -244,12 +232,24 @@ class UnpairedPreferenceDataset(Preferences):
             "desirable": float(desirable),
         }
 
+    def _mismatched(
+        self, index: int, row: Mapping[str, Any], prompt: Any
+    ) -> tuple[list[int], list[int]]:
+        """A prompt with the answer of another record, as _documents."""
+        each = 2 if self._are_pairs else 1
+        for other in range(index - each, index - len(self), -each):
+            # A record before it that cannot be used is a fault of its own, and none of this one.
+            with suppress(ConfigError):
+                answer = self._single(other % len(self))[1].answer
+                return self._documents(Answer(prompt, answer), row, "other")
+        raise ConfigError("there is no other record to use; this method needs at least two")
+
     def _single(self, index: int) -> tuple[Mapping[str, Any], Answer, bool]:
         """A record, its answer, and whether that is desirable."""
         if self._are_pairs:
-            row = self._data[index // 2]
+            row = self.rows[index // 2]
             return row, self._pair(row)[index % 2], index % 2 == 0
-        row = self._data[index]
+        row = self.rows[index]
         prompt, completion, label = self._required(row, "prompt", "completion", "label")
         if label not in (True, False, 0, 1):
             raise ConfigError(f"the label is {label!r}; it must be true or false")

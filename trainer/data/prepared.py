@@ -48,8 +48,8 @@ def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
         name = folder.parts[-4] if len(folder.parts) > 3 else folder.name
         version = folder.parent
         there = sorted(path.name for path in version.glob("[!_]*/")) if version.is_dir() else []
-        words = f"it has {', '.join(there)}" if there else "prepare it with: cookbook prepare"
-        raise ConfigError(f"dataset: no prepared set {name} with a split {folder.name}: {words}")
+        hint = f"it has {', '.join(there)}" if there else "prepare it with: cookbook prepare"
+        raise ConfigError(f"dataset: no prepared set {name} with a split {folder.name}: {hint}")
     pairs = {"preference": {"_component_": preferences}} if preferences else {}
     read = (_BY_FORMAT | pairs).get(_card(folder)["format"])
     if read is None:

@@ -64,7 +64,7 @@ def previews(
         For each dataset that can be read a JSON object, see `_preview`; and the faults of tokenizer
         and samples, a line each, with file and line.
     """
-    found: list[dict[str, Any]] = []
+    previewed: list[dict[str, Any]] = []
     faults: list[str] = []
     sources: list[Source] = []
     try:
@@ -77,14 +77,14 @@ def previews(
             try:
                 share = form.share(block)
                 source = open_source(key, read_block(block, form), tokenizer, form, share)
-                found.append(_preview(source, config, block, tokenizer, count, faults))
+                previewed.append(_preview(source, config, block, tokenizer, count, faults))
                 sources.append(source)
             except ConfigError as error:
                 faults += error.faults
     if len(sources) == 2:
         training, validation = sources
-        _compare(config, training, validation, found[1], faults)
-    return found, faults
+        _compare(config, training, validation, previewed[1], faults)
+    return previewed, faults
 
 
 def _compare(
@@ -148,6 +148,10 @@ def _preview(
     if wrong > FAULTS:
         more = f"{wrong - FAULTS:,} more of its first {read:,} samples cannot be tokenised"
         faults.append(f"{source.key}: {more}")
+    notes = omission_notes(source.omissions, read)
+    if notes and not pieces and not wrong and read == len(source):
+        faults.append(f"{source.key}: no sample can be trained: {'; '.join(notes)}")
+        wrong, notes = read, []
     samples = FirstSamples(pieces)
     seed = config.seed if config.shuffle and source.key == "dataset" else None
     alone = Rows(samples, getattr(tokenizer, "pad_id", 0))
@@ -173,7 +177,7 @@ def _preview(
         "split_into": sum(parts > 1 for _, _, parts in places),
         "dropped": targets.count(0),
         "rows": rows,
-        "notes": omission_notes(source.omissions, read),
+        "notes": notes,
         "shown": [
             shown
             for number in range(min(count, len(pieces)))
@@ -215,10 +219,10 @@ def _shown(
 def _labels(rows: Rows[FirstSamples], index: int) -> np.ndarray:
     """The label of each token of a sample, as in its batch: what the token before it predicts."""
     batch = rows.collate([rows[index]])
-    found = []
+    parts = []
     for labels, length in zip(batch.labels.numpy(), batch.lengths, strict=True):
-        found += [[IGNORE_INDEX], labels[: length - 1]]
-    return np.concatenate(found)
+        parts += [[IGNORE_INDEX], labels[: length - 1]]
+    return np.concatenate(parts)
 
 
 def spans(tokenizer: Any, tokens: list[int], labels: np.ndarray) -> list[dict[str, Any]]:
@@ -229,13 +233,13 @@ def spans(tokenizer: Any, tokens: list[int], labels: np.ndarray) -> list[dict[st
     Args:
         labels: of each token itself, [tokens]; IGNORE_INDEX if it is not trained.
     """
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for begin, end, text in _texts(tokenizer, tokens):
         trained = bool((labels[begin:end] != IGNORE_INDEX).any())
-        if not found or found[-1]["trained"] != trained:
-            found.append({"trained": trained, "text": ""})
-        found[-1]["text"] += text
-    return found
+        if not parts or parts[-1]["trained"] != trained:
+            parts.append({"trained": trained, "text": ""})
+        parts[-1]["text"] += text
+    return parts
 
 
 def _texts(tokenizer: Any, tokens: list[int]) -> Iterator[tuple[int, int, str]]:

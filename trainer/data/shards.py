@@ -46,7 +46,7 @@ def files_of(key: str, given: Any) -> list[Path]:
     Raises:
         ConfigError: there is none, or one whose kind is not known.
     """
-    found: set[Path] = set()
+    chosen: set[Path] = set()
     for name in given if isinstance(given, list) else [given]:
         pattern = str(Path(str(name)).expanduser())
         paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
@@ -58,14 +58,14 @@ def files_of(key: str, given: Any) -> list[Path]:
         ]
         if not own:
             raise ConfigError(f"{key}: {name} names no file; give a file, a pattern or a folder")
-        found |= set(own)
-    unknown = sorted(path for path in found if _kind(path) is None)
+        chosen |= set(own)
+    unknown = sorted(path for path in chosen if _kind(path) is None)
     if unknown:
         raise ConfigError(
             f"{key}: {unknown[0]} is of no known kind: .parquet, .jsonl, .json (a record per "
             "line) or .txt (a document per line), the last three also as .gz, .zst, .bz2"
         )
-    return sorted(found)
+    return sorted(chosen)
 
 
 def _kind(path: Path) -> str | None:
@@ -83,9 +83,9 @@ def parts_of(paths: list[Path], least: int) -> list[Part]:
         ConfigError: a Parquet file cannot be read.
     """
     with ThreadPoolExecutor(THREADS) as threads:
-        found = [part for parts in threads.map(_parts, paths) for part in parts]
-    stripes = -(-least // max(1, len(found)))
-    return [part._replace(stripe=n, stripes=stripes) for part in found for n in range(stripes)]
+        pieces = [part for parts in threads.map(_parts, paths) for part in parts]
+    stripes = -(-least // max(1, len(pieces)))
+    return [part._replace(stripe=n, stripes=stripes) for part in pieces for n in range(stripes)]
 
 
 def _parts(path: Path) -> list[Part]:
@@ -175,8 +175,8 @@ def _text(part: Part, line: bytes, column: str) -> Any:
             f"{part.path}, behind byte {part.begin:,}: not JSON: {error}: {line[:60]!r}"
         ) from None
     if not isinstance(record, dict) or column not in record:
-        words = f"only {', '.join(record)}" if isinstance(record, dict) else "it is no object"
+        content = f"only {', '.join(record)}" if isinstance(record, dict) else "it is no object"
         raise ConfigError(
-            f"{part.path}, behind byte {part.begin:,}: a record has no {column!r}, {words}"
+            f"{part.path}, behind byte {part.begin:,}: a record has no {column!r}, {content}"
         )
     return record[column]

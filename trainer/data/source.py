@@ -11,17 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config import instantiate
-from trainer.data import origin, tokenizers
+from trainer.data import origin
 from trainer.data.form import SINGLE, SampleForm, cut_at
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
 PREPARED = "trainer.data.prepared.prepared_dataset"
-CHAT = "torchtune.datasets.chat_dataset"
-CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
-# torchtune's for messages of {from, value}.
-SHAREGPT_ROLES = ("system", "human", "gpt")
-
 
 # Tokens int32 [n], and bool [n], which of them are trained.
 Document = tuple[np.ndarray, np.ndarray]
@@ -68,10 +63,8 @@ class Source:
         self.key, self.block, self.form, self._share = key, block, form, share
         self._samples, self._tokenizer = samples, tokenizer
         self._limit: int | None = getattr(tokenizer, "max_seq_len", None)
-        # torchtune's class cannot be imported here: it would bring all of its datasets.
-        kinds = {kind.__name__ for kind in type(samples).__mro__}
         self.omissions: dict[str, tuple[int, str]] = {}
-        self.is_text = "TextCompletionDataset" in kinds or getattr(samples, "is_text", False)
+        self.is_text = getattr(samples, "is_text", False)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -79,7 +72,7 @@ class Source:
     @property
     def info(self) -> Any:
         """What the library `datasets` knows of the opened data; None if it did not open them."""
-        return getattr(getattr(self._samples, "_data", None), "info", None)
+        return getattr(getattr(self._samples, "rows", None), "info", None)
 
     @property
     def split_sizes(self) -> dict[str, int]:
@@ -134,7 +127,7 @@ class Source:
 
     def row(self, index: int) -> dict[str, Any] | None:
         """The columns of a sample before they become messages; None if the dataset keeps none."""
-        return _row(self._samples, index)
+        return self._samples.row(index) if hasattr(self._samples, "row") else None
 
     def _omitted(self, what: str, index: int) -> None:
         count, first = self.omissions.get(what) or (0, self.origin(index))
@@ -215,7 +208,7 @@ def open_source(
     # Its own, as `Source` changes the limit.
     tokenizer = copy.copy(tokenizer)
     try:
-        samples = instantiate(key, _with_own_template(block, tokenizer), tokenizer)
+        samples = instantiate(key, block, tokenizer)
     except StopIteration:
         # So datasets answers to a file of no line.
         raise ConfigError(f"{key}: holds no sample") from None
@@ -232,20 +225,6 @@ def open_source(
     return Source(key, block, samples, tokenizer, form, share)
 
 
-def _with_own_template(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """torchtune's chat_dataset in OpenAI's form as ours, if the tokenizer has the chat template.
-
-    torchtune's knows no tool calls: for a message without content it takes the one before it.
-    """
-    style = block.get("conversation_style") == "openai"
-    if not (style and block["_component_"] == CHAT and not block.get("train_on_input")):
-        return block
-    if not isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
-        return block
-    others = {k: v for k, v in block.items() if k not in ("conversation_style", "train_on_input")}
-    return others | {"_component_": CONVERSATIONS}
-
-
 def sample(
     samples: Any, index: int, limit: int | None, form: SampleForm = SINGLE
 ) -> tuple[list[Document], float]:
@@ -255,17 +234,16 @@ def sample(
         ConfigError: a message, column or key is missing, or the labels are not the tokens.
     """
     try:
-        _check_contents(samples, index)
         made = samples[index]
+    except KeyError as error:
+        raise ConfigError(f"there is no column {error}") from error
     except (
         AssertionError,  # of torchtune's messages
-        KeyError,
         TypeError,
         ValueError,
         AttributeError,
-        ConfigError,
     ) as error:
-        raise ConfigError(_reason(samples, index, error)) from error
+        raise ConfigError(str(error)) from error
     wanted = {key for keys in form.documents for key in keys} | ({form.number} - {""})
     if missing := sorted(wanted - made.keys()):
         raise ConfigError(
@@ -285,67 +263,3 @@ def _document(tokens: Any, labels: Any, limit: int | None) -> Document:
     if not np.array_equal(labels[trained], tokens[trained]):
         raise ConfigError("its labels are not its tokens; only these can be trained")
     return tokens, trained
-
-
-def _check_contents(samples: Any, index: int) -> None:
-    """Refuse what torchtune's classes do not see of a message, or stop at without saying where.
-
-    OpenAI's repeats the message before one without content, and trains an answer whose weight is 0.
-    """
-    transform = getattr(samples, "_message_transform", None)
-    check = {"OpenAIToMessages": _openai_fault, "ShareGPTToMessages": _sharegpt_fault}.get(
-        type(transform).__name__
-    )
-    if check is None or transform is None:
-        return
-    row, column = _row(samples, index) or {}, next(iter(transform._column_map.values()))
-    if column in row and not isinstance(row[column], list):
-        raise ConfigError(f"the column {column!r} holds no list of messages")
-    for number, message in enumerate(row.get(column) or [], 1):
-        if fault := check(message):
-            raise ConfigError(f"message {number} {fault}")
-
-
-def _openai_fault(message: Mapping[str, Any]) -> str | None:
-    remedy = (
-        "leave the tokenizer block and train_on_input out, so that the model folder's chat "
-        "template is used"
-    )
-    if not isinstance(message.get("content"), str | list):
-        what = "no content, and torchtune's tokenizers know no tool calls"
-    elif message.get("weight") not in (None, 1):
-        what = f"the weight {message['weight']!r}, which torchtune's tokenizers do not know"
-    else:
-        return None
-    return f"({message.get('role')}) has {what}; {remedy}"
-
-
-def _sharegpt_fault(message: Mapping[str, Any]) -> str | None:
-    role = message.get("from")
-    if role not in SHAREGPT_ROLES:
-        return (
-            f"is from {role!r}; known: {', '.join(SHAREGPT_ROLES)}; others, such as tool calls, "
-            "need conversation_style=openai"
-        )
-    return None if isinstance(message.get("value"), str) else f"({role}) has no text in 'value'"
-
-
-def _row(samples: Any, index: int) -> dict[str, Any] | None:
-    """The columns of a sample before they become messages; None if the dataset keeps none."""
-    try:
-        row = samples.row(index) if hasattr(samples, "row") else samples._data[index]
-    except (AttributeError, TypeError, KeyError):
-        return None
-    return dict(row) if isinstance(row, Mapping) else None
-
-
-def _reason(samples: Any, index: int, error: Exception) -> str:
-    """Why a sample cannot be tokenised; names the missing column if the dataset tells which."""
-    if isinstance(error, KeyError):
-        return f"there is no column {error}"
-    transform = getattr(samples, "_message_transform", None)
-    columns = getattr(transform, "column_map", None) or getattr(transform, "_column_map", None)
-    used = list((columns or {}).values()) or [getattr(samples, "_column", None)]
-    row = _row(samples, index)
-    missing = [] if row is None else [repr(name) for name in used if name and row.get(name) is None]
-    return f"there is no {' and no '.join(missing)}" if missing else str(error)

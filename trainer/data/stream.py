@@ -72,23 +72,23 @@ def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: boo
     Raises:
         ConfigError: a file is missing or of no known kind, or a source is described wrongly.
     """
-    found: list[Source] = []
+    opened: list[Source] = []
     faults: list[str] = []
     for number, block in enumerate(sources if isinstance(sources, list) else []):
         try:
-            found.append(_source(f"dataset.sources.{number}", block))
+            opened.append(_source(f"dataset.sources.{number}", block))
         except ConfigError as error:
             faults += error.faults
-    if not (found or faults):
+    if not (opened or faults):
         faults.append("dataset.sources: must list at least one source with data_files")
-    names = [source.name for source in found]
+    names = [source.name for source in opened]
     faults += [
         f"dataset.sources: two are called {name}: give each a name"
         for name in sorted({n for n in names if names.count(n) > 1})
     ]
     if faults:
         raise ConfigError(*faults)
-    return Stream(tokenizer, found)
+    return Stream(tokenizer, opened)
 
 
 def _source(key: str, block: Any) -> Source:
@@ -207,11 +207,11 @@ class StreamBatches:
                     rows[stream], states[stream] = row, state
             # A stop is seen after the next step's rows are there: that of the last step stays.
             self._states = {done - 1: self._states[done - 1], done: states}
-            found = [
+            micro_batches = [
                 self._collator.collate([rows[stream] for stream in self.own[begin : begin + size]])
                 for begin in range(0, len(self.own), size)
             ]
-            yield [batch.pin_memory() for batch in found] if pinned else found
+            yield [batch.pin_memory() for batch in micro_batches] if pinned else micro_batches
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -236,19 +236,19 @@ class StreamBatches:
 
     def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
         """See `Batches.faults`; that every token is known follows from the vocabularies."""
-        found = []
+        texts = []
         if self._collator.length is not None and self._collator.length > max_seq_len:
-            found.append(
+            texts.append(
                 f"{key}: rows of {self._collator.length} tokens, the model takes {max_seq_len}; "
                 f"set tokenizer.max_seq_len={max_seq_len}"
             )
         size = getattr(self.recipe.tokenizer, "vocab_size", 0)
         if size > vocab_size:
-            found.append(
+            texts.append(
                 f"tokenizer: it has {size} tokens, the model knows {vocab_size}; tokenizer and "
                 "model do not belong together"
             )
-        return found
+        return texts
 
 
 def _unchanged(item: Any) -> Any:
@@ -260,14 +260,14 @@ def faults(config: TrainConfig) -> list[str]:
     """What of a config with a stream cannot work, one line each; no file is read."""
     if config.dataset["_component_"] != STREAM:
         return []
-    found = []
+    texts = []
     if not config.max_steps:
-        found.append("max_steps: a stream has no end; set max_steps to the number of steps")
+        texts.append("max_steps: a stream has no end; set max_steps to the number of steps")
     for key in ("max_steps_per_epoch", "dataset.split"):
         block, _, name = key.rpartition(".")
         if (config.dataset if block else vars(config)).get(name):
-            found.append(f"{key}: a stream has no epochs and no splits; leave it out")
-    return found
+            texts.append(f"{key}: a stream has no epochs and no splits; leave it out")
+    return texts
 
 
 def build(config: TrainConfig, world: World) -> Data:
@@ -276,8 +276,8 @@ def build(config: TrainConfig, world: World) -> Data:
     Raises:
         ConfigError: tokenizer or files cannot be read, or the config does not fit a stream.
     """
-    if found := faults(config):
-        raise ConfigError(*found)
+    if wrong := faults(config):
+        raise ConfigError(*wrong)
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     streams = config.batch_size * config.gradient_accumulation_steps * world.data_size

@@ -79,12 +79,12 @@ class KeptTeacher:
 
     def of(self, samples: np.ndarray) -> TopK:
         """What is kept of the trained tokens of some samples in turn."""
-        found = [np.zeros(0, self._record)]
+        records = [np.zeros(0, self._record)]
         for sample in samples.tolist():
             begin = int(self._begins[sample])
             part = self._parts[self._part_of[sample]]
-            found.append(part[begin : begin + int(self._targets[sample])])
-        whole = np.concatenate(found)
+            records.append(part[begin : begin + int(self._targets[sample])])
+        whole = np.concatenate(records)
         return TopK(*(torch.from_numpy(whole[name].copy()) for name in TopK._fields))
 
     def _mapped(self, folder: Path, part: Part) -> np.ndarray:

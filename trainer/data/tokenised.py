@@ -35,6 +35,22 @@ COLUMNS = ("length", "targets", "fingerprint", "source", "left_out")
 TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
+# The modules beside this one that decide on a sample's tokens.
+MAKERS = tuple(
+    f"{name}.py"
+    for name in (
+        "source",
+        "form",
+        "rows",
+        "instructions",
+        "conversations",
+        "preferences",
+        "prompts",
+        "tokenizers",
+        "spans",
+        "marks",
+    )
+)
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
@@ -183,7 +199,7 @@ def _name(
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "code": [files.sha256(Path(__file__).with_name(name)) for name in _makers(block)],
+        "code": [files.sha256(Path(__file__).with_name(name)) for name in MAKERS],
         "dataset": block,
         "tokenizer": tokenizer_block,
         "form": [form.documents, form.number, share],
@@ -196,25 +212,18 @@ def _name(
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _makers(block: dict[str, Any]) -> tuple[str, ...]:
-    """The modules beside this one that decide on a sample's tokens."""
-    conversations = block["_component_"] in (source.CHAT, source.CONVERSATIONS)
-    own = ("source.py", "form.py", "tokenizers.py", "spans.py", "marks.py")
-    return (*own, *(("conversations.py",) if conversations else ()))
-
-
 def tokenizer_files(block: dict[str, Any]) -> list[Path]:
     """The files that a `tokenizer` block names, and those of folders that it names."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for name in origin.texts(list(block.values())):
         if "{" in name:
             continue  # the text of a chat template
         path = Path(name)
         if path.is_dir():
-            found |= {p for p in path.iterdir() if p.suffix in TOKENIZER_SUFFIXES}
+            paths |= {p for p in path.iterdir() if p.suffix in TOKENIZER_SUFFIXES}
         elif path.is_file():
-            found.add(path)
-    return sorted(found)
+            paths.add(path)
+    return sorted(paths)
 
 
 def make(samples: Source, folder: Path, world: World) -> None:

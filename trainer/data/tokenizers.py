@@ -3,18 +3,19 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runspec.files import read_json_or_none
+from runspec import tokens
+from runspec.files import read_json_or_none, write_json
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
+    from tokenizers import Encoding, Tokenizer
 
 # Templates that ask for today's date get this one, so that a resumed run sees the same tokens.
 TEMPLATE_DATE = datetime(2024, 7, 26)
@@ -26,6 +27,7 @@ def hugging_face_tokenizer(
     max_seq_len: int | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    new_tokens: list[str] | str | None = None,
 ) -> "HuggingFaceTokenizer":
     """Open the tokenizer of a Hugging Face model folder.
 
@@ -35,13 +37,18 @@ def hugging_face_tokenizer(
         max_seq_len: longer conversations are cut to this many tokens; None cuts nothing.
         chat_template: in the place of the folder's: a file, or the text itself.
         chat_template_kwargs: arguments of the template, such as enable_thinking.
+        new_tokens: what to add to the vocabulary: a list, or a file with one per line.
 
     Raises:
-        ConfigError: tokenizer.json or the file of the template is missing, or the chat template is
-            broken.
+        ConfigError: tokenizer.json or the file of the template is missing, the chat template is
+            broken, or a new token is one already.
     """
     template = None if chat_template is None else template_text(chat_template)
-    return HuggingFaceTokenizer(Path(path), max_seq_len, template, chat_template_kwargs)
+    try:
+        added = tokens.new_tokens({"new_tokens": new_tokens})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return HuggingFaceTokenizer(Path(path), max_seq_len, template, chat_template_kwargs, added)
 
 
 def template_text(given: str) -> str:
@@ -58,8 +65,59 @@ def template_text(given: str) -> str:
         raise ConfigError(f"tokenizer.chat_template: {given} cannot be read: {error}") from None
 
 
+def _opened(folder: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
+    return Tokenizer.from_file(str(file))
+
+
+def _add(tokenizer: "Tokenizer", texts: Sequence[str]) -> range:
+    """Add tokens, and return their ids.
+
+    They are found in a text as they are, before it is normalised and split, and stay in texts that
+    are decoded.
+    """
+    from tokenizers import AddedToken
+
+    known = {text: number for text in texts if (number := tokenizer.token_to_id(text)) is not None}
+    if known:
+        raise ConfigError(
+            *(
+                f"{tokens.KEY}: {text!r} is a token already (id {number}); leave it out"
+                for text, number in known.items()
+            )
+        )
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts])
+    first = (tokenizer.token_to_id(texts[0]) or 0) if texts else 0
+    return range(first, first + len(texts))
+
+
+def write_new_tokens(block: Mapping[str, Any], folder: Path) -> None:
+    """Add a `tokenizer` block's new tokens to the tokenizer's files in a folder."""
+    if not (texts := tokens.new_tokens(block)):
+        return
+    tokenizer = _opened(folder)
+    first = _add(tokenizer, texts).start
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = {text: first + index for index, text in enumerate(texts)}
+    # Older folders list the added tokens again.
+    settings = read_json_or_none(folder / "tokenizer_config.json") or {}
+    if (listed := settings.get("added_tokens_decoder")) is not None:
+        plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False)
+        listed |= {str(number): {"content": text, **plain} for text, number in ids.items()}
+        write_json(folder / "tokenizer_config.json", settings)
+    if (mapped := read_json_or_none(folder / "added_tokens.json")) is not None:
+        write_json(folder / "added_tokens.json", mapped | ids)
+
+
 class HuggingFaceTokenizer:
-    """Turns messages into tokens and a mask, as torchtune's datasets expect of a tokenizer."""
+    """Turns messages into tokens and a mask, as torchtune's datasets expect of a tokenizer.
+
+    new_ids: the ids of the tokens that were added.
+    """
 
     def __init__(
         self,
@@ -67,14 +125,11 @@ class HuggingFaceTokenizer:
         max_seq_len: int | None,
         template: str | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        new_tokens: Sequence[str] = (),
     ) -> None:
-        from tokenizers import Tokenizer
-
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
         self.max_seq_len = max_seq_len
-        self._tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer = _opened(folder)
+        self.new_ids = _add(self._tokenizer, new_tokens)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = read_json_or_none(folder / "tokenizer_config.json") or {}
@@ -294,23 +349,23 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
     advice = "; give the tokenizer that belongs to checkpointer.checkpoint_dir"
     own = {name: getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", "pad_id")}
     ends = {own["eos_id"], *(getattr(tokenizer, "stop_tokens", None) or ())} - {None}
-    found = []
+    texts = []
     size = getattr(tokenizer, "vocab_size", 0)
-    if size > vocabulary:
-        found.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
-    found += [
+    if size > vocabulary and not getattr(tokenizer, "new_ids", ()):
+        texts.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
+    texts += [
         f"tokenizer: its {name} is {value}, the model knows {vocabulary} tokens, from 0{advice}"
         for name, value in own.items()
         if value is not None and not 0 <= value < vocabulary
     ]
     begins, model_ends = _ids(known, "bos_token_id"), _ids(known, "eos_token_id")
     if begins and own["bos_id"] is not None and own["bos_id"] not in begins:
-        found.append(f"tokenizer: its bos_id is {own['bos_id']}, the model's {_or(begins)}{advice}")
+        texts.append(f"tokenizer: its bos_id is {own['bos_id']}, the model's {_or(begins)}{advice}")
     if model_ends and ends and not model_ends & ends:
-        found.append(
+        texts.append(
             f"tokenizer: it ends a text by {_or(ends)}, the model by {_or(model_ends)}{advice}"
         )
-    return found
+    return texts
 
 
 def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:

@@ -17,21 +17,24 @@ def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -
     Raises:
         ConfigError: it is not installed, or does not know a task.
     """
+    if answerer.ranks > 1:
+        message = "lm-evaluation-harness is given models on one GPU only, and this one is larger"
+        raise ConfigError(f"{message}: use larger GPUs, or leave tasks of kind lm_eval out")
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError:
-        words = "a task of kind lm_eval needs lm-evaluation-harness"
-        raise ConfigError(f"{words}: bash setup.sh --with lm-eval") from None
+        message = "a task of kind lm_eval needs lm-evaluation-harness"
+        raise ConfigError(f"{message}: bash setup.sh --with lm-eval") from None
     manager = TaskManager(include_path=task.get("include_path"))
     if unknown := [name for name in task["tasks"] if name not in manager.all_tasks]:
-        words = f"lm-evaluation-harness has no task {', '.join(unknown)}"
-        raise ConfigError(f"{words}: lm_eval ls tasks lists them; include_path adds your own")
+        message = f"lm-evaluation-harness has no task {', '.join(unknown)}"
+        raise ConfigError(f"{message}: lm_eval ls tasks lists them; include_path adds your own")
     model = HFLM(
         pretrained=answerer.model, tokenizer=answerer.tokenizer, batch_size=config["batch_size"]
     )
-    found = simple_evaluate(
+    results = simple_evaluate(
         model=model,
         tasks=list(task["tasks"]),
         num_fewshot=task.get("num_fewshot"),
@@ -43,11 +46,11 @@ def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -
         fewshot_random_seed=config["seed"],
         task_manager=manager,
     )
-    logged = found["samples"]
+    logged = results["samples"]
     # Of a normal distribution, whose width the harness's standard errors tell.
     width = NormalDist().inv_cdf((1 + config["confidence"]) / 2)
     figures: dict[str, Any] = {}
-    for name, block in found["results"].items():
+    for name, block in results["results"].items():
         for metric, value in block.items():
             if isinstance(value, int | float) and "_stderr" not in metric:
                 label = f"{name}/{metric.removesuffix(',none')}"

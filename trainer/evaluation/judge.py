@@ -47,8 +47,8 @@ def _letter(task: dict[str, Any], prompt: str, reference: str, a: str, b: str) -
         "max_tokens": 8,
     }
     said = _post(task, body)["choices"][0]["message"]["content"] or ""
-    found = re.search(r"\b([ABT])\b", said)
-    return found.group(1) if found else "T"
+    match = re.search(r"\b([ABT])\b", said)
+    return match.group(1) if match else "T"
 
 
 def _post(task: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """One model that answers: a folder as transformers reads it, or an adapter with its base."""
 
 import hashlib
-import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from runspec import files, weights
 from trainer.errors import ConfigError
+from trainer.evaluation import spread
 from trainer.evaluation.samples import Sample
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -26,13 +27,17 @@ def fingerprint(folder: Path) -> str:
 
 
 class Answerer:
-    """A model on one device, its tokenizer, and how it answers.
+    """A model on one device, or spread over `ranks`, its tokenizer, and how it answers.
+
+    All ranks of a spread model call its methods together, with the same arguments.
 
     Raises:
         ConfigError: the folder holds no model that transformers can load.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], device: torch.device, ranks: int = 1
+    ) -> None:
         # A model folder is all that is asked for; nothing is looked up on the network.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,22 +45,27 @@ class Answerer:
 
         disable_progress_bar()
         set_verbosity_error()
-        logging.getLogger("torchao").setLevel(logging.ERROR)
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.ranks = settings, device, ranks
         adapter = files.read_json_or_none(folder / "adapter_config.json")
         base = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
+        if adapter and ranks > 1:
+            raise ConfigError(
+                f"{folder}: is an adapter, and its base is larger than a GPU, so that it cannot be "
+                "loaded onto it; evaluate the merged export"
+            )
         if not (base / "config.json").is_file():
             raise ConfigError(f"{base}: holds no model (config.json is missing)")
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(base), padding_side="left")
+            # An adapter with new tokens has a tokenizer of its own.
+            own = folder if (folder / "tokenizer.json").is_file() else base
+            self.tokenizer = AutoTokenizer.from_pretrained(str(own), padding_side="left")
             dtype = DTYPES[settings["dtype"]]
-            model = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
+            model = spread.load(AutoModelForCausalLM, base, dtype, device, ranks)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{base}: transformers cannot load it: {error}") from None
         if adapter:
-            model = adapted(model, folder)
-        self.base = base
-        self.model = model.to(device).eval()
+            model = adapted(model, folder).to(device).eval()
+        self.base, self.model = base, model
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         positions = int(getattr(self.model.config, "max_position_embeddings", 0) or 2**20)
@@ -100,11 +110,11 @@ class Answerer:
         ids = [self._ids(text) for text in texts]
         room = self.limit - self.settings["max_new_tokens"]
         fits = [k for k, each in enumerate(ids) if len(each) <= room]
-        found: list[dict[str, Any]] = [
+        rows: list[dict[str, Any]] = [
             {"answer": "", "new_tokens": 0, "seconds": 0.0, "too_long": True} for _ in ids
         ]
         if not fits:
-            return found
+            return rows
         batch = self.tokenizer.pad({"input_ids": [ids[k] for k in fits]}, return_tensors="pt")
         began = time.perf_counter()
         hot = self.settings["temperature"] > 0
@@ -115,6 +125,7 @@ class Answerer:
             max_new_tokens=self.settings["max_new_tokens"],
             do_sample=hot,
             pad_token_id=self.tokenizer.pad_token_id,
+            **spread.options(self.model, self.ranks),
             **(sampling if hot else greedy),
         )
         seconds = time.perf_counter() - began
@@ -122,27 +133,27 @@ class Answerer:
         for k, row in zip(fits, generated[:, width:].tolist(), strict=True):
             text = self.tokenizer.decode(row, skip_special_tokens=True).strip()
             count = sum(token != self.tokenizer.pad_token_id for token in row)
-            found[k] = {"answer": text, "new_tokens": count, "seconds": seconds}
-        return found
+            rows[k] = {"answer": text, "new_tokens": count, "seconds": seconds}
+        return rows
 
     @torch.inference_mode()
     def likelihoods(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:
         """Return nll (nats, summed) and tokens of each sample's reference, given its prompt."""
-        found = []
+        rows = []
         for sample in samples:
             prompt = self._ids(self.prompt_text(sample, task))
             answer = self.tokenizer(sample.reference, add_special_tokens=False)["input_ids"]
             if self.settings["template"] == "chat" and self.tokenizer.eos_token_id is not None:
                 answer = [*answer, self.tokenizer.eos_token_id]
             if not answer or len(prompt) + len(answer) > self.limit:
-                found.append({"nll": 0.0, "tokens": 0, "too_long": bool(answer)})
+                rows.append({"nll": 0.0, "tokens": 0, "too_long": bool(answer)})
                 continue
             ids = torch.tensor([prompt + answer], device=self.device)
             logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
             target = ids[0, len(prompt) :]
             nll = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
-            found.append({"nll": float(nll), "tokens": len(answer)})
-        return found
+            rows.append({"nll": float(nll), "tokens": len(answer)})
+        return rows
 
     def _ids(self, text: str) -> list[int]:
         # A chat template writes the first token itself.
@@ -155,6 +166,12 @@ def adapted(model: Any, folder: Path) -> Any:
     try:
         from peft import PeftModel
     except ImportError:
-        words = f"{folder} is an adapter, which needs the package peft"
-        raise ConfigError(f"{words}: pip install peft, or evaluate the merged export") from None
+        message = f"{folder} is an adapter, which needs the package peft"
+        raise ConfigError(f"{message}: pip install peft, or evaluate the merged export") from None
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        tables = [key for key in file.keys() if key.endswith(".embed_tokens.weight")]  # noqa: SIM118
+        rows = [file.get_slice(key).get_shape()[0] for key in tables]
+    if rows and rows[0] > model.get_input_embeddings().weight.shape[0]:
+        # Its new tokens' rows take the place of these.
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
     return PeftModel.from_pretrained(model, str(folder))

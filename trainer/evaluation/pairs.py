@@ -8,25 +8,13 @@ from typing import Any
 import torch
 
 from runspec import files
+from runspec.weights import gives_scores
 from trainer.data.preferences import PreferenceDataset
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.evaluation.model import DTYPES, Answerer, adapted
 from trainer.evaluation.samples import Sample
 from trainer.layers.batch import IGNORE_INDEX
-
-
-def gives_scores(folder: Path) -> bool:
-    """Whether a folder holds a reward model, or a reward model's adapter."""
-    adapter = files.read_json_or_none(folder / "adapter_config.json")
-    if isinstance(adapter, dict):
-        return adapter.get("task_type") == "SEQ_CLS"
-    content = files.read_json_or_none(folder / "config.json") or {}
-    return any(name.endswith("ForSequenceClassification") for name in _classes(content))
-
-
-def _classes(content: Mapping[str, Any]) -> list[str]:
-    return list(content.get("architectures") or [])
 
 
 class Pairs(PreferenceDataset):
@@ -36,7 +24,7 @@ class Pairs(PreferenceDataset):
         # The parent would load a dataset.
         self._columns = {name: name for name in self.names}
         self._tokenizer = hugging_face_tokenizer(str(folder))
-        self._data = list(records)
+        self.rows = list(records)
 
 
 class Scorer:
@@ -49,7 +37,9 @@ class Scorer:
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: torch.device) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from transformers import AutoModelForSequenceClassification
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         if not gives_scores(folder):
             raise ConfigError(f"{folder}: is no reward model (entry: reward makes one)")
         adapter = files.read_json_or_none(folder / "adapter_config.json")
@@ -61,6 +51,9 @@ class Scorer:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder}: transformers cannot load it: {error}") from None
         self.model = (adapted(model, folder) if adapter else model).to(device).eval()
+        if (folder / "tokenizer.json").is_file():
+            # An adapter with new tokens has a tokenizer of its own.
+            self.folder = folder
         # One document at a time ends where its row ends; without it no token is taken for padding.
         self.model.config.pad_token_id = None
         self.device = device
@@ -68,21 +61,21 @@ class Scorer:
     @torch.inference_mode()
     def scores(self, documents: Sequence[Sequence[int]]) -> list[float]:
         """The score at the last token of each document, which is given by its tokens."""
-        found = []
+        scores = []
         for tokens in documents:
             ids = torch.tensor([list(tokens)], device=self.device)
-            found.append(float(self.model(input_ids=ids).logits[0, 0]))
-        return found
+            scores.append(float(self.model(input_ids=ids).logits[0, 0]))
+        return scores
 
     def pairs(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
         """The scores of chosen and rejected of each sample, whose record is its only message."""
         read = Pairs(self.folder, [sample.messages[0] for sample in samples])
-        found = []
+        rows = []
         for index in range(len(samples)):
             pair = read[index]
             both = self.scores([pair["chosen_input_ids"], pair["rejected_input_ids"]])
-            found.append(dict(zip(("chosen", "rejected"), both, strict=True)))
-        return found
+            rows.append(dict(zip(("chosen", "rejected"), both, strict=True)))
+        return rows
 
     def best(
         self, samples: Sequence[Sample], task: Mapping[str, Any], drawn: list[list[dict[str, Any]]]
@@ -94,7 +87,7 @@ class Scorer:
         """
         tokenizer = hugging_face_tokenizer(str(self.folder))
         turns = [{"role": "system", "content": task["system"]}] if task.get("system") else []
-        found = []
+        chosen = []
         for sample, rows in zip(samples, zip(*drawn, strict=True), strict=True):
             asked = [*turns, {"role": "user", "content": sample.prompt}]
             documents = [
@@ -106,13 +99,19 @@ class Scorer:
             scores = self.scores([tokens for tokens, _ in documents])
             best = max(range(len(rows)), key=scores.__getitem__)
             spent = {key: sum(row[key] for row in rows) for key in ("new_tokens", "seconds")}
-            found.append(rows[best] | spent | {"reward": scores[best]})
-        return found
+            chosen.append(rows[best] | spent | {"reward": scores[best]})
+        return chosen
 
 
-def opened(folder: Path, settings: dict[str, Any], device: torch.device) -> "Answerer | Scorer":
-    """The model of a folder: one that answers, or one that gives scores."""
-    return (Scorer if gives_scores(folder) else Answerer)(folder, settings, device)
+def opened(
+    folder: Path, settings: dict[str, Any], device: torch.device, ranks: int = 1
+) -> "Answerer | Scorer":
+    """The model of a folder: one that answers, over `ranks`, or one that gives scores."""
+    if not gives_scores(folder):
+        return Answerer(folder, settings, device, ranks)
+    if ranks > 1:
+        raise ConfigError(f"{folder}: a reward model has to fit one GPU; use larger GPUs")
+    return Scorer(folder, settings, device)
 
 
 def compared(model: "Answerer | Scorer", samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -123,7 +122,7 @@ def compared(model: "Answerer | Scorer", samples: Sequence[Sample]) -> list[dict
 @torch.inference_mode()
 def _likelihoods(answerer: Answerer, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     read = Pairs(answerer.base, [sample.messages[0] for sample in samples])
-    found = []
+    rows = []
     for index in range(len(samples)):
         pair, sums = read[index], {}
         for name in ("chosen", "rejected"):
@@ -134,5 +133,5 @@ def _likelihoods(answerer: Answerer, samples: Sequence[Sample]) -> list[dict[str
                 logits, labels[1:], reduction="sum", ignore_index=IGNORE_INDEX
             )
             sums[name] = -float(nll)
-        found.append(sums)
-    return found
+        rows.append(sums)
+    return rows

@@ -88,24 +88,24 @@ def _of_samples(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rows = {side: plan.all_rows(name, side) for side in plan.sides}
     data = plan.data[name]
-    found: dict[str, Any] = {"kind": task["kind"], "samples": len(data)}
-    found["data_sha256"] = samples.sha256(data)
-    found["too_long"] = {
+    result: dict[str, Any] = {"kind": task["kind"], "samples": len(data)}
+    result["data_sha256"] = samples.sha256(data)
+    result["too_long"] = {
         side: sum(bool(row.get("too_long")) for row in rows[side]) for side in plan.sides
     }
     if config.get("training_data"):
-        found["contamination"] = samples.contamination(data, config["training_data"])
+        result["contamination"] = samples.contamination(data, config["training_data"])
     columns = _columns(task, data, rows)
     if task["kind"] == "judge":
-        found["metrics"] = {"win_rate": _wins(plan.all_rows(name, "both"), data, config)}
+        result["metrics"] = {"win_rate": _wins(plan.all_rows(name, "both"), data, config)}
     else:
-        found["metrics"] = {
+        result["metrics"] = {
             metric: _groups(metric, sides, data, config) for metric, sides in columns.items()
         }
     if task["kind"] not in _WITHOUT_ANSWERS:
-        found["speed"] = {side: _speed(rows[side]) for side in plan.sides}
+        result["speed"] = {side: _speed(rows[side]) for side in plan.sides}
         if "classification" in task["metrics"]:
-            found["classification"] = {
+            result["classification"] = {
                 side: _report(rows[side], data, task["labels"]) for side in plan.sides
             }
     lines = []
@@ -121,8 +121,8 @@ def _of_samples(
         differ = [
             line for line in lines if line["candidate"]["answer"] != line["against"]["answer"]
         ]
-        found["differing"] = {"count": len(differ), "first": [_side(x) for x in differ[:_SHOWN]]}
-    return found, lines
+        result["differing"] = {"count": len(differ), "first": [_side(x) for x in differ[:_SHOWN]]}
+    return result, lines
 
 
 def _side(line: dict[str, Any]) -> dict[str, str]:
@@ -153,21 +153,21 @@ def _columns(
             for side, own in rows.items()
         }
         return {"accuracy": {side: (own, np.ones(len(own))) for side, own in higher.items()}}
-    found: Columns = {}
+    columns: Columns = {}
     if task.get("reward_model"):
         best = {side: [row["reward"] for row in own] for side, own in rows.items()}
-        found["reward"] = {
+        columns["reward"] = {
             side: (np.array(own, float), np.ones(len(own))) for side, own in best.items()
         }
     for metric in task["metrics"]:
-        found[metric] = {}
+        columns[metric] = {}
         for side, own in rows.items():
             values = [
                 scores.of_answer(metric, row["answer"], sample.reference, task)
                 for row, sample in zip(own, data, strict=True)
             ]
-            found[metric][side] = np.array(values, float), np.ones(len(values))
-    return found
+            columns[metric][side] = np.array(values, float), np.ones(len(values))
+    return columns
 
 
 def _groups(
@@ -180,11 +180,11 @@ def _groups(
     groups = np.array([sample.group for sample in data])
     chosen = {"all": np.ones(len(data), bool)}
     chosen |= {name: groups == name for name in sorted(set(groups.tolist()) - {""})}
-    found = {}
+    by_group = {}
     for name, mask in chosen.items():
         within = {side: (sums[mask], weights[mask]) for side, (sums, weights) in sides.items()}
-        found[name] = {"samples": int(mask.sum()), **_figures(metric, within, config)}
-    return found
+        by_group[name] = {"samples": int(mask.sum()), **_figures(metric, within, config)}
+    return by_group
 
 
 def _figures(
@@ -193,30 +193,30 @@ def _figures(
     settings = (config["seed"], config["resamples"], config["confidence"])
     # A perplexity is the exponential of a mean, and so are the ends of its interval.
     shown = math.exp if metric == "perplexity" else float
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for side, (sums, weights) in sides.items():
         if not weights.sum():
-            found[side] = {"value": None}
+            figures[side] = {"value": None}
             continue
         low, high = interval(sums, weights, *settings)
         value = shown(float(sums.sum() / weights.sum()))
-        found[side] = {"value": value, "low": shown(low), "high": shown(high)}
-    if len(sides) == 2 and all(each["value"] is not None for each in found.values()):
+        figures[side] = {"value": value, "low": shown(low), "high": shown(high)}
+    if len(sides) == 2 and all(each["value"] is not None for each in figures.values()):
         (ours, weights), (theirs, _) = sides["candidate"], sides["against"]
-        found["difference"] = difference(ours, theirs, weights, *settings)
+        figures["difference"] = difference(ours, theirs, weights, *settings)
         if metric == "perplexity":
-            found["difference"]["of"] = "mean negative log likelihood per token, in nats"
-    return found
+            figures["difference"]["of"] = "mean negative log likelihood per token, in nats"
+    return figures
 
 
 def _wins(rows: list[dict[str, Any]], data: list[Sample], config: dict[str, Any]) -> dict[str, Any]:
     values = np.array([row["win"] for row in rows], float)
     sides = {"candidate": (values, np.ones(len(values)))}
-    found = _groups("win_rate", sides, data, config)
+    groups = _groups("win_rate", sides, data, config)
     wins, losses = int((values == 1).sum()), int((values == 0).sum())
     counted = {"wins": wins, "losses": losses, "ties": len(values) - wins - losses}
-    found["all"] |= counted | {"p": sign_test(wins, losses), "test": "sign test"}
-    return found
+    groups["all"] |= counted | {"p": sign_test(wins, losses), "test": "sign test"}
+    return groups
 
 
 def _speed(rows: list[dict[str, Any]]) -> dict[str, Any]:

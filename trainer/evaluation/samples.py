@@ -39,7 +39,7 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     """
     path = Path(os.path.expanduser(str(task["data"])))
     faults: list[str] = []
-    found: list[Sample] = []
+    samples: list[Sample] = []
     columns = {key: str(task.get(key) or default) for key, default in _COLUMNS.items()}
     try:
         with open(path, encoding="utf-8") as file:
@@ -49,24 +49,24 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
                 try:
                     row = json.loads(line)
                     if task.get("kind") == "batch":
-                        found.append(_request(len(found), row))
+                        samples.append(_request(len(samples), row))
                     elif task.get("kind") == "pair_accuracy":
-                        found.append(_pair(len(found), row, task.get("group")))
+                        samples.append(_pair(len(samples), row, task.get("group")))
                     else:
-                        found.append(_sample(len(found), row, columns, task.get("group")))
+                        samples.append(_sample(len(samples), row, columns, task.get("group")))
                 except (ValueError, KeyError, TypeError) as error:
                     faults.append(f"tasks.{name}.data {path}, line {number}: {_why(error)}")
                     if len(faults) == 5:
                         break
-                if task.get("limit") and len(found) >= task["limit"]:
+                if task.get("limit") and len(samples) >= task["limit"]:
                     break
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tasks.{name}.data {path} cannot be read: {error}") from None
     if faults:
         raise ConfigError(*faults)
-    if not found:
+    if not samples:
         raise ConfigError(f"tasks.{name}.data {path} holds no sample")
-    return found
+    return samples
 
 
 def content(samples: Iterable[Sample]) -> list[Any]:

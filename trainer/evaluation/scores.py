@@ -89,8 +89,8 @@ def _validator(schema: str) -> Any:
     try:
         from jsonschema import Draft202012Validator, SchemaError
     except ImportError:
-        words = "the metric schema needs the package jsonschema: bash setup.sh --with eval"
-        raise ConfigError(words) from None
+        message = "the metric schema needs the package jsonschema: bash setup.sh --with eval"
+        raise ConfigError(message) from None
     value = json.loads(schema)
     try:
         Draft202012Validator.check_schema(value)
@@ -102,15 +102,15 @@ def _validator(schema: str) -> Any:
 def label_of(answer: str, labels: Sequence[str]) -> str | None:
     """Return the label that an answer gives: it is the answer, or comes first in it."""
     text = normalised(answer)
-    found = []
+    places = []
     for label in labels:
         wanted = normalised(label)
         if text == wanted:
             return label
         place = re.search(rf"\b{re.escape(wanted)}\b", text) if wanted else None
         if place:
-            found.append((place.start(), -len(wanted), label))
-    return min(found)[2] if found else None
+            places.append((place.start(), -len(wanted), label))
+    return min(places)[2] if places else None
 
 
 def classification(

@@ -13,6 +13,7 @@ from typing import Any
 
 from runspec import files
 from runspec.keys.evaluate import COMPARED_OF_TASK
+from runspec.weights import gives_scores
 from trainer.errors import ConfigError
 from trainer.evaluation import harness, judge, pairs, samples
 from trainer.evaluation.model import Answerer, fingerprint
@@ -74,7 +75,7 @@ class Plan:
             f"tasks.{name}: {self.folder(side)} is a reward model, which gives scores and no "
             "text; set kind: pair_accuracy"
             for side in self.sides
-            if pairs.gives_scores(self.folder(side))
+            if gives_scores(self.folder(side))
             for name, kind in kinds.items()
             if kind != "pair_accuracy"
         ]
@@ -87,8 +88,8 @@ class Plan:
             sides = list(self.sides)
             if task["kind"] == "judge":
                 if len(sides) < 2:
-                    words = f"tasks.{name} compares two models, and there is one"
-                    raise ConfigError(f"{words}: give the other with --against")
+                    message = f"tasks.{name} compares two models, and there is one"
+                    raise ConfigError(f"{message}: give the other with --against")
                 sides.append("both")
             count = max(1, len(self.data[name]))
             for side in sides:
@@ -118,10 +119,13 @@ class Plan:
 
     def rows(self, shard: Shard) -> list[dict[str, Any]] | None:
         """Return what a shard's file says, None if it has to be made."""
-        found = files.read_json_or_none(self.folder_of_shards / shard.file)
-        if not isinstance(found, dict) or found.get("mark") != self._marks[shard.task][shard.side]:
+        content = files.read_json_or_none(self.folder_of_shards / shard.file)
+        if (
+            not isinstance(content, dict)
+            or content.get("mark") != self._marks[shard.task][shard.side]
+        ):
             return None
-        return list(found["rows"])
+        return list(content["rows"])
 
     def missing(self) -> list[Shard]:
         # A file that is there was written for these settings, or is replaced by its rank.
@@ -148,8 +152,14 @@ class Plan:
         own = [each for each in self.shards if (each.task, each.side) == (task, side)]
         return [row for shard in own for row in self.rows(shard) or []]
 
-    def work(self, shard: Shard, answerer: Answerer | pairs.Scorer | None) -> None:
-        """Make a shard's file."""
+    def work(
+        self, shard: Shard, answerer: Answerer | pairs.Scorer | None, writes: bool = True
+    ) -> None:
+        """Make a shard's file.
+
+        Args:
+            writes: False on the other ranks of a spread model, which compute the same.
+        """
         task = self.config["tasks"][shard.task]
         chosen = self.data[shard.task][shard.first : shard.last]
         rows: list[dict[str, Any]] = []
@@ -171,7 +181,8 @@ class Plan:
             for begin in range(0, len(chosen), size):
                 rows += self._answered(answerer, chosen[begin : begin + size], task)
         content = {"mark": self._marks[shard.task][shard.side], "rows": rows}
-        files.write_json(self.folder_of_shards / shard.file, content)
+        if writes:
+            files.write_json(self.folder_of_shards / shard.file, content)
 
     def _answered(
         self, answerer: Answerer, samples: list[Sample], task: dict[str, Any]

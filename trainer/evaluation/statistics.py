@@ -46,11 +46,11 @@ def difference(
     """
     change = ours - theirs
     low, high = interval(change, weights, seed, resamples, confidence)
-    found: dict[str, float | str] = {"value": float(change.sum() / weights.sum())}
-    found |= {"low": low, "high": high}
+    result: dict[str, float | str] = {"value": float(change.sum() / weights.sum())}
+    result |= {"low": low, "high": high}
     if set(np.unique(np.concatenate([ours, theirs]))) <= {0.0, 1.0}:
-        return found | {"p": mcnemar(ours, theirs), "test": "exact McNemar"}
-    return found | {"p": sign_flip(change, seed, resamples), "test": "sign-flip permutation"}
+        return result | {"p": mcnemar(ours, theirs), "test": "exact McNemar"}
+    return result | {"p": sign_flip(change, seed, resamples), "test": "sign-flip permutation"}
 
 
 def mcnemar(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -101,11 +101,11 @@ def sign_flip(change: np.ndarray, seed: int, resamples: int) -> float:
 def _draws(sums: np.ndarray, weights: np.ndarray, seed: int, resamples: int) -> np.ndarray:
     """(resamples,) the ratio in each set of samples drawn with replacement."""
     generator = np.random.default_rng(seed)
-    found = []
+    draws = []
     for count in _parts(resamples, len(sums)):
         index = generator.integers(0, len(sums), size=(count, len(sums)))
-        found.append(sums[index].sum(1) / np.maximum(weights[index].sum(1), 1e-12))
-    return np.concatenate(found)
+        draws.append(sums[index].sum(1) / np.maximum(weights[index].sum(1), 1e-12))
+    return np.concatenate(draws)
 
 
 def _parts(resamples: int, samples: int) -> list[int]:

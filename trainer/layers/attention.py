@@ -23,6 +23,8 @@ except ImportError:
 FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_DIM, FLASH_HEAD_MULTIPLE = 256, 8
+# What torch can put in its place: the package, and the compute capabilities (its _fa3.py, _fa4.py).
+REPLACEMENTS = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn.cute", (9, 10))}
 
 Mask: TypeAlias = Documents | flex.BlockMasks | torch.Tensor | None
 
@@ -62,6 +64,7 @@ class DocumentAttention(nn.Module):
         self.softcap, self.dropout = softcap, dropout
         self.varlen_attention: Callable[..., torch.Tensor] | None = None
         self.flex_attention: Callable[..., torch.Tensor] | None = None
+        self.one_by_one = False
         # Keys before each document that an adapter has added and switched on.
         self.prefix_length, self.adapter_enabled = 0, False
 
@@ -93,8 +96,32 @@ class DocumentAttention(nn.Module):
                 bounds, longest = mask.cu_seqlens, query.shape[1]
                 output = self.varlen_attention(*flat, bounds, bounds, longest, longest)
                 return output.unflatten(0, query.shape[:2])
+            if self._goes_one_by_one(sinks):
+                return self._one_by_one(query, key, value, mask)
             mask = mask.mask()
         return self.dense(query, key, value, with_window(mask, self.window, query), sinks)
+
+    def _goes_one_by_one(self, sinks: torch.Tensor | None) -> bool:
+        """Whether documents are computed one after another: on a CPU, which needs few at a time.
+
+        A compiled layer has no loop over a number that each batch changes.
+        """
+        fits = self.softcap is None and sinks is None and not (self.training and self.dropout)
+        return fits and self.one_by_one and not torch.compiler.is_compiling()
+
+    def _one_by_one(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents
+    ) -> torch.Tensor:
+        """[batch, sequence, heads, dim]: a mask of whole rows computes what no document sees."""
+        lengths = documents.cu_seqlens.diff().tolist()
+        parts = zip(*(t.flatten(0, 1).split(lengths) for t in (query, key, value)), strict=True)
+        outputs = [self._document(*(part.unsqueeze(0) for part in heads)) for heads in parts]
+        return torch.cat(outputs, 1).unflatten(1, query.shape[:2]).squeeze(0)
+
+    def _document(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return self._sdpa(query, key, value, with_window(None, self.window, query))
 
     def dense(
         self,
@@ -180,8 +207,8 @@ def choose_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 
     On a GPU packed rows go through flash attention's variable-length kernel, or through
     FlexAttention if that does not fit: with a soft cap (Gemma 2) or sinks (gpt-oss), with latent
-    attention (DeepSeek V3), in fp32, on an older GPU. On a CPU, and with dropout, they go
-    through a block-diagonal mask.
+    attention (DeepSeek V3), in fp32, on an older GPU. On a CPU they go one by one, and through a
+    block-diagonal mask where that is not possible, as with dropout or if the layers are compiled.
 
     Args:
         model: after tensor parallelism.
@@ -189,12 +216,34 @@ def choose_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         dtype: the dtype that it will compute in.
     """
     if device.type != "cuda":
+        for layer in layers(model):
+            layer.one_by_one = True
         return
     if torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY:
         use_flash_attention(model, dtype)
     without_kernel = any(layer.varlen_attention is None for layer in layers(model))
     if without_kernel and not any(layer.dropout for layer in layers(model)):
         use_flex_attention(model, device)
+
+
+def replace_flash_attention(name: str, device: torch.device) -> str | None:
+    """Let torch's flash attention be FlashAttention 3 or 4 from here on; or return what is missing.
+
+    All operators of torch's that are made of it change: of packed rows and of others.
+    """
+    package, capabilities = REPLACEMENTS[name]
+    if device.type != "cuda":
+        return "there is no GPU"
+    if (major := torch.cuda.get_device_capability(device)[0]) not in capabilities:
+        needed = " or ".join(map(str, capabilities))
+        return f"it needs compute capability {needed}, and this GPU has {major}"
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return f"torch {torch.__version__} cannot use it; 2.13 can"
+    try:
+        torch.nn.attention.activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        return f"its package {package} cannot be used ({error})"
+    return None
 
 
 def use_flash_attention(model: nn.Module, dtype: torch.dtype) -> None:
@@ -222,10 +271,11 @@ def use_flex_attention(model: nn.Module, device: torch.device) -> None:
         prefix = max(each.prefix_length * each.adapter_enabled for each in layers(model))
         if documents is None and not always and not prefix:
             return None
-        ids = args[0].new_zeros(args[0].shape, dtype=torch.int32)
+        ids, bounds = args[0].new_zeros(args[0].shape, dtype=torch.int32), None
         if isinstance(documents, Documents):
-            ids = documents.ids
-        return args, kwargs | {"mask": flex.block_masks(ids, windows, prefix)}
+            ids, bounds = documents
+        masks = flex.block_masks(ids, windows, prefix)
+        return args, kwargs | {"mask": masks._replace(cu_seqlens=bounds)}
 
     model.register_forward_pre_hook(make_block_masks, with_kwargs=True)
 

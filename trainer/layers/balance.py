@@ -46,7 +46,7 @@ class Balance:
         shares = load / load.sum(1, keepdim=True)
         count = shares.shape[1]
         entropy = torch.special.entr(shares).sum(1).mean() / torch.tensor(count).log()
-        found = {
+        values = {
             "expert_load_max": shares.amax() * count,
             "expert_load_min": shares.amin() * count,
             "router_entropy": entropy,
@@ -55,8 +55,8 @@ class Balance:
             loss = torch.stack([router.auxiliary for router in self._routers]).mean()
             if self._ranks > 1:
                 dist.all_reduce(loss)
-            found["router_aux_loss"] = loss / self._ranks
-        return found
+            values["router_aux_loss"] = loss / self._ranks
+        return values
 
     def _watch(self, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> Any:
         logits, weights, index = output

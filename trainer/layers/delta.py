@@ -6,9 +6,7 @@ token's key is replaced in part by the token's value, and the token's query read
 zeros, and with zeros before its first token.
 """
 
-import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runspec.shape import DELTA_CHUNK as CHUNK
+from trainer.layers import delta_kernels
 from trainer.layers.batch import Documents
 from trainer.layers.flex import BlockMasks
 from trainer.layers.patch import patch_forward
@@ -23,11 +22,6 @@ from trainer.parallel.sharded import local
 
 # What a layer of this kind has, beside the layers that make its inputs.
 PARTS = ("A_log", "dt_bias", "conv1d", "norm", "out_proj")
-# The functions of transformers' modules that compute rows of one document, and the packages whose
-# kernels they use if they are installed.
-RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
-RULE_INSTALLED = find_spec("fla") is not None
-CONVOLUTION_INSTALLED = find_spec("causal_conv1d") is not None
 
 Heads = tuple[torch.Tensor, ...]
 
@@ -36,11 +30,9 @@ def prepare(base: nn.Module) -> None:
     """Let the layers of this kind in `base`, a transformers model, be computed here, in place."""
     for module in list(base.modules()):
         inputs = _inputs_of(module)
-        functions = vars(sys.modules[type(module).__module__])
-        if inputs is None or not {RULE, CONVOLUTION} <= functions.keys():
+        if inputs is None:
             continue
-        module.inputs, module.rule = inputs, functions[RULE]
-        module.convolution = functions[CONVOLUTION]
+        module.delta_inputs = inputs
         # Of queries, keys and values, which the convolution sees one after another.
         module.pieces = (module.key_dim, module.key_dim, module.value_dim)
         patch_forward(module, forward)
@@ -49,7 +41,7 @@ def prepare(base: nn.Module) -> None:
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers that `prepare` has found, by name."""
     for name, module in model.named_modules():
-        if hasattr(module, "rule") and hasattr(module, "convolution"):
+        if hasattr(module, "delta_inputs"):
             yield name, module
 
 
@@ -65,13 +57,9 @@ def forward(
     """[batch, sequence, dim] to the same, document by document."""
     packed = isinstance(documents, Documents | BlockMasks)
     ids = documents.ids if packed else hidden_states.new_zeros(hidden_states.shape[:2])
-    mixed, gate, rate, decay = layer.inputs(layer, hidden_states)
+    mixed, gate, rate, decay = layer.delta_inputs(layer, hidden_states)
     weight = _channels(layer, local(layer.conv1d.weight, partial_gradient=True)).squeeze(1)
-    if CONVOLUTION_INSTALLED and not packed:
-        mixed = layer.convolution(mixed.transpose(1, 2), weight, None, activation=layer.activation)
-        mixed = mixed.transpose(1, 2)
-    else:
-        mixed = F.silu(convolution(mixed, weight, ids))
+    mixed = F.silu(convolution(mixed, weight, ids))
     parts = mixed.split((layer.key_dim, layer.key_dim, layer.value_dim), -1)
     widths = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
     query, key, value = [
@@ -81,10 +69,9 @@ def forward(
     # backward the compiler expects another layout than it has (torch 2.13).
     steps = decay.float() + local(layer.dt_bias)
     logs = -local(layer.A_log).float().exp() * torch.logaddexp(steps, torch.zeros_like(steps))
-    if RULE_INSTALLED and not packed:
-        out, _ = layer.rule(
-            query, key, value, g=logs, beta=rate.sigmoid(), use_qk_l2norm_in_kernel=True
-        )
+    if delta_kernels.applies(query):
+        bounds = documents.cu_seqlens if packed else None
+        out = delta_kernels.gated_delta_rule(query, key, value, logs, rate.sigmoid(), bounds)
     else:
         out = gated_delta_rule(query, key, value, logs, rate.sigmoid(), ids)
     out = layer.norm(out.reshape(-1, layer.head_v_dim), gate.reshape(-1, layer.head_v_dim))
@@ -206,11 +193,11 @@ def _gradients(
     )
     each = _by_chunk(of_states)
     each[-1].zero_()
-    for index, (values, states, known, keys, kept, found) in reversed(list(enumerate(steps))):
-        torch.baddbmm(values, keys, each[index], out=found)
+    for index, (values, states, known, keys, kept, solved) in reversed(list(enumerate(steps))):
+        torch.baddbmm(values, keys, each[index], out=solved)
         if index:
             before = torch.addcmul(states, each[index], kept, out=each[index - 1])
-            before.baddbmm_(known.mT, found, alpha=-1)
+            before.baddbmm_(known.mT, solved, alpha=-1)
     return of_new, of_states
 
 

@@ -58,15 +58,15 @@ def frozen_factors(model: nn.Module, batch: MicroBatch) -> Factors:
     the pass of another model.
 
     Args:
-        model: a Decoder whose output head stays with its root (num_output_chunks 1).
+        model: a Decoder that is asked for no logits (num_output_chunks 1).
         batch: on the model's device.
     """
 
     def output(model: nn.Module, hidden: torch.Tensor) -> Factors:
-        found = factors(model, hidden, batch.trained)
+        made_of = factors(model, hidden, batch.trained)
         if not isinstance(model, FSDPModule):
-            return found
-        return found._replace(pairs=[(rows, weight.clone()) for rows, weight in found.pairs])
+            return made_of
+        return made_of._replace(pairs=[(rows, weight.clone()) for rows, weight in made_of.pairs])
 
     return model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
 

@@ -6,6 +6,8 @@ dropped.
 """
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 from trainer.layers import nf4
 from trainer.layers.patch import patch_forward
-from trainer.parallel.sharded import full_tensor, local
+from trainer.parallel.sharded import gathered_row, local, near, row_of
 
 # The two matrices; a bias has the name of its matrix and this end.
 MATRICES, BIAS = ("gate_up_proj", "down_proj"), "_bias"
@@ -22,6 +24,8 @@ MATRICES, BIAS = ("gate_up_proj", "down_proj"), "_bias"
 NAME = "experts"
 # The native kernel wants rows of whole 16 bytes.
 MULTIPLE = 8
+# The first compute capability that torch has a grouped kernel for.
+NATIVE = 9
 
 
 def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transposed: bool) -> None:
@@ -48,10 +52,10 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def quantise(layer: nn.Module) -> None:
-    """Make both matrices NF4; on the meta device."""
+def quantise(layer: nn.Module, form: str) -> None:
+    """Make both matrices NF4 or fp8; on the meta device."""
     for name in MATRICES:
-        nf4.pack_weight(layer, name)
+        nf4.pack_weight(layer, name, form)
 
 
 def forward(
@@ -77,13 +81,31 @@ def apply(
 
     `chosen`, int64 [rows x active], has them row by row; so has the output, [rows x active, dim].
     """
-    order = chosen.argsort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     count = local(getattr(layer, MATRICES[0])).shape[0]
-    ids, ends = chosen[order], counts(chosen, count).cumsum(0).to(torch.int32)
+    return compute(layer, rows, chosen.argsort(stable=True), counts(chosen, count), active)
+
+
+def compute(
+    layer: nn.Module,
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    numbers: torch.Tensor,
+    active: int = 1,
+) -> torch.Tensor:
+    """As `apply`, of rows whose order by expert is known, int64 [rows x active].
+
+    numbers: int64 [experts], how many each gets.
+    """
+    back, ends = inverse(order), numbers.cumsum(0).to(torch.int32)
     x = permuted(rows, order, back, active)
-    x = layer.activation(layer, _product(layer, MATRICES[0], x, ends, ids))
-    return permuted(_product(layer, MATRICES[1], x, ends, ids), back, order)
+    x = layer.activation(layer, _product(layer, MATRICES[0], x, ends, numbers))
+    return permuted(_product(layer, MATRICES[1], x, ends, numbers), back, order)
+
+
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """What undoes `order`, int64 [rows]."""
+    numbers = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, numbers)
 
 
 def counts(chosen: torch.Tensor, count: int) -> torch.Tensor:
@@ -92,9 +114,9 @@ def counts(chosen: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _product(
-    layer: nn.Module, name: str, x: torch.Tensor, ends: torch.Tensor, ids: torch.Tensor
+    layer: nn.Module, name: str, x: torch.Tensor, ends: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
-    """One matrix with adapter and bias; x is sorted by expert, `ends` is where each one's ends."""
+    """One matrix with adapter and bias; x is sorted by expert, each has `numbers`, up to `ends`."""
 
     def part(parameter: torch.Tensor) -> torch.Tensor:
         return local(parameter, partial_gradient=layer.partial_gradient)
@@ -107,17 +129,21 @@ def _product(
     if name in layer.adapters and layer.adapter_enabled:
         out = out + layer.adapters[name](x, ends, part, layer.scaling)
     bias = getattr(layer, name + BIAS, None)
-    return out if bias is None else out + part(bias)[ids]
+    if bias is None:
+        return out
+    ids = torch.arange(len(numbers), device=x.device)
+    return out + part(bias)[ids.repeat_interleave(numbers, output_size=x.shape[0])]
 
 
 def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x [rows, in] by weight [experts, in, out]: rows up to ends[0] by the first, and so on.
 
     It is torch's grouped product. That takes nothing but bf16 on fake tensors, and so under the
-    compiler: there it is called by an operator of our own.
+    compiler: there, and on GPUs where torch has no kernel, it is an operator of our own.
     """
     real = type(x) is torch.Tensor and not x.is_meta and not torch.compiler.is_compiling()
-    if (real or x.dtype is torch.bfloat16) and _aligned(x, weight):
+    takes = (real or x.dtype is torch.bfloat16) and _aligned(x, weight)
+    if takes and not (_leaves_gaps(x) or _lacks_kernel(x)):
         return F.grouped_mm(x, weight, offs=ends)
     return _grouped(x, weight, ends)
 
@@ -127,8 +153,50 @@ def _aligned(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not (one.shape[1] % MULTIPLE or other.shape[-1] % MULTIPLE) and hasattr(F, "grouped_mm")
 
 
+def _leaves_gaps(x: torch.Tensor) -> bool:
+    """Whether torch's product leaves the gradient of an expert without rows as it finds it.
+
+    That is reported for compute capability 10 (github.com/pytorch/pytorch/issues/172439), where
+    nothing was tested; torch's own derivative would not zero it.
+    """
+    return x.is_cuda and _capability() == 10
+
+
+def _lacks_kernel(x: torch.Tensor) -> bool:
+    """Whether torch computes one expert after the other here, and waits for their numbers of rows.
+
+    So it does below capability 9, and on AMD's GPUs unless ROCM_ALLOW_GROUP_GEMM_CK is set
+    (pytorch/pytorch pull request 170159).
+    """
+    if not x.is_cuda or x.dtype is not torch.bfloat16:
+        return False
+    return torch.version.hip is not None or _capability() < NATIVE
+
+
+@torch.compiler.assume_constant_result
+def _capability() -> int:
+    return torch.cuda.get_device_capability()[0]
+
+
+def _products(x: torch.Tensor) -> ModuleType | None:
+    """Triton's kernels, if x needs them and Triton is there; torch's builds for GPUs bring it."""
+    if not _lacks_kernel(x) or find_spec("triton") is None:
+        return None
+    from trainer.layers import expert_products
+
+    return expert_products
+
+
+def zeroed_without_rows(gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`gradient`, [experts, in, out], with zeros for the experts without rows, in place."""
+    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return gradient.masked_fill_(empty.view(-1, 1, 1), 0)
+
+
 @torch.library.custom_op("slurm_cookbook::grouped", mutates_args=())
 def _grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if products := _products(x):
+        return products.by_rows(x, weight, ends)
     if _aligned(x, weight):
         return F.grouped_mm(x, weight, offs=ends)
     out, start = x.new_empty(x.shape[0], weight.shape[2]), 0
@@ -146,8 +214,11 @@ def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 @torch.library.custom_op("slurm_cookbook::grouped_weight", mutates_args=())
 def _grouped_weight(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The gradient of the weights, [experts, in, out]; zeros for an expert without a row."""
+    if products := _products(x):
+        return products.by_weights(x, gradient, ends)
     if _aligned(x, gradient):
-        return F.grouped_mm(x.T, gradient, offs=ends)
+        product = F.grouped_mm(x.T, gradient, offs=ends)
+        return zeroed_without_rows(product, ends) if _leaves_gaps(x) else product
     out, start = x.new_empty(len(ends), x.shape[1], gradient.shape[1]), 0
     for expert, end in enumerate(ends.tolist()):
         torch.mm(x[start:end].T, gradient[start:end], out=out[expert])
@@ -237,14 +308,25 @@ class _Permuted(torch.autograd.Function):
 
 
 @torch.no_grad()
-def merged(layer: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """The whole matrix that the layer computes with, in its own layout; all ranks together."""
-    weight = full_tensor(getattr(layer, name).detach())
+def merged(layer: nn.Module, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """The whole matrix that the layer computes one expert with, in its own layout; all ranks
+    together.
+
+    The ranks that have a part of the expert merge it, and the others get it: the experts of a
+    layer, merged on every GPU, would take several times their memory.
+    """
+    stack = getattr(layer, name).detach()
+    factors = layer.adapters[name].of(expert) if name in layer.adapters else None
+    own, row = local(stack), row_of(stack, expert)
+    if row is None:
+        part = own.new_empty(nf4.dense_shape(own)[1:], dtype=dtype)
+        return gathered_row(stack, near(stack, part), expert)
+    part = near(stack, own[row])
     if hasattr(layer, "nf4_table"):
-        weight = nf4.dequantise(weight, layer.nf4_table, dtype)
-    if name not in layer.adapters:
-        return weight.to(dtype)
-    update = layer.scaling * layer.adapters[name].update()
-    if layer.transposed:
-        update = update.transpose(1, 2)
-    return (weight.float() + update).to(dtype)
+        part = nf4.dequantise(part, layer.nf4_table, dtype)
+    if factors is not None:
+        _, rows, columns = nf4.dense_place(stack)
+        a, b = (each.float() for each in factors)
+        left, right = (a.T[rows], b.T[:, columns]) if layer.transposed else (b[rows], a[:, columns])
+        part = part.to(torch.float32, copy=True).addmm_(left, right, alpha=layer.scaling)
+    return gathered_row(stack, part.to(dtype), expert)

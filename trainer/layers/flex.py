@@ -19,11 +19,12 @@ KERNEL_OPTIONS = {"BACKEND": "TRITON"}
 
 
 class BlockMasks(NamedTuple):
-    """The block masks of a batch, one for each window that its layers have or None; and the ids of
-    its documents, int32 [batch, sequence]."""
+    """The block masks of a batch, one for each window that its layers have or None; and of its
+    documents what `Documents` has: cu_seqlens is None if each row is one."""
 
     by_window: dict[int | None, BlockMask]
     ids: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
 
 
 def block_masks(
@@ -134,7 +135,8 @@ def kernel(device: torch.device) -> Callable[..., torch.Tensor]:
     # One kernel for each window, length or all lengths, with gradients or not: beyond the limit
     # all scores would be made.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    return torch.compile(flex_attention)
+    # As one operator, whose results activation checkpointing by operation can keep.
+    return torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 
 def attend(
@@ -156,7 +158,7 @@ def attend(
             without sinks.
     """
     heads = tuple(tensor.transpose(1, 2) for tensor in heads)
-    found = kernel(
+    attended = kernel(
         *heads,
         score_mod=None if softcap is None else _score_mod(softcap),
         block_mask=mask,
@@ -166,7 +168,7 @@ def attend(
         return_lse=sinks is not None,
     )
     if sinks is None:
-        return found.transpose(1, 2)
-    output, log_sums = found
+        return attended.transpose(1, 2)
+    output, log_sums = attended
     shares = torch.sigmoid(log_sums - sinks.float().view(-1, 1)).unsqueeze(-1)
     return (output * shares.to(output.dtype)).transpose(1, 2)

@@ -28,6 +28,28 @@ SMALLEST = 1e-12
 EXPONENT_BITS = 0x7F800000
 
 
+def formats(architecture: str) -> tuple[torch.dtype, torch.dtype]:
+    """Return what a GPU calls e4m3 and e5m2.
+
+    gfx94 (MI300X, MI325X) multiplies only those without infinity and with one zero, whose largest
+    numbers are 240 and 57,344 (torchao.float8.config has the same rule).
+
+    Args:
+        architecture: `gcnArchName` of an AMD GPU, "" for all others.
+    """
+    if architecture.startswith("gfx94"):
+        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    return torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def _architecture() -> str:
+    on_amd = torch.version.hip and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).gcnArchName if on_amd else ""
+
+
+E4M3, E5M2 = formats(_architecture())
+
+
 def applies(layer: nn.Module) -> bool:
     """Whether a linear layer is wide enough; a gate with one output is no work worth it."""
     return min(layer.weight.shape) >= FP8_MULTIPLE
@@ -124,7 +146,7 @@ class _Linear(torch.autograd.Function):
         x, weight, largest = ctx.saved_tensors
         # The gradient's magnitudes spread more than what one scale and e4m3 can hold.
         rowwise = ctx.recipe == "rowwise"
-        kind = torch.float8_e4m3fn if rowwise else torch.float8_e5m2
+        kind = E4M3 if rowwise else E5M2
         # One cast serves both products if the scale is the tensor's.
         along, across = (1, 0) if rowwise else (None, None)
         by_row = _cast(gradient, along, kind)
@@ -142,18 +164,20 @@ Scaled = tuple[torch.Tensor, torch.Tensor, torch.dtype]
 def _cast(
     tensor: torch.Tensor,
     axis: int | None,
-    kind: torch.dtype = torch.float8_e4m3fn,
+    kind: torch.dtype | None = None,
     largest: torch.Tensor | None = None,
 ) -> Scaled:
     """Return (8-bit numbers, the inverse of their scale, the dtype before) of [rows, columns].
 
     Args:
+        kind: of the numbers; None is E4M3.
         axis: along which all numbers share a scale; None for one scale of all, a scalar.
         largest: the largest magnitude, if it is known.
     """
     if largest is None:
         magnitudes = tensor.abs()
         largest = magnitudes.amax() if axis is None else magnitudes.amax(axis, keepdim=True)
+    kind = kind or E4M3
     limit = torch.finfo(kind).max
     scale = limit / largest.float().clamp_min(SMALLEST)
     if axis is not None:

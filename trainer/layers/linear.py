@@ -9,13 +9,13 @@ from torch import nn
 from trainer.layers import fp8, nf4
 from trainer.layers.adapters.base import AdaptedLinear, Own
 from trainer.layers.patch import patch_forward
-from trainer.parallel.sharded import full_tensor, local
+from trainer.parallel.sharded import gathered, local, near
 
 
-def quantise(model: nn.Module, names: Iterable[str]) -> None:
-    """Make the weights of the linear layers `names` NF4; on the meta device."""
+def quantise(model: nn.Module, names: Iterable[str], form: str) -> None:
+    """Make the weights of the linear layers `names` NF4 or fp8; on the meta device."""
     for name in names:
-        nf4.pack_weight(model.get_submodule(name))
+        nf4.pack_weight(model.get_submodule(name), form=form)
         _use_base_forward(model.get_submodule(name))
 
 
@@ -78,7 +78,7 @@ def own_part(layer: nn.Module) -> Own:
 
 
 def dense(layer: nn.Module, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A base weight; one in NF4 becomes `dtype`."""
+    """A base weight; a quantised one becomes `dtype`."""
     if hasattr(layer, "nf4_table"):
         return nf4.dequantise(weight, layer.nf4_table, dtype)
     return weight
@@ -88,13 +88,16 @@ def dense(layer: nn.Module, weight: torch.Tensor, dtype: torch.dtype) -> torch.T
 def merged(layer: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
     """The whole weight [out, in] or bias [out] that the layer computes with; all ranks together.
 
-    Over an NF4 base this is the dequantised base with the update: the weights that were trained
-    and whose loss was measured. The update learned to make up for the rounding of that base,
-    and merged into the unquantised weights it would be another, unmeasured model.
+    Each rank merges its own part, and the result is gathered in `dtype`.
+
+    Over a quantised base this is the dequantised base with the update: the weights that were
+    trained and whose loss was measured. The update learned to make up for the rounding of that
+    base, and merged into the unquantised weights it would be another, unmeasured model.
     """
-    tensor = full_tensor(layer.get_parameter(name).detach())
+    parameter = layer.get_parameter(name).detach()
+    part = near(parameter, local(parameter))
     if name == "weight":
-        tensor = dense(layer, tensor, dtype)
+        part = dense(layer, part, dtype)
     if isinstance(layer, AdaptedLinear):
-        tensor = layer.merge(name, tensor)
-    return tensor.to(dtype)
+        part = layer.merge(name, part)
+    return gathered(parameter, part.to(dtype), nf4.dense_shape(parameter))

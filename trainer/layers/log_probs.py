@@ -37,6 +37,11 @@ class Factors(NamedTuple):
     group: dist.ProcessGroup | None = None
     softcap: float | None = None
 
+    def tempered(self, temperature: float) -> "Factors":
+        """What the logits divided by `temperature` are made of; without a softcap only."""
+        pairs = [(inputs / temperature, weight) for inputs, weight in self.pairs]
+        return self if temperature == 1 else self._replace(pairs=pairs)
+
 
 def factors(model: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> Factors:
     """Return what the logits at some positions are made of, to be called in a Decoder's `output`.
@@ -75,11 +80,11 @@ def head_faults(block: Mapping[str, Any], instead: str) -> list[str]:
     Args:
         instead: what else the config may say.
     """
-    if block.get("use_dora") and block.get("apply_lora_to_output"):
-        return [
-            "loss: a loss without logits knows no DoRA on the output head; set "
-            f"model.apply_lora_to_output=False{instead}"
-        ]
+    named = "lm_head" in (block.get("lora_modules") or ())
+    if block.get("use_dora") and (named or block.get("apply_lora_to_output")):
+        remedy = "leave lm_head out of model.lora_modules" if named else "set "
+        remedy += "" if named else "model.apply_lora_to_output=False"
+        return [f"loss: a loss without logits knows no DoRA on the output head; {remedy}{instead}"]
     return []
 
 
@@ -109,13 +114,18 @@ def linear_log_probs(
 
 
 def token_log_probs(
-    model: nn.Module, batch: MicroBatch, *, compile_chunks: bool = False
+    model: nn.Module,
+    batch: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    compile_chunks: bool = False,
 ) -> torch.Tensor:
     """The log-probability of each trained token of a batch, in a forward pass without logits.
 
     Args:
-        model: a Decoder whose output head stays with its root (num_output_chunks 1).
+        model: a Decoder that is asked for no logits (num_output_chunks 1).
         batch: on the model's device.
+        temperature: the logits are divided by it; see `Factors.tempered`.
 
     Returns:
         [target_count], fp32, in the order of `batch.trained`; each rank of a split vocabulary has
@@ -124,7 +134,7 @@ def token_log_probs(
     targets = batch.labels.flatten().index_select(0, batch.trained)
 
     def output(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        made_of = factors(model, hidden, batch.trained)
+        made_of = factors(model, hidden, batch.trained).tempered(temperature)
         return linear_log_probs(made_of, targets, compile_chunks=compile_chunks)
 
     return model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
@@ -250,7 +260,7 @@ def _pass(
         scale: [tokens], a factor of each token in that sum; None for 1.
     """
     exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    found = torch.empty(2, *targets.shape, dtype=exact, device=targets.device)
+    results = torch.empty(2, *targets.shape, dtype=exact, device=targets.device)
     # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
     gradients = [
         torch.zeros_like(tensor, dtype=exact if index % 2 else None) if plan.wanted[index] else None
@@ -261,7 +271,7 @@ def _pass(
     # In a function of its own, so that a chunk's logits are gone before the next one's are
     # made. No name and no tuple for them: once they are made exact nothing must hold them.
     def one_chunk(part: slice) -> None:
-        found[:, part], slope = plan.chunk(
+        results[:, part], slope = plan.chunk(
             logits_of(tensors, part),
             columns[part],
             held[part],
@@ -281,7 +291,7 @@ def _pass(
 
     for begin in range(0, targets.numel(), plan.size):
         one_chunk(slice(begin, begin + plan.size))
-    return found, [
+    return results, [
         None if gradient is None else gradient.to(tensor.dtype)
         for gradient, tensor in zip(gradients, tensors, strict=True)
     ]
@@ -361,12 +371,12 @@ def _chunk(
     if group is not None:
         dist.all_reduce(sums, group=group)
     log_sums = sums[:, 0].log()
-    found = torch.stack([sums[:, 1] - log_sums, log_sums + highest[:, 0]])
+    results = torch.stack([sums[:, 1] - log_sums, log_sums + highest[:, 0]])
     if not slope_wanted:
-        return found, None
+        return results, None
     slope, own = logits.div_(sums[:, :1]), chosen.exp() / sums[:, :1]
     if z_loss:
-        factor = (1 + 2 * z_loss * found[1]).unsqueeze(1)
+        factor = (1 + 2 * z_loss * results[1]).unsqueeze(1)
         slope, own = slope.mul_(factor), own * factor
     own = own - held
     if tanh is not None:
@@ -375,7 +385,7 @@ def _chunk(
     if scale is not None:
         own, slope = own * scale.unsqueeze(1), slope.mul_(scale.unsqueeze(1))
     # Each number is rounded once; the terms of the target's would cancel out in fewer digits.
-    return found, slope.to(dtype).scatter_(1, columns, own.to(dtype))
+    return results, slope.to(dtype).scatter_(1, columns, own.to(dtype))
 
 
 def _compiled_chunk(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, Any]:

@@ -77,7 +77,7 @@ class TokenLoss:
         # The model then gives its logits in so many chunks; 0 means whole.
         self.output_chunks = getattr(self._component, "num_output_chunks", 0)
         if isinstance(self._component, LinearCrossEntropy):
-            # It reads the output head's weight by itself, so that FSDP must keep it with the root.
+            # It reads the output head's weight by itself.
             self.output_chunks = 1
             self._component.compiled = config.compile
             other = ", or loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"

@@ -77,9 +77,9 @@ def _top_k(
 
 def gathered(columns: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The columns [tokens, n] of all ranks side by side, in rank order."""
-    found = columns.new_empty(group.size(), *columns.shape)
-    dist.all_gather_into_tensor(found.flatten(0, 1), columns.contiguous(), group)
-    return found.transpose(0, 1).flatten(1)
+    parts = columns.new_empty(group.size(), *columns.shape)
+    dist.all_gather_into_tensor(parts.flatten(0, 1), columns.contiguous(), group)
+    return parts.transpose(0, 1).flatten(1)
 
 
 def top_k_loss(

@@ -3,9 +3,8 @@
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -14,18 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from runspec import tokens
 from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
 from runspec.description import family_of
-from runspec.hints import nearest
 from runspec.keys.fields import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4, noise
 from trainer.layers.adapters import base as adapters
-from trainer.models.decoder import Decoder, Role
+from trainer.models.decoder import Decoder
+from trainer.models.faults import frozen_by_name
+from trainer.models.faults import layout_faults as layout_faults
 from trainer.parallel import activations, fsdp, tensor_parallel
 from trainer.parallel.world import World
 from trainer.storage import weights
+from trainer.storage.load import load
 
 # RMSNorm computes in fp32 with a bf16 weight; compiled, that is one kernel all the same.
 warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -58,8 +60,8 @@ class Model:
     def learning_rates(self) -> dict[nn.Parameter, float]:
         """What the learning rate of a parameter is multiplied by, where that is not 1."""
         kind, named = self.module.adapter, weights.named_parameters(self.module)
-        found = {p: kind.learning_rate(name) for name, p in named if kind and p.requires_grad}
-        return {parameter: rate for parameter, rate in found.items() if rate != 1}
+        rates = {p: kind.learning_rate(name) for name, p in named if kind and p.requires_grad}
+        return {parameter: rate for parameter, rate in rates.items() if rate != 1}
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters of the whole model, not of this rank's part.
@@ -91,13 +93,16 @@ def build(
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
     world.on_all(lambda: _check_dtypes(config, world.device))
-    source, module = world.on_all(lambda: fitting(config, data_faults))
+    source = world.from_main(lambda: source_of(config))
+    source, module = world.on_all(lambda: fitting(config, data_faults, frozen, source))
     lay_out(module, config, world, output_chunks, frozen)
     allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     if source is None:
-        world.on_all(lambda: weights.initialise(module, empty(config), config.seed))
+        world.on_all(
+            lambda: weights.initialise(module, cut(empty(config, frozen), config), config.seed)
+        )
     else:
-        world.on_all(lambda: weights.load(module, source))
+        load(module, source, world)
     fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
     weights.initialise_score(module, source, config.seed)
@@ -121,13 +126,14 @@ def lay_out(
         output_chunks: in how many chunks the model gives its logits (0: whole).
         frozen: nothing of it is trained.
     """
-    freeze_base(module)
+    if frozen:
+        module.requires_grad_(False)
+    else:
+        freeze_base(module)
     if module.adapter is not None:
         module.adapter.row_multiple = config.row_multiple
     for parameter in frozen_by_name(module, config.freeze or []).values():
         parameter.requires_grad_(False)
-    if frozen:
-        module.requires_grad_(False)
     if not config.train_router:
         for router in module.routers():
             router.requires_grad_(False)
@@ -135,7 +141,7 @@ def lay_out(
         # Frozen parameters have no updates that bf16 could lose.
         for parameter in filter(attrgetter("requires_grad"), module.parameters()):
             parameter.data = parameter.data.float()
-    use_fsdp = fsdp.needed(config, world)
+    use_fsdp = fsdp.needed(config, world, module.adapter is not None)
     mesh = world.mesh(use_fsdp)
     expert_mesh = world.expert_mesh(use_fsdp)
     if expert_mesh is not None:
@@ -158,46 +164,17 @@ def freeze_base(module: Decoder) -> None:
         parameter.requires_grad_(module.is_trained(name))
 
 
-def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:
-    """The parameters whose plain name is like one of the patterns, by that name."""
-    return {
-        name: parameter
-        for name, parameter in weights.named_parameters(module)
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+def empty(config: TrainConfig, frozen: bool = False) -> Decoder:
+    """Return the model that `config` names, without weights, on the meta device.
 
-
-def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
-    names = [name for name, _ in weights.named_parameters(module)]
-    for pattern in config.freeze or []:
-        if not frozen_by_name(module, [pattern]):
-            yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
-    trained = {name for name in names if module.adapter is None or module.adapter.trains(name)}
-    if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
-        yield "freeze: nothing is left to train; leave out a pattern"
-
-
-def _saved_faults(module: Decoder) -> Iterator[str]:
-    known = [name.rpartition(".")[2] for name in module.tables]
-    if module.modules_to_save and module.adapter is None:
-        yield "model.modules_to_save: all weights are trained without an adapter; leave it out"
-    elif module.modules_to_save and module.output_head is None:
-        yield (
-            "model.modules_to_save: this model's output head is its embedding (tied), which PEFT "
-            "would train apart; leave it out, or train all weights"
-        )
-    for name in module.modules_to_save:
-        if name not in known:
-            yield f"model.modules_to_save: {name} is none of {', '.join(known)}"
-
-
-def empty(config: TrainConfig) -> Decoder:
-    """Return the model that `config` names, without weights, on the meta device."""
+    Args:
+        frozen: nothing of it is trained.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[config.dtype])
     try:
         with torch.device("meta"):
-            module = empty_module(config.model, config.model_folder)
+            module = empty_module(config.model, config.model_folder, rows_of(config), frozen)
             if config.has_score_head:
                 module.use_score_head()
     finally:
@@ -206,6 +183,39 @@ def empty(config: TrainConfig) -> Decoder:
         names, frozen = module.linear_layers(), module.adapter is not None
         linear.use_fp8(module, names, config.fp8_recipe, frozen)
     return module
+
+
+def cut(module: Decoder, config: TrainConfig) -> Decoder:
+    """Take off the blocks that `first_blocks` leaves out, and return the module.
+
+    A frozen model beside the policy is cut like it.
+    """
+    del module.blocks[config.first_blocks or len(module.blocks) :]
+    return module
+
+
+def new_ids(config: TrainConfig) -> range:
+    """The ids of the tokens that `config` adds to the tokenizer.
+
+    Raises:
+        ConfigError: they cannot be added, or the tokenizer is missing.
+    """
+    if not config.tokenizer.get("new_tokens"):
+        return range(0)
+    ids: range = instantiate("tokenizer", config.tokenizer).new_ids
+    return ids
+
+
+def rows_of(config: TrainConfig) -> Callable[[int], int] | None:
+    """What `empty_module` is to make of the number of rows of the embedding."""
+    if not config.tokenizer.get("new_tokens"):
+        return None
+    if not Path(str(config.tokenizer.get("path"))).is_dir():
+        # Before the download it is not known how many rows belong to no token yet.
+        count = len(tokens.new_tokens(config.tokenizer))
+        return lambda rows: tokens.grown(rows, rows + count)
+    stop = new_ids(config).stop
+    return lambda rows: tokens.grown(rows, stop)
 
 
 def own_keys(block: dict[str, Any]) -> set[str]:
@@ -226,15 +236,22 @@ def _source(block: dict[str, Any]) -> str | None:
     return next((SOURCES[prefix] for prefix in SOURCES if name.startswith(prefix)), None)
 
 
-def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
+def empty_module(
+    block: dict[str, Any],
+    folder: Path | None = None,
+    rows: Callable[[int], int] | None = None,
+    frozen: bool = False,
+) -> Decoder:
     """Return the model that a `model` block names, without weights; call it on the meta device.
 
-    With `quantize_base` the weights of its blocks are NF4. torchtune's own quantised weights cannot
-    be sharded over two mesh dimensions; ours are put into what a builder makes without them, which
-    also serves the builders that have no `quantize_base`.
+    With `quantize_base` the weights of its blocks are NF4 or fp8. torchtune's own quantised weights
+    cannot be sharded over two mesh dimensions; ours are put into what a builder makes without them,
+    which also serves the builders that have no `quantize_base`.
 
     Args:
         folder: whose config.json names the model if the block does not.
+        rows: from the number of rows of its embedding to those that it is to have, for new tokens.
+        frozen: nothing of it is trained.
 
     Raises:
         ConfigError: the component returns no decoder, or one that cannot be quantised; or nothing
@@ -249,7 +266,11 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
                 f"model.{unknown[0]}: is an argument of no model that a folder names; known: "
                 f"{', '.join(sorted(ours))}"
             )
-        model = importlib.import_module(FROM_FOLDER).empty(folder)
+        model = importlib.import_module(FROM_FOLDER).empty(folder, rows)
+    elif rows is not None:
+        raise ConfigError(
+            f"{tokens.KEY}: needs a model that its folder names; leave model._component_ out"
+        )
     else:
         builder = component("model", block["_component_"])
         # A qlora_* builder is the lora_* one with this keyword set.
@@ -262,7 +283,7 @@ def empty_module(block: dict[str, Any], folder: Path | None = None) -> Decoder:
     _add_adapter(model, block, kind)
     model.modules_to_save = tuple(block.get("modules_to_save") or ())
     if quantised:
-        _quantise(model)
+        _quantise(model, frozen, "fp8" if quantised == "fp8" else "nf4")
     return model
 
 
@@ -286,10 +307,10 @@ def _add_adapter(model: Decoder, block: dict[str, Any], kind: adapters.AdapterKi
     elif is_built_in(block):
         from trainer.layers.adapters import lora
 
-        model.adapter = found = lora.built_in(model, kind.settings)
-        if found is not None and type(found) is not type(kind):
+        model.adapter = own = lora.built_in(model, kind.settings)
+        if own is not None and type(own) is not type(kind):
             raise ConfigError(
-                f"model.adapter: {block['_component_']} adds {found.declared.title} itself; leave "
+                f"model.adapter: {block['_component_']} adds {own.declared.title} itself; leave "
                 "model.adapter out, or name a builder without lora_"
             )
     else:
@@ -297,8 +318,8 @@ def _add_adapter(model: Decoder, block: dict[str, Any], kind: adapters.AdapterKi
         model.adapter = kind
 
 
-def _quantise(model: Decoder) -> None:
-    if model.adapter is None:
+def _quantise(model: Decoder, frozen: bool, form: str) -> None:
+    if model.adapter is None and not frozen:
         raise ConfigError(
             "model.quantize_base: only adapters can be trained over a quantised base; "
             "set model.lora_rank or use a lora_* builder, or set model.quantize_base=False"
@@ -311,13 +332,25 @@ def _quantise(model: Decoder) -> None:
     weights_of += [getattr(layer, name) for layer in routed for name in experts.MATRICES]
     if faults := nf4.faults(weights_of):
         raise ConfigError(*faults)
-    linear.quantise(model, names)
+    linear.quantise(model, names, form)
     for layer in routed:
-        experts.quantise(layer)
+        experts.quantise(layer, form)
+
+
+def source_of(config: TrainConfig) -> weights.SafetensorsSource | None:
+    """Return the files that `config` names; None if training begins from scratch.
+
+    Raises:
+        ConfigError: the model folder is missing or incomplete.
+    """
+    return weights.SafetensorsSource.open(config.checkpointer) if config.reads_weights else None
 
 
 def fitting(
-    config: TrainConfig, data_faults: Callable[[int, int], list[str]] | None = None
+    config: TrainConfig,
+    data_faults: Callable[[int, int], list[str]] | None = None,
+    frozen: bool = False,
+    source: weights.SafetensorsSource | None = None,
 ) -> tuple[weights.SafetensorsSource | None, Decoder]:
     """Return the files that `config` names, and an empty model that fits them.
 
@@ -326,15 +359,18 @@ def fitting(
     Args:
         data_faults: (number of tokens, number of positions that the model knows) -> what in the
             data it cannot take.
+        frozen: nothing of it is trained.
+        source: `source_of(config)`, if it is known: every file of the model is opened for it.
 
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    reads = config.reads_weights
-    source = weights.SafetensorsSource.open(config.checkpointer) if reads else None
+    source = source or source_of(config)
     hf_config = weights.read_hf_config(config.model_folder / "config.json")
-    module = empty(config)
+    module = empty(config, frozen)
+    module.folder_tensors = source.shapes if source else {}
     faults = module.fit(hf_config, config)
+    cut(module, config)
     if module.adapter is not None:
         faults += module.adapter.fit(module, config)
     names = dict(module.named_modules())
@@ -347,49 +383,13 @@ def fitting(
     if data_faults is not None:
         faults += data_faults(module.vocab_size, module.longest_document)
     if source is not None:
+        if config.first_blocks:
+            source = source.of(module)
+        source = weights.with_new_rows(source, module, new_ids(config))
         faults += weights.mismatches(module, source, config.model_folder)
     if faults:
         raise ConfigError(*faults)
     return source, module
-
-
-def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
-    """Return why a model from `empty` cannot be split, or use fp8, as `config` says."""
-    ranks = config.tensor_parallel_dim
-    faults = tensor_parallel.faults(module, ranks)
-    if (config.router_aux_loss_coef or not config.train_router) and not module.routers():
-        key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
-        faults.append(
-            f"{key}: this model has no routers of experts that it applies to; leave it out"
-        )
-    faults += [*_freeze_faults(module, config), *_saved_faults(module)]
-    if config.neftune_noise_alpha and ranks > 1:
-        faults.append(
-            "neftune_noise_alpha: tensor parallelism splits the embeddings' output; leave it out, "
-            "or set tensor_parallel_dim=1"
-        )
-    if config.dataset.get("packed") and not module.packs:
-        faults.append(
-            "dataset.packed: in this model's linear attention a packed document would see those "
-            "before it; set dataset.packed=False"
-        )
-    kind = None if module.adapter is None else module.adapter.declared
-    if kind is not None and not kind.merges and not config.save_adapter_weights_only:
-        faults.append(
-            f"save_adapter_weights_only: {kind.title} cannot be merged into the base weights; set "
-            "save_adapter_weights_only=True"
-        )
-    if config.expert_parallel_dim > 1:
-        # Imported late, as it is seldom needed and a rank is to start fast.
-        from trainer.parallel import expert_parallel
-
-        faults += expert_parallel.faults(module, config.expert_parallel_dim)
-    if config.fp8_recipe is not None:
-        row = set(module.linear_layers(Role.ROW))
-        layers = {name: module.get_submodule(name) for name in module.linear_layers()}
-        wide = {layer: name in row for name, layer in layers.items() if fp8.applies(layer)}
-        faults += fp8.faults(wide, ranks)
-    return faults
 
 
 def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
@@ -398,6 +398,9 @@ def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
     if config.fp8_recipe and (lack := fp8.missing(config.fp8_recipe, device)):
         raise ConfigError(f"enable_fp8_training: {lack}; set enable_fp8_training=False")
+    name = config.flash_attention
+    if name and (lack := attention.replace_flash_attention(name, device)):
+        raise ConfigError(f"flash_attention: {name}: {lack}; leave flash_attention out")
 
 
 def allocate(module: Decoder, device: torch.device, *, parameters_on_cpu: bool) -> None:

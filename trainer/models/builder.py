@@ -16,14 +16,28 @@ from trainer.storage.weights import SafetensorsSource
 
 
 def teacher_config(config: TrainConfig, folder: str) -> TrainConfig:
-    """The config of a frozen model of another folder, of the class that its config.json names."""
+    """The config of a frozen model of another folder, of the class that its config.json names.
+
+    In NF4 it computes no products in fp8.
+    """
+    quantised = config.quantizes_teacher
     return replace(
         config,
-        model={"_component_": TRANSFORMERS},
+        model={"_component_": TRANSFORMERS, "quantize_base": quantised},
+        enable_fp8_training=config.enable_fp8_training and not quantised,
+        # It has the tokens that its folder has.
+        tokenizer={**config.tokenizer, "new_tokens": None},
         checkpointer={"checkpoint_dir": folder},
         router_aux_loss_coef=0.0,
         train_router=True,
     )
+
+
+def frozen_fault(name: str, fault: str) -> str:
+    """What is wrong with a frozen model of this name, whose keys may be of its own."""
+    if name == "teacher":
+        fault = fault.replace("model.quantize_base", "teacher_quantize_base")
+    return f"{name}: {fault}"
 
 
 class Builder:
@@ -84,7 +98,7 @@ class Builder:
         try:
             model = self._built(replace(config, **unused), output_chunks, frozen=True)
         except ConfigError as error:
-            raise ConfigError(*(f"{name}: {fault}" for fault in error.faults)) from None
+            raise ConfigError(*(frozen_fault(name, fault) for fault in error.faults)) from None
         self.fingerprints[name] = self._fingerprint(config)
         return model
 
@@ -103,5 +117,5 @@ class Builder:
         def read() -> str:
             return SafetensorsSource.open(config.checkpointer).fingerprint()
 
-        found: str = self.world.gather(self.world.on_main(read))[0]
-        return found
+        fingerprint: str = self.world.gather(self.world.on_main(read))[0]
+        return fingerprint

@@ -5,7 +5,7 @@ builders, and a component of your own may be one (docs/models.md, "Your own mode
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.config import TrainConfig
@@ -95,6 +96,7 @@ class Decoder(nn.Module, ABC):
             parameter.
         carried_tensors: names of tensors that belong to other parts of the folder's model, such as
             its part for images; the export holds them as they are.
+        folder_tensors: the names of all tensors of the model folder, for `fit`.
     """
 
     blocks: nn.ModuleList
@@ -110,6 +112,7 @@ class Decoder(nn.Module, ABC):
     num_output_chunks: int = 0
     packs: bool = True
     carried_tensors: tuple[str, ...] = ()
+    folder_tensors: Collection[str] = ()
 
     if TYPE_CHECKING:
         # A subclass has these as attributes, which a real property would refuse, or computes them.
@@ -148,7 +151,12 @@ class Decoder(nn.Module, ABC):
                 among them until the final norm, which takes them out.
         """
         hidden = self.hidden(tokens, mask, input_pos)
-        return self.unembed(hidden) if output is None else output(self, hidden)
+        if output is None:
+            return self.unembed(hidden)
+        # The head's weight is read, and the head not called, which would gather it.
+        if isinstance(self.output_head, FSDPModule):
+            self.output_head.unshard()
+        return output(self, hidden)
 
     @abstractmethod
     def roles(self) -> dict[str, Role]:
@@ -197,8 +205,8 @@ class Decoder(nn.Module, ABC):
         if (head := self.score_head) is None:
             raise RuntimeError("the model has no score head; call use_score_head first")
         rows = self.final_norm(hidden).flatten(0, 1).index_select(0, positions)
-        found: torch.Tensor = head(rows)
-        return found.squeeze(-1)
+        scores: torch.Tensor = head(rows)
+        return scores.squeeze(-1)
 
     @property
     def vocab_size(self) -> int:
@@ -275,6 +283,11 @@ class Decoder(nn.Module, ABC):
         """True for the name of a parameter of `modules_to_save`."""
         module, _, name = parameter.rpartition(".")
         return name == "weight" and module in self.tables and _last(module) in self.modules_to_save
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding's weight is the output's, too."""
+        return self.output_head is None and self.score_head is None
 
     @property
     def tables(self) -> list[str]:
@@ -358,6 +371,10 @@ class Decoder(nn.Module, ABC):
     def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a parameter, [out, ...], from the order of the hub to the model's."""
         return rows
+
+    def is_reordered(self, parameter: str) -> bool:
+        """Whether `from_hub` may change the rows of a parameter."""
+        return type(self).from_hub is not Decoder.from_hub
 
     def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `from_hub`, also for LoRA's B, [out, rank]."""

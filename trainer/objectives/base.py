@@ -101,11 +101,14 @@ class Objective(ABC):
         form: what it reads of a sample, and which documents stay together.
         normaliser: what the loss is a mean over: trained tokens, documents, or samples, such as
             pairs.
+        extremes: by name, figures among LossSum.metrics that are the smallest or the largest of
+            their values, over all targets, and no sum.
     """
 
     config_class: ClassVar[type[TrainConfig]]
     form: ClassVar[SampleForm] = SINGLE
     normaliser: ClassVar[Literal["tokens", "documents", "samples"]] = "tokens"
+    extremes: ClassVar[Mapping[str, Literal["min", "max"]]] = {}
 
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world
@@ -153,6 +156,32 @@ class Objective(ABC):
         """What is wrong if the first step, before its update, has such figures."""
         return None
 
+    def before_step(
+        self, models: Models, micro_batches: list[MicroBatch], step: int
+    ) -> list[MicroBatch]:
+        """What the step of this index trains on; all ranks call this together."""
+        return micro_batches
+
+    @property
+    def generates(self) -> bool:
+        """Whether the policy answers prompts before some step or all of them."""
+        return False
+
+    def trace_answers(self, models: Models) -> None:  # noqa: B027, most methods generate nothing
+        """Take the memory that answers take, for `trainer.trace`, whose tensors have no values."""
+
+    def validated(self) -> None:  # noqa: B027, most methods hold nothing for it
+        """A pass over dataset_val has ended."""
+
+    @classmethod
+    def sample_faults(cls, config: Any) -> list[str]:
+        """What of the method goes wrong on the first samples; read by `trainer.check --samples`."""
+        return []
+
+    def step_figures(self) -> dict[str, float | None]:
+        """Further figures of the steps since the last call, the same on all ranks."""
+        return {}
+
     @abstractmethod
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         """The loss of one micro-batch, which is in CPU memory.
@@ -174,8 +203,8 @@ class Objective(ABC):
         if (adapter is not None or config.freeze) and config.reads_weights:
             # Checkpoints hold what is trained; the rest must still be there.
             source = config.checkpointer
-            found = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
-            base = self.world.gather(found)[0]
+            fingerprint = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
+            base = self.world.gather(fingerprint)[0]
         return {
             "method": models.policy.method,
             "model": config.model,
@@ -215,9 +244,9 @@ def named(dotted: str) -> type[Objective]:
     """
     module, _, name = dotted.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        objective = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"there is no method {dotted}: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, Objective)):
+    if not (isinstance(objective, type) and issubclass(objective, Objective)):
         raise ConfigError(f"{dotted} is no trainer.objectives.base.Objective")
-    return found
+    return objective

@@ -1,11 +1,13 @@
 """Distillation: the student learns the teacher's distribution of each trained token."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
+from runspec import tokens
 from runspec.files import read_json_or_none
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
@@ -15,9 +17,13 @@ from trainer.layers.batch import MicroBatch
 from trainer.layers.divergence import Divergence, Sums, distillation_loss, frozen_factors
 from trainer.layers.log_probs import factors
 from trainer.layers.top_k import top_k_loss
+from trainer.models import build
 from trainer.models.builder import Builder
 from trainer.objectives import kept_teacher
 from trainer.objectives.base import LossSum, Models, Objective
+
+if TYPE_CHECKING:
+    from trainer.objectives.on_policy import Student
 
 
 class Distillation(Objective):
@@ -32,29 +38,39 @@ class Distillation(Objective):
 
     config_class: ClassVar[type[TrainConfig]] = DistillConfig
     _kept: kept_teacher.Kept | None = None
+    _student: "Student | None" = None
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
         """As `setting_faults`, and what must be kept of the teacher and is not."""
-        found = cls.setting_faults(config)
-        return found or (kept_teacher.missing(config, cls.form) if config.kept_top_k else [])
+        texts = cls.setting_faults(config)
+        if config.on_policy_share and not texts:
+            from trainer.objectives import whole
+
+            texts = whole.faults(config)
+        return texts or (kept_teacher.missing(config, cls.form) if config.kept_top_k else [])
 
     @classmethod
     def setting_faults(cls, config: Any) -> list[str]:
         """What is outside of its range, and whether the teacher has other tokens."""
-        found = super().faults(config)
-        found += [
+        texts = super().faults(config)
+        texts += [
             f"{name}: must be from 0 to 1, got {value}"
-            for name in ("beta", "cross_entropy_share")
+            for name in ("beta", "cross_entropy_share", "on_policy_share")
             if (value := getattr(config, name)) > 1
         ]
-        found += tokenizer_faults(config.model_folder, Path(config.teacher))
+        if config.on_policy_share:
+            # Imported late here and below: few runs generate, and a rank is to start fast.
+            from trainer.objectives import on_policy
+
+            texts += on_policy.faults(config)
+        texts += tokenizer_faults(config.model_folder, Path(config.teacher), _added(config))
         if config.kept_top_k and config.beta:
-            found.append(
+            texts.append(
                 f"beta: {config.beta} needs the teacher's whole distribution; teacher_log_probs="
                 "kept can only do beta=0, the forward KL"
             )
-        return found
+        return texts
 
     def build_data(self) -> Data:
         """As Objective.build_data; also raises ConfigError if what must be kept is not there."""
@@ -65,13 +81,44 @@ class Distillation(Objective):
 
     def build_models(self, builder: Builder) -> Models:
         """As Objective.build_models; also raises ConfigError for a teacher with other tokens."""
-
-        def check() -> None:
-            if found := self.setting_faults(self.config):
-                raise ConfigError(*found)
-
-        self.world.on_main(check)
+        self.world.on_main(lambda: self.refuse(self.setting_faults(self.config)))
         return super().build_models(builder)
+
+    def prepare(self, models: Models, data: Data) -> None:
+        """As Objective.prepare; also raises ConfigError for a student that cannot generate."""
+        if self.config.on_policy_share:
+            from trainer.objectives.on_policy import Student
+
+            self._student = Student(self.config, self.world)
+
+    def before_step(
+        self, models: Models, micro_batches: list[MicroBatch], step: int
+    ) -> list[MicroBatch]:
+        """As Objective.before_step: with answers of the student's in a share of the steps."""
+        if self._student is None:
+            return micro_batches
+        return self._student.replaced(models, micro_batches, step)
+
+    @property
+    def generates(self) -> bool:
+        """As Objective.generates."""
+        return bool(self.config.on_policy_share)
+
+    def trace_answers(self, models: Models) -> None:
+        """As Objective.trace_answers."""
+        from trainer.objectives import on_policy
+
+        on_policy.trace(models, self.config, self.world)
+
+    def step_figures(self) -> dict[str, float | None]:
+        """As Objective.step_figures; see trainer.objectives.on_policy."""
+        return {} if self._student is None else self._student.figures()
+
+    @staticmethod
+    def refuse(faults: list[str]) -> None:
+        """Raise ConfigError with the faults, if there are any."""
+        if faults:
+            raise ConfigError(*faults)
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config, batch = self.config, batch.to(self.world.device)
@@ -103,15 +150,21 @@ class Distillation(Objective):
 
     def identity(self, models: Models, data: Data) -> dict[str, Any]:
         """As Objective.identity; a teacher that does not run counts by its weights, too."""
-        found = super().identity(models, data)
-        return found | ({"teacher_weights": self._kept.weights} if self._kept else {})
+        identity = super().identity(models, data)
+        return identity | ({"teacher_weights": self._kept.weights} if self._kept else {})
 
 
-def tokenizer_faults(student: Path, teacher: Path) -> list[str]:
+def tokenizer_faults(
+    student: Path, teacher: Path, added: Mapping[int, str] | None = None
+) -> list[str]:
     """Why two model folders do not have the same tokens, at most one line; [] if either is absent.
 
     Numbers that only one of them uses do not matter: vocabularies are padded, and a newer model of
     a family often has a few special tokens more.
+
+    Args:
+        added: tokens that the student gets beside its folder's, which the teacher must have, too:
+            it has learnt nothing for an id that no token of its own has.
     """
     if not (student.is_dir() and teacher.is_dir()):
         return []
@@ -119,9 +172,16 @@ def tokenizer_faults(student: Path, teacher: Path) -> list[str]:
     advice = "give a teacher with the student's tokenizer"
     if missing := [str(file) for file in files if not file.is_file()]:
         return [f"teacher: {missing[0]} is missing, so its tokens cannot be compared; {advice}"]
-    if files[0].read_bytes() == files[1].read_bytes():
+    if not added and files[0].read_bytes() == files[1].read_bytes():
         return []
     own, other = (_tokens(read_json_or_none(file) or {}) for file in files)
+    if lacks := [text for number, text in (added or {}).items() if number not in other]:
+        more = f" and {len(lacks) - 1:,} more" if len(lacks) > 1 else ""
+        return [
+            f"{tokens.KEY}: the teacher {teacher} has no token {lacks[0]!r}{more}, and nothing to "
+            "teach of it; train the teacher with the same new_tokens first, or leave them out"
+        ]
+    own |= added or {}
     common = own.keys() & other.keys()
     differ = sorted(number for number in common if own[number] != other[number])
     if common and not differ:
@@ -135,12 +195,23 @@ def tokenizer_faults(student: Path, teacher: Path) -> list[str]:
     return [f"teacher: {teacher} has another tokenizer: {reason}; {advice}"]
 
 
+def _added(config: Any) -> dict[int, str]:
+    """The tokens that a config adds to the student's, by number."""
+    if not (config.tokenizer.get("new_tokens") and config.model_folder.is_dir()):
+        return {}
+    try:
+        ids = build.new_ids(config)
+    except ConfigError:
+        return {}  # other checks say what is wrong with them
+    return dict(zip(ids, tokens.new_tokens(config.tokenizer), strict=True))
+
+
 def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
     """The text of each token by its number, from the content of tokenizer.json."""
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, by number
-        found = {number: str(token) for number, (token, _) in enumerate(vocabulary)}
+        tokens = {number: str(token) for number, (token, _) in enumerate(vocabulary)}
     else:
-        found = {number: token for token, number in vocabulary.items()}
+        tokens = {number: token for token, number in vocabulary.items()}
     added = tokenizer.get("added_tokens") or []
-    return found | {token["id"]: token["content"] for token in added}
+    return tokens | {token["id"]: token["content"] for token in added}

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from runspec.keys.preference import DpoConfig
+from runspec.keys.preference import REFERENCE_FREE, DpoConfig
 from runspec.keys.train import TrainConfig
 from trainer.data.batches import Batches
 from trainer.data.form import SampleForm
@@ -42,10 +42,11 @@ class PreferenceTuning(PreferenceObjective):
     @classmethod
     def faults(cls, config: Any) -> list[str]:
         """What of the loss's keys is not used, or outside of its range."""
-        found = super().faults(config)
+        texts = super().faults(config)
         if config.label_smoothing >= 0.5:
-            found.append(f"label_smoothing: must be below 0.5, got {config.label_smoothing}")
+            texts.append(f"label_smoothing: must be below 0.5, got {config.label_smoothing}")
         unused = {
+            "reference": config.reference != "auto" and config.loss in REFERENCE_FREE,
             "label_smoothing": config.label_smoothing and config.loss not in ("dpo", "simpo"),
             "robust": config.robust and not (config.loss == "dpo" and config.label_smoothing),
             "length_normalized": config.length_normalized and config.loss not in ("dpo", "hinge"),
@@ -58,7 +59,7 @@ class PreferenceTuning(PreferenceObjective):
         }
         other = f"loss={config.loss} does not use it"
         given = [name for name, is_so in unused.items() if is_so]
-        return found + [f"{name}: {reasons.get(name, other)}; leave it out" for name in given]
+        return texts + [f"{name}: {reasons.get(name, other)}; leave it out" for name in given]
 
     def described(self, batches: Batches) -> list[str]:
         """How much longer the chosen answers are: the policy may learn no more than that."""

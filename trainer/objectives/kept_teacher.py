@@ -35,22 +35,24 @@ class Kept(NamedTuple):
 def kept(config: DistillConfig) -> Kept:
     """What is kept for a config; its name is a hash of all that decides on the numbers."""
     teacher = teacher_config(config, config.teacher)
-    vocabulary = min(build.empty(each).vocab_size for each in (config, teacher))
+    models = build.empty(config), build.empty(teacher, frozen=True)
+    vocabulary = min(model.vocab_size for model in models)
     weights = SafetensorsSource.open(teacher.checkpointer).fingerprint()
     numbers = (config.teacher_top_k, config.temperature, vocabulary)
-    content = json.dumps([FORMAT, weights, config.dtype, config.fp8_recipe, *numbers])
+    precision = [config.dtype, teacher.fp8_recipe, *(["nf4"] * config.quantizes_teacher)]
+    content = json.dumps([FORMAT, weights, *precision, *numbers])
     return Kept(f"teacher_{hashlib.sha256(content.encode()).hexdigest()[:16]}", vocabulary, weights)
 
 
 def sets(config: DistillConfig, data: Data) -> dict[str, tuple[dict[str, Any], TokenisedDataset]]:
     """The blocks and samples of the data by their keys."""
-    found = {
+    blocks = {
         "dataset": (config.dataset, data.training),
         "dataset_val": (config.dataset_val or {}, data.validation),
     }
     return {
         key: (block, batches.rows.samples)
-        for key, (block, batches) in found.items()
+        for key, (block, batches) in blocks.items()
         if isinstance(batches, Batches)
     }
 
@@ -61,12 +63,12 @@ def give(config: DistillConfig, world: World, data: Data) -> Kept:
     Raises:
         ConfigError: it is missing or damaged.
     """
-    found: Kept = world.gather(world.on_main(lambda: kept(config)))[0]
+    kept_set: Kept = world.gather(world.on_main(lambda: kept(config)))[0]
 
     def read() -> None:
         faults = []
         for key, (_, samples) in sets(config, data).items():
-            folder = samples.folder / found.name
+            folder = samples.folder / kept_set.name
             if (folder / META).is_file():
                 samples.teacher = KeptTeacher(folder, samples.lengths, samples.targets)
             else:
@@ -75,7 +77,7 @@ def give(config: DistillConfig, world: World, data: Data) -> Kept:
             raise ConfigError(*faults)
 
     world.on_all(read)
-    return found
+    return kept_set
 
 
 def missing(config: DistillConfig, form: SampleForm) -> list[str]:
@@ -84,7 +86,7 @@ def missing(config: DistillConfig, form: SampleForm) -> list[str]:
     here = config.model_folder.is_dir() and Path(config.teacher).is_dir()
     if not (here and config.data_cache.parent.is_dir()):
         return []
-    found = []
+    texts = []
     try:
         for key, block in blocks.items():
             if not block or sum(p.stat().st_size for p in data_files(block)) > HASHED_BYTES:
@@ -92,16 +94,16 @@ def missing(config: DistillConfig, form: SampleForm) -> list[str]:
             tokens = expected_folder(block, config, form)
             folder = tokens / kept(config).name if tokens else None
             if folder is not None and not (folder / META).is_file():
-                found.append(_absent(key, config, folder))
+                texts.append(_absent(key, config, folder))
     except (ConfigError, OSError):
         return []  # other checks say what is wrong with model, teacher or data
-    return found
+    return texts
 
 
 def _absent(key: str, config: DistillConfig, folder: Path) -> str:
     return (
         f"teacher_log_probs: {key}: there is no {folder}, what is kept of {config.teacher} with "
-        f"dtype {config.dtype}, teacher_top_k {config.teacher_top_k} and temperature "
-        f"{config.temperature}: make it by the same recipe with "
-        "cookbook submit --recipe RECIPE entry=teach"
+        f"dtype {config.dtype}{' over NF4' * config.quantizes_teacher}, teacher_top_k "
+        f"{config.teacher_top_k} and temperature {config.temperature}: make it by the same recipe "
+        "with cookbook submit --recipe RECIPE entry=teach"
     )

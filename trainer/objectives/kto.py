@@ -39,13 +39,13 @@ class UnpairedPreferenceTuning(PreferenceObjective):
     @classmethod
     def faults(cls, config: Any) -> list[str]:
         """Whether the distance of policy and reference can be measured."""
-        found = super().faults(config)
+        texts = super().faults(config)
         if config.batch_size == 1 and not config.dataset.get("packed"):
-            found.append(
+            texts.append(
                 "batch_size: KTO compares with the other samples of a micro-batch, and 1 has "
                 "none; set batch_size=2 or more, or dataset.packed=True"
             )
-        return found
+        return texts
 
     # The share of desirable answers in the training data; trainer.trace has none.
     _share = 0.5

@@ -25,26 +25,26 @@ class PreferenceObjective(Objective):
     @classmethod
     def faults(cls, config: PreferenceConfig) -> list[str]:
         """What of loss and reference does not go together; see `Objective.faults`."""
-        found = super().faults(config)
+        texts = super().faults(config)
         start = config.checkpointer.get("adapter_checkpoint")
         whole = config.model.get("modules_to_save")
         if config.reference_kind == "adapter_off":
             if adapters.name_of(config.model) is None:
-                found.append(
+                texts.append(
                     "reference: adapter_off needs an adapter, and every weight is trained; set "
                     "reference=log_probs"
                 )
             elif whole:
-                found.append(
+                texts.append(
                     f"reference: adapter_off leaves {', '.join(whole)} as trained "
                     "(model.modules_to_save); set reference=log_probs"
                 )
             elif start is not None:
-                found.append(
+                texts.append(
                     "reference: adapter_off is the base model without the adapter of "
                     "checkpointer.adapter_checkpoint; set reference=log_probs"
                 )
-        return found
+        return texts
 
     def prepare(self, models: Models, data: Data) -> None:
         """Compute the reference's log-probabilities, if the config wants them kept."""

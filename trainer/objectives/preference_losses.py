@@ -102,5 +102,5 @@ def kto(
         desirable: bool [samples]; the sign is minus for the others.
         baseline: how far policy and reference are apart, a scalar without gradient, 0 or more.
     """
-    sign = torch.where(desirable, 1.0, -1.0)
+    sign = torch.where(desirable, 1.0, -1.0).to(ratios.dtype)
     return 1 - torch.sigmoid(sign * beta * (ratios - baseline))

@@ -25,19 +25,19 @@ class Pretraining(Objective):
 
     @classmethod
     def faults(cls, config: PretrainConfig) -> list[str]:
-        found = super().faults(config) + stream.faults(config)
+        texts = super().faults(config) + stream.faults(config)
         if config.from_scratch:
             if config.model["_component_"] != TRANSFORMERS:
-                found.append(
+                texts.append(
                     "from_scratch: only a class of transformers knows its first weights; leave "
                     "model._component_ out, and name the folder of a config.json"
                 )
             if set(config.model) - {"_component_"}:
-                found.append(
+                texts.append(
                     "from_scratch: an adapter needs the weights of a trained model; leave model.* "
                     "out, or set from_scratch=False"
                 )
-        return found
+        return texts
 
     def build_data(self) -> Data:
         if self.config.dataset["_component_"] == STREAM:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from runspec import files
-from runspec.adapters import is_quantised
+from runspec.adapters import base_form
 from trainer.config import TrainConfig
 from trainer.data.batches import Rows
 from trainer.data.tokenised import TokenisedDataset
@@ -59,16 +59,16 @@ def fingerprints(config: TrainConfig, world: World) -> dict[str, str]:
     """Hashes of the weights that the reference has, by name, the same on every rank."""
 
     def read() -> dict[str, str]:
-        found = {"reference": SafetensorsSource.open(config.checkpointer).fingerprint()}
+        prints = {"reference": SafetensorsSource.open(config.checkpointer).fingerprint()}
         start = config.checkpointer.get("adapter_checkpoint")
         if start is not None:
             from trainer.storage import adapter
 
-            found["reference_adapter"] = files.sha256(adapter.file_of(config))
-        return found
+            prints["reference_adapter"] = files.sha256(adapter.file_of(config))
+        return prints
 
-    found: dict[str, str] = world.gather(world.on_main(read))[0]
-    return found
+    prints: dict[str, str] = world.gather(world.on_main(read))[0]
+    return prints
 
 
 class KeptLogProbs:
@@ -80,7 +80,7 @@ class KeptLogProbs:
 
     def __init__(self, config: TrainConfig, world: World, weights: dict[str, str]) -> None:
         self._config, self._world = config, world
-        precision = (config.dtype, config.fp8_recipe, is_quantised(config.model))
+        precision = (config.dtype, config.fp8_recipe, base_form(config.model))
         content = json.dumps([weights, precision], sort_keys=True, default=str)
         self._name = hashlib.sha256(content.encode()).hexdigest()[:16]
 

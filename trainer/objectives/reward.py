@@ -1,7 +1,8 @@
 """Reward models: a score head at the last token of each answer, trained on pairs."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +21,33 @@ class RewardModelling(Objective):
 
     Figures, means over the pairs: rewards/chosen and rewards/rejected; rewards/margins, their
     difference; rewards/accuracies, the share of pairs where it is above 0; rewards/mean, over both.
+    And rewards/min and rewards/max, of all answers of the step.
     """
 
     config_class: ClassVar[type[TrainConfig]] = RewardConfig
     # A margin belongs to the pair: by how much the one answer is better.
     form: ClassVar[SampleForm] = replace(PAIRS, number="margin")
     normaliser = "samples"
+    extremes: ClassVar[Mapping[str, Literal["min", "max"]]] = {
+        "rewards/min": "min",
+        "rewards/max": "max",
+    }
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
         """A reward model has no output head that an adapter could change."""
-        found = super().faults(config)
+        texts = super().faults(config)
+        if "lm_head" in (config.model.get("lora_modules") or ()):
+            texts.append(
+                "model.lora_modules: a reward model has a score head, which is trained whole, in "
+                "place of lm_head; leave it out"
+            )
         if config.model.get("apply_lora_to_output"):
-            found.append(
+            texts.append(
                 "model.apply_lora_to_output: a reward model has a score head, which is trained "
                 "whole, in place of the output head; leave it out"
             )
-        return found
+        return texts
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         batch = batch.to(self.world.device)
@@ -52,7 +63,12 @@ class RewardModelling(Objective):
             "rewards/accuracies": margins > 0,
             "rewards/mean": rewards.mean(1),
         }
-        return LossSum(loss.sum(), {n: value.detach().sum() for n, value in figures.items()})
+        sums = {name: value.detach().sum() for name, value in figures.items()}
+        # A rank may have no pair in a micro-step.
+        scores, none = rewards.detach().flatten(), rewards.new_tensor([torch.inf])
+        sums["rewards/min"] = torch.cat([scores, none]).min()
+        sums["rewards/max"] = torch.cat([scores, -none]).max()
+        return LossSum(loss.sum(), sums)
 
 
 def document_scores(model: Decoder, batch: MicroBatch) -> torch.Tensor:

@@ -29,6 +29,8 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch, TopK
 from trainer.layers.log_probs import factors
 from trainer.layers.top_k import sampled_errors, top_k
+from trainer.models.builder import Builder
+from trainer.objectives.base import Models
 from trainer.objectives.distill import Distillation
 from trainer.objectives.kept_teacher import Kept
 from trainer.parallel.world import World
@@ -46,6 +48,41 @@ class Teaching(Distillation):
     def faults(cls, config: Any) -> list[str]:
         """As of a distillation in which the teacher runs."""
         return super().faults(replace(config, teacher_log_probs="online"))
+
+    def build_models(self, builder: Builder) -> Models:
+        """The teacher alone, in the place of a policy."""
+        self.world.on_main(lambda: self.refuse(self.setting_faults(self.config)))
+        return Models(builder.teacher(self.config.teacher, 1))
+
+    def run_once(self, models: Models, batch: MicroBatch) -> None:
+        """The pass over one batch, without what is kept of it, for `trainer.trace`."""
+        config, module = self.config, models.policy.module
+        kept_of(module, batch, config.teacher_top_k, module.vocab_size, config.temperature, True)
+
+
+@torch.no_grad()
+def kept_of(
+    module: nn.Module, batch: MicroBatch, k: int, vocabulary: int, heat: float, compared: bool
+) -> tuple[TopK, torch.Tensor]:
+    """Top k and tail of a batch's trained tokens, and `sampled_errors`, or zeros.
+
+    Args:
+        batch: on the module's device.
+        vocabulary, heat: as in `top_k`.
+        compared: whether the errors are wanted.
+    """
+
+    def output(model: nn.Module, hidden: torch.Tensor) -> tuple[TopK, torch.Tensor]:
+        made_of = factors(model, hidden, batch.trained)
+        kept = top_k(made_of, k, vocabulary, heat)
+        if not (compared and batch.target_count):
+            return kept, torch.zeros(4)
+        return kept, sampled_errors(made_of, kept, vocabulary, heat, COMPARED)
+
+    both: tuple[TopK, torch.Tensor] = module(
+        batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output
+    )
+    return both
 
 
 class SampleRange:
@@ -118,10 +155,10 @@ class TeacherPass:
             # A rank with fewer batches runs masked ones: FSDP gathers on all ranks together.
             for index in range(max(world.gather(number))):
                 batch = self._batch(rows, index if index < number else None)
-                found, errors = self._of(module, batch.to(world.device), compared=index == 0)
+                kept, errors = self._of(module, batch.to(world.device), compared=index == 0)
                 if index == 0:
                     figures = errors.tolist()
-                self._put(records, batch, found, begins, view.targets)
+                self._put(records, batch, kept, begins, view.targets)
                 yield Done(done, count)
             own = mine if world.data_weight else None
             world.on_all(partial(self._write, own, records, figures))
@@ -143,27 +180,16 @@ class TeacherPass:
     def _of(
         self, module: nn.Module | None, batch: MicroBatch, compared: bool
     ) -> tuple[TopK, torch.Tensor]:
-        k, vocabulary, heat = self._k, self._kept.vocabulary, self._config.temperature
-
-        def output(model: nn.Module, hidden: torch.Tensor) -> tuple[TopK, torch.Tensor]:
-            made_of = factors(model, hidden, batch.trained)
-            found = top_k(made_of, k, vocabulary, heat)
-            if not (compared and batch.target_count):
-                return found, torch.zeros(4)
-            return found, sampled_errors(made_of, found, vocabulary, heat, COMPARED)
-
         if module is None:
             raise RuntimeError("a pass with parts left needs the teacher")
-        found, errors = module(
-            batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output
-        )
-        return found, errors
+        vocabulary, heat = self._kept.vocabulary, self._config.temperature
+        return kept_of(module, batch, self._k, vocabulary, heat, compared)
 
     @staticmethod
     def _put(
         records: np.ndarray,
         batch: MicroBatch,
-        found: TopK,
+        kept: TopK,
         begins: np.ndarray,
         targets: np.ndarray,
     ) -> None:
@@ -173,7 +199,7 @@ class TeacherPass:
         places = np.arange(counts.sum()) + np.repeat(
             begins[own] - np.cumsum(counts) + counts, counts
         )
-        for name, values in found._asdict().items():
+        for name, values in kept._asdict().items():
             records[name][places] = values.float().cpu() if name != "ids" else values.cpu()
 
     def _missing(self) -> list[Part]:

@@ -3,7 +3,8 @@
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,16 @@ SAVED_OPERATIONS = (
     "aten._scaled_dot_product_attention_math",
     "torch_attn._varlen_attn",
     "higher_order.flex_attention",
+    # FlexAttention compiled by itself: see trainer.layers.flex.kernel.
+    "higher_order.inductor_compiled_code",
     # trainer.trace has it in place of FlexAttention.
     "slurm_cookbook.traced_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",
     "slurm_cookbook.delta_states",
+    "slurm_cookbook.delta_rule",
+    # Which experts a router chose: a product that is recomputed may round to another choice.
+    "aten.topk",
     # fp8's products, and the magnitudes that its scales are made of.
     "aten._scaled_mm",
     "aten.amax",
@@ -55,6 +61,8 @@ SAVED_OPERATIONS = (
 # ones; FSDP marks one range more in it if experts within the block are a group of their own.
 RANGES = ("profiler._record_function_enter_new", "profiler._record_function_exit._RecordFunction")
 
+# Of a checkpoint: of its first pass, and of the one that computes it again.
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 COMPILE_BACKEND = "TORCH_COMPILE_BACKEND"
 
 
@@ -74,11 +82,17 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
     if config.compile and mode != "op":
         _compile(model)
+    settings: dict[str, Any] = {}
+    if any(map(_exchanges_tokens, model.blocks)):
+        from trainer.parallel.expert_parallel import remembered
+
+        settings = {"context_fn": remembered}
     if mode == "op":
-        _recompute(model, 1, context_fn=partial(create_selective_checkpoint_contexts, _policy()))
+        _recompute(model, 1, context_fn=partial(_contexts, settings.get("context_fn"), _policy()))
     elif isinstance(mode, int):
-        offload = config.enable_activation_offloading
-        _recompute(model, mode, **({"checkpoint_fn": InputOffloading()} if offload else {}))
+        if config.enable_activation_offloading:
+            settings["checkpoint_fn"] = InputOffloading()
+        _recompute(model, mode, **settings)
     if config.compile and mode == "op":
         _compile(model, skipped=_exchanges_tokens)
 
@@ -132,6 +146,23 @@ def _recompute(model: Decoder, step: int, **settings: Any) -> None:
         model.blocks[index] = checkpoint_wrapper(model.blocks[index], **settings)
 
 
+def _contexts(
+    more: Callable[[], Contexts] | None, policy: Callable[..., CheckpointPolicy]
+) -> Contexts:
+    """The contexts of a checkpoint by operation, and others around them."""
+    own = create_selective_checkpoint_contexts(policy)
+    if more is None:
+        return own
+    first, again = (_both(*pair) for pair in zip(more(), own, strict=True))
+    return first, again
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 def _policy() -> Callable[..., CheckpointPolicy]:
     saved = {op for name in SAVED_OPERATIONS if (op := _operation(name)) is not None}
     SAC_IGNORED_OPS.update(op for name in RANGES if (op := _operation(name)) is not None)
@@ -145,8 +176,8 @@ def _policy() -> Callable[..., CheckpointPolicy]:
 
 def _operation(name: str) -> Any:
     namespace, operation, *overload = name.split(".")
-    found = getattr(getattr(torch.ops, namespace), operation, None)
-    return getattr(found, overload[0] if overload else "default", found)
+    packet = getattr(getattr(torch.ops, namespace), operation, None)
+    return getattr(packet, overload[0] if overload else "default", packet)
 
 
 class InputOffloading:

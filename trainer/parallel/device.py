@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import torch
+from torch.distributed import Store
 
-from trainer.errors import ConfigError
+from trainer.errors import BadNodeError, ConfigError, Fault, PeerError
 
 DEVICES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -28,10 +29,43 @@ def choose(device: str) -> str:
     if gpus := _gpus():
         raise ConfigError(
             f"device: this node has GPUs ({', '.join(gpus)}), and torch {torch.__version__} cannot "
-            f"use them: {_why()}; install a build for the driver (bash setup.sh --torch-index URL, "
-            "as PyTorch's install page shows it), or set device=cpu to train on CPUs"
+            f"use them: {_why()}; install a build for the driver (bash setup.sh --torch cu126, or "
+            "another build: bash setup.sh --help), or set device=cpu to train on CPUs"
         )
     return "cpu"
+
+
+def agree(device: str, store: Store, rank: int, ranks: int) -> None:
+    """Raise an error on every rank if some of `ranks` are on CPUs and others on GPUs.
+
+    They would wait for each other forever. This is said over the rendezvous' store, because
+    neither gloo nor NCCL can be asked before the ranks agree.
+
+    Raises:
+        BadNodeError: on the ranks on CPUs, whose nodes have no GPU that torch finds.
+        PeerError: on the others.
+    """
+    node = os.environ.get("NODE_NAME", "this host")
+    store.set(f"device/{device}", f"{rank} {node}")
+    if store.add("device/ranks", 1) == ranks:
+        store.set("device/known", "")
+    store.wait(["device/known"])
+    if not all(store.check([f"device/{kind}"]) for kind in ("cpu", "cuda")):
+        return
+    if device == "cpu":
+        raise BadNodeError(_without_gpu(node))
+    number, _, name = store.get("device/cpu").decode().partition(" ")
+    raise PeerError({int(number): Fault.of(BadNodeError(_without_gpu(name)))})
+
+
+def _without_gpu(node: str) -> str:
+    message = f"node {node} shows torch no GPU, and other nodes of this run do"
+    return f"{message}: nvidia-smi on it says why"
+
+
+def described(device: torch.device) -> str:
+    """Return the name of a device for people: a GPU's by its driver, or CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _gpus() -> list[str]:
@@ -41,8 +75,8 @@ def _gpus() -> list[str]:
     """
     if "SLURM_JOB_ID" in os.environ and not any(os.environ.get(name) for name in _GIVEN):
         return []
-    found = [*sorted(DEVICES.glob("nvidia[0-9]*")), *sorted(DEVICES.glob("kfd"))]
-    return [str(path) for path in found]
+    devices = [*sorted(DEVICES.glob("nvidia[0-9]*")), *sorted(DEVICES.glob("kfd"))]
+    return [str(path) for path in devices]
 
 
 def _why() -> str:

@@ -5,7 +5,11 @@ output back, by all-to-all, as in GShard (Lepikhin et al. 2020, arXiv 2006.16668
 dropped. Ranks that have the same experts shard them further by FSDP.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,6 +58,9 @@ class Exchange:
 
     def __init__(self, mesh: DeviceMesh, share: float) -> None:
         self._group, self._ranks, self._share = mesh.get_group(), mesh.size(), share
+        on_gpu = mesh.device_type != "cpu"
+        # Written by a copy that the device comes to when it has counted; read before the next one.
+        self._arrived = torch.empty(2, self._ranks, dtype=torch.int64, pin_memory=on_gpu)
 
     # How many rows come from each rank is known only when they have been counted.
     @torch.compiler.disable
@@ -61,26 +68,99 @@ class Exchange:
         self, layer: nn.Module, rows: torch.Tensor, chosen: torch.Tensor, active: int
     ) -> torch.Tensor:
         """As `experts.apply`, with the experts of all ranks."""
-        order = chosen.argsort(stable=True)
-        numbers = torch.arange(len(order), device=order.device)
-        back = torch.empty_like(order).scatter_(0, order, numbers)
         own = local(getattr(layer, experts.MATRICES[0])).shape[0]
-        leaving = experts.counts(chosen, own * self._ranks)
-        coming = torch.empty_like(leaving)
-        dist.all_to_all_single(coming, leaving, group=self._group)
-        sent, received = self.rows_per_rank(leaving, coming)
-        ids = torch.arange(own, device=chosen.device).repeat(self._ranks)
-        ids = ids.repeat_interleave(coming, output_size=sum(received))
+        memory = _memory.get()
+        way = memory.ways.get(layer) if memory is not None and memory.again else None
+        if way is None:
+            leaving = experts.counts(chosen, own * self._ranks)
+            coming = torch.empty_like(leaving)
+            dist.all_to_all_single(coming, leaving, group=self._group)
+            known = self.counted(leaving, coming)
+            order = chosen.argsort(stable=True)
+        else:
+            order, coming, sent, received = way
+        back = experts.inverse(order)
         x = experts.permuted(rows, order, back, active)
+        if way is None:
+            # The host waits for the counts alone: the device has the rows to sort meanwhile.
+            sent, received = self.rows_per_rank(known)
+            if memory is not None:
+                memory.ways[layer] = Way(order, coming, sent, received)
+        by_rank = coming.view(self._ranks, own)
         # The gradient is small between the two, where the experts are, and whole outside.
         x = _AllToAll.apply(x, received, sent, self._group, 1 / self._share)
-        x = _AllToAll.apply(experts.apply(layer, x, ids), sent, received, self._group, self._share)
+        places = by_expert(by_rank, sum(received))
+        x = experts.compute(layer, x, places, by_rank.sum(0))
+        x = _AllToAll.apply(x, sent, received, self._group, self._share)
         return experts.permuted(x, back, order)
 
-    def rows_per_rank(self, leaving: torch.Tensor, coming: torch.Tensor) -> list[list[int]]:
-        """Rows to each rank and from each, of int64 [experts of all ranks] that say how many go to
-        each expert, and come for it; one wait for the device, for both."""
-        return torch.stack([leaving, coming]).view(2, self._ranks, -1).sum(2).tolist()
+    def counted(
+        self, leaving: torch.Tensor, coming: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Begin to copy rows to each rank and from each to the host; with what tells when it is
+        done."""
+        sums = torch.stack([leaving, coming]).view(2, self._ranks, -1).sum(2)
+        self._arrived.copy_(sums, non_blocking=True)
+        return self._arrived, torch.cuda.current_stream().record_event() if sums.is_cuda else None
+
+    def rows_per_rank(self, known: tuple[torch.Tensor, torch.cuda.Event | None]) -> list[list[int]]:
+        """Rows to each rank and from each; the one wait for the device, for both."""
+        numbers, event = known
+        if event is not None:
+            event.synchronize()
+        return numbers.tolist()
+
+
+def by_expert(coming: torch.Tensor, rows: int) -> torch.Tensor:
+    """The order that sorts rows by expert, int64 [rows], of rows that lie by rank and by expert.
+
+    Args:
+        coming: int64 [ranks, experts], how many come from each rank for each expert.
+        rows: their sum.
+    """
+    begins = (coming.flatten().cumsum(0) - coming.flatten()).view_as(coming).T.flatten()
+    numbers = coming.T.flatten()
+    shift = begins - (numbers.cumsum(0) - numbers)
+    here = torch.arange(rows, device=coming.device)
+    return here + shift.repeat_interleave(numbers, output_size=rows)
+
+
+class Way(NamedTuple):
+    """Where the rows of a layer's tokens went: their order by expert, and how many go and come."""
+
+    order: torch.Tensor
+    coming: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass
+class _Memory:
+    """The ways of a block's first pass, for the pass that computes it again."""
+
+    ways: dict[nn.Module, Way]
+    again: bool
+
+
+_memory: ContextVar[_Memory | None] = ContextVar("memory", default=None)
+
+
+def remembered() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a checkpoint's first pass and of the one that computes it again.
+
+    Rows go the same way again, so nothing is counted, exchanged and waited for a second time.
+    """
+    ways: dict[nn.Module, Way] = {}
+    return _with(_Memory(ways, again=False)), _with(_Memory(ways, again=True))
+
+
+@contextmanager
+def _with(memory: _Memory) -> Iterator[None]:
+    token = _memory.set(memory)
+    try:
+        yield
+    finally:
+        _memory.reset(token)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -60,41 +60,45 @@ def check(world: World) -> str:
     size, mib, rounds = _SIZES[kind]
     node = os.environ.get("NODE_NAME", "this host")
     mine = Fitness(node, *_product(world, size, rounds), *_sum(world, mib, rounds))
-    found = world.gather(mine)
-    if kind == "cuda" and faults(found, compare_speed=True) != faults(found, compare_speed=False):
+    measured = world.gather(mine)
+    if kind == "cuda" and faults(measured, compare_speed=True) != faults(
+        measured, compare_speed=False
+    ):
         # Every rank sees the same figures, so all try again.
         right, tflops = _product(world, size, rounds)
         again = replace(mine, product_is_right=right, tflops=tflops)
-        found = world.gather(mine.or_better(again))
-    fault = faults(found, compare_speed=kind == "cuda").get(world.rank)
+        measured = world.gather(mine.or_better(again))
+    fault = faults(measured, compare_speed=kind == "cuda").get(world.rank)
     world.on_all(lambda: _raise(fault))
     if kind == "cpu":
         return ""
-    speeds = [each.tflops for each in found]
+    speeds = [each.tflops for each in measured]
     line = f"node check matrix products at {min(speeds):.0f} to {max(speeds):.0f} TFLOP/s"
-    bandwidth = min(each.gb_per_s for each in found)
+    bandwidth = min(each.gb_per_s for each in measured)
     return line if world.size == 1 else f"{line}, all-reduce of {mib} MiB at {bandwidth:.0f} GB/s"
 
 
-def faults(found: Sequence[Fitness], compare_speed: bool) -> dict[int, str]:
+def faults(measured: Sequence[Fitness], compare_speed: bool) -> dict[int, str]:
     """Return what is wrong, by rank.
 
     Where the sum is wrong on all ranks nothing says whose fault it is, and rank 0 tells it.
     """
-    usual = np.median([each.tflops for each in found])
-    wrong = [rank for rank, each in enumerate(found) if not each.sum_is_right]
-    if len(wrong) == len(found):
+    usual = np.median([each.tflops for each in measured])
+    wrong = [rank for rank, each in enumerate(measured) if not each.sum_is_right]
+    if len(wrong) == len(measured):
         wrong = [0]
-    told = {rank: "the sum of an all-reduce over all ranks is wrong" for rank in wrong}
-    for rank, each in enumerate(found):
+    texts = {rank: "the sum of an all-reduce over all ranks is wrong" for rank in wrong}
+    for rank, each in enumerate(measured):
         if compare_speed and each.tflops < SLOW * usual:
-            told[rank] = (
+            texts[rank] = (
                 f"a matrix product runs at {each.tflops:.0f} TFLOP/s, and at {usual:.0f} on the "
                 "median rank"
             )
         if not each.product_is_right:
-            told[rank] = "a matrix product is wrong"
-    return {rank: f"node {found[rank].node}, rank {rank}: {text}" for rank, text in told.items()}
+            texts[rank] = "a matrix product is wrong"
+    return {
+        rank: f"node {measured[rank].node}, rank {rank}: {text}" for rank, text in texts.items()
+    }
 
 
 def _product(world: World, size: int, rounds: int) -> tuple[bool, float]:
@@ -121,11 +125,11 @@ def _sum(world: World, mib: int, rounds: int) -> tuple[bool, float]:
 def _timed(work: Callable[[], object], world: World, rounds: int, at_least_s: float = 0.0) -> float:
     """Return the seconds of one round, the median of as many measurements as `at_least_s` holds."""
     clock = _gpu_seconds if world.device.type == "cuda" else _seconds
-    found: list[float] = []
+    seconds: list[float] = []
     began = time.perf_counter()
-    while not found or time.perf_counter() - began < at_least_s:
-        found.append(clock(work, rounds) / rounds)
-    return float(np.median(found))
+    while not seconds or time.perf_counter() - began < at_least_s:
+        seconds.append(clock(work, rounds) / rounds)
+    return float(np.median(seconds))
 
 
 def _seconds(work: Callable[[], object], rounds: int) -> float:

@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from trainer.config import TrainConfig
 from trainer.models.decoder import Decoder
+from trainer.parallel.gradients import REDUCED_IN
 from trainer.parallel.sharded import local
 from trainer.parallel.world import World
 
@@ -20,12 +22,18 @@ from trainer.parallel.world import World
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\)")
 
 
-def needed(config: TrainConfig, world: World) -> bool:
+def needed(config: TrainConfig, world: World, adapted: bool) -> bool:
     """Whether FSDP2 holds the model: over several ranks, or for what only FSDP2 can do on one.
 
     That is to keep parameters on the CPU, and to compute in another dtype than they are kept in.
+
+    Args:
+        adapted: only an adapter is trained. Its gradients are few: if every rank has the whole
+            model, `gradients.average_over_replicas` sends them, and nothing is gathered.
     """
-    return world.data_size > 1 or config.fsdp_cpu_offload or config.master_weights is not None
+    if config.fsdp_cpu_offload or config.master_weights is not None:
+        return True
+    return world.layout.shard > 1 or (world.layout.replicate > 1 and not adapted)
 
 
 def shard(
@@ -46,26 +54,41 @@ def shard(
         expert_mesh: of experts that are spread; they are sharded over its ep_shard.
     """
     replicated = "dp_replicate" in mesh.mesh_dim_names
-    reduced = torch.bfloat16 if config.fsdp_reduce_dtype == "bf16" else torch.float32
     options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"],
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=REDUCED_IN[config.fsdp_reduce_dtype]
+        ),
         "reshard_after_forward": config.fsdp_reshard_after_forward,
         "shard_placement_fn": partial(_placement, mesh["dp_shard"].size()),
     }
     if config.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    tables = _tables_apart(model)
     for name in config.custom_sharded_layers or []:
         layer = getattr(model, name) if hasattr(model, name) else model.get_submodule(name)
-        if not _stays_with_root(model, layer):
+        if not any(layer is each for each in (model.embedding, model.output_head, None)):
             fully_shard(layer, **options)
+    # What stays until the backward pass is over is not gathered for it: the loss needs the head at
+    # once, and the root's rest is small or was needed by the loss too.
+    stays = options | {"reshard_after_forward": False}
+    for table in tables:
+        if isinstance(table, nn.Embedding) and len(list(table.parameters())) == 1:
+            # Its backward pass needs no weights: neither kept, nor fetched ahead.
+            fully_shard(table, **options | {"reshard_after_forward": True})
+            table.set_unshard_in_backward(False)
+        else:
+            fully_shard(table, **(options if table is model.embedding else stays))
     if expert_mesh is not None:
         _shard_experts(model, expert_mesh, options)
     for block in model.blocks:
         fully_shard(block, **options)
-    fully_shard(model, **options)
-    if config.fsdp_prefetch:
-        _prefetch(model, config.fsdp_prefetch)
+    fully_shard(model, **stays)
+    if depth := config.fsdp_prefetch or (1 if expert_mesh is not None else 0):
+        _prefetch(model, depth, tables)
+    elif model.output_head in tables:
+        # Gathered while the last block computes.
+        model.blocks[-1].set_modules_to_forward_prefetch([model.output_head])
 
 
 def _shard_experts(model: Decoder, expert_mesh: DeviceMesh, options: dict[str, Any]) -> None:
@@ -96,30 +119,45 @@ def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return next(map(Shard, even), None)
 
 
-def _prefetch(model: Decoder, depth: int) -> None:
-    """Gather so many blocks ahead, forwards and backwards.
+def _tables_apart(model: Decoder) -> list[nn.Module]:
+    """The embedding and the output head, if FSDP may gather them by themselves.
 
-    By itself FSDP2 asks for a block's weights when the one before it has been launched, which is
-    early enough only while the CPU is far ahead of the GPU.
+    In the root they would be gathered before the first block, with nothing to hide behind.
+    """
+    # A tied embedding is needed again by the output, after it would have been sharded again.
+    if model.is_tied:
+        return []
+    # Each chunk of logits would reduce the head's gradient, and how many chunks there are depends
+    # on the length of a rank's batch: the ranks' collectives would no longer match.
+    in_chunks = model.output_head is None or model.num_output_chunks > 1
+    return [model.embedding] if in_chunks else [model.embedding, model.output_head]
+
+
+def _prefetch(model: Decoder, depth: int, tables: list[nn.Module]) -> None:
+    """Gather so many blocks ahead, forwards and backwards, with all groups within them.
+
+    By itself FSDP2 asks for a group's weights when the one before it has been launched, which is
+    early enough only while the CPU is far ahead of the GPU. With experts that are spread it never
+    is: in each block it waits for the numbers of rows.
+
+    Args:
+        tables: what is gathered by itself before and behind the blocks.
     """
     blocks = list(model.blocks)
-    model.set_modules_to_forward_prefetch(blocks[:depth])
-    model.set_modules_to_backward_prefetch(blocks[: -depth - 1 : -1])
+    inner = [
+        [m for m in block.modules() if m is not block and isinstance(m, FSDPModule)]
+        for block in blocks
+    ]
+    groups = [[block, *within] for block, within in zip(blocks, inner, strict=True)]
+    first = [table for table in tables if table is model.embedding]
+    head = [table for table in tables if table is model.output_head]
+    model.set_modules_to_forward_prefetch([*first, *chain(*groups[:depth])])
+    model.set_modules_to_backward_prefetch([*chain(*groups[: -depth - 1 : -1])])
     for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
-        before = blocks[max(0, index - depth) : index]
-        block.set_modules_to_backward_prefetch(before[::-1])
-
-
-def _stays_with_root(model: Decoder, layer: Any) -> bool:
-    if not isinstance(layer, nn.Module):
-        return True
-    # A tied embedding is needed again by the output, after it would have been sharded again.
-    if layer is model.embedding and model.output_head is None and model.score_head is None:
-        return True
-    # Each chunk of logits would gather the output head, and how many chunks there are depends on
-    # the length of a rank's batch: the ranks' collectives would no longer match.
-    return layer is model.output_head and model.num_output_chunks > 0
+        ahead = [*groups, head][index + 1 : index + 1 + depth]
+        block.set_modules_to_forward_prefetch([*inner[index], *chain(*ahead)])
+        before = groups[max(0, index - depth) : index]
+        block.set_modules_to_backward_prefetch([*inner[index], *chain(*before[::-1])])
 
 
 def reshard(model: nn.Module) -> None:

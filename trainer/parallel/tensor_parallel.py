@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from runspec.layout import StepFacts
 from trainer.layers import linear, nf4
+from trainer.layers.adapters import lora_embedding
 from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.patch import patch_forward, replaced
 from trainer.models.decoder import Decoder, Role
@@ -52,8 +53,12 @@ def _embedding(layer: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
     padding = getattr(layer, "padding_idx", None)
     padding = None if padding is None else padding - first
     own = padding if padding is not None and 0 <= padding < rows.shape[0] else None
-    found = F.embedding(index.masked_fill(elsewhere, 0), rows, own)
-    out = _summed(layer, SEQUENCE, found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+    index = index.masked_fill(elsewhere, 0)
+    embedded = F.embedding(index, rows, own)
+    added = lora_embedding.update(layer, index, own, linear.own_part(layer))
+    if added is not None:
+        embedded = embedded + added
+    out = _summed(layer, SEQUENCE, embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0))
     scale = getattr(layer, "output_scale", None)
     # As Gemma was trained, the factor is rounded to the model's dtype.
     return out if scale is None else out * torch.tensor(scale, dtype=out.dtype)
@@ -157,14 +162,14 @@ def _exchanged(
 
     def parts(source: int, target: int) -> list[slice]:
         """Of the outputs of one rank, those that another one needs."""
-        found, start, first = [], 0, source * width
+        slices, start, first = [], 0, source * width
         for piece in pieces:
             share = piece // ranks
             low = max(first, start + target * share)
             high = min(first + width, start + (target + 1) * share)
-            found += [slice(low - first, high - first)] if low < high else []
+            slices += [slice(low - first, high - first)] if low < high else []
             start += piece
-        return found
+        return slices
 
     coming = [sum(p.stop - p.start for p in parts(source, rank)) for source in range(ranks)]
     return [parts(rank, target) for target in range(ranks)], coming
@@ -214,7 +219,7 @@ class _Local:
 # module has its mesh, or None: it stays as it is; and the placements of the parameters that are not
 # replicated.
 STYLES: dict[Role, tuple[Callable[..., Any] | None, dict[str, Shard]]] = {
-    Role.EMBEDDING: (_embedding, {"weight": Shard(0)}),
+    Role.EMBEDDING: (_embedding, dict.fromkeys(("weight", lora_embedding.A), Shard(0))),
     Role.OUTPUT: (_output, COLUMN),
     Role.SCORE: (_score, {"weight": Shard(1)}),
     Role.COLUMN: (_column, COLUMN),
@@ -304,8 +309,8 @@ def faults(model: Decoder, ranks: int) -> list[str]:
     """Return why `model` cannot be split over `ranks`, one line per fault."""
     if ranks == 1:
         return []
-    if found := model.split_faults():
-        return found
+    if texts := model.split_faults():
+        return texts
     sizes = model.sizes() | {"vocab_size": model.vocab_size, "max_seq_len": model.max_seq_len}
     weights = [model.get_submodule(name).weight for name in model.linear_layers(Role.ROW)]
     # Of a packed weight the second dimension is that of its blocks.

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from runspec.layout import Layout, LayoutError
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError, Fault, PeerError
-from trainer.parallel.device import choose
+from trainer.parallel.device import agree, choose
 
 T = TypeVar("T")
 # Long enough for one rank to read or write a large model while the others wait.
 TIMEOUT = timedelta(minutes=30)
+# Bytes per second, all ranks together: storage that is slower than this fails.
+SLOWEST_READ = 20e6
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class World:
     device: torch.device
     cpu_group: dist.ProcessGroup
     layout: Layout
+    meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
 
     @property
     def is_main(self) -> bool:
@@ -92,6 +95,11 @@ class World:
         named = zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)
         return self._mesh({n: s for n, s in named if s > 1 or (fsdp and n == "dp_shard")})
 
+    def replicas(self) -> DeviceMesh | None:
+        """Return the mesh of a rank's replicas if each has a whole model; None if it is the one."""
+        mesh = self.mesh(False) if self.layout.replicate > 1 and self.layout.shard == 1 else None
+        return None if mesh is None else mesh["dp_replicate"]
+
     def expert_mesh(self, fsdp: bool) -> DeviceMesh | None:
         """Return the ranks as the experts see them: (dp_replicate, ep_shard, ep).
 
@@ -111,8 +119,24 @@ class World:
     def _mesh(self, sizes: dict[str, int]) -> DeviceMesh | None:
         if not sizes:
             return None
+        # Each mesh makes a process group for each dimension: those that are asked for again exist.
         device, names = self.device.type, tuple(sizes)
-        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=names)
+        if names not in self.meshes:
+            shape = tuple(sizes.values())
+            self.meshes[names] = init_device_mesh(device, shape, mesh_dim_names=names)
+        return self.meshes[names]
+
+    def limit(self, seconds: float | None) -> None:
+        """Let collectives that begin from now on time out after so long; None: after TIMEOUT."""
+        timeout = TIMEOUT if seconds is None else timedelta(seconds=seconds)
+        groups = [dist.group.WORLD, self.cpu_group]
+        groups += [group for mesh in self.meshes.values() for group in mesh.get_all_groups()]
+        for group in groups:
+            group.set_timeout(timeout)
+
+    def limit_for(self, size: int) -> None:
+        """Let collectives wait for ranks that read so many bytes between them."""
+        self.limit(max(TIMEOUT.total_seconds(), size / SLOWEST_READ))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64."""
@@ -131,6 +155,8 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
@@ -148,13 +174,20 @@ class World:
         faults = self.gather(None if fault is None else Fault.of(fault))
         if fault is not None:
             raise fault
-        if failed := {rank: found for rank, found in enumerate(faults) if found}:
+        if failed := {rank: text for rank, text in enumerate(faults) if text}:
             raise PeerError(failed)
         return result
 
     def on_main(self, task: Callable[[], T]) -> T | None:
         """Run `task` on rank 0 only; its fault is raised on every rank."""
         return self.on_all(lambda: task() if self.is_main else None)
+
+    def from_main(self, task: Callable[[], T]) -> T:
+        """Run `task` on rank 0 only; every rank returns its result, or raises its fault."""
+        values: list[Any] = [self.on_main(task)]
+        dist.broadcast_object_list(values, src=0, group=self.cpu_group)
+        result: T = values[0]
+        return result
 
 
 def layout_of(config: Mapping[str, Any], ranks: int) -> Layout:
@@ -179,6 +212,7 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
     Raises:
         ConfigError: GPUs cannot be used or are fewer than local ranks, or a layout that does not
             fit the number of ranks.
+        BadNodeError, PeerError: see `agree`.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -193,8 +227,20 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
     elif "OMP_NUM_THREADS" not in os.environ:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=TIMEOUT, **alone)
+    store: dist.Store = dist.HashStore()
+    if "RANK" in os.environ:
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        agree(device, store, rank, size)
+    # With the GPU named, a mesh splits NCCL's communicator once per dimension. Else all ranks make
+    # every group of it one after the other, hundreds for 512 ranks.
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+        device_id=where if device == "cuda" else None,
+    )
     cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return World(rank, size, local_rank, where, cpu_group, layout)
 

@@ -17,6 +17,8 @@ from trainer.models.decoder import SCORE, Decoder
 from trainer.storage import weights
 
 KEY = "checkpointer.adapter_checkpoint"
+# PEFT's copy of a tied embedding that is trained beside LoRA.
+TIED_HEAD = f"{PEFT_PREFIX}lm_head.weight"
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -68,6 +70,8 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
     saved = {key: name for key, (name, _) in saved_of(model).items()}
     faults += [f"holds no {key}" for key in sorted(saved.keys() - tensors.keys())]
     whole = {name: tensors.pop(key) for key, name in saved.items() if key in tensors}
+    if whole and model.is_tied:
+        tensors.pop(TIED_HEAD, None)
     whole |= _score(model, tensors, faults)
     if whole and settings is not None:
         settings = {key: value for key, value in settings.items() if key != "modules_to_save"}
@@ -84,9 +88,9 @@ def _score(
 ) -> dict[str, torch.Tensor]:
     """Take the score head's weight out of tensors, if the model has one."""
     names = (SCORE, PEFT_PREFIX + SCORE)
-    if model.score_head is None or not (found := [n for n in names if n in tensors]):
+    if model.score_head is None or not (present := [n for n in names if n in tensors]):
         return {}
-    score = tensors.pop(found[0])
+    score = tensors.pop(present[0])
     if score.shape != model.score_head.weight.shape:
         faults.append(f"its score head gives {score.shape[0]} numbers, a reward model one")
     return {SCORE: score}

@@ -97,6 +97,10 @@ class Checkpoints:
         with self._blocking():
             self._join()
 
+    def release(self) -> None:
+        """Free the copy that asynchronous saves have used; there is no save after this."""
+        self._buffers = self._held = self._copied = None
+
     def settle(self) -> None:
         """Let a save that is being written end before this rank gives up; its fault is ignored."""
         if self._pending is not None:
@@ -159,8 +163,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints as rank 0 sees them; all ranks call together."""
-        found: list[int] = self._world.gather(self._world.on_main(self.committed.steps))[0]
-        return found
+        steps: list[int] = self._world.gather(self._world.on_main(self.committed.steps))[0]
+        return steps
 
     def load_weights(self, step: int, model: nn.Module) -> str | None:
         """Put the weights of the checkpoint of `step` into `model`; all ranks call this together.
@@ -171,7 +175,7 @@ class Checkpoints:
 
         fault = self._agreed_fault(step)
         if fault is None:
-            sharded.restore_weights(self.committed.of(step), model, self._world.cpu_group)
+            sharded.restore_weights(self.committed.of(step), model, self._world)
         return fault
 
     @contextmanager
@@ -271,7 +275,7 @@ class Checkpoints:
         same_layout = (state.world_size, state.tensor_parallel_dim) == layout
         rank = world.rank if same_layout else None
         try:
-            sharded.restore(folder, model, optimizer, world.cpu_group, rank)
+            sharded.restore(folder, model, optimizer, world, rank)
         except sharded.MissingStateError as missing:
             changes = [
                 text

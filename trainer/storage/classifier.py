@@ -18,15 +18,15 @@ def settings(config: Any, folder: Path) -> dict[str, Any]:
         config: the model's, of transformers.
         folder: the model's, with its tokenizer.
     """
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__],
         "num_labels": 1,
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
     if (folder / "tokenizer.json").is_file():
-        _, found["pad_token_id"] = pad_token(hugging_face_tokenizer(str(folder)))
-    return found
+        _, values["pad_token_id"] = pad_token(hugging_face_tokenizer(str(folder)))
+    return values
 
 
 def set_pad_token(folder: Path) -> None:

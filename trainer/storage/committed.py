@@ -131,12 +131,12 @@ class CommittedCheckpoints:
 
     def best(self) -> tuple[int, float] | None:
         """(step, val_loss) of the checkpoint with the lowest val_loss; None if none has one."""
-        found = []
+        losses = []
         for step in self.steps():
             loss = self._content(step).get("val_loss")
             if loss is not None and math.isfinite(loss):
-                found.append((loss, step))
-        return min(found)[::-1] if found else None
+                losses.append((loss, step))
+        return min(losses)[::-1] if losses else None
 
     def state(self, step: int) -> TrainerState:
         """The state in a sound checkpoint; what an older version of the trainer kept is ignored."""
@@ -238,8 +238,8 @@ class CommittedCheckpoints:
         for name in sorted(entries)[part::parts]:
             entry, path = entries[name], folder / name
             try:
-                found = _read(Path.stat, path)
-                if not stat.S_ISREG(found.st_mode) or found.st_size != entry["bytes"]:
+                status = _read(Path.stat, path)
+                if not stat.S_ISREG(status.st_mode) or status.st_size != entry["bytes"]:
                     return f"{name} is missing or cut short"
                 if _read(files.sha256, path) != entry["sha256"]:
                     return f"{name} has changed on the disk"

@@ -2,21 +2,26 @@
 
 import math
 import shutil
+from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from runspec import files
 from trainer.config import TrainConfig
-from trainer.data.tokenizers import template_text
+from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
+from trainer.layers.adapters import lora_embedding
 from trainer.layers.adapters.base import PEFT_PREFIX, AdaptedLinear, AdapterKind
 from trainer.models.build import Model
 from trainer.models.decoder import SCORE
-from trainer.parallel.sharded import full_tensor
+from trainer.parallel.sharded import full_tensor, gathered, local, near
 from trainer.parallel.world import World
 from trainer.storage import adapter, weights
 
@@ -46,9 +51,11 @@ COPIED = (
 def export(model: Model, config: TrainConfig, world: World) -> Path:
     """Write <output_dir>/export and return it; all ranks call this together.
 
-    Tensors are gathered and written one at a time; rank 0 writes, in files of at most 4 GiB (or
-    one tensor). An adapter is merged (see `linear.merged` for a quantised base), and by itself it
-    lies in `adapter/`; with `save_adapter_weights_only` the merged weights are left out.
+    Files have at most 4 GiB (or one tensor). As many ranks as there are files write one each at a
+    time. Matrices are merged and gathered one by one, of experts one of one expert: a rank needs
+    the memory of the largest one beside the weights, whatever a layer's experts take. For an
+    adapter over a quantised base see `linear.merged`. By itself an adapter lies in `adapter/`; with
+    `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / files.EXPORT
     temporary = config.output_dir / f".tmp_{files.EXPORT}"
@@ -72,7 +79,11 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
             shutil.copyfile(path, temporary / path.name)
     if template := config.tokenizer.get("chat_template"):
         files.write_text(temporary / "chat_template.jinja", template_text(str(template)))
+    write_new_tokens(config.tokenizer, temporary)
     settings = files.read_json_or_none(temporary / "config.json") or {}
+    if config.tokenizer.get("new_tokens"):
+        text = settings.get("text_config") or settings
+        text["vocab_size"] = model.module.vocab_size
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     settings[key] = str(model.dtype).removeprefix("torch.")
     if model.module.score_head is not None:
@@ -91,21 +102,83 @@ def _commit(temporary: Path, final: Path) -> None:
     files.fsync_path(final.parent)
 
 
+class Step(NamedTuple):
+    """A matrix that is gathered at a time: all or some rows of a tensor of the hub.
+
+    Attributes:
+        name: the plain name of `parameter`; None if another part of the folder's model has it.
+        place: of the parameter; the first number is that of an expert. () is all.
+    """
+
+    name: str | None
+    parameter: torch.Tensor
+    place: tuple[Any, ...] = ()
+
+
+def steps_of(model: Model, name: str, parameter: torch.Tensor) -> list[Step]:
+    """How a parameter is gathered: experts one by one."""
+    owner, _, last = name.rpartition(".")
+    if last in experts.MATRICES and hasattr(model.module.get_submodule(owner), "transposed"):
+        return [Step(name, parameter, (expert,)) for expert in range(parameter.shape[0])]
+    return [Step(name, parameter)]
+
+
+@torch.no_grad()
+def gather(model: Model, layers: dict[str, torch.nn.Module], step: Step) -> torch.Tensor:
+    """The matrix of a step, whole and with its adapter merged; all ranks call this together.
+
+    Each rank merges its own part before it is gathered.
+    """
+    owner, _, last = str(step.name).rpartition(".")
+    layer = layers[owner]
+    if step.place and last in experts.MATRICES:
+        expert, *rows = step.place
+        return experts.merged(layer, last, expert, model.dtype)[tuple(rows)]
+    if last == "weight" and lora_embedding.is_adapted(layer):
+        whole = lora_embedding.merged(layer, model.dtype)
+    elif isinstance(layer, AdaptedLinear) or nf4.is_packed(step.parameter):
+        whole = linear.merged(layer, last, model.dtype)
+    else:
+        whole = in_dtype(step.parameter.detach(), model.dtype)
+    return whole[step.place] if step.place else whole
+
+
+def in_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A whole parameter; what is sharded is gathered in `dtype`, whatever its master weights are.
+
+    What is on every rank, such as a buffer, keeps its own.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return gathered(parameter, near(parameter, local(parameter)).to(dtype))
+
+
+def layers_of(model: Model) -> dict[str, torch.nn.Module]:
+    """The modules by their plain names."""
+    return {weights.plain_name(name): m for name, m in model.module.named_modules()}
+
+
 def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
-    module = model.module
-    parts_of, layers = weights.hub_tensors(module), _layers(model)
-    shapes = {key: weights.hub_shape(parts) for key, parts in parts_of.items() if key is not None}
-    pieces, whole = weights.hub_pieces(model.module), ("", torch.empty(0))
+    layers, pieces = layers_of(model), weights.hub_pieces(model.module)
+    parts_of = {k: v for k, v in weights.hub_tensors(model.module).items() if k is not None}
+    # By tensor of the hub, how its rows are gathered, in their order.
+    steps = {
+        key: [step for name, parameter in parts for step in steps_of(model, name, parameter)]
+        for key, parts in parts_of.items()
+    }
+    steps |= {key: [Step(*piece)] for key, piece in pieces.items()}
+    shapes = {key: weights.hub_shape(parts) for key, parts in parts_of.items()}
     shapes |= {key: piece.shape for key, piece in pieces.items()}
-    carried = model.module.carried_tensors
+    source, carried = None, model.module.carried_tensors
     if carried:
         source = weights.SafetensorsSource.open(config.checkpointer)
         shapes |= {key: source.shapes[key] for key in carried}
+        steps |= {key: [Step(None, torch.empty(0))] for key in carried}
     # Biases of routers stay in fp32: bf16 would round them.
     held = {
         key: buffer.dtype
-        for name, buffer in module.held_buffers().items()
-        if (key := module.hub_name(name)) is not None
+        for name, buffer in model.module.held_buffers().items()
+        if (key := model.module.hub_name(name)) is not None
     }
     dtypes = dict.fromkeys(shapes, model.dtype) | held
     split = split_state_dict_into_shards_factory(
@@ -114,67 +187,52 @@ def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) 
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_SHARD_BYTES,
     )
-    for name, keys in split.filename_to_tensors.items():
-        own = {key: shapes[key] for key in keys}
-        file = world.on_main(partial(weights.SafetensorsWriter, folder / name, own, dtypes))
-        for key in keys:
-            if key in pieces:
-                name, parameter, index = pieces[key]
-                if whole[0] != name:
-                    # All its pieces come one after another.
-                    whole = name, _whole(model, layers, name, parameter)
-                tensor = whole[1][index].to(model.dtype).cpu()
-            elif key in parts_of:
-                tensor = _merged(model, layers, parts_of[key], dtypes[key], keep=world.is_main)
-            elif file is not None:
-                tensor = source.tensor(key).to(model.dtype)
-            if file is not None:
-                file.add(tensor)
-        world.on_main(partial(_close, file))
+
+    def content(key: str, step: Step) -> Callable[[bool], torch.Tensor | None]:
+        def rows(keep: bool) -> torch.Tensor | None:
+            if step.name is None:
+                return source.tensor(key).to(model.dtype) if keep and source else None
+            tensor = gather(model, layers, step)
+            return model.module.to_hub(step.name, tensor.to(dtypes[key]).cpu()) if keep else None
+
+        return rows
+
+    waiting = [
+        _File(
+            partial(weights.SafetensorsWriter, folder / name, {k: shapes[k] for k in keys}, dtypes),
+            [content(key, step) for key in keys for step in steps[key]],
+        )
+        for name, keys in split.filename_to_tensors.items()
+    ]
+    # Spread over the nodes.
+    count = min(world.size, len(waiting))
+    writers = [number * world.size // count for number in range(count)]
+    for first in range(0, len(waiting), count):
+        _write_files(dict(zip(writers, waiting[first : first + count], strict=False)), world)
     if split.is_sharded:
         listing = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         world.on_main(lambda: files.write_json(folder / "model.safetensors.index.json", listing))
 
 
-def _close(file: weights.SafetensorsWriter | None) -> None:
-    """Close the file of rank 0; the other ranks have none."""
-    if file is not None:
-        file.close()
+class _File(NamedTuple):
+    """open: makes its writer. rows: what fills it, by calls of all ranks; only one keeps it."""
+
+    open: Callable[[], weights.SafetensorsWriter]
+    rows: list[Callable[[bool], torch.Tensor | None]]
 
 
-@torch.no_grad()
-def _merged(
-    model: Model,
-    layers: dict[str, torch.nn.Module],
-    parts: weights.Parts,
-    dtype: torch.dtype,
-    keep: bool,
-) -> torch.Tensor:
-    """A tensor of the hub by its parts, whole and on the CPU; an empty one if `keep` is False."""
-    rows = []
-    for name, parameter in parts:
-        tensor = _whole(model, layers, name, parameter)
-        if keep:
-            rows.append(model.module.to_hub(name, tensor.to(dtype).cpu()))
-    return torch.cat(rows) if keep else torch.empty(0)
-
-
-@torch.no_grad()
-def _whole(
-    model: Model, layers: dict[str, torch.nn.Module], name: str, parameter: torch.Tensor
-) -> torch.Tensor:
-    """A base parameter, whole and with its adapter merged; all ranks call this together."""
-    owner, _, last = name.rpartition(".")
-    layer = layers[owner]
-    if last in experts.MATRICES and hasattr(layer, "transposed"):
-        return experts.merged(layer, last, model.dtype)
-    if isinstance(layer, AdaptedLinear) or nf4.is_packed(parameter):
-        return linear.merged(layer, last, model.dtype)
-    return full_tensor(parameter.detach())
-
-
-def _layers(model: Model) -> dict[str, torch.nn.Module]:
-    return {weights.plain_name(name): m for name, m in model.module.named_modules()}
+def _write_files(at_once: dict[int, _File], world: World) -> None:
+    """Write a file on each of some ranks, by rank, at the same time: a matrix of each in turn."""
+    own = at_once.get(world.rank)
+    file = world.on_all(lambda: None if own is None else own.open())
+    for turns in zip_longest(*(each.rows for each in at_once.values())):
+        mine = None
+        for rank, rows in zip(at_once, turns, strict=True):
+            part = None if rows is None else rows(rank == world.rank)
+            mine = part if rank == world.rank else mine
+        if file is not None and mine is not None:
+            file.add(mine)
+    world.on_all(lambda: None if file is None else file.close())
 
 
 @torch.no_grad()
@@ -189,6 +247,11 @@ def _write_adapter(
     }
     if saved := [key.split(".")[-2] for key in adapter.saved_of(model.module)]:
         fields = {**fields, "modules_to_save": saved}
+        if model.module.is_tied:
+            # Without it PEFT would leave the output head as it was; and it wants the weight twice.
+            fields["ensure_weight_tying"] = True
+            (table,) = adapter.saved_of(model.module)
+            tensors[adapter.TIED_HEAD] = tensors[table].clone()
     settings = {
         "peft_type": kind.declared.peft_type or kind.declared.title.upper(),
         "task_type": "CAUSAL_LM",
@@ -203,6 +266,10 @@ def _write_adapter(
 
     def write() -> None:
         folder.mkdir()
+        if config.tokenizer.get("new_tokens"):
+            # The base model's folder has another one.
+            for path in (path for pattern in TOKENIZER for path in folder.parent.glob(pattern)):
+                shutil.copyfile(path, folder / path.name)
         save_file(tensors, folder / adapter.FILE, metadata={"format": "pt"})
         files.write_json(folder / adapter.SETTINGS, settings)
 

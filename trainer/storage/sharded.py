@@ -19,6 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from trainer.errors import Fault, PeerError, StorageError
+from trainer.parallel import copies
+from trainer.parallel.sharded import local
+from trainer.parallel.world import World
 
 # LoRA's checkpoints hold the adapter only; the frozen base is read from the model folder again.
 TRAINABLE_ONLY = state_dict.StateDictOptions(ignore_frozen_params=True)
@@ -78,7 +81,7 @@ def write(folder: Path, tensors: dict[str, Any], group: ProcessGroup) -> None:
 
 
 def restore(
-    folder: Path, model: nn.Module, optimizer: Optimizer, group: ProcessGroup, rank: int | None
+    folder: Path, model: nn.Module, optimizer: Optimizer, world: World, rank: int | None
 ) -> None:
     """Put a checkpoint of any layout into model and optimizer; all ranks call this together.
 
@@ -90,18 +93,18 @@ def restore(
     Raises:
         MissingStateError: the optimizer keeps more about a parameter than the checkpoint's did.
     """
-    found = content(model, optimizer, 0 if rank is None else rank)
-    needed = {name for state in found["optimizer"]["state"].values() for name in state}
+    saved = content(model, optimizer, 0 if rank is None else rank)
+    needed = {name for state in saved["optimizer"]["state"].values() for name in state}
     if missing := needed - _optimizer_state(folder):
         raise MissingStateError(sorted(missing))
-    read = {"model": found["model"], "optimizer": {"state": found["optimizer"]["state"]}}
-    _read(folder, read if rank is None else read | {"random": found["random"]}, group)
-    state_dict.set_model_state_dict(model, found["model"], options=FROZEN_ABSENT)
+    read = {"model": saved["model"], "optimizer": {"state": saved["optimizer"]["state"]}}
+    _read(folder, read, world, {} if rank is None else {"random": saved["random"]})
+    state_dict.set_model_state_dict(model, saved["model"], options=FROZEN_ABSENT)
     state_dict.set_optimizer_state_dict(
-        model, optimizer, found["optimizer"], options=TRAINABLE_ONLY
+        model, optimizer, saved["optimizer"], options=TRAINABLE_ONLY
     )
     if rank is not None:
-        _set_random_state(found["random"][str(rank)])
+        _set_random_state(saved["random"][str(rank)])
 
 
 def _optimizer_state(folder: Path) -> set[str]:
@@ -110,16 +113,60 @@ def _optimizer_state(folder: Path) -> set[str]:
     return {key.rpartition(".")[2] for key in keys if key.startswith("optimizer.state.")}
 
 
-def restore_weights(folder: Path, model: nn.Module, group: ProcessGroup) -> None:
+def restore_weights(folder: Path, model: nn.Module, world: World) -> None:
     """Put the weights of a checkpoint into the model; all ranks call this together."""
-    found = {"model": state_dict.get_model_state_dict(model, options=TRAINABLE_ONLY)}
-    _read(folder, found, group)
-    state_dict.set_model_state_dict(model, found["model"], options=FROZEN_ABSENT)
+    state = {"model": state_dict.get_model_state_dict(model, options=TRAINABLE_ONLY)}
+    _read(folder, state, world, {})
+    state_dict.set_model_state_dict(model, state["model"], options=FROZEN_ABSENT)
 
 
-def _read(folder: Path, tensors: dict[str, Any], group: ProcessGroup) -> None:
-    with _plain_errors(group, "it cannot be read"):
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=group)
+def _read(folder: Path, tensors: dict[str, Any], world: World, own: dict[str, Any]) -> None:
+    """Fill nested dicts of tensors in place; all ranks call this together.
+
+    Of ranks with the same part of a tensor one reads it, and sends it to the others.
+
+    Args:
+        own: what this rank reads for itself.
+    """
+    places = dict(_leaves(tensors))
+    shared = {place: each for place, each in places.items() if type(local(each)) is torch.Tensor}
+    total = max(sum(each.numel() for each in shared.values()), 1)
+    world.limit_for(sum(each.nbytes for each in shared.values()))
+    groups, shares, before = {}, {}, 0
+    for place, each in shared.items():
+        groups[place], shares[place] = copies.holders(each, world), before / total
+        before += each.numel()
+    read: dict[str, Any] = {name: {} for name in tensors}
+    for place, each in places.items():
+        if place not in shared or copies.reads(groups[place], shares[place]):
+            read[place[0]][".".join(place[1:])] = each
+    with _plain_errors(world.cpu_group, "it cannot be read"):
+        reader = dcp.FileSystemReader(folder)
+        dcp.load({**read, **own}, storage_reader=reader, process_group=world.cpu_group)
+    for place in places.keys() - shared.keys():
+        holder = tensors
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = read[place[0]][".".join(place[1:])]
+    # A step count of each parameter, say: together, instead of one by one.
+    small = {place for place, each in shared.items() if each.numel() == 1 and groups[place]}
+    mine = {place: shared[place] for place in small if copies.reads(groups[place], shares[place])}
+    values = {place: value for part in world.gather(mine) for place, value in part.items()}
+    for place, each in shared.items():
+        if place in small:
+            each.copy_(values[place])
+        else:
+            copies.send(each, groups[place], shares[place])
+    world.limit(None)
+
+
+def _leaves(tensors: dict[str, Any], *place: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What nested dicts hold, by the keys that lead there."""
+    for key, value in tensors.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, *place, key)
+        else:
+            yield (*place, key), value
 
 
 def _random_state() -> dict[str, torch.Tensor]:

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +43,8 @@ class Piece(NamedTuple):
         return tuple(whole[self.place].shape)
 
 
+# Reads tensor[place]; all of it without a place.
+Reader = Callable[..., torch.Tensor]
 # The folder of another model differs in every layer, and a few lines show that.
 SHOWN_TENSORS = 8
 # As safetensors calls them.
@@ -59,13 +63,13 @@ def hub_tensors(module: Decoder) -> dict[str | None, Parts]:
     Buffers that the hub has are among them. None has those that are in no tensor of the hub.
     Parameters that the hub has in pieces are left out.
     """
-    found: dict[str | None, Parts] = {}
+    by_name: dict[str | None, Parts] = {}
     for name, parameter in named_parameters(module):
         if not module.is_adapter(name) and not module.hub_pieces(name):
-            found.setdefault(module.hub_name(name), []).append((name, parameter))
+            by_name.setdefault(module.hub_name(name), []).append((name, parameter))
     for name, buffer in module.held_buffers().items():
-        found[module.hub_name(name)] = [(name, buffer)]
-    return found
+        by_name[module.hub_name(name)] = [(name, buffer)]
+    return by_name
 
 
 def hub_pieces(module: Decoder) -> dict[str, Piece]:
@@ -120,22 +124,28 @@ class SafetensorsSource:
             raise ConfigError(
                 f"checkpointer.checkpoint_dir: {folder} does not exist; download the model first"
             )
-        found, faults = cls({}, {}), []
+        source, faults = cls({}, {}), []
         for path in _listed_files(checkpointer, folder):
             try:
                 # safetensors calls every file missing that it cannot open.
                 patiently(Path.open, path).close()
                 with safe_open(path, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118 (not a dict)
-                        found.files[key] = path
-                        found.shapes[key] = tuple(file.get_slice(key).get_shape())
+                        source.files[key] = path
+                        source.shapes[key] = tuple(file.get_slice(key).get_shape())
             except FileNotFoundError:
                 faults.append(f"checkpointer.checkpoint_files: {path} is missing")
             except (SafetensorError, OSError) as error:
                 faults.append(f"checkpointer.checkpoint_files: {path} is damaged: {error}")
         if faults:
             raise ConfigError(*faults)
-        return found
+        return source
+
+    def of(self, module: Decoder) -> "SafetensorsSource":
+        """What belongs to a model of which blocks are cut off; the rest is not read."""
+        wanted = {*hub_tensors(module), *hub_pieces(module)}
+        files = {key: path for key, path in self.files.items() if key in wanted}
+        return SafetensorsSource(files, {key: self.shapes[key] for key in files})
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change with the weights, whatever the folder is called.
@@ -156,12 +166,81 @@ class SafetensorsSource:
         with safe_open(self.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor once, (Hugging Face name, tensor), file by file."""
+    def read(self) -> Iterator[tuple[str, Reader]]:
+        """Every tensor once, (Hugging Face name, what reads tensor[place]), file by file."""
         for path in sorted(set(self.files.values())):
-            with safe_open(path, framework="pt") as file:
+            with ExitStack() as stack:
+                opened = partial(_opened, path, stack, [])
                 for key in sorted(k for k, where in self.files.items() if where == path):
-                    yield key, file.get_tensor(key)
+                    yield key, partial(_read, opened, key)
+
+    def is_made(self, key: str) -> bool:
+        """Whether a tensor is made of all that the file holds of it, whatever part is asked for."""
+        return False
+
+
+def _opened(path: Path, stack: ExitStack, files: list[Any]) -> Any:
+    """The file, open until `stack` closes: a rank opens those that it reads of."""
+    if not files:
+        stack.callback(files.clear)
+        files.append(stack.enter_context(safe_open(path, framework="pt")))
+    return files[0]
+
+
+def _read(opened: Callable[[], Any], key: str, place: tuple[Any, ...] = ()) -> torch.Tensor:
+    return read_tensor(opened(), key, place)
+
+
+def read_tensor(file: Any, key: str, place: tuple[Any, ...] = ()) -> torch.Tensor:
+    """tensor[place]; no more than that is read. () is all."""
+    return file.get_slice(key)[place] if place else file.get_tensor(key)
+
+
+@dataclass(frozen=True)
+class GrownSource(SafetensorsSource):
+    """A source whose embedding and output head have rows for new tokens.
+
+    The rows of new tokens, and those with which the tensors grow, are the mean of the rows of the
+    tokens before them, as transformers' resize_token_embeddings draws its rows around it.
+
+    tables: the names of these tensors.
+    """
+
+    tables: frozenset[str]
+    rows: int
+    new_ids: range
+
+    def read(self) -> Iterator[tuple[str, Reader]]:
+        """See `SafetensorsSource.read`."""
+        for key, read in super().read():
+            yield key, partial(self._part, read) if key in self.tables else read
+
+    def is_made(self, key: str) -> bool:
+        """See `SafetensorsSource.is_made`."""
+        return key in self.tables
+
+    def _part(self, read: Reader, place: tuple[Any, ...] = ()) -> torch.Tensor:
+        whole = self._grown(read())
+        return whole[place] if place else whole
+
+    def _grown(self, tensor: torch.Tensor) -> torch.Tensor:
+        known, ids = len(tensor), self.new_ids
+        mean = tensor[: ids.start].mean(0, dtype=torch.float32).to(tensor.dtype)
+        grown = torch.cat([tensor, mean.expand(self.rows - known, -1)])
+        grown[ids.start : ids.stop] = mean
+        return grown
+
+
+def with_new_rows(source: SafetensorsSource, module: Decoder, new_ids: range) -> SafetensorsSource:
+    """The source for a model whose embedding has rows for new tokens."""
+    if not new_ids:
+        return source
+    tables = frozenset(key for t in module.tables if (key := module.hub_name(f"{t}.weight")))
+    shapes = {
+        key: (max(shape[0], module.vocab_size), *shape[1:]) if key in tables else shape
+        for key, shape in source.shapes.items()
+    }
+    return GrownSource(source.files, shapes, tables, module.vocab_size, new_ids)
 
 
 class SafetensorsWriter:
@@ -198,10 +277,13 @@ class SafetensorsWriter:
             self._fault = error
 
     def close(self) -> None:
-        """Close the file, and raise what went wrong."""
+        """Bring the file to the disk, close it, and raise what went wrong."""
         with self._file:
             if self._fault is not None:
                 raise self._fault
+            self._file.flush()
+            # No other node can do it for this one.
+            os.fsync(self._file.fileno())
 
 
 def _listed_files(checkpointer: dict[str, Any], folder: Path) -> list[Path]:
@@ -251,33 +333,6 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
             )
     more = len(faults) - SHOWN_TENSORS
     return faults if more <= 0 else [*faults[:-more], f"{folder}: {more} more tensors do not fit"]
-
-
-@torch.no_grad()
-def load(module: Decoder, source: SafetensorsSource) -> None:
-    """Fill the base weights of `module`; each rank copies its own part of each tensor.
-
-    At most one whole tensor is in memory at a time, or one parameter that the hub has in pieces, if
-    these lie together. What is NF4 in the model is quantised here.
-    """
-    parts_of, pieces = hub_tensors(module), hub_pieces(module)
-    missing = Counter(piece.name for piece in pieces.values())
-    wholes: dict[str, torch.Tensor] = {}
-    for key, tensor in source.read():
-        if piece := pieces.get(key):
-            shape = nf4.dense_shape(piece.parameter)
-            whole = wholes.setdefault(piece.name, torch.empty(shape, dtype=tensor.dtype))
-            whole[piece.place] = tensor
-            missing[piece.name] -= 1
-            if not missing[piece.name]:
-                fill(piece.parameter, wholes.pop(piece.name))
-            continue
-        # A tied model's folder may hold the output too, which is no parameter of its own.
-        parts = parts_of.get(key, [])
-        sizes = [parameter.shape[0] for _, parameter in parts]
-        split = tensor.split(sizes) if parts else ()
-        for (name, parameter), rows in zip(parts, split, strict=True):
-            fill(parameter, module.from_hub(name, rows))
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -334,6 +389,7 @@ def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:
     if nf4.is_packed(parameter):
         # Shards are cut between blocks, so that each rank quantises no more than its own.
         part = local_part(parameter, full.unflatten(-1, (-1, nf4.BLOCK)))
-        target.copy_(nf4.quantise(part.flatten(-2).to(target.device)))
+        form = nf4.form_of(parameter)
+        target.copy_(nf4.quantise(part.flatten(-2).to(target.device), form))
     else:
         target.copy_(local_part(parameter, full))

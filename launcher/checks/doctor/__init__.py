@@ -38,11 +38,11 @@ def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.
     return [*findings, *about_nodes, *(about_hub or [late])], rows
 
 
-def _ask_hub(found: list[Finding]) -> None:
+def _ask_hub(findings: list[Finding]) -> None:
     # Imported late: the hub's client takes a while.
     from launcher.hub.answers import token_findings
 
-    found += _guarded("hub token", token_findings)
+    findings += _guarded("hub token", token_findings)
 
 
 def _guarded(subject: str, check: Callable[..., Iterable[Finding]], *given: Any) -> list[Finding]:
@@ -65,7 +65,7 @@ def _slurm(cluster: Site) -> tuple[list[Finding], slurm.SlurmAnswers | None]:
         remedy = "see if scontrol ping answers" if plain else ""
         unknown = [skipped(subject, _UNKNOWN) for subject in slurm.CHECKS]
         return [*(failed("Slurm", each, remedy) for each in fault.faults), *unknown], None
-    found = slurm.controllers(site)
+    findings = slurm.controllers(site)
     for subject, check in slurm.CHECKS.items():
-        found += _guarded(subject, check, site)
-    return found, site
+        findings += _guarded(subject, check, site)
+    return findings, site

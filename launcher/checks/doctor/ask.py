@@ -6,6 +6,7 @@ import secrets
 import shlex
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from launcher import paths, render
 from launcher.errors import PreflightFault
 from launcher.executors import slurm
 from launcher.site import Site
+from launcher.venv import TorchBuild
 from runspec import files
 
 SCRIPT = paths.REPO_ROOT / "slurm" / "node_check.sh"
@@ -78,21 +80,24 @@ class Options:
 class Question:
     """What is asked of `nodes` nodes that srun's options name.
 
-    cuda: the CUDA version that torch is built for, None for CPUs.
+    torch: the build that the virtual environment has.
     """
 
     cluster: Site
     srun: list[str]
     nodes: int
     gpus_per_node: int
-    cuda: str | None
+    torch: TorchBuild
     options: Options
 
 
-def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
+def ask(
+    question: Question, settings: Mapping[str, object] | None = None, then: str = ""
+) -> tuple[slurm.Step, list[NodeReport]]:
     """Run the node check as one job and return what Slurm and the nodes reported.
 
-    A folder in the shared root proves that it is shared; it is removed again.
+    settings: variables of the check beside those of the question. then: what runs after it. A
+    folder in the shared root proves that it is shared; it is removed again.
     """
     token = f"cookbook-doctor-{secrets.token_hex(4)}"
     folder = question.cluster.root / f".{token}"
@@ -103,12 +108,13 @@ def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
         # slurm/node.sh takes a folder with this file for a run's.
         (folder / files.TRAIN).touch()
     except OSError as error:
-        words = f"cannot write {folder} ({error.strerror})"
-        raise PreflightFault(f"{words}: set COOKBOOK_ROOT to another folder") from error
+        message = f"cannot write {folder} ({error.strerror})"
+        raise PreflightFault(f"{message}: set COOKBOOK_ROOT to another folder") from error
     srun = [f"--job-name={token}", f"--nodes={question.nodes}", *question.srun]
     limits = question.options.wait_s, question.options.limit_s
     try:
-        step = slurm.run_on_nodes(srun, _script(question, folder), *limits)
+        script = _script(question, folder, settings or {})
+        step = slurm.run_on_nodes(srun, "\n".join([script, then]), *limits)
         reports = _reports(step)
         _look_for_answers(folder, reports)
     finally:
@@ -119,8 +125,8 @@ def ask(question: Question) -> tuple[slurm.Step, list[NodeReport]]:
     return step, reports
 
 
-def _script(question: Question, folder: Path) -> str:
-    use_gpus = bool(question.cuda and question.gpus_per_node)
+def _script(question: Question, folder: Path, settings: Mapping[str, object]) -> str:
+    use_gpus = bool((question.torch.cuda or question.torch.hip) and question.gpus_per_node)
     interface = question.cluster.network_interface
     exported = dict(question.cluster.environment)
     if interface:
@@ -133,6 +139,7 @@ def _script(question: Question, folder: Path) -> str:
         "NODES": question.nodes,
         "RANKS_PER_NODE": question.gpus_per_node if use_gpus else 1,
         "ACCELERATOR": "cuda" if use_gpus else "cpu",
+        **settings,
     }
     # As in a job script: the site's own variables and lines come before everything else.
     lines = [f"export {key}={shlex.quote(value)}" for key, value in exported.items()]
@@ -165,9 +172,9 @@ def _reports(step: slurm.Step) -> list[NodeReport]:
     """Sort lines such as '1: @ key value' by the task that wrote them."""
     reports: dict[str, NodeReport] = {}
     for stamp, line in step.lines:
-        if not (found := re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)):
+        if not (match := re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)):
             continue
-        task, key, value = found.groups()
+        task, key, value = match.groups()
         if key == "node":
             reports.setdefault(task, NodeReport(value))
         elif task in reports:

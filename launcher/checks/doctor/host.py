@@ -26,27 +26,27 @@ def environment() -> list[Finding]:
     if packages is None or not venv.python().exists():
         return [failed(_VENV, f"there is no virtual environment in {root}", _SETUP)]
     python = packages.parent.name.removeprefix("python")
-    found = []
+    findings = []
     if not (3, 11) <= tuple(map(int, python.split("."))) <= (3, 13):
         remedy = "COOKBOOK_PYTHON=python3.11 bash setup.sh"
-        found.append(failed(_VENV, f"{root} has Python {python}, not 3.11 to 3.13", remedy))
+        findings.append(failed(_VENV, f"{root} has Python {python}, not 3.11 to 3.13", remedy))
     if not (root / ".cookbook-setup").is_file():
-        words = f"setup.sh did not finish {root}, or did not make it"
-        found.append(warning(_VENV, words, _SETUP))
+        message = f"setup.sh did not finish {root}, or did not make it"
+        findings.append(warning(_VENV, message, _SETUP))
     installed = {venv.plain_name(name): version for name, version in venv.packages().items()}
     # Another build of torch is what setup.sh --torch is for.
     if other := sorted(text for name, text in venv.other_versions().items() if name != "torch"):
-        words = f"{root} has other versions than constraints.txt: {', '.join(other[:5])}"
-        words += f" and {len(other) - 5} more" if len(other) > 5 else ""
-        found.append(warning(_VENV, words, _SETUP))
+        message = f"{root} has other versions than constraints.txt: {', '.join(other[:5])}"
+        message += f" and {len(other) - 5} more" if len(other) > 5 else ""
+        findings.append(warning(_VENV, message, _SETUP))
     if missing := [name for name in ("torch", "torchtune", "tensorboard") if name not in installed]:
-        found.append(failed(_VENV, f"{root} lacks {', '.join(missing)}", _SETUP))
-    if found:
-        return found
-    torch, cuda = venv.torch_build()
-    words = f"{root}: Python {python}, torch {torch} for {f'CUDA {cuda}' if cuda else 'CPUs'}, "
-    words += f"TensorBoard {installed['tensorboard']}; all packages as in constraints.txt"
-    return [ok(_VENV, words)]
+        findings.append(failed(_VENV, f"{root} lacks {', '.join(missing)}", _SETUP))
+    if findings:
+        return findings
+    torch = venv.torch_build()
+    message = f"{root}: Python {python}, torch {torch.version} for {torch.platform}, "
+    message += f"TensorBoard {installed['tensorboard']}; all packages as in constraints.txt"
+    return [ok(_VENV, message)]
 
 
 def shared_folder(cluster: Site) -> list[Finding]:
@@ -58,16 +58,16 @@ def shared_folder(cluster: Site) -> list[Finding]:
     free_gib = shutil.disk_usage(place).free / 2**30
     # Such as nfs4, lustre or ext4.
     kind = (_output(["df", "--output=fstype", str(place)]).split() or ["an unknown filesystem"])[-1]
-    words = f"{root} is on {kind} with {free_gib:.0f} GiB free"
+    message = f"{root} is on {kind} with {free_gib:.0f} GiB free"
     if free_gib < 1:
-        found = failed(subject, words, "make room, or set COOKBOOK_ROOT to another folder")
+        finding = failed(subject, message, "make room, or set COOKBOOK_ROOT to another folder")
     elif free_gib < _ROOMY_GIB:
         remedy = f"enough for small models; a run of an 8B model takes about {_ROOMY_GIB} GiB"
-        found = warning(subject, words, remedy)
+        finding = warning(subject, message, remedy)
     else:
         local = "; that is a filesystem of one machine: see what nodes report"
-        found = ok(subject, words + (local if kind in _LOCAL_FILESYSTEMS else ""))
-    return [found, *_quota(place, kind)]
+        finding = ok(subject, message + (local if kind in _LOCAL_FILESYSTEMS else ""))
+    return [finding, *_quota(place, kind)]
 
 
 def _output(argv: list[str]) -> str:
@@ -92,7 +92,7 @@ def _quota(place: Path, kind: str) -> list[Finding]:
     if not shares:
         return []
     share, where, used, limit = max(shares)
-    words = f"{used / 2**20:.0f} of {limit / 2**20:.0f} GiB of your quota on {where} are used"
+    message = f"{used / 2**20:.0f} of {limit / 2**20:.0f} GiB of your quota on {where} are used"
     if share > 0.9:
-        return [warning("quota", words, "make room, or ask for more, before a long run")]
-    return [ok("quota", words)]
+        return [warning("quota", message, "make room, or ask for more, before a long run")]
+    return [ok("quota", message)]

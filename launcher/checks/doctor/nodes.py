@@ -22,8 +22,8 @@ def findings(site: SlurmAnswers, options: Options) -> tuple[list[Finding], list[
     """Ask one node, or every usable node of the partition, by one short job."""
     usable = [node for node in site.own_nodes if node.usable]
     if not usable:
-        words = f"partition {site.partition} has no usable node to ask"
-        return [skipped("nodes", words, "try again later, or with another --cluster")], []
+        message = f"partition {site.partition} has no usable node to ask"
+        return [skipped("nodes", message, "try again later, or with another --cluster")], []
     chosen = usable[: options.nodes] if options.every_node else []
     count = len(chosen) or 1
     gpus = min(sum(node.gpus.values()) for node in (chosen or usable))
@@ -32,36 +32,38 @@ def findings(site: SlurmAnswers, options: Options) -> tuple[list[Finding], list[
     srun.append(f"--partition={site.partition}")
     if chosen:
         srun.append(f"--nodelist={','.join(node.name for node in chosen)}")
-    question = Question(site.cluster, srun, count, gpus, venv.torch_build()[1], options)
+    question = Question(site.cluster, srun, count, gpus, venv.torch_build(), options)
     try:
         step, reports = ask(question)
     except CookbookError as error:
         return of_error("nodes", error), []
     if step.pending:
-        words = f"a job on {count} node{'s' * (count > 1)} of {site.partition} did not start within"
+        message = (
+            f"a job on {count} node{'s' * (count > 1)} of {site.partition} did not start within"
+        )
         remedy = "try again when the queue is shorter, or wait longer with --wait SECONDS"
-        words += f" {options.wait_s:.0f} s and was cancelled"
-        return [skipped("nodes", words, remedy)], []
+        message += f" {options.wait_s:.0f} s and was cancelled"
+        return [skipped("nodes", message, remedy)], []
     if not reports:
-        words = step.words or f"srun ended with status {step.exit_code} and no message"
+        message = step.message or f"srun ended with status {step.exit_code} and no message"
         remedy = "try that srun by hand: srun --nodes=1 hostname"
-        return [failed("nodes", f"no node could be asked: {words}", remedy)], []
-    found = [finding for each in reports for finding in node_findings(each, question)]
+        return [failed("nodes", f"no node could be asked: {message}", remedy)], []
+    results = [finding for each in reports for finding in node_findings(each, question)]
     silent = {node.name for node in chosen} - {each.name for each in reports}
-    found += [
+    results += [
         failed("nodes", f"{name} did not answer", f"exclude it: resources.exclude={name}")
         for name in sorted(silent)
     ]
     if not chosen:
-        return found, []
+        return results, []
     others = {node.name: _not_asked(node) for node in site.own_nodes if node not in chosen}
     others |= dict.fromkeys(silent, "no answer")
     # What needs attention and the result of the all-reduce; the table shows the rest.
-    attention = [finding for finding in found if finding.state != "ok"]
+    attention = [finding for finding in results if finding.state != "ok"]
     attention.append(all_reduce(reports))
-    words = f"{len(reports)} of {len(site.own_nodes)} nodes of {site.partition} asked"
+    message = f"{len(reports)} of {len(site.own_nodes)} nodes of {site.partition} asked"
     together = joined(attention, [each.name for each in reports])
-    return [ok("nodes", words), *together], rows(reports, others)
+    return [ok("nodes", message), *together], rows(reports, others)
 
 
 def _not_asked(node: Node) -> str:
@@ -69,12 +71,12 @@ def _not_asked(node: Node) -> str:
     return f"not asked: {node.state}{reason}"
 
 
-def joined(found: list[Finding], nodes: list[str]) -> list[Finding]:
+def joined(findings: list[Finding], nodes: list[str]) -> list[Finding]:
     """Return findings that differ only by the node's name as one, which names all the nodes."""
     alike: dict[Finding, list[str]] = {}
-    for each in found:
+    for each in findings:
         pattern = re.compile(rf"\b({'|'.join(map(re.escape, nodes))})\b")
-        name = match.group() if (match := pattern.search(each.words)) else ""
+        name = match.group() if (match := pattern.search(each.message)) else ""
         alike.setdefault(_renamed(each, name, _NODE), []).append(name)
     return [_renamed(each, _NODE, ",".join(names)) for each, names in alike.items()]
 
@@ -83,14 +85,16 @@ def _renamed(finding: Finding, name: str, other: str) -> Finding:
     if not name:
         return finding
     pattern = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-    words, remedy = (pattern.sub(other, text) for text in (finding.words, finding.remedy))
-    return replace(finding, words=words, remedy=remedy)
+    message, remedy = (pattern.sub(other, text) for text in (finding.message, finding.remedy))
+    return replace(finding, message=message, remedy=remedy)
 
 
 def rows(reports: list[NodeReport], others: dict[str, str]) -> list[Row]:
     """Return one row per node; others are those without a report, and why."""
-    found = [_row(each) for each in reports]
-    return found + [{"node": name, "reached": others[name]} for name in sorted(others, key=natural)]
+    reached = [_row(each) for each in reports]
+    return reached + [
+        {"node": name, "reached": others[name]} for name in sorted(others, key=natural)
+    ]
 
 
 def _row(report: NodeReport) -> Row:

@@ -56,12 +56,12 @@ def controllers(site: SlurmAnswers) -> list[Finding]:
     up = [host for host, answers in site.controllers.items() if answers]
     down = [host for host, answers in site.controllers.items() if not answers]
     version = site.configuration.get("SLURM_VERSION", "of an unknown version")
-    words = f"Slurm {version} of cluster {site.configuration.get('ClusterName', '?')} answers"
-    words += f" from {', '.join(up)}" if up else ""
+    message = f"Slurm {version} of cluster {site.configuration.get('ClusterName', '?')} answers"
+    message += f" from {', '.join(up)}" if up else ""
     if down:
         remedy = "tell the administrators; jobs go on as long as one answers"
-        return [warning("Slurm", f"{words}; controller {', '.join(down)} is down", remedy)]
-    return [ok("Slurm", words)]
+        return [warning("Slurm", f"{message}; controller {', '.join(down)} is down", remedy)]
+    return [ok("Slurm", message)]
 
 
 def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
@@ -74,36 +74,36 @@ def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
         kinds = [kind for node in nodes for kind in node.gpus.items()]
         gpus = Counter(f"{count} x {kind}" if kind else f"{count} GPUs" for kind, count in kinds)
         each = ", ".join(f"{count} with {gpu}" for gpu, count in sorted(gpus.items()))
-        words = f"{partition.name}{' (default)' * partition.default}: {len(nodes)} nodes"
-        words += f" ({each})" if each else " without GPUs"
-        words += f", time limit {partition.time_limit}"
-        words += f", {sum(node.state.startswith('idle') for node in nodes)} idle"
+        message = f"{partition.name}{' (default)' * partition.default}: {len(nodes)} nodes"
+        message += f" ({each})" if each else " without GPUs"
+        message += f", time limit {partition.time_limit}"
+        message += f", {sum(node.state.startswith('idle') for node in nodes)} idle"
         out = [node for node in nodes if not node.usable]
         if nodes and len(out) == len(nodes):
-            words += f"; none can be used ({out[0].state}: {out[0].reason})"
-            yield warning(subject, words, "wait, or choose another --partition")
+            message += f"; none can be used ({out[0].state}: {out[0].reason})"
+            yield warning(subject, message, "wait, or choose another --partition")
         else:
-            yield ok(subject, words + (f"; {len(out)} cannot be used" if out else ""))
+            yield ok(subject, message + (f"; {len(out)} cannot be used" if out else ""))
 
 
 def _accounting(site: SlurmAnswers) -> list[Finding]:
     subject, rights = "accounting", site.rights
     if not slurm.keeps_accounting(site.configuration):
-        words = "this cluster keeps none; runs keep their own records, so nothing is missed"
-        return [ok(subject, words)]
+        message = "this cluster keeps none; runs keep their own records, so nothing is missed"
+        return [ok(subject, message)]
     if rights is None:
-        words = "this cluster keeps it, and sacctmgr does not answer here"
-        return [warning(subject, words, "tell the administrators; runs do not need it")]
+        message = "this cluster keeps it, and sacctmgr does not answer here"
+        return [warning(subject, message, "tell the administrators; runs do not need it")]
     if not rights.mine and "associations" in rights.enforced:
-        words = "you have no account, and jobs without one are refused"
-        return [failed(subject, words, "ask the administrators for an account")]
+        message = "you have no account, and jobs without one are refused"
+        return [failed(subject, message, "ask the administrators for an account")]
     if not rights.mine:
         return [ok(subject, "it answers, and lists no account of yours; jobs run without one")]
     mine = sorted({f"{each.account}{' (default)' * each.default}" for each in rights.mine})
     qos = sorted({name for each in rights.mine for name in each.qos})
-    words = f"it answers; your accounts: {', '.join(mine)}; QoS: {', '.join(qos) or 'none'}"
+    message = f"it answers; your accounts: {', '.join(mine)}; QoS: {', '.join(qos) or 'none'}"
     limited = "limits are enforced" if "limits" in rights.enforced else "no limits are enforced"
-    return [ok(subject, f"{words}; {limited}")]
+    return [ok(subject, f"{message}; {limited}")]
 
 
 def _site_file(site: SlurmAnswers) -> list[Finding]:
@@ -115,15 +115,15 @@ def _site_file(site: SlurmAnswers) -> list[Finding]:
     if not named:
         return [ok(subject, "it names no partition, account or QoS; Slurm's own defaults apply")]
     fix, unknown = f"fix {origin}; there are {', '.join(site.partitions)}", "there is no partition"
-    found = [
+    findings = [
         failed(subject, f"{unknown} {name!r}{nearest(name, site.partitions)}", fix)
         for name in str(asked["partition"] or "").split(",")
         if name and name not in site.partitions
     ]
     account, qos = (str(asked[key]) if asked[key] else None for key in ("account", "qos"))
     for fault in account_faults(site.rights, account, qos):
-        found.append(replace(fault, subject=subject, remedy=f"fix {origin}; {fault.remedy}"))
-    return found or [ok(subject, f"{named} of {origin}")]
+        findings.append(replace(fault, subject=subject, remedy=f"fix {origin}; {fault.remedy}"))
+    return findings or [ok(subject, f"{named} of {origin}")]
 
 
 def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
@@ -138,8 +138,8 @@ def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
         return [ok("sbatch test", slurm.test_only(script).removeprefix("sbatch: "))]
     except SlurmFault as fault:
         remedy = f"fix resources: in configs/clusters/{site.cluster.name}.yaml"
-        words = f"{fault.faults[0]} to sbatch --test-only {' '.join(options)}"
-        return [failed("sbatch test", words, remedy)]
+        message = f"{fault.faults[0]} to sbatch --test-only {' '.join(options)}"
+        return [failed("sbatch test", message, remedy)]
 
 
 def _munge(site: SlurmAnswers) -> list[Finding]:

@@ -26,7 +26,7 @@ def limits(context: Context) -> Iterable[Finding]:
     shown = ", ".join(name for name in known if partition.is_open(rules.get(name)))
     choose = f"choose one of {shown} with --partition"
     unknown = "there is no partition {!r} on this cluster{}"
-    found = [
+    findings = [
         failed(SUBJECT, unknown.format(name, nearest(name, known)), choose)
         for name in wanted
         if name not in known
@@ -34,19 +34,19 @@ def limits(context: Context) -> Iterable[Finding]:
     chosen = [known[name] for name in wanted if name in known]
     chosen = chosen or [each for each in known.values() if each.default]
     if not chosen:
-        return found or [failed(SUBJECT, "this cluster has no default partition", choose)]
-    found += accounting.account_faults(context.rights, resources.account, resources.qos)
+        return findings or [failed(SUBJECT, "this cluster has no default partition", choose)]
+    findings += accounting.account_faults(context.rights, resources.account, resources.qos)
     jobs = [Job(context, each, rules.get(each.name)) for each in chosen]
     refused = [[*partition.faults(job), *accounting.limit_faults(job)] for job in jobs]
     if all(refused):  # one that takes the job is enough
-        found += dict.fromkeys(fault for faults in refused for fault in faults)
-    found += partition.node_faults(context, chosen)
+        findings += dict.fromkeys(fault for faults in refused for fault in faults)
+    findings += partition.node_faults(context, chosen)
     if context.cluster.expedited_requeue and not _expedites():
-        words = f"expedited_requeue needs Slurm 25.11 with SlurmctldParameters={_EXPEDITE}"
+        message = f"expedited_requeue needs Slurm 25.11 with SlurmctldParameters={_EXPEDITE}"
         remedy = f"remove it from configs/clusters/{context.cluster.name}.yaml"
-        found.append(failed("requeue", words, remedy))
+        findings.append(failed("requeue", message, remedy))
     names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
-    return found or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
+    return findings or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
 
 
 def _expedites() -> bool:

@@ -27,16 +27,16 @@ def account_faults(rights: Rights | None, account: str | None, qos: str | None) 
         return []
     accounts = sorted({each.account for each in rights.mine})
     if not accounts:
-        words = "you have no account on this cluster, which refuses jobs without one"
-        return [failed(SUBJECT, words, "ask its administrators for one")]
+        message = "you have no account on this cluster, which refuses jobs without one"
+        return [failed(SUBJECT, message, "ask its administrators for one")]
     if account and account not in accounts:
-        words = f"you have no account {account!r}{nearest(account, accounts)} on this cluster"
-        return [failed(SUBJECT, words, f"choose one of {', '.join(accounts)} with --account")]
+        message = f"you have no account {account!r}{nearest(account, accounts)} on this cluster"
+        return [failed(SUBJECT, message, f"choose one of {', '.join(accounts)} with --account")]
     usable = [each for each in rights.mine if each.serves(account)]
     names = sorted({name for each in usable for name in each.qos})
     if qos and names and qos not in names and "qos" in rights.enforced:
-        words = f"account {usable[0].account} may not use the QoS {qos!r}{nearest(qos, names)}"
-        return [failed(SUBJECT, words, f"choose one of {', '.join(names)} with --qos")]
+        message = f"account {usable[0].account} may not use the QoS {qos!r}{nearest(qos, names)}"
+        return [failed(SUBJECT, message, f"choose one of {', '.join(names)} with --qos")]
     return []
 
 
@@ -101,17 +101,19 @@ def _more(asked: dict[str, int], kind: str, gives: str, levels: list[Limits]) ->
         first = next((each for each in levels if name in getattr(each, kind)), None)
         most = getattr(first, kind)[name] if first else amount
         if first and amount > most:
-            words = f"{_amount(name, amount)} asked for, and {first.owner} {gives.format(most)}"
+            message = f"{_amount(name, amount)} asked for, and {first.owner} {gives.format(most)}"
             _, lower = _THINGS.get(name, _THINGS["gres/gpu"])
-            yield failed(SUBJECT, f"{words}: the job would never start", f"lower {lower}")
+            yield failed(SUBJECT, f"{message}: the job would never start", f"lower {lower}")
 
 
 def _less(asked: dict[str, int], levels: list[Limits]) -> Iterator[Finding]:
     for name, amount in asked.items():
         first = next((each for each in levels if name in each.least), None)
         if first and amount < first.least[name]:
-            words = f"{first.owner} takes jobs of {first.least[name]} or more"
-            yield failed(SUBJECT, f"{_amount(name, amount)} asked for, and {words}", "ask for more")
+            message = f"{first.owner} takes jobs of {first.least[name]} or more"
+            yield failed(
+                SUBJECT, f"{_amount(name, amount)} asked for, and {message}", "ask for more"
+            )
 
 
 def _budget(job: Job, accounts: list[Limits], safe: bool) -> Iterator[Finding]:
@@ -121,9 +123,9 @@ def _budget(job: Job, accounts: list[Limits], safe: bool) -> Iterator[Finding]:
             may_take = job.tres.get(name, 0) * (job.resources.time_s or 0) / 60
             if name in job.tres and (left <= 0 or (safe and may_take > left)):
                 what = f"{_THINGS.get(name, [name])[0].removesuffix('s')}-hours"
-                words = f"{each.owner} has {max(0, left) / 60:.1f} {what} left, and the run may"
+                message = f"{each.owner} has {max(0, left) / 60:.1f} {what} left, and the run may"
                 remedy = "ask the administrators for more"
-                yield failed(SUBJECT, f"{words} take {may_take / 60:.1f}", remedy)
+                yield failed(SUBJECT, f"{message} take {may_take / 60:.1f}", remedy)
 
 
 def _amount(name: str, amount: int) -> str:

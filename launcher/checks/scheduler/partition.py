@@ -54,13 +54,13 @@ def tres_per_node(context: Context) -> dict[str, int]:
     """Return what is asked of each node, by Slurm's names; without what the recipe leaves open."""
     resources = context.resources
     gpus = 0 if context.cluster.gpu_request == "none" else resources.gpus_per_node
-    found = {
+    amounts = {
         "cpu": (resources.cpus_per_gpu or 0) * resources.gpus_per_node,
         "mem": megabytes(resources.mem),
         "gres/gpu": gpus,
         f"gres/gpu:{resources.gpu_type}": gpus if resources.gpu_type else 0,
     }
-    return {name: amount for name, amount in found.items() if amount}
+    return {name: amount for name, amount in amounts.items() if amount}
 
 
 def megabytes(memory: str | None) -> int:
@@ -79,9 +79,11 @@ def is_open(rules: Rules | None) -> bool:
 def faults(job: Job) -> list[Finding]:
     """Return why this partition would not take the job, or never start it."""
     name = job.partition.name
-    found = [(f"partition {name} {words}", remedy) for words, remedy in _closed(job)]
-    found += _too_large(job)
-    return [failed(SUBJECT, words, f"{fix}, or choose another --partition") for words, fix in found]
+    reasons = [(f"partition {name} {reason}", remedy) for reason, remedy in _closed(job)]
+    reasons += _too_large(job)
+    return [
+        failed(SUBJECT, reason, f"{fix}, or choose another --partition") for reason, fix in reasons
+    ]
 
 
 def _closed(job: Job) -> Iterator[tuple[str, str]]:
@@ -96,8 +98,8 @@ def _closed(job: Job) -> Iterator[tuple[str, str]]:
     if rules.reservation_only and not job.resources.reservation:
         yield "takes only jobs of a reservation", "set resources.reservation="
     if _outside(rules.groups):
-        words = f"is only for members of {', '.join(rules.groups)}, and you are none"
-        yield words, "ask to become one"
+        reason = f"is only for members of {', '.join(rules.groups)}, and you are none"
+        yield reason, "ask to become one"
     if rights and job.place:
         account = job.place.account
         if not _taken(rights.lineage(account), rules.accounts, rules.denied_accounts):
@@ -115,6 +117,8 @@ def _too_large(job: Job) -> Iterator[tuple[str, str]]:
     flags = qos.flags if qos else frozenset()
     with_spare = f", {spare} of them as spare_nodes" if spare else ""
     lower = "lower --nodes or resources.spare_nodes" if spare else "lower --nodes"
+    if rollout := job.resources.rollout_nodes:
+        with_spare, lower = f", {rollout} of them for rollouts", f"{lower} or resources.rollout"
     asked = f"{nodes} nodes are asked for{with_spare}, and partition {partition.name}"
     if nodes > partition.nodes:
         yield f"{asked} has {partition.nodes}: the job would wait forever", lower
@@ -161,15 +165,15 @@ def node_faults(context: Context, chosen: list[slurm.Partition]) -> Iterator[Fin
     known = sorted({name for kind in kinds for name in kind.gpus if name})
     if gpu_type and "gres/gpu" in asked and gpu_type not in known:
         asked.pop("gres/gpu")
-        words = f"no node of partition {names} has GPUs of type {gpu_type!r}"
-        words += f"{nearest(gpu_type, known)}: it has {', '.join(known) or 'none with a type'}"
-        yield failed(SUBJECT, words, "set resources.gpu_type=")
+        message = f"no node of partition {names} has GPUs of type {gpu_type!r}"
+        message += f"{nearest(gpu_type, known)}: it has {', '.join(known) or 'none with a type'}"
+        yield failed(SUBJECT, message, "set resources.gpu_type=")
     for name, (what, change) in _LOWER.items():
         most = max((_on(kind, name, gpu_type) for kind in kinds), default=0)
         if asked.get(name, 0) > most:
-            words = f"{asked[name]} {what} per node are asked for, and the nodes of partition"
+            message = f"{asked[name]} {what} per node are asked for, and the nodes of partition"
             remedy = f"lower {change}, or choose another --partition"
-            yield failed(SUBJECT, f"{words} {names} have at most {most}", remedy)
+            yield failed(SUBJECT, f"{message} {names} have at most {most}", remedy)
 
 
 def _on(kind: slurm.Nodes, name: str, gpu_type: str | None) -> int:

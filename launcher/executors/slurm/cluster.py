@@ -61,7 +61,7 @@ class Node:
 
 def partitions(hidden: bool = False) -> dict[str, Partition]:
     """Return the partitions that this user may see, by name; hidden: all others too."""
-    found: dict[str, Partition] = {}
+    by_name: dict[str, Partition] = {}
     argv = ["sinfo", "--noheader", "--format=%R|%P|%D|%l|%a|%G|%m|%c"]
     for line in run([*argv, "--all"] if hidden else argv, timeout_s=20).splitlines():
         fields = line.strip().split("|")
@@ -70,9 +70,9 @@ def partitions(hidden: bool = False) -> dict[str, Partition]:
         name, marked, count, limit, available, gres, memory, cpus = fields
         kind = Nodes(_number(count), gpus_of(gres), _number(memory), _number(cpus))
         # Nodes that differ come in several lines.
-        kinds = (*found[name].kinds, kind) if name in found else (kind,)
-        found[name] = Partition(name, limit, marked.endswith("*"), available == "up", kinds)
-    return found
+        kinds = (*by_name[name].kinds, kind) if name in by_name else (kind,)
+        by_name[name] = Partition(name, limit, marked.endswith("*"), available == "up", kinds)
+    return by_name
 
 
 def _number(text: str) -> int:
@@ -82,10 +82,10 @@ def _number(text: str) -> int:
 
 def gpus_of(gres: str) -> dict[str, int]:
     """Return the GPUs of a node by type ("" if Slurm knows no type), from its Gres text."""
-    found: dict[str, int] = {}
+    gpus: dict[str, int] = {}
     for kind, count in re.findall(r"(?:^|,)gpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres):
-        found[kind] = found.get(kind, 0) + int(count)
-    return found
+        gpus[kind] = gpus.get(kind, 0) + int(count)
+    return gpus
 
 
 def nodes() -> list[Node]:
@@ -121,8 +121,8 @@ def identity() -> dict[str, str]:
 def _identity(slurm_conf: str | None) -> dict[str, str]:
     configured = configuration()
     controller = configured.get("SlurmctldHost[0]", "").partition("(")[0]
-    found = {"cluster": configured.get("ClusterName", ""), "controller": controller}
-    return found | ({"slurm_conf": slurm_conf} if slurm_conf else {})
+    identity = {"cluster": configured.get("ClusterName", ""), "controller": controller}
+    return identity | ({"slurm_conf": slurm_conf} if slurm_conf else {})
 
 
 def version() -> str | None:
@@ -135,8 +135,8 @@ def version() -> str | None:
 
 def munge(configured: dict[str, str]) -> None:
     """Sign and read back a credential as Slurm does; SlurmFault if munged does not answer."""
-    found = re.search(r"socket=([^, ]+)", configured.get("AuthInfo", ""))
-    socket = [f"--socket={found.group(1)}"] if found else []
+    match = re.search(r"socket=([^, ]+)", configured.get("AuthInfo", ""))
+    socket = [f"--socket={match.group(1)}"] if match else []
     credential = b""
     for argv in (["munge", "--no-input"], ["unmunge", "--no-output"]):
         try:

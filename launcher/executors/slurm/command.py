@@ -66,7 +66,7 @@ def run(
     output, message = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if done.returncode == 0:
         return output + message if merged else output
-    words = one_line(message) or f"{argv[0]}: exit status {done.returncode}, no message"
+    reason = one_line(message) or f"{argv[0]}: exit status {done.returncode}, no message"
     # Slurm says the same in four lines; the one that names it is enough.
     named = next(filter(_UNCONFIGURED.search, message.splitlines()), None)
     if named is not None:
@@ -75,8 +75,8 @@ def run(
             f'("{named.strip()}"): {_ELSEWHERE}'
         )
     if _TIMED_OUT.search(message):
-        raise SlurmTimeout(f'Slurm says "{words}": check whether scontrol ping answers')
-    raise SlurmFault(f'Slurm says "{words}"')
+        raise SlurmTimeout(f'Slurm says "{reason}": check whether scontrol ping answers')
+    raise SlurmFault(f'Slurm says "{reason}"')
 
 
 def one_line(message: str) -> str:

@@ -55,30 +55,32 @@ class SlurmExecutor:
         return {"job_id": job_id, **(here or _here())}
 
     def living_tasks(self, array: str) -> dict[int, str]:
-        found = _by_token(jobs.queue(all_states=True)).get(array, [])
-        living = [job.job_id for job in found if job.state not in jobs.ENDED and "_" in job.job_id]
+        queued = _by_token(jobs.queue(all_states=True)).get(array, [])
+        # Slurm cleans up after a task that is COMPLETING: nothing of it runs.
+        over = {*jobs.ENDED, "COMPLETING"}
+        living = [job.job_id for job in queued if job.state not in over and "_" in job.job_id]
         return {int(job_id.partition("_")[2]): job_id for job_id in living}
 
     def states(self, wanted: Sequence[Job]) -> dict[str, JobState]:
         # Recently ended jobs too: squeue would hide them, and accounting is often off.
         queue = _by_token(jobs.queue(all_states=True))
         queued = {job.token: _newest(_jobs_of(job, queue), job.job_id) for job in wanted}
-        found = {token: _queued(job) for token, job in queued.items() if job}
+        known = {token: _queued(job) for token, job in queued.items() if job}
         for job in wanted:
-            if job.token not in found and (place := _elsewhere(job)):
-                found[job.token] = JobState(None, "nobody", detail=place, elsewhere=True)
-        gone = [job for job in wanted if job.token not in found]
+            if job.token not in known and (place := _elsewhere(job)):
+                known[job.token] = JobState(None, "nobody", detail=place, elsewhere=True)
+        gone = [job for job in wanted if job.token not in known]
         accounted = jobs.accounting(job.job_id for job in gone if job.job_id)
-        return found | {job.token: _ended(job, accounted.get(job.job_id or "")) for job in gone}
+        return known | {job.token: _ended(job, accounted.get(job.job_id or "")) for job in gone}
 
     def living(self, job: Job, unsure: bool = False) -> dict[str, str]:
-        found = _living(job)
-        if not found and unsure:
+        alive = _living(job)
+        if not alive and unsure:
             time.sleep(_LATE_S)
-            found = _living(job)
-        if not found and (place := _elsewhere(job)):
+            alive = _living(job)
+        if not alive and (place := _elsewhere(job)):
             raise RunFault(f"job {job.job_id}: {place}, and repeat the command")
-        return found
+        return alive
 
     def cancel(self, job: Job, job_ids: Sequence[str]) -> None:
         try:
@@ -119,10 +121,10 @@ def _elsewhere(job: Job) -> str:
 
 def _by_token(queue: Sequence[jobs.QueuedJob]) -> dict[str, list[jobs.QueuedJob]]:
     """Return the jobs by their comment, the oldest first."""
-    found: dict[str, list[jobs.QueuedJob]] = {}
+    by_token: dict[str, list[jobs.QueuedJob]] = {}
     for job in sorted(queue, key=_age):
-        found.setdefault(job.comment, []).append(job)
-    return found
+        by_token.setdefault(job.comment, []).append(job)
+    return by_token
 
 
 def _jobs_of(job: Job, queue: Mapping[str, list[jobs.QueuedJob]]) -> list[jobs.QueuedJob]:
@@ -141,15 +143,15 @@ def _living(job: Job) -> dict[str, str]:
     return {each.job_id: each.state for each in queue if each.state not in jobs.ENDED}
 
 
-def _newest(found: Sequence[jobs.QueuedJob], job_id: str | None) -> jobs.QueuedJob | None:
+def _newest(queued: Sequence[jobs.QueuedJob], job_id: str | None) -> jobs.QueuedJob | None:
     """Return the job of a run that counts: one that lives, else the one with job_id.
 
     If job_id is None nobody wrote it down, and the last one counts.
     """
-    living = [job for job in found if job.state not in jobs.ENDED]
-    known = [job for job in living or found if job.job_id == job_id]
+    living = [job for job in queued if job.state not in jobs.ENDED]
+    known = [job for job in living or queued if job.job_id == job_id]
     if not known and (living or job_id is None):
-        known = list(living or found)
+        known = list(living or queued)
     return known[-1] if known else None
 
 

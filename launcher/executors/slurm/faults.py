@@ -31,10 +31,10 @@ def cancel_step(job_id: str, name: str) -> None:
     """
     text = run(["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j"])
     rows = (line.strip().partition("|") for line in text.splitlines())
-    found = [step for step, _, named in rows if named == name]
-    if not found:
+    steps = [step for step, _, named in rows if named == name]
+    if not steps:
         raise SlurmFault(f"job {job_id} has no step {name}: look with: squeue --steps")
-    run(["scancel", "--signal=KILL", found[-1]])
+    run(["scancel", "--signal=KILL", steps[-1]])
 
 
 def warn(job_id: str, signal: str) -> None:

@@ -52,8 +52,8 @@ def submit(
         try:
             answer = run(argv, timeout_s=60, lease=lease)
         except SlurmTimeout:
-            if found := _wait_for_token(token, earlier):
-                return found
+            if known := _wait_for_token(token, earlier):
+                return known
             continue
         job_id = answer.strip().rpartition("\n")[2].split(";")[0]
         if not _JOB_ID.match(job_id):
@@ -77,9 +77,9 @@ def _wait_for_token(token: str, earlier: Collection[str]) -> str | None:
         except SlurmTimeout:
             continue
         # Of an array every task is listed.
-        found = {job_id.partition("_")[0] for job_id in named}.difference(earlier)
-        if found:
-            return max(found, key=int)
+        job_ids = {job_id.partition("_")[0] for job_id in named}.difference(earlier)
+        if job_ids:
+            return max(job_ids, key=int)
         # A controller that wakes up may answer this question before it reads sbatch's request.
         answers += 1
         if answers == 2:

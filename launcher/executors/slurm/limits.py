@@ -98,23 +98,23 @@ class Rights:
     def place(self, account: str | None, partition: str) -> Association | None:
         """Return the association that a job of an account (None: the default one) would have."""
         serving = (each for each in self.mine if each.serves(account))
-        found = (each for each in serving if each.partition in ("", partition))
-        return max(found, key=lambda each: each.partition, default=None)
+        fitting = (each for each in serving if each.partition in ("", partition))
+        return max(fitting, key=lambda each: each.partition, default=None)
 
     def lineage(self, account: str) -> list[str]:
         """Return an account and all above it, the nearest first."""
-        found = []
-        while account and account not in found:
-            found.append(account)
+        accounts = []
+        while account and account not in accounts:
+            accounts.append(account)
             account = self.parents.get(account, "")
-        return found
+        return accounts
 
 
 def rules() -> dict[str, Rules]:
     """Return the rules of every partition by name, also of those that are hidden from this user."""
     text = run(["scontrol", "--all", "--oneliner", "show", "partition"])
-    found = map(_pairs, text.splitlines())
-    return {each["PartitionName"]: _rules(each) for each in found if "PartitionName" in each}
+    partitions = map(_pairs, text.splitlines())
+    return {each["PartitionName"]: _rules(each) for each in partitions if "PartitionName" in each}
 
 
 def _rules(values: dict[str, str]) -> Rules:
@@ -183,8 +183,10 @@ def _rows(text: str, fields: str) -> list[list[str]]:
 
 
 def _associations(text: str, cluster: str) -> Iterable[Association]:
-    for found, account, partition, named, default_qos, default in _rows(text, _ASSOCIATION_FIELDS):
-        if found == cluster:
+    for of_cluster, account, partition, named, default_qos, default in _rows(
+        text, _ASSOCIATION_FIELDS
+    ):
+        if of_cluster == cluster:
             qos = _names(named)
             default_qos = default_qos or ("normal" if "normal" in qos else "")
             yield Association(account, partition, qos, default_qos, account == default)
@@ -229,8 +231,8 @@ def _tres(text: str, left: bool = False) -> dict[str, int]:
 
     left: what is not used yet, in place of the limit.
     """
-    found = {}
+    amounts = {}
     for name, value, unit, used in re.findall(r"([^=,]+)=(\d+)([KMGTP]?)(?:\((\d+)\))?", text):
         amount = int(value) * 1024 ** "KMGTP".index(unit) // 1024 if unit else int(value)
-        found[name] = amount - int(used or 0) if left else amount
-    return found
+        amounts[name] = amount - int(used or 0) if left else amount
+    return amounts

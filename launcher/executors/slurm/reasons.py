@@ -45,11 +45,11 @@ def why_pending(reason: str) -> str:
     return f"{reason}: {meaning}" if meaning else reason
 
 
-def with_meaning(words: str) -> str:
+def with_meaning(reason: str) -> str:
     """Return Slurm's words with the meaning of the limit that they name, if they name one."""
-    found = map(_LIMIT.match, re.findall(r"\b(?:QOS|Assoc|Grp|Max|Min)[A-Z]\w+", words))
-    limit = next(filter(None, found), None)
-    return f"{words} ({_limit_meaning(**limit.groupdict())})" if limit else words
+    matches = map(_LIMIT.match, re.findall(r"\b(?:QOS|Assoc|Grp|Max|Min)[A-Z]\w+", reason))
+    limit = next(filter(None, matches), None)
+    return f"{reason} ({_limit_meaning(**limit.groupdict())})" if limit else reason
 
 
 def _limit_meaning(owner: str, kind: str, what: str, minutes: str | None, per: str | None) -> str:
@@ -62,8 +62,8 @@ def _limit_meaning(owner: str, kind: str, what: str, minutes: str | None, per: s
     if what == "Jobs":
         return f"your {whose} runs as many jobs at a time as it may: it waits until one ends"
     if what == "WallDuration":
-        words = f"its time limit is longer than your {whose} allows per job"
-        return f"{words}: lower --time, or choose another {option}"
+        meaning = f"its time limit is longer than your {whose} allows per job"
+        return f"{meaning}: lower --time, or choose another {option}"
     if what == "Wall":
         return f"the time that your {whose} has for all its jobs is used up"
     if kind == "Min":

@@ -17,12 +17,12 @@ _END_S = 30
 class Step:
     """What a short job on some nodes printed.
 
-    lines: each line with the time at which it arrived. words: srun's own messages. pending: the
+    lines: each line with the time at which it arrived. message: srun's own messages. pending: the
     job did not start in time.
     """
 
     lines: list[tuple[float, str]] = field(default_factory=list)
-    words: str = ""
+    message: str = ""
     pending: bool = False
     exit_code: int = 0
 
@@ -41,14 +41,14 @@ def run_on_nodes(options: Sequence[str], script: str, wait_s: float, limit_s: fl
     argv = ["srun", *options, "--ntasks-per-node=1", f"--time={minutes}", "--label"]
     argv += ["--unbuffered", f"--export={','.join(EXPORT)}", "bash", "-c", script]
     step = Step()
-    with tempfile.TemporaryFile("w+", errors="replace") as words:
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr_file:
         try:
             process = subprocess.Popen(
                 argv,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=words,
+                stderr=stderr_file,
                 errors="replace",
                 # Ctrl-C is passed on by us: once, and as a signal that srun does not ask about.
                 start_new_session=True,
@@ -72,8 +72,8 @@ def run_on_nodes(options: Sequence[str], script: str, wait_s: float, limit_s: fl
                 process.kill()
                 process.wait()
         reader.join(timeout=2)
-        words.seek(0)
-        step.words = one_line(words.read())
+        stderr_file.seek(0)
+        step.message = one_line(stderr_file.read())
     return step
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from runspec.weights import content_sha256
+from tests.trainer.forks import Ranks
+from tests.trainer.transformers_cases import write
 from trainer import evaluate
 from trainer.errors import ConfigError
 from trainer.evaluation import model as models
@@ -79,6 +81,45 @@ def test_four_workers_give_the_table_of_one(tmp_path, suite, alone):
     assert table(start(tmp_path, suite, [1, 2, 3, 0], 4)) == table(alone[1])
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert progress["state"] == "finished" and progress["step"] == 4 * 44
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "family"), [(2, None), (4, "gemma3"), (2, "gpt-oss")])
+def test_one_model_over_ranks_gives_the_table_of_one_process(
+    tmp_path, model_folder, suite, alone, ranks, family
+):
+    """Windows of attention and padded batches, too."""
+    path, expected = tmp_path / "train.yaml", alone[1]
+    if family:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        sizes = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 16}
+        folder = write(family, tmp_path / "model", model_folder, **sizes)
+        suite = {key: value for key, value in suite.items() if key != "against"}
+        suite |= {"candidate": str(folder), "max_new_tokens": 12}
+        expected = start(tmp_path / "alone", suite, [0], 1)
+    path.write_text(json.dumps(suite | {"pipeline_parallel_dim": ranks}))
+    started = Ranks("trainer.evaluate", [str(path)], ranks)
+    said, _ = started.communicate(timeout=200)
+    assert started.returncode == 0 and f"one model over {ranks} ranks" in said, said
+    assert table(json.loads((tmp_path / "evals/suite.json").read_text())) == table(expected)
+
+
+@pytest.mark.long
+def test_a_rank_of_a_spread_model_holds_its_layers_only(tmp_path):
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = Qwen3Config(**sizes, **heads, num_hidden_layers=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model_mib = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) / 2**20
+    for ranks in (1, 2, 4):
+        started = Ranks("tests.trainer.evaluation.resident", [str(tmp_path)], ranks)
+        said, _ = started.communicate(timeout=100)
+        grown = [float(line) for line in re.findall(r"grown by (\d+) MiB", said)]
+        assert started.returncode == 0 and len(grown) == ranks, said
+        # Beside the weights: embedding, head, and what the first pass allocates. Seen: 25 MiB.
+        assert max(grown) < model_mib / ranks + 45, (model_mib, said)
 
 
 def test_a_result_says_what_was_evaluated(alone, suite, tmp_path):

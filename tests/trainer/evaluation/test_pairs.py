@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from launcher.recipes import entries
-from launcher.workflows.serve import _gives_scores
+from runspec.weights import gives_scores
 from tests.trainer.evaluation.test_evaluate import SUITE, start
 from trainer.errors import ConfigError
 
@@ -108,7 +108,7 @@ def test_the_best_of_several_answers_has_the_highest_score(
 def test_a_reward_model_answers_nothing(tmp_path: Path, reward_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"tasks.pairs: .* is a reward model.*pair_accuracy"):
         start(tmp_path, suite(reward_model, tmp_path, {"kind": "perplexity"}), [0], 1)
-    assert _gives_scores(reward_model)
+    assert gives_scores(reward_model)
 
 
 def test_best_of_needs_a_reward_model_and_answers_that_differ() -> None:

@@ -18,6 +18,7 @@ from runspec import adapters
 from runspec.adapters import Adapter, Sizes
 from trainer.config import refused_path
 from trainer.errors import ConfigError
+from trainer.layers import nf4
 from trainer.parallel.sharded import full_tensor
 
 if TYPE_CHECKING:
@@ -85,7 +86,11 @@ class AdaptedLinear(nn.Module, ABC):
         return None
 
     def merge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole `weight` or `bias` with the adapter in it; all ranks call this together."""
+        """This rank's part of `weight` or `bias`, [out, in] or [out], with the adapter in it.
+
+        All ranks call this together. `trainer.layers.nf4.dense_place` of the parameter says which
+        rows and columns the part has.
+        """
         return tensor
 
     @property
@@ -235,11 +240,14 @@ def kind_of(model: Mapping[str, Any]) -> AdapterKind | None:
 
 
 def method(model: "Decoder") -> str:
-    """What a model trains: full, or an adapter's title, with a Q before it over an NF4 base."""
+    """What a model trains: full, or an adapter's title, with a Q before it over a base in NF4."""
     if model.adapter is None:
         return "full"
-    quantised = any(hasattr(module, "nf4_table") for module in model.modules())
-    return f"{'Q' if quantised else ''}{model.adapter.declared.title}"
+    title = model.adapter.declared.title
+    tables = (getattr(module, "nf4_table", None) for module in model.modules())
+    if (table := next((each for each in tables if each is not None), None)) is None:
+        return title
+    return f"Q{title}" if table.shape[1] == nf4.IN_A_BYTE["nf4"] else f"{title} over fp8"
 
 
 def turn_off(module: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from runspec import adapters
 from trainer.errors import ConfigError
-from trainer.layers import linear
+from trainer.layers import linear, nf4
 from trainer.layers.adapters.base import (
     PEFT_PREFIX,
     AdaptedLinear,
@@ -77,8 +77,10 @@ class ScaledLinear(AdaptedLinear):
         return None if self.adapter_enabled else []
 
     def merge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole weight or bias, scaled, in fp32."""
+        """This rank's part of the weight or bias, scaled, in fp32."""
+        rows, columns = nf4.dense_place(self.weight)
         scale = full_tensor(self.scale.detach()).float()
+        scale = scale[columns if self.part == IN else rows]
         if name == "weight":
             return tensor.float() * (scale if self.part == IN else scale[:, None])
         return tensor.float() * scale if self.part == OUT else tensor
@@ -157,7 +159,7 @@ class IA3(AdapterKind):
     ) -> Loaded:
         """PEFT's tensors, or the model's own, by the model's names; see `AdapterKind.from_peft`."""
         check_type(self, settings, faults)
-        found, used, layers = {}, set(), _layers(model)
+        values, used, layers = {}, set(), _layers(model)
         for place, parts in _places(model, hub, layers).items():
             key = f"{PEFT_PREFIX}{place}.ia3_l"
             if key not in tensors:
@@ -170,12 +172,12 @@ class IA3(AdapterKind):
                     f"the model its {'inputs' if by_input else 'outputs'}"
                 )
             elif by_input:
-                found[f"{parts[0][0]}.{IN}"] = tensors[key][0]
+                values[f"{parts[0][0]}.{IN}"] = tensors[key][0]
             else:
                 rows = tensors[key][:, 0].split([count for _, count in parts])
                 for (name, _), own in zip(parts, rows, strict=True):
-                    found[f"{name}.{OUT}"] = model.from_hub(f"{name}.weight", own)
-        return Loaded(found | {n: t for n, t in tensors.items() if n not in used}, {})
+                    values[f"{name}.{OUT}"] = model.from_hub(f"{name}.weight", own)
+        return Loaded(values | {n: t for n, t in tensors.items() if n not in used}, {})
 
 
 def check_type(kind: AdapterKind, settings: Mapping[str, Any] | None, faults: list[str]) -> None:
@@ -199,10 +201,10 @@ def _places(
     model: "Decoder", hub: Hub, layers: Mapping[str, ScaledLinear]
 ) -> dict[str, list[tuple[str, int]]]:
     """By module of transformers' class, the layers in its rows and how many rows each has."""
-    found = {}
+    places = {}
     for key, parts in hub.items():
         own = [(name.removesuffix(".weight"), p.shape[0]) for name, p in parts]
         weights = all(name.endswith(".weight") for name, _ in parts)
         if key is not None and weights and any(name in layers for name, _ in own):
-            found[model.peft_name(key).removesuffix(".weight")] = own
-    return found
+            places[model.peft_name(key).removesuffix(".weight")] = own
+    return places

@@ -9,7 +9,7 @@ import torch
 from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import experts
-from trainer.layers.adapters import lora_experts, lora_linear, lora_peft
+from trainer.layers.adapters import lora_embedding, lora_experts, lora_linear, lora_peft
 from trainer.layers.adapters.base import AdapterKind
 from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 
@@ -50,18 +50,22 @@ class LoRA(AdapterKind):
         return "magnitude" in self.declared.parts
 
     def add(self, model: "Decoder") -> None:
-        """To the linear layers of the blocks, or to those that `lora_modules` names."""
+        """To the linear layers of the blocks, or to those that `lora_modules` names.
+
+        It may also name the embedding and the output head.
+        """
         rank = self.settings.get("lora_rank")
         if rank is None:
             raise ConfigError("model.adapter: LoRA and DoRA need model.lora_rank")
         layers = {name: name.rpartition(".")[2] for name in model.linear_layers()}
         routed = [layer for _, layer in experts.layers(model)]
         known = {*layers.values(), *([experts.NAME] if routed else [])}
+        tables = {name.rpartition(".")[2]: name for name in model.tables}
         wanted = set(self.settings.get("lora_modules") or known)
-        if unknown := wanted - known:
+        if unknown := wanted - known - tables.keys():
             raise ConfigError(
                 f"model.lora_modules: no layer {', '.join(sorted(unknown))}; has "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(known | tables.keys()))}"
             )
         alpha, use_rslora = self.settings.get("lora_alpha", 2 * rank), self._use_rslora
         dropout = self.settings.get("lora_dropout", 0.0)
@@ -70,9 +74,37 @@ class LoRA(AdapterKind):
             for layer in routed:
                 lora_experts.add(layer, rank, alpha, use_rslora)
         chosen = [name for name, last in layers.items() if last in wanted]
+        chosen += [name for last, name in tables.items() if last in wanted]
         self.check(chosen)
         for name in chosen:
-            self.wrap(model, name, rank, alpha, dropout)
+            if model.get_submodule(name) is model.embedding:
+                self._adapt_embedding(model, name, rank, alpha)
+            else:
+                self.wrap(model, name, rank, alpha, dropout)
+
+    def _adapt_embedding(self, model: "Decoder", name: str, rank: int, alpha: float) -> None:
+        wrong = {
+            "is the output head, too (tied), and PEFT would adapt one of the two": (
+                model.output_head is None
+            ),
+            "is not possible with use_dora": self.use_dora,
+            "has no PiSSA": self.pissa,
+        }
+        if faults := [reason for reason, is_so in wrong.items() if is_so]:
+            last = name.rpartition(".")[2]
+            raise ConfigError(
+                f"model.lora_modules: {last} {' and '.join(faults)}; leave it out, or train it "
+                f"whole with model.modules_to_save=[{last}]"
+            )
+        rank, alpha = self._by_pattern(name, rank, alpha)
+        lora_embedding.add(model.get_submodule(name), rank, alpha, self._use_rslora)
+
+    def _by_pattern(self, name: str, rank: int, alpha: float) -> tuple[int, float]:
+        """These, or the rank and alpha that the patterns have for a layer."""
+        return (
+            adapters.by_pattern(self.settings.get("rank_pattern"), name) or rank,
+            adapters.by_pattern(self.settings.get("alpha_pattern"), name) or alpha,
+        )
 
     @property
     def _use_rslora(self) -> bool:
@@ -82,8 +114,7 @@ class LoRA(AdapterKind):
         self, model: "Decoder", name: str, rank: int, alpha: float, dropout: float = 0.0
     ) -> None:
         """Give a linear layer LoRA of this rank and alpha, or of those that its patterns say."""
-        rank = adapters.by_pattern(self.settings.get("rank_pattern"), name) or rank
-        alpha = adapters.by_pattern(self.settings.get("alpha_pattern"), name) or alpha
+        rank, alpha = self._by_pattern(name, rank, alpha)
         base, dora = model.get_submodule(name), self.use_dora
         layer = LowRankLinear(base, rank, alpha, dropout, dora, self._use_rslora, self.pissa)
         model.set_submodule(name, layer)
@@ -137,6 +168,8 @@ class LoRA(AdapterKind):
         whose product is (peft.tuners.lora.layer.LoraLayer.orthogonal_init).
         """
         owner, _, last = name.rpartition(".")
+        if last in (lora_embedding.A, lora_embedding.B):
+            return lora_embedding.first_value(name, shape, generator)
         if last == "magnitude":
             return row_norms(model.get_submodule(owner))
         if self.pissa:
@@ -169,10 +202,10 @@ class LoRA(AdapterKind):
         if owner not in self._principal:
             a, b = model.get_submodule(owner).principal(generator.initial_seed())
             self._principal[owner] = {"initial_a": a, "lora_a": a, "initial_b": b, "lora_b": b}
-        found = self._principal[owner].pop(last)
+        factor = self._principal[owner].pop(last)
         if not self._principal[owner]:
             del self._principal[owner]
-        return found.cpu()
+        return factor.cpu()
 
     to_peft, from_peft = lora_peft.write, lora_peft.read
 

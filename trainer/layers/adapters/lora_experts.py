@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trainer.layers import experts
 from trainer.layers.adapters.peft_config import scaling
-from trainer.parallel.sharded import full_tensor
+from trainer.parallel.sharded import full_tensor, gathered_row, local, near, row_of
 
 
 class ExpertsLoRA(nn.Module):
@@ -31,6 +32,10 @@ class ExpertsLoRA(nn.Module):
     ) -> torch.Tensor:
         """What it adds to the product of x, sorted by expert; `ends` is where each one's ends."""
         a, b = part(self.lora_a.weight), part(self.lora_b.weight)
+        # A rank that the grouped product does not take is filled up with zeros: the loop over the
+        # experts in its place would wait for the host.
+        if more := -a.shape[1] % experts.MULTIPLE:
+            a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
         inner = experts.grouped(x, a.transpose(1, 2), ends) * scaling
         return experts.grouped(inner, b.transpose(1, 2), ends)
 
@@ -38,10 +43,15 @@ class ExpertsLoRA(nn.Module):
         """The whole A and B; all ranks call this together."""
         return full_tensor(self.lora_a.weight.detach()), full_tensor(self.lora_b.weight.detach())
 
-    def update(self) -> torch.Tensor:
-        """B A, fp32 [experts, out, in]; all ranks call this together."""
-        a, b = self.whole()
-        return b.float() @ a.float()
+    def of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [rank, in] and B [out, rank] of one expert; all ranks call this together."""
+        return _row(self.lora_a.weight.detach(), expert), _row(self.lora_b.weight.detach(), expert)
+
+
+def _row(stack: torch.Tensor, index: int) -> torch.Tensor:
+    own, row = local(stack), row_of(stack, index)
+    part = own.new_empty(own.shape[1:]) if row is None else own[row]
+    return gathered_row(stack, near(stack, part), index)
 
 
 class _Stack(nn.Module):

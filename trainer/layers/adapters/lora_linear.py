@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from runspec import adapters
-from trainer.layers import linear
+from trainer.layers import linear, nf4
+from trainer.layers.adapters import lora_embedding
 from trainer.layers.adapters.base import AdaptedLinear, Own
 from trainer.layers.adapters.peft_config import scaling
-from trainer.parallel.sharded import full_tensor
+from trainer.parallel.sharded import cut_along, full_tensor, total_along
 
 # PiSSA's frozen parameters and their sizes.
 PISSA = {"initial_a": ("lora_rank", "in"), "initial_b": ("out", "lora_rank")}
@@ -124,15 +125,19 @@ class LowRankLinear(AdaptedLinear):
         )
 
     def merge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole weight with the adapter in it, fp32; a bias stays as it is."""
+        """This rank's part of the weight with the adapter in it, fp32; a bias stays as it is."""
         if name != "weight":
             return tensor
+        rows, columns = nf4.dense_place(self.weight)
         a, b = self.whole()
-        result = tensor.float() + self.scaling * (b.float() @ a.float())
+        result = tensor.to(torch.float32, copy=True)
+        result.addmm_(b[rows].float(), a[:, columns].float(), alpha=self.scaling)
         if self.magnitude is not None:
-            magnitude = full_tensor(self.magnitude.detach())
-            norms = torch.linalg.vector_norm(result, dim=1).to(magnitude.dtype)
-            result *= (magnitude / norms).float()[:, None]
+            magnitude = full_tensor(self.magnitude.detach())[rows]
+            norms = torch.linalg.vector_norm(result, dim=1)
+            if cut_along(self.weight, 1):
+                norms = total_along(self.weight, 1, norms.square()).sqrt()
+            result *= (magnitude / norms.to(magnitude.dtype)).float()[:, None]
         return result
 
     @torch.no_grad()
@@ -178,6 +183,15 @@ def row_norms(layer: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def adapted_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers with an adapter, experts too; each has `rank`, `scaling`, `use_rslora`."""
+    """The layers with an adapter, experts and the embedding, too.
+
+    Each has `rank`, `scaling`, `use_rslora`.
+    """
     modules = list(model.modules())
-    return [m for m in modules if isinstance(m, LowRankLinear) or len(getattr(m, "adapters", ()))]
+    return [
+        m
+        for m in modules
+        if isinstance(m, LowRankLinear)
+        or lora_embedding.is_adapted(m)
+        or len(getattr(m, "adapters", ()))
+    ]

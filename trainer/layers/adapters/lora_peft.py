@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer.layers import experts
-from trainer.layers.adapters import lora_experts, peft_config
+from trainer.layers.adapters import lora_embedding, lora_experts, peft_config
 from trainer.layers.adapters.base import PEFT_PREFIX, Hub, Loaded, kind_of_layer, plain_name
 from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 from trainer.layers.adapters.peft_config import PeftConfig
@@ -33,14 +33,19 @@ def write(
     have zeros in it, and in DoRA the norm that they have as their magnitude.
     """
     layers = {plain_name(name): m for name, m in model.named_modules()}
-    tensors, scales = {}, Scales()
+    tensors, scales = dict[str, torch.Tensor](), Scales()
     for key, parts in hub.items():
         own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
         adapted = [layer for layer in own.values() if isinstance(layer, LowRankLinear)]
-        if key is None or not adapted:
+        if key is None:
             continue
         module = model.peft_name(key).removesuffix(".weight")
         place = PEFT_PREFIX + module
+        for table in (each for each in own.values() if each and lora_embedding.is_adapted(each)):
+            tensors |= lora_embedding.to_peft(table, place, dtype)
+            scales[module] = table.rank, table.scaling
+        if not adapted:
+            continue
         factors = {layer: [part.cpu() for part in layer.whole()] for layer in adapted}
         a = torch.cat([factors[layer][0] for layer in adapted])
         b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
@@ -224,12 +229,18 @@ def _from_peft(
     their A's, and the B's are the blocks on its diagonal; any other has one A, which each layer
     then gets.
     """
-    found, used = {}, set()
+    own_tensors, used = dict[str, torch.Tensor](), set[str]()
     shapes = {plain_name(n): p.shape for n, p in model.named_parameters() if model.is_adapter(n)}
     for key, parts in hub.items():
         if key is None:
             continue
         place = PEFT_PREFIX + model.peft_name(key).removesuffix(".weight")
+        for name, _ in parts:
+            owner = name.removesuffix(".weight")
+            if f"{owner}.{lora_embedding.A}" in shapes:
+                table = lora_embedding.from_peft(place, owner, tensors)
+                used |= table.keys()
+                own_tensors |= dict(table.values())
         a, b = tensors.get(f"{place}.lora_A.weight"), tensors.get(f"{place}.lora_B.weight")
         if a is None or b is None:
             continue
@@ -245,13 +256,15 @@ def _from_peft(
                 rank = len(a) if shared else shapes[f"{name}.lora_a.weight"][0]
                 own = slice(None) if shared else slice(column, column + rank)
                 column += rank
-                found[f"{name}.lora_a.weight"] = a[own]
-                found[f"{name}.lora_b.weight"] = model.from_hub(f"{name}.weight", block[:, own])
+                own_tensors[f"{name}.lora_a.weight"] = a[own]
+                own_tensors[f"{name}.lora_b.weight"] = model.from_hub(
+                    f"{name}.weight", block[:, own]
+                )
                 if int(block.count_nonzero()) != int(block[:, own].count_nonzero()):
                     faults.append(f"{key} mixes the adapters of {', '.join(adapted)}")
                 if magnitude is not None:
                     part = magnitude[row : row + rows]
-                    found[f"{name}.magnitude"] = model.from_hub(f"{name}.weight", part)
+                    own_tensors[f"{name}.magnitude"] = model.from_hub(f"{name}.weight", part)
             elif int(block.count_nonzero()):
                 faults.append(f"holds an adapter for {kind_of_layer(name)}, the model has none")
             row += rows
@@ -266,6 +279,6 @@ def _from_peft(
                 a, b = (tensors[key] for key in keys)
                 count = len(getattr(layer, matrix))
                 a, b = lora_experts.from_peft(a, b, count, layer.transposed)
-                found[f"{name}.adapters.{matrix}.lora_a.weight"] = a
-                found[f"{name}.adapters.{matrix}.lora_b.weight"] = b
-    return found | {name: tensor for name, tensor in tensors.items() if name not in used}
+                own_tensors[f"{name}.adapters.{matrix}.lora_a.weight"] = a
+                own_tensors[f"{name}.adapters.{matrix}.lora_b.weight"] = b
+    return own_tensors | {name: tensor for name, tensor in tensors.items() if name not in used}

@@ -85,8 +85,8 @@ class PeftConfig:
         return scaling(self.rank_of(module), alpha, bool(self.use_rslora))
 
     def _of(self, field: str, module: str, otherwise: Any) -> Any:
-        found = by_pattern(self._content.get(field), module)
-        return otherwise if found is None else found
+        value = by_pattern(self._content.get(field), module)
+        return otherwise if value is None else value
 
 
 def fields(layers: Mapping[str, tuple[int, float]], rank: int, use_rslora: bool) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Prefix(AdapterKind):
         length = count + -count % self.row_multiple
         tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
         tokens[0, :count] = torch.tensor(self._text, device=device)
-        found: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         layers = {n: m for n, m in model.named_modules() if isinstance(m, DocumentAttention)}
 
         def keep(name: str) -> Callable[..., None]:
@@ -125,7 +125,7 @@ class Prefix(AdapterKind):
                         # Each tensor-parallel rank has its own heads.
                         mesh = parameter.device_mesh["tp"]
                         rows = DTensor.from_local(rows, mesh, [Shard(1)], run_check=False)
-                    found[f"{plain_name(name)}.{part}"] = full_tensor(rows).cpu()
+                    values[f"{plain_name(name)}.{part}"] = full_tensor(rows).cpu()
 
             return hook
 
@@ -140,7 +140,7 @@ class Prefix(AdapterKind):
             model.train(training)
             for each in hooks:
                 each.remove()
-        return found
+        return values
 
     @torch.no_grad()
     def to_peft(
@@ -178,11 +178,11 @@ class Prefix(AdapterKind):
             faults.append(f"has {whole.shape[1]} numbers of a token, for {len(layers)} layers")
             return Loaded({}, {})
         parts = iter(whole.unflatten(1, (2 * len(layers), -1)).unbind(1))
-        found = {}
+        values = {}
         for name, _ in layers:
-            found[f"{name}.{KEYS}"] = model.from_hub(_projection(model, name), next(parts).T).T
-            found[f"{name}.{VALUES}"] = next(parts)
-        return Loaded(found, {})
+            values[f"{name}.{KEYS}"] = model.from_hub(_projection(model, name), next(parts).T).T
+            values[f"{name}.{VALUES}"] = next(parts)
+        return Loaded(values, {})
 
 
 def _names(parameter: DTensor) -> tuple[str, ...]:

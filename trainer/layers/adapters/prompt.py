@@ -136,9 +136,9 @@ class Prompt(AdapterKind):
         rows = torch.randint(self._vocabulary, shape[:1], generator=generator)
         rows = torch.tensor(self._text) if self._text else rows
         table = full_tensor(model.embedding.weight.detach())
-        found = table[rows.to(table.device)].cpu()
+        embedded = table[rows.to(table.device)].cpu()
         scale = getattr(model.embedding, "output_scale", None)
-        return found if scale is None else found * torch.tensor(scale, dtype=found.dtype)
+        return embedded if scale is None else embedded * torch.tensor(scale, dtype=embedded.dtype)
 
     def to_peft(
         self, model: "Decoder", hub: Hub, dtype: torch.dtype

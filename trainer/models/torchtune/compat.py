@@ -3,12 +3,6 @@
 Tested with torchtune 0.6.1, torchao 0.15.0 and torch 2.11 to 2.13.
 """
 
-# ruff: noqa: E402
-
-from trainer.config import quiet_torchao
-
-quiet_torchao()
-
 from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.models.llama3_1 import Llama3ScaledRoPE

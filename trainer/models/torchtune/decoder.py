@@ -179,12 +179,20 @@ class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
         """The inverse of `from_hub`."""
         return self._reordered(parameter, rows, (-1, 2))
 
+    def is_reordered(self, parameter: str) -> bool:
+        """Whether the rows of a parameter are those of interleaved RoPE."""
+        return self._heads(parameter) is not None
+
+    def _heads(self, parameter: str) -> int | None:
+        """How many heads' rows interleaved RoPE has in another order; None if there are none."""
+        sizes = self.sizes()
+        heads = {"q_proj": sizes["num_heads"], "k_proj": sizes["num_kv_heads"]}
+        return heads.get(parameter.split(".")[-2]) if self._family.interleaved else None
+
     def _reordered(
         self, parameter: str, rows: torch.Tensor, pairs: tuple[int, int]
     ) -> torch.Tensor:
-        sizes = self.sizes()
-        heads = {"q_proj": sizes["num_heads"], "k_proj": sizes["num_kv_heads"]}
-        count = heads.get(parameter.split(".")[-2])
-        if count is None or not self._family.interleaved:
+        count = self._heads(parameter)
+        if count is None:
             return rows
         return rows.unflatten(0, (count, *pairs)).transpose(1, 2).reshape(rows.shape)

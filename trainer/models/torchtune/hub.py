@@ -118,27 +118,27 @@ def numbers(hf_config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the family is not known, or a size is missing.
     """
-    found = DEFAULTS | of(hf_config).defaults | hf_config
+    values = DEFAULTS | of(hf_config).defaults | hf_config
     missing = [
         f"checkpointer.checkpoint_dir: config.json has no {key}; download the model again"
         for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-        if not isinstance(found.get(key), int)
+        if not isinstance(values.get(key), int)
     ]
     if missing:
         raise ConfigError(*missing)
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    values["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     for key, default in {"rope_theta": 10_000, "partial_rotary_factor": 1.0}.items():
-        found[key] = rope.get(key, hf_config.get(key, default))
-    scaled = found["rope_type"] == "llama3"
+        values[key] = rope.get(key, hf_config.get(key, default))
+    scaled = values["rope_type"] == "llama3"
     # Llama 3.1's scaling by a factor of 1 is none.
-    found["factor"] = rope.get("factor") if scaled else 1
+    values["factor"] = rope.get("factor") if scaled else 1
     for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-        found[key] = rope.get(key) if scaled else None
-    heads = found["num_attention_heads"]
-    found["num_key_value_heads"] = found.get("num_key_value_heads") or heads
-    found["head_dim"] = found.get("head_dim") or found["hidden_size"] // heads
-    found["hidden_act"] = found.get("hidden_activation") or found["hidden_act"]
+        values[key] = rope.get(key) if scaled else None
+    heads = values["num_attention_heads"]
+    values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
+    values["head_dim"] = values.get("head_dim") or values["hidden_size"] // heads
+    values["hidden_act"] = values.get("hidden_activation") or values["hidden_act"]
     if hf_config["model_type"] == "qwen2" and not hf_config.get("use_sliding_window"):
-        found["sliding_window"] = None
-    return found
+        values["sliding_window"] = None
+    return values

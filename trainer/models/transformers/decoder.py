@@ -22,7 +22,7 @@ from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.names import HubNames
 from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
 from trainer.storage import weights
-from trainer.storage.weights import SafetensorsSource, named_parameters
+from trainer.storage.weights import named_parameters
 from trainer.storage.weights import plain_name as plain
 
 PLACE = "checkpointer.checkpoint_dir"
@@ -75,10 +75,10 @@ class TransformersDecoder(Decoder):
         kinds = getattr(self.config, "layer_types", None)
         flow = Flow(self, self.hidden)
         self._refuse(flow.faults(self, kinds))
-        found = Roles(
+        roles = Roles(
             self, flow, self._prefix, getattr(self.config, "base_model_tp_plan", None) or {}
         )
-        self._roles, self._unsplit, self._pieces = found.by_pattern(), found.unsplit, found.pieces
+        self._roles, self._unsplit, self._pieces = roles.by_pattern(), roles.unsplit, roles.pieces
         if not self.packs:
             self._unsplit = ["it has layers of linear attention"]
         self._sizes = self._split_sizes()
@@ -125,10 +125,10 @@ class TransformersDecoder(Decoder):
         """See `Decoder.hidden`."""
         if input_pos is None:
             input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        found: torch.Tensor = self.base(
+        hidden: torch.Tensor = self.base(
             input_ids=tokens, position_ids=input_pos, use_cache=False, documents=mask
         ).last_hidden_state
-        return found
+        return hidden
 
     def roles(self) -> dict[str, Role]:
         """The role of each module by its name, from the class's own tensor-parallel plan."""
@@ -236,13 +236,13 @@ class TransformersDecoder(Decoder):
         """Find the names of a text part's tensors among those of the folder's files."""
         if not config.reads_weights:
             return [f"{PLACE}: from_scratch trains no part of a larger model"] * self._is_part
-        names = SafetensorsSource.open(config.checkpointer).shapes
+        names = self.folder_tensors
         if self._is_part:
-            found = self._names.find(names, f"{self._embedding_name()}.weight")
-            if isinstance(found, int):
+            carried = self._names.find(names, f"{self._embedding_name()}.weight")
+            if isinstance(carried, int):
                 end = f"{self._embedding_name().rpartition('.')[2]}.weight"
-                return [f"{config.model_folder}: {found} tensors are called *.{end}, not one"]
-            self.carried_tensors = found
+                return [f"{config.model_folder}: {carried} tensors are called *.{end}, not one"]
+            self.carried_tensors = carried
         else:
             others = (n for n in names if any(p.search(n) for p in self._others))
             own = {
@@ -264,14 +264,14 @@ class TransformersDecoder(Decoder):
         """What chooses the experts of each block, if its scores are a softmax."""
         chosen = {name for name, role in self._roles.items() if role is Role.WHOLE}
         names = [(plain(name), module) for name, module in self.named_modules()]
-        found = [module for name, module in names if chosen & {name, pattern(name)}]
-        return [router for router in found if experts.is_balanced(router)]
+        modules = [module for name, module in names if chosen & {name, pattern(name)}]
+        return [router for router in modules if experts.is_balanced(router)]
 
     def held_buffers(self) -> dict[str, torch.Tensor]:
         """The routers' biases, for one, which no gradient changes."""
         # A block may be wrapped by activation checkpointing by now.
-        found = {plain(name): buffer for name, buffer in self.named_buffers()}
-        return {name: found[name] for name in self._held}
+        buffers = {plain(name): buffer for name, buffer in self.named_buffers()}
+        return {name: buffers[name] for name in self._held}
 
     def expert_shares(self) -> dict[str, float]:
         """Of experts, stacked in one parameter, the share that a token meets; of a router, all."""

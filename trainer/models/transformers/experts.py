@@ -3,11 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama4.modeling_llama4 import (
-    Llama4Router,
-    Llama4TextExperts,
-    Llama4TextMoe,
-)
 
 from trainer.layers import experts
 from trainer.layers.patch import patch_forward
@@ -18,13 +13,18 @@ from trainer.parallel.sharded import local
 TRAITS = {"has_gate": True, "has_post_expert_norm": False}
 
 
+def _is(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of that name: other models need not import Llama 4's."""
+    return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
 def prepare(base: nn.Module) -> None:
     """Let the experts of `base` be computed by trainer.layers.experts, in place.
 
     Experts of another kind stay as they are, and their weights are refused later.
     """
     for module in list(base.modules()):
-        if isinstance(module, Llama4TextMoe):
+        if _is(module, "Llama4TextMoe"):
             experts.prepare(module.experts, _llama4_activation, transposed=True)
             patch_forward(module, _llama4_forward)
         elif _is_known(module):
@@ -33,12 +33,12 @@ def prepare(base: nn.Module) -> None:
 
 def weighs_inputs(base: nn.Module) -> bool:
     """Whether routers multiply what goes into the experts, not what comes out."""
-    return any(isinstance(module, Llama4TextMoe) for module in base.modules())
+    return any(_is(module, "Llama4TextMoe") for module in base.modules())
 
 
 def is_router(module: nn.Module) -> bool:
     """Whether a linear layer is a router, which `_llama4_forward` computes."""
-    return isinstance(module, Llama4Router)
+    return _is(module, "Llama4Router")
 
 
 def is_balanced(router: nn.Module) -> bool:
@@ -49,7 +49,7 @@ def is_balanced(router: nn.Module) -> bool:
 def _is_known(module: nn.Module) -> bool:
     return (
         hasattr(module, "is_transposed")
-        and not isinstance(module, Llama4TextExperts)
+        and not _is(module, "Llama4TextExperts")
         and all(getattr(module, name, None) == value for name, value in TRAITS.items())
         and all(isinstance(getattr(module, n, None), nn.Parameter) for n in experts.MATRICES)
     )

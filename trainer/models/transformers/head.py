@@ -12,8 +12,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 def multiplier(config: Any) -> float | None:
     """What a class multiplies its logits with, under the names that the classes have for it."""
     divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
-    found = factor if divisor is None else 1 / divisor
-    return None if found is None or math.isclose(found, 1) else found
+    value = factor if divisor is None else 1 / divisor
+    return None if value is None or math.isclose(value, 1) else value
 
 
 def faults(
@@ -32,13 +32,13 @@ def faults(
     causal._modules |= {prefix: _Given(hidden), "lm_head": nn.Identity()}
     try:
         with torch.device("cpu"), torch.no_grad():
-            found = causal(input_ids=tokens).logits.float()
+            logits = causal(input_ids=tokens).logits.float()
     finally:
         causal._modules.update(parts)
     expected = hidden if multiplier is None else hidden * multiplier
     if softcap is not None:
         expected = torch.tanh(expected / softcap) * softcap
-    if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+    if not torch.allclose(logits, expected, rtol=1e-5, atol=1e-5):
         return ["its class changes the logits in a way that is not known here"]
     return []
 

@@ -40,10 +40,10 @@ class HubNames:
         """
         names = list(names)
         end = embedding.removeprefix(self._base)
-        found = [name.removesuffix(end) for name in names if name.endswith(f".{end}")]
-        if len(found) != 1:
-            return len(found)
-        (self._prefix,) = found
+        prefixes = [name.removesuffix(end) for name in names if name.endswith(f".{end}")]
+        if len(prefixes) != 1:
+            return len(prefixes)
+        (self._prefix,) = prefixes
         self.head = next((name for name in names if name.endswith(self.head)), self.head)
         return tuple(name for name in names if not name.startswith((self._prefix, self.head)))
 

@@ -221,12 +221,12 @@ class Roles:
 
     def _column_parts(self) -> list[str]:
         """The parts of the blocks that begin with layers whose outputs are split."""
-        found: dict[str, None] = {}
+        parts: dict[str, None] = {}
         for name, role in self._of.items():
             if role in (Role.COLUMN, Role.FUSED):
                 above = [each for each in self._attentions if name.startswith(f"{each}.")]
-                found[above[0] if above else name.rpartition(".")[0]] = None
-        return list(found)
+                parts[above[0] if above else name.rpartition(".")[0]] = None
+        return list(parts)
 
     def _prepare_norm(self, name: str) -> None:
         """Tell tensor parallelism how the norms of this kind compute, if it is an RMSNorm."""
@@ -236,12 +236,12 @@ class Roles:
             weight = torch.linspace(0.5, 2.0, len(norm.weight), dtype=torch.float32)
             x = torch.linspace(-1, 3, 2 * len(weight), dtype=torch.float32).view(2, -1)
             try:
-                found = torch.func.functional_call(norm, {"weight": weight}, x)
+                output = torch.func.functional_call(norm, {"weight": weight}, x)
             except (AttributeError, TypeError):
-                found = x  # It has another input.
+                output = x  # It has another input.
             for unit_offset in (False, True):
                 expected = F.rms_norm(x, weight.shape, weight + unit_offset, eps)
-                if torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+                if torch.allclose(output, expected, rtol=1e-5, atol=1e-6):
                     break
             else:
                 self.unsplit.append(f"{pattern(name)} is no RMSNorm")

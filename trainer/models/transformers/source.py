@@ -1,5 +1,6 @@
 """From a model folder's config.json to an empty `Decoder`, or to the reasons against it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from trainer.models.transformers.decoder import PLACE, TransformersDecoder, base
 from trainer.storage.weights import read_hf_config
 
 
-def empty(folder: Path) -> TransformersDecoder:
+def empty(folder: Path, rows: Callable[[int], int] | None = None) -> TransformersDecoder:
     """Return the model of `folder` in torch's default dtype; call it on the meta device.
 
     The class is the one that AutoModelForCausalLM takes for its config.json. No code of the folder
     runs.
+
+    Args:
+        rows: from the number of rows of the embedding, as config.json says it, to that of the model
+            here; None changes nothing.
 
     Raises:
         ConfigError: no class of transformers' fits, or the trainer cannot train it.
@@ -52,6 +57,8 @@ def empty(folder: Path) -> TransformersDecoder:
         )
     # Whether a part's output is tied is the whole model's to say.
     text.tie_word_embeddings = config.tie_word_embeddings
+    if rows is not None:
+        text.vocab_size = rows(text.vocab_size)
     try:
         causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]._from_config(
             text, attn_implementation=NAME, dtype=torch.get_default_dtype()

@@ -1,0 +1,197 @@
+"""Whether an environment of a record works: its Python is started once, before the queue."""
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from launcher import paths, render
+from launcher.checks import Context, Finding, Skipped, failed, ok
+from launcher.executors import slurm
+from launcher.recipes.environment import Environment
+from launcher.recipes.recipe import Recipe
+from launcher.runs import built
+from runspec.keys.serve import ENGINES
+
+SUBJECT = "environment"
+# How long a node may take to be free, and an image to be unpacked.
+_WAIT_S, _LIMIT_S = 20, 600
+
+
+def inside(context: Context) -> Iterable[Finding]:
+    """Start the environment's Python as a job would, and let it look around (slurm/probe.py)."""
+    environment = context.recipe.environment
+    if environment is None:
+        return [ok(SUBJECT, "the kit's virtual environment")]
+    if faults := [*_named_faults(environment, context)]:
+        return faults
+    root = context.cluster.root
+    if environment.dependencies and not built.is_built(environment, root):
+        count = len(built.solve(environment))
+        return [ok(SUBJECT, f"{count} packages are built at submission")]
+    # A container's runtime refuses to bind a folder that is not there; the run will make it.
+    root.mkdir(parents=True, exist_ok=True)
+    script = _probe(environment, context, bool(context.cluster.gpu))
+    if not context.executor.queued:
+        return _told(environment, *_here(script))
+    resources = context.resources
+    options = ["--job-name=cookbook-probe", "--nodes=1"]
+    if context.cluster.gpu_request == "gpus-per-node":
+        options.append(f"--gpus-per-node={resources.gpus_per_node}")
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        if value := getattr(resources, name):
+            options.append(f"--{name}={value}")
+    step = slurm.run_on_nodes(options, script, _WAIT_S, _LIMIT_S)
+    if not step.pending:
+        lines = [*(line for _, line in step.lines), *step.message.split(" | ")]
+        # Pyxis starts a step within this one, and both put the task's number before a line.
+        return _told(environment, step.exit_code, [re.sub(r"^(\d+: )+", "", x) for x in lines])
+    if environment.is_container:
+        raise Skipped(f"no node was free within {_WAIT_S} s to look inside {environment.title}")
+    # A login node has no GPUs.
+    return _told(environment, *_here(_probe(environment, context, False)))
+
+
+def _named_faults(environment: Environment, context: Context) -> Iterator[Finding]:
+    """Yield what is wrong without starting anything."""
+    if environment.kind == "pyxis" and not context.executor.queued:
+        yield failed(SUBJECT, "Pyxis is a plugin of Slurm's srun", "leave --local out")
+    image = environment.image or ""
+    file = Path(image)
+    if image.startswith(("/", "./")) and context.here(file) and not file.exists():
+        yield failed(SUBJECT, f"there is no image {image}", "change environment.image")
+    for bind in environment.binds:
+        source = Path(bind.partition(":")[0])
+        if context.here(source) and not source.exists():
+            yield failed(
+                SUBJECT, f"binds: there is no {source}", "--on-nodes PATH if only the nodes have it"
+            )
+    for option in environment.options:
+        if option.startswith(("--container-name", "--name")):
+            message = (
+                f"options: {option}: an existing container of that name is used as it is, stale"
+            )
+            yield failed(SUBJECT, message, "leave it out: the kit gives one for each job")
+
+
+def _needs(recipe: Recipe) -> list[str]:
+    """Return the packages that a recipe's program imports, as far as its entry says it."""
+    entry = recipe.entry
+    if entry.on_host:
+        return ["torch", ENGINES[str(recipe.config.get("engine") or "transformers")]]
+    if engine := entry.engine:
+        return ["torch", engine.schema]
+    return ["trainer", "torch"] * (entry.checked == "complete" or entry.purpose == "evaluate")
+
+
+def _probe(environment: Environment, context: Context, gpus: bool) -> str:
+    """Return the shell script of the probe."""
+    root, recipe = context.cluster.root, context.recipe
+    values = {
+        "COOKBOOK": paths.REPO_ROOT,
+        "VENV": paths.venv_root(),
+        "RUN_DIR": root,
+        "COOKBOOK_ROOT": root,
+        "NODE_RANK": 0,
+        "JOB_PID": os.getpid(),
+        **context.cluster.environment,
+        **environment.variables,
+        **(context.config.get("env") or {}),
+        "PYTHONPATH": paths.REPO_ROOT,
+        "PYTHONNOUSERSITE": 1,
+    }
+    interpreter = environment.interpreter(root)
+    lines = [f"export {key}={shlex.quote(str(value))}" for key, value in values.items()]
+    lines += [
+        "export PATH=$VENV/bin:$PATH",
+        "NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}",
+        'source "$COOKBOOK/slurm/environment.sh"',
+    ]
+    for line in [*context.cluster.job_setup, *render.enter(environment, interpreter)]:
+        lines.append(f"{line} || {{ echo {shlex.quote(f'@ fault {line!r} failed')}; exit 1; }}")
+    if environment.is_container:
+        binds = "\n".join(environment.binds)
+        command = ["enter_container", environment.kind, str(environment.image), binds]
+        lines.append(shlex.join([*command, *environment.options]))
+    python = f"exec {render.python(environment, interpreter)}"
+    wanted = [",".join(_needs(recipe)), "yes" if gpus else "no"]
+    wanted += [str(paths.REPO_ROOT), *_paths(context.config)]
+    lines.append(f"{python} -m slurm.probe {shlex.join(wanted)}")
+    return "\n".join(lines)
+
+
+def _paths(value: object) -> list[str]:
+    """Return the files and folders that a recipe names and that are here."""
+    if isinstance(value, dict):
+        inner = [v for k, v in value.items() if k not in ("environment", "output_dir")]
+        return list(dict.fromkeys(path for each in inner for path in _paths(each)))
+    if isinstance(value, list):
+        return [path for each in value for path in _paths(each)]
+    is_path = isinstance(value, str) and value.startswith("/") and os.path.exists(value)
+    return [str(value)] if is_path else []
+
+
+def _here(script: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        ["bash", "-c", script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=_LIMIT_S,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+# What Slurm adds to a reason.
+_NOISE = re.compile(
+    r"Exited with exit code|Terminating StepId|support for cpu binding|^Try |: spank|: write to un"
+)
+# What a program says that cannot be started, and what helps.
+_REMEDIES = (
+    ("RLIMIT", "set default_ulimits in podman's containers.conf: a node's own are lower"),
+    ("keep-id requires", "ask for subordinate ids (/etc/subuid), or options: [--userns=host]"),
+    ("cgroups in hybrid mode", 'set runtime = "runc" in podman\'s containers.conf'),
+    ("unrecognized option '--container", "this Slurm has no Pyxis: use kind: apptainer or podman"),
+    ("module: command not found", "name it in environment.modules, which finds the command first"),
+    ("failed to import", "correct environment.image, or import it first with enroot import"),
+    ("short-name", "name its registry, too, such as docker.io/library/NAME"),
+    ("initializing source", "correct environment.image, or pull it first with podman pull"),
+    ("Exec format error", "the image or the interpreter is for another architecture: see uname -m"),
+    ("not found", "its runtime is not installed there: load it in environment.setup"),
+    ("cannot execute", "the image or the interpreter is for another architecture: see uname -m"),
+    ("o such file", "environment.python must be a path inside"),
+)
+
+
+def _told(environment: Environment, code: int, lines: list[str]) -> list[Finding]:
+    """Return the findings of the probe's output."""
+    marked = [line[2:].partition(" ") for line in lines if line.startswith("@ ")]
+    plain = [line.strip() for line in lines if line.strip() and not line.startswith("@ ")]
+    rest = [line for line in plain if not _NOISE.search(line)] or plain
+    text = " ".join(rest)[-400:]
+    findings = []
+    for _, _, content in (each for each in marked if each[0] == "fault"):
+        what, _, remedy = content.partition(" | ")
+        own = [line[10:].rpartition(": ") for line in rest if line.startswith("cookbook: ")]
+        if own and not remedy:  # of slurm/environment.sh
+            others = " ".join(line for line in rest if not line.startswith("cookbook: "))[-400:]
+            what, remedy = own[0][0] + f" ({others})" * bool(others), own[0][2]
+        elif not remedy:  # a line of its set-up; the reason is what it printed
+            what += f": {text}" * bool(text)
+            remedy = next((r for sign, r in _REMEDIES if sign in what), f"see {environment.place}")
+        findings.append(failed(SUBJECT, what, remedy))
+    if findings:
+        return findings
+    ended = next((content for kind, _, content in marked if kind == "found"), None)
+    if ended is not None:
+        return [ok(SUBJECT, f"{environment.title}: {ended}")]
+    remedy = next((r for sign, r in _REMEDIES if sign in text), f"see {environment.place}")
+    return [
+        failed(
+            SUBJECT, f"the environment {environment.title} does not start ({code}): {text}", remedy
+        )
+    ]

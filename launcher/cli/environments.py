@@ -1,0 +1,62 @@
+"""cookbook environments"""
+
+import json
+import time
+
+import click
+
+from launcher import site as sites
+from launcher.cli import common
+from launcher.recipes import environment
+from launcher.runs import built
+
+
+@click.command()
+@click.option("--remove", metavar="ID", help="Remove a built environment; a unique part of its id.")
+@common.flag("--force", help="With --remove: even if runs use it.")
+@common.json_option
+@common.cluster_option
+def environments(remove: str | None, force: bool, as_json: bool, cluster: str | None) -> None:
+    """List the environments in configs/environments, and those built of dependencies.
+
+    A built environment is shared by all runs with the same dependencies. It is listed with its
+    size, the time since its last use, and its runs.
+    """
+    if force and not remove:
+        raise click.UsageError("--force requires --remove")
+    site = sites.load(cluster)
+    if remove:
+        gone = built.remove(site.root, remove, force)
+        click.echo(f"removed {gone.path.name}, {gone.size / 2**20:,.0f} MiB")
+        return
+    named = [environment.Environment.of(environment.record(each)) for each in environment.names()]
+    built_environments = built.listed(site.root)
+    if as_json:
+        records = [{"name": each.name, "kind": each.kind} for each in named]
+        rows = [
+            {
+                "id": each.path.name,
+                "path": str(each.path),
+                "dependencies": each.dependencies,
+                "bytes": each.size,
+                "used": each.used,
+                "runs": each.runs,
+            }
+            for each in built_environments
+        ]
+        click.echo(json.dumps({"records": records, "built": rows}, indent=1))
+        return
+    for each in named:
+        default = " (default of this site)" * (each.name == site.default_environment)
+        click.echo(f"{each.name:<16}  {each.kind:<9}  {each.description or ''}{default}")
+    for one in built_environments:
+        days = (time.time() - one.used) / 86400
+        count = f"{len(one.runs)} run{'s' * (len(one.runs) != 1)}"
+        last = f" (last {one.runs[-1]})" if one.runs else ""
+        size = f"{one.size / 2**20:,.0f} MiB"
+        click.echo(
+            f"{one.path.name:<16}  {size:>9}  used {days:.1f} days ago by {count}{last}: "
+            f"{', '.join(one.dependencies)}"
+        )
+    if not named and not built_environments:
+        click.echo("no environments yet: the kit's own virtual environment is used")

@@ -1,0 +1,93 @@
+"""cookbook init, fetch and forward: they use the connection themselves."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import click
+
+from launcher import paths
+from launcher.errors import UsageFault
+from launcher.remote import hosts
+from launcher.remote.ssh import Connection
+
+note = partial(click.echo, err=True)
+# As that of all commands, whose module needs more than a laptop has.
+_cluster_option = click.option(
+    "--cluster",
+    metavar="NAME",
+    help="Site settings: configs/clusters/NAME.yaml. [default: default]",
+)
+
+
+def _host(ctx: click.Context) -> hosts.Host:
+    """Return the host of the command line or of the user's file; UsageFault if there is none."""
+    given = ctx.parent.params.get("host") if ctx.parent else None
+    host = hosts.chosen(given)
+    if host is None:
+        raise UsageFault(
+            f"no host is given: cookbook --host NAME {ctx.info_name}, or host: NAME in {hosts.FILE}"
+        )
+    return host
+
+
+@click.command()
+@click.argument("run")
+@click.option("--export", "part", flag_value="export", help="The model. This is the default.")
+@click.option("--adapter", "part", flag_value="adapter", help="Only the adapter.")
+@click.option("--logs", "part", flag_value="logs", help="The logs of all attempts.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the files. [default: one with the run's name, here]",
+)
+@_cluster_option
+@click.pass_context
+def fetch(
+    ctx: click.Context, run: str, part: str | None, output: Path | None, cluster: str | None
+) -> None:
+    """Copy the model, the adapter or the logs of RUN from the cluster to this machine.
+
+    If run again, it continues: what is here is not sent again. Every file is verified.
+    """
+    from launcher.remote import fetch as fetching
+
+    connection = Connection(_host(ctx), note)
+    click.echo(fetching.fetch(connection, run, part or "export", output, cluster, note))
+
+
+@click.command()
+@click.argument("run")
+@click.argument("port", type=click.IntRange(1, 65535))
+@_cluster_option
+@click.pass_context
+def forward(ctx: click.Context, run: str, port: int, cluster: str | None) -> None:
+    """Forward a port of this machine to PORT of RUN's first node, such as of a notebook there."""
+    from launcher.remote import client
+
+    client.forward(_host(ctx), run, port, cluster, note)
+
+
+@click.command()
+@click.option("--host", "name", metavar="NAME", help="A host of your ssh configuration.")
+@click.option(
+    "--kit",
+    metavar="FOLDER",
+    help="Folder there, which the nodes share. [default: slurm-cookbook in your home directory]",
+)
+@click.option("--torch", metavar="BUILD", help="Build of torch for the nodes: setup.sh --help.")
+@click.pass_context
+def init(ctx: click.Context, name: str | None, kit: str | None, torch: str | None) -> None:
+    """Install the kit on a cluster: copy it, run setup.sh and doctor, write the site file.
+
+    It can be repeated: what is finished is kept, and an existing site file is not changed.
+    """
+    # Imported late: fetch needs none of it.
+    from launcher.remote import install
+
+    host = hosts.chosen(name) if name else _host(ctx)
+    if host is None:
+        raise UsageFault("init needs a host other than this machine: --host NAME")
+    connection = Connection(hosts.Host(host.name, kit or host.kit), note)
+    sys.exit(install.install(connection, paths.REPO_ROOT, torch, note))

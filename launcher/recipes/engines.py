@@ -1,0 +1,269 @@
+"""Other programs under the kit's launch: one row each, with the same fields for all.
+
+A recipe names the engine's own config file (entry: axolotl:config.yaml), or a program of the engine
+with `config:` (entry: trl:dpo). The file's content becomes the recipe's `parameters`, so that
+overrides, sweeps and checks see it; the run gets it back as train.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher import venv, yamlfile
+from launcher.errors import RecipeFault
+from launcher.recipes.launch import Engine, at, is_file, of_script, of_shell_lines, of_torchtune
+from runspec.engines import Records
+
+_CONFIG = '"$RUN_DIR/train.yaml"'
+# Each rank answers the watchdog by its stacks.
+RANK = 'python -P "$COOKBOOK/engines/rank.py"'
+_HF = f'{RANK} "$COOKBOOK/engines/hf_trainer.py"'
+# What transformers' Trainer keeps; engines/hf_trainer.py writes progress.json and the marker.
+_HF_RECORDS = Records("transformers", r"checkpoint-(\d+)", "COMPLETE", beats=True)
+
+
+def _litgpt_iterations(config: Mapping[str, Any]) -> int:
+    """Micro-steps of a step: LitGPT's CSV logger counts them."""
+    train = at(config.get("parameters"), "train") or {}
+    whole, micro = (512, 4) if str(config.get("entry")).endswith(":pretrain") else (16, 1)
+    resources = config.get("resources") or {}
+    ranks = int(resources.get("nodes") or 1) * int(resources.get("gpus_per_node") or 1)
+    per_rank = int(train.get("global_batch_size") or whole) // ranks
+    return max(1, per_rank // int(train.get("micro_batch_size") or micro))
+
+
+# docs/scripts.md: what the user's own program may write.
+_KITS_RECORDS = Records("the script", r"step_(\d+)", "COMPLETE")
+# The user's own shell lines: a training started by something other than this kit's torchrun.
+_COMMAND = Engine(
+    start=of_shell_lines,
+    command="bash -c {program}",
+    overrides="parameters",
+    records=replace(_KITS_RECORDS, name="shell lines"),
+    keeps_ours=True,
+    resumes=False,
+)
+
+ENGINES: dict[str, Engine] = {
+    "trl:": Engine(
+        command=f"{_HF} {{program}} --config {_CONFIG}",
+        records=replace(_HF_RECORDS, name="TRL"),
+        programs={
+            name: f"trl.scripts.{name}"
+            for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation")
+        },
+        own={"output_dir": "RUN_DIR/checkpoints"},
+        dependencies=("trl==1.16.0",),
+        known_by=(
+            frozenset({"model_name_or_path"}),
+            frozenset({"dataset_name", "per_device_train_batch_size", "datasets"}),
+        ),
+        schema="trl",
+    ),
+    "automodel:": Engine(
+        command=f"{RANK} nemo_automodel.cli.app {_CONFIG}",
+        records=Records(
+            "NeMo Automodel",
+            r"epoch_\d+_step_(\d+)",
+            incomplete=".incomplete",
+            metrics="checkpoints/training.jsonl",
+            names={"tps_per_gpu": "tokens_per_second_per_gpu", "timestamp": "", "mem": ""},
+            first_step=0,
+            stop="TERM",
+        ),
+        own={"checkpoint.enabled": True, "checkpoint.checkpoint_dir": "RUN_DIR/checkpoints"},
+        total="step_scheduler.max_steps",
+        dependencies=("nemo-automodel==0.7.0",),
+        pins=False,
+        schema="nemo_automodel",
+        needs_gpu=True,
+        known_by=(
+            frozenset({"model", "step_scheduler"}),
+            frozenset({"distributed", "dataset", "dist_env"}),
+        ),
+    ),
+    "litgpt:": Engine(
+        command=f"{RANK} litgpt {{program}} --config {_CONFIG}",
+        records=Records(
+            "LitGPT",
+            r"step-(\d+)",
+            # The last file that it writes.
+            "prompt_style.yaml",
+            metrics="checkpoints/logs/csv/version_*/metrics.csv",
+            form="csv",
+            names={"learning_rate": "lr", "total_tokens": "tokens", "iter_time": ""},
+            stop="TERM",
+        ),
+        programs={
+            name: name
+            for name in ("finetune_full", "finetune_lora", "finetune_adapter", "pretrain")
+        },
+        own={
+            "out_dir": "RUN_DIR/checkpoints",
+            "logger_name": "csv",
+            "resume": "auto",
+            "devices": "GPUS_PER_NODE",
+            "num_nodes": "NODES",
+        },
+        lacks={"finetune_lora": ("resume",), "finetune_adapter": ("resume",)},
+        total="train.max_steps",
+        iterations=_litgpt_iterations,
+        dependencies=("litgpt==0.5.13", "jsonargparse", "pandas", "requests"),
+        pins=False,
+        known_by=(
+            frozenset({"train"}),
+            frozenset({"checkpoint_dir", "initial_checkpoint_dir", "model_name"}),
+        ),
+        schema="litgpt",
+    ),
+    "axolotl:": Engine(
+        command=f"{_HF} axolotl.cli.train {_CONFIG}",
+        records=replace(_HF_RECORDS, name="axolotl"),
+        own={"output_dir": "RUN_DIR/checkpoints"},
+        dependencies=("axolotl==0.19.0",),
+        pins=False,
+        known_by=(
+            frozenset({"base_model"}),
+            frozenset({"datasets", "adapter", "sequence_len", "micro_batch_size", "rl"}),
+        ),
+        schema="axolotl",
+    ),
+    "llamafactory:": Engine(
+        command=f"{_HF} llamafactory.launcher {_CONFIG}",
+        records=replace(_HF_RECORDS, name="LLaMA-Factory"),
+        own={"output_dir": "RUN_DIR/checkpoints"},
+        dependencies=("llamafactory==0.9.5",),
+        pins=False,
+        known_by=(
+            frozenset({"model_name_or_path"}),
+            frozenset({"finetuning_type", "stage", "dataset_dir"}),
+        ),
+        schema="llamafactory",
+    ),
+    "torchtitan:": Engine(
+        command=f"{RANK} torchtitan.train {{program}}",
+        records=Records(
+            "torchtitan",
+            r"step-(\d+)",
+            ".metadata",
+            metrics="logs/[0-9]*/rank_0.log",
+            form="log",
+            line=r"step: +(?P<step>\d+) +loss: +(?P<loss>[\d.naif]+)"
+            r"(?: +grad_norm: +(?P<grad_norm>[\d.naif]+))?"
+            r"(?: +memory: +\S+)?(?: +tps: +(?P<tps>[\d,]+))?",
+            names={"tps": "tokens_per_second_per_gpu"},
+            stop="TERM",
+        ),
+        own={
+            "dump_folder": "RUN_DIR",
+            "checkpoint.enable": True,
+            "checkpoint.folder": "checkpoints",
+            "metrics.save_tb_folder": "tensorboard",
+        },
+        total="training.steps",
+        overrides="options",
+        dependencies=("torchtitan==0.3.0",),
+        schema="torchtitan",
+        needs_gpu=True,
+    ),
+    # A script of the user's own with a DeepSpeed config, which is JSON, as DeepSpeed's launcher
+    # gives it.
+    "deepspeed:": Engine(
+        start=of_script,
+        command=f'{RANK} {{program}} --deepspeed_config "$COOKBOOK_PARAMETERS"',
+        overrides="parameters",
+        records=Records("DeepSpeed", r"global_step(\d+)", "*model_states.pt"),
+        dependencies=("deepspeed==0.19.8",),
+        schema="deepspeed",
+    ),
+    # It saves at the end of an epoch only, and its log says nothing while it does.
+    "torchtune:": Engine(
+        start=of_torchtune,
+        command=f"python {{program}} --config {_CONFIG}",
+        overrides="recipe",
+        records=Records(
+            "torchtune",
+            metrics="logs/log_*.txt",
+            form="log",
+            line=r"Step (?P<step>\d+) \|.*?\bloss:(?P<loss>\S+)(?:.*?\blr:(?P<lr>\S+))?"
+            r"(?:.*?\btokens_per_second_per_gpu:(?P<tokens_per_second_per_gpu>\S+))?"
+            r"(?:.*?\bgrad_norm:(?P<grad_norm>\S+))?",
+            beats=True,
+        ),
+        resumes=False,
+    ),
+    "script:": Engine(
+        start=of_script,
+        command="python {program}",
+        overrides="parameters",
+        records=_KITS_RECORDS,
+        keeps_ours=True,
+        resumes=False,
+    ),
+    "command": _COMMAND,
+    "command:": _COMMAND,
+}
+
+
+def read(config: dict[str, Any], path: Path, engine: Engine, prefix: str, target: str) -> None:
+    """Put the engine's config file under the recipe's parameters, once.
+
+    Raises:
+        RecipeFault: the file is missing, no mapping, or another engine's.
+    """
+    given = config.get("config")
+    name = str(given) if given else target if is_file(target) else ""
+    if not name or config.get("config_read_from"):
+        return
+    file = (path.parent / Path(name).expanduser()).resolve()
+    key = "config" if given else "entry"
+    if not file.is_file():
+        message = f"{key}: there is no config file {file}"
+        raise RecipeFault(f"{message}: its path counts from {path.parent}")
+    content = yamlfile.load(file)
+    other = recognised(content)
+    if other and other != prefix and not _may_be(engine, content):
+        message = f"{file} is a config of {ENGINES[other].records.name}"
+        raise RecipeFault(f"{message}, not of {engine.records.name}: use entry: {other}{name}")
+    own = config.get("parameters")
+    config["parameters"] = _merged(content, own if isinstance(own, dict) else {})
+    config["config_read_from"] = str(file)
+
+
+def default_environment(config: dict[str, Any], engine: Engine) -> None:
+    """Give a recipe that names no environment the engine's packages, unless they are installed."""
+    if not engine.dependencies or config.get("environment"):
+        return
+    installed = {venv.plain_name(name) for name in venv.packages()}
+    names = [venv.plain_name(each.partition("==")[0]) for each in engine.dependencies]
+    if not installed.issuperset(names):
+        block = {"dependencies": list(engine.dependencies), "pins": engine.pins}
+        config["environment"] = block
+
+
+def recognised(content: Mapping[str, Any]) -> str | None:
+    """Return the row of the engine whose config this is, None if none is known by these keys."""
+    return next(iter(all_recognised(content)), None)
+
+
+def all_recognised(content: Mapping[str, Any]) -> list[str]:
+    """Return the rows of all engines whose config this may be, by its keys."""
+    names = [name for name, engine in ENGINES.items() if _may_be(engine, content)]
+    # LLaMA-Factory's files hold what TRL's do, and more.
+    return [name for name in names if name != "trl:" or "llamafactory:" not in names]
+
+
+def _may_be(engine: Engine, content: Mapping[str, Any]) -> bool:
+    all_of, one_of = engine.known_by
+    return bool(all_of) and all_of <= content.keys() and bool(one_of & content.keys())
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**below, **above}
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            merged[key] = _merged(below[key], value)
+    return merged

@@ -1,0 +1,193 @@
+"""Environments that are built of dependencies: <shared folder>/environments/<digest>."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, venv
+from launcher.errors import PreflightFault, RunFault, UsageFault
+from launcher.recipes.environment import BUILT, Environment
+from launcher.runs import lock
+from launcher.runs.directory import Run, runs_root
+from launcher.runs.find import every
+from runspec import files
+
+# What a built environment holds besides its packages.
+_RECORD, _USED = "cookbook.json", ".cookbook-used"
+_WAIT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Built:
+    """A built environment: its folder, its dependencies, its size, its last use and its runs."""
+
+    path: Path
+    dependencies: list[str]
+    size: int
+    used: float
+    runs: list[str]
+
+
+def folder(environment: Environment, root: Path) -> Path:
+    """Return where an environment's dependencies are built, whether they are or not."""
+    return root / BUILT / environment.digest
+
+
+def is_built(environment: Environment, root: Path) -> bool:
+    """Whether its dependencies are built."""
+    return (folder(environment, root) / _RECORD).is_file()
+
+
+def solve(environment: Environment) -> list[str]:
+    """Return all packages that its dependencies need, as NAME==VERSION.
+
+    PreflightFault holds uv's reason in one line.
+    """
+    argv = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-strip-markers"]
+    argv += ["--python", str(venv.python()), "-"]
+    if environment.pins:
+        argv += ["--constraint", str(venv.pins())]
+    done = _uv(argv, "\n".join(environment.dependencies))
+    if done.returncode:
+        raise PreflightFault(_reason(environment, done.stderr))
+    return [line.strip() for line in done.stdout.splitlines() if "==" in line]
+
+
+def build(environment: Environment, root: Path, say: Callable[[str], None]) -> Path:
+    """Build an environment's dependencies unless they are built, and return its folder.
+
+    It appears whole or not at all; who comes meanwhile waits. It can be moved.
+    """
+    path = folder(environment, root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("a+", encoding="utf-8") as file:
+        lock.take(file, _WAIT_S, lambda who: say(f"waiting for {path.name}, built by {who}"))
+        if not is_built(environment, root):
+            began = time.monotonic()
+            say(f"building the environment {path.name}: {', '.join(environment.dependencies)}")
+            shutil.rmtree(path, ignore_errors=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+            try:
+                _fill(environment, temporary)
+                temporary.chmod(0o755)
+                os.rename(temporary, path)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            say(f"built in {time.monotonic() - began:.0f} s; cookbook environments lists it")
+        (path / _USED).touch()
+    return path
+
+
+def ensure(environment: Environment | None, root: Path, say: Callable[[str], None]) -> None:
+    """Build a recipe's environment if it has dependencies; errors as of build."""
+    if environment and environment.dependencies:
+        build(environment, root, say)
+
+
+def _fill(environment: Environment, path: Path) -> None:
+    wanted = solve(environment)
+    if environment.pins:
+        # What the kit's own environment has is shared with it.
+        there = {(venv.plain_name(n), v.partition("+")[0]) for n, v in venv.packages().items()}
+        pairs = [(line, *line.partition(";")[0].strip().split("==")) for line in wanted]
+        wanted = [
+            line for line, name, version in pairs if (venv.plain_name(name), version) not in there
+        ]
+    done = _uv(
+        ["venv", "--quiet", "--clear", "--relocatable", "--python", str(venv.python()), str(path)]
+    )
+    if done.returncode == 0 and wanted:
+        argv = ["pip", "install", "--quiet", "--no-deps", "--compile-bytecode", "--link-mode=copy"]
+        argv += ["--python", str(path / "bin" / "python"), "--requirement", "-"]
+        done = _uv(argv, "\n".join(wanted))
+    if done.returncode:
+        raise PreflightFault(_reason(environment, done.stderr))
+    own, kit = next(path.glob("lib/python*/site-packages")), venv.site_packages()
+    if environment.pins and kit:
+        (own / "_cookbook.pth").write_text(f"{kit}\n", encoding="utf-8")
+    content = {"dependencies": list(environment.dependencies), "packages": wanted}
+    (path / _RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _uv(argv: Sequence[str], text: str = "") -> "subprocess.CompletedProcess[str]":
+    program = paths.venv_root() / "bin" / "uv"
+    if not os.access(program, os.X_OK):
+        raise PreflightFault(f"there is no {program}, which builds dependencies: bash setup.sh")
+    return subprocess.run([str(program), *argv], input=text, capture_output=True, text=True)
+
+
+def _reason(environment: Environment, output: str) -> str:
+    """Return uv's reason in one line, and what to do."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    text = " ".join(re.sub(r"[^\x20-\x7e\n]", " ", text).split())
+    # It reads them from its standard input.
+    text = re.sub(r"(Couldn't parse requirement) in `-` at position \d+ cause: ", r"\1: ", text)
+    text = re.sub(
+        r"^(error: )?(No solution found when resolving dependencies\W*(cause\W*)?)?", "", text
+    )
+    remedy = "change them"
+    is_theirs = re.search("no version of|not found in the package registry|parse requirement", text)
+    if environment.pins and not is_theirs:
+        remedy += ", or set environment.pins=false for an environment without the kit's versions"
+    return f"environment.dependencies cannot be built: {text[:600].rstrip('.')}: {remedy}"
+
+
+def listed(root: Path) -> list[Built]:
+    """Return the built environments, the one used last first."""
+    users: dict[str, list[str]] = {}
+    for run in every(runs_root(root)):
+        for digest in _digests(run):
+            users.setdefault(digest, []).append(run.name)
+    environments = []
+    for file in (root / BUILT).glob(f"[0-9a-f]*/{_RECORD}"):
+        path = file.parent
+        content: dict[str, Any] = files.read_json_or_none(file) or {}
+        size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
+        used = path / _USED
+        when = (used if used.exists() else file).stat().st_mtime
+        known = users.get(path.name, [])
+        environments.append(Built(path, content.get("dependencies", []), size, when, known))
+    return sorted(environments, key=lambda each: -each.used)
+
+
+def _digests(run: Run) -> set[str]:
+    """Return the built environments that a run's job script names."""
+    try:
+        script = (run.path / files.JOB_SCRIPT).read_text(encoding="utf-8")
+    except OSError:
+        return set()
+    return set(re.findall(rf"/{BUILT}/([0-9a-f]{{16}})/", script))
+
+
+def remove(root: Path, digest: str, force: bool = False) -> Built:
+    """Remove a built environment.
+
+    Raises:
+        UsageFault: there is none, or several begin so.
+        RunFault: runs use it, and force is not given.
+    """
+    matching = [each for each in listed(root) if each.path.name.startswith(digest)]
+    if len(matching) != 1:
+        text = (
+            "no built environment begins" if not matching else f"{len(matching)} environments begin"
+        )
+        raise UsageFault(f"{text} with {digest!r}: list them with: cookbook environments")
+    (one,) = matching
+    if one.runs and not force:
+        more = f" and {len(one.runs) - 1} more" if len(one.runs) > 1 else ""
+        raise RunFault(
+            f"{one.path.name} is used by {one.runs[0]}{more}, which could not resume without it: "
+            f"cookbook environments --remove {one.path.name} --force"
+        )
+    temporary = one.path.with_name(f".{one.path.name}-removed")
+    os.rename(one.path, temporary)
+    shutil.rmtree(temporary)
+    return one

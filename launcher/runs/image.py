@@ -1,0 +1,155 @@
+"""What jobs start from as two files, which each node mounts: <shared folder>/images/*.sqsh.
+
+Each process of a job opens thousands of small files: the virtual environment's and the kit's own.
+On a network filesystem each costs a round trip to its metadata server, for every rank. From a
+mounted image they cost none: a node opens two files there.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+from launcher import paths, venv
+from launcher.errors import PreflightFault
+from launcher.recipes.recipe import Recipe
+from launcher.runs import lock
+from launcher.runs.code import Code
+from launcher.site import Site
+
+FOLDER, SUFFIX = "images", ".sqsh"
+_WAIT_S = 3600.0
+# Packages of the distribution are on each node's own disk.
+_LOCAL = (Path("/usr"), Path("/opt"))
+# Python's own tests are never imported.
+_LEFT_OUT = ("test", "idlelib", "turtledemo")
+
+
+def is_used(site: Site, recipe: Recipe) -> bool:
+    """Whether the nodes of a run start from images: not what an environment of its own needs."""
+    return site.start_from == "image" and recipe.environment is None
+
+
+def environment_file(root: Path) -> Path:
+    """Return the image of the virtual environment as it is now, whether it is there or not."""
+    return root / FOLDER / f"environment-{_digest(paths.venv_root())}{SUFFIX}"
+
+
+@cache
+def _digest(environment: Path) -> str:
+    """The installed packages' hash; a sweep renders many scripts of one environment."""
+    digest = hashlib.sha256()
+    records = sorted(environment.glob("lib/python*/site-packages/*.dist-info/RECORD"))
+    for file in (environment / "pyvenv.cfg", *records):
+        digest.update(
+            f"{file.parent.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
+        )
+    return digest.hexdigest()[:16]
+
+
+def code_file(root: Path, code: Code) -> Path:
+    """Return the image of a copy of the kit's code, whether it is there or not."""
+    return root / FOLDER / f"code-{code.folder.name}{SUFFIX}"
+
+
+def ensure(root: Path, code: Code, say: Callable[[str], None]) -> None:
+    """Make both images unless they are there; another command that needs them meanwhile waits.
+
+    Raises:
+        PreflightFault: squashfs-tools is missing, the disk is full, a folder cannot be read.
+    """
+    folder = root / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("a+", encoding="utf-8") as file:
+            lock.take(file, _WAIT_S, lambda who: say(f"waiting for images that {who} makes"))
+            _make(environment_file(root), _environment, say)
+            _make(code_file(root, code), lambda target, own: _code(code, target, own), say)
+    except lock.Held as error:
+        raise PreflightFault(
+            f"{folder} is locked by {error}: try again when it has ended"
+        ) from error
+    except OSError as error:
+        raise PreflightFault(
+            f"cannot make an image in {folder}: {error.strerror or error}: check the disk, or set "
+            "start_from: shared in the site's file"
+        ) from error
+
+
+def _make(file: Path, fill: Callable[[Path, Path], None], say: Callable[[str], None]) -> None:
+    if file.is_file():
+        file.touch()
+        return
+    began = time.monotonic()
+    say(f"making {file.name}, which nodes mount instead of opening its files one by one")
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=file.parent) as folder:
+        own = Path(folder)
+        fill(own / file.name, own)
+        (own / file.name).chmod(0o640)
+        os.replace(own / file.name, file)
+    say(f"made in {time.monotonic() - began:.0f} s: {file.stat().st_size / 2**20:,.0f} MiB")
+
+
+def _environment(target: Path, own: Path) -> None:
+    """Write the environment and, if it is on a shared filesystem, the Python that it was made with.
+
+    A node may mount them anywhere: without `home` in pyvenv.cfg, Python finds its library beside
+    itself, behind a symbolic link that leads from one to the other.
+    """
+    root = paths.venv_root().resolve()
+    program = (root / "bin" / "python").resolve()
+    base = program.parents[1]
+    if any(base.is_relative_to(place) for place in _LOCAL):
+        _squash([str(root)], target)
+        return
+    config = own / "pyvenv.cfg"
+    lines = (root / "pyvenv.cfg").read_text(encoding="utf-8").splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if not line.startswith("home")), "utf-8")
+    pythons = [path.name for path in (root / "bin").glob("python*") if path.is_symlink()]
+    left_out = [str(root / "pyvenv.cfg"), *(str(root / "bin" / name) for name in pythons)]
+    left_out += [str(base / "lib" / program.name / name) for name in _LEFT_OUT]
+    added = [f"{root.name}/pyvenv.cfg f 0644 0 0 cat {config}"]
+    link = f"../../{base.name}/bin/{program.name}"
+    added += [f"{root.name}/bin/{name} s 0777 0 0 {link}" for name in pythons]
+    _squash([str(root), str(base)], target, left_out, added)
+
+
+def _code(code: Code, target: Path, own: Path) -> None:
+    # Compiled in a copy: a folder of code is as it was submitted.
+    copy = own / "code"
+    shutil.copytree(code.folder, copy)
+    argv = [str(venv.python()), "-m", "compileall", "-q", "-j0"]
+    subprocess.run(
+        [*argv, "--invalidation-mode", "unchecked-hash", str(copy)],
+        stdin=subprocess.DEVNULL, capture_output=True, check=False,
+    )  # fmt: skip
+    _squash([str(copy)], target)
+
+
+def _squash(
+    sources: Sequence[str], target: Path, left_out: Sequence[str] = (), added: Sequence[str] = ()
+) -> None:
+    program = shutil.which("mksquashfs") or shutil.which("mksquashfs", path="/usr/sbin:/sbin")
+    if program is None:
+        raise PreflightFault(
+            "start_from: image needs mksquashfs on this machine: install squashfs-tools (4.5 or "
+            "newer), or set start_from: shared in the site's file"
+        )
+    argv = [program, *sources, str(target), "-comp", "zstd", "-Xcompression-level", "3"]
+    argv += ["-no-xattrs", "-all-root", "-no-progress", "-quiet", "-exit-on-error"]
+    for each in added:
+        argv += ["-p", each]
+    argv += ["-e", *left_out] if left_out else []
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        lines = [*filter(None, re.split(r"[\r\n]+", done.stderr)), "no message"]
+        raise PreflightFault(
+            f"mksquashfs: {lines[0].strip()}: an image needs squashfs-tools 4.5 or newer and "
+            f"room in {target.parent.parent}; or set start_from: shared in the site's file"
+        )

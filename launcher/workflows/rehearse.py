@@ -1,0 +1,207 @@
+"""cookbook doctor --rehearse: a recipe's parts on one node, in ten minutes, and what to change."""
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher import executors, paths, venv, yamlfile
+from launcher import site as sites
+from launcher.checks import Finding, failed, preflight
+from launcher.checks.doctor import rehearsal
+from launcher.checks.doctor.ask import NodeReport, Options, Question, ask
+from launcher.checks.doctor.rehearsal import Part, Scene
+from launcher.checks.doctor.report import node_findings
+from launcher.errors import RunFault, UsageFault
+from launcher.recipes import recipe as recipes
+from launcher.recipes.recipe import Recipe, Resources
+from launcher.runs import directory
+from launcher.runs.directory import runs_root
+from launcher.site import Site
+from launcher.sizing import gpus
+from launcher.sizing.step_config import StepConfig, step_of
+from launcher.workflows.prepare import missing, prepare
+from launcher.workflows.submit import context, plan, refuse
+from runspec import files
+
+LIMIT_S = 600
+# Of the checks before a part, the folders' creation and Slurm's own.
+_SPARE_S = 60
+# So many blocks, or as many as it takes to have one of each kind; so many samples.
+BLOCKS, SAMPLES = 4, 4000
+_OVERRIDES = (
+    # slurm/rehearse.sh ends each part.
+    *("max_steps=1000000", "epochs=1000000", "log_every_n_steps=1"),
+    *("save_every_n_steps=1000000", "keep_last_n_checkpoints=1"),
+)
+
+_LEFT_OUT = ("generate", "dataset_val", "run_val_every_n_steps")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The folder of a rehearsal, its findings and its page."""
+
+    folder: Path
+    findings: list[Finding]
+    page: Path
+
+
+def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say: Say) -> Result:
+    """Rehearse a recipe on one node of the site.
+
+    Args:
+        wait_s: how long the job may wait to start.
+
+    Raises:
+        UsageFault: the recipe is none of the kit's own methods, or is wrong.
+        PreflightFault: a check found a fault that would stop each part.
+        RunFault: the job did not start.
+    """
+    executor = executors.choose(False)
+    kept = [each for each in overrides if not each.startswith("first_blocks=")]
+    whole = _recipe(name, kept, site, executor)
+    if whole.entry.method is None or not whole.entry.can_estimate:
+        raise UsageFault(f"{whole.name} starts {whole.entry_name}: only training can be rehearsed")
+    root, ranks = site.root, whole.resources.gpus_per_node
+    step = step_of(whole.resolved(root, "run"), 1, ranks)
+    cut = [*overrides, *_cut(whole, step, overrides)]
+    short = _recipe(name, cut, site, executor)
+    planned = plan(short, site, "rehearsal")
+    refuse(preflight.faults(context(planned, executor), False))
+    if (wanted := missing(short, site)) is not None:
+        prepare(wanted, say)
+    folder = root / "rehearsals" / directory.new_name(whole.name)
+    parts = _parts(name, cut, site, executor, folder)
+    question = Question(
+        site,
+        _srun(site, short.resources),
+        1,
+        ranks,
+        venv.torch_build(),
+        Options(every_node=True, nodes=1, wait_s=wait_s, limit_s=LIMIT_S + wait_s),
+    )
+    say(
+        f"rehearsing {whole.name} with {parts[0].step.shape.layers} of {step.shape.layers} blocks "
+        f"on one node: {LIMIT_S // 60} minutes at most; logs in {folder}"
+    )
+    settings = {
+        "RANKS_PER_NODE": ranks,
+        "MEASURE": "full",
+        "REHEARSAL": folder,
+        "MODULE": _module(short),
+        "LIMIT_S": LIMIT_S - _SPARE_S,
+        "HF_HOME": root / "hf",
+        "COOKBOOK_ROOT": root,
+    }
+    script = (paths.REPO_ROOT / "slurm" / "rehearse.sh").read_text(encoding="utf-8")
+    own = short.config.get("env") or {}
+    lines = [f"export {key}={shlex.quote(str(value))}" for key, value in own.items()]
+    answered, reports = ask(question, settings, "\n".join([*lines, script]))
+    if answered.pending or not reports:
+        message = answered.message or "Slurm gave no reason"
+        raise RunFault(
+            f"the job of the rehearsal did not start within {wait_s:.0f} s ({message}) and was "
+            "cancelled: try again later, or wait longer with --wait SECONDS"
+        )
+    scene = Scene(whole.name, step, _gpu(reports[0]), site.network_gbits)
+    findings = [*node_findings(reports[0], question)]
+    findings += rehearsal.findings(scene, reports[0], _ended(parts, reports[0]))
+    if not reports[0].yes("rehearsed"):
+        message = (
+            f"the job ended before all parts had run ({answered.message or 'its time was over'})"
+        )
+        findings.append(
+            failed("rehearsal", message, "see the logs; again, with fewer first_blocks")
+        )
+    page = folder / files.REHEARSAL
+    introduction = [
+        f"Recipe {whole.name}, {parts[0].step.shape.layers} of {step.shape.layers} blocks, "
+        f"{ranks} rank{'s' * (ranks > 1)} on {reports[0].name}, {time.strftime('%Y-%m-%d %H:%M')}. "
+        f"Logs: {folder}",
+    ]
+    files.write_text(
+        page, rehearsal.page(f"Rehearsal of {whole.name}", introduction, findings), mode=0o600
+    )
+    return Result(folder, findings, page)
+
+
+def _recipe(
+    name: str, overrides: Sequence[str], site: Site, executor: executors.Executor
+) -> Recipe:
+    return sites.complete(recipes.load(name, overrides, {"nodes": 1}), site, executor)
+
+
+def _cut(whole: Recipe, step: StepConfig, given: Sequence[str]) -> list[str]:
+    """The overrides that make a recipe short."""
+    order = step.shape.order
+    kinds = 1 + max(order.index(kind) for kind in set(order))
+    overrides = [*_OVERRIDES, *(f"~{key}" for key in _LEFT_OUT if key in whole.config)]
+    if not any(each.startswith("first_blocks=") for each in given):
+        overrides.append(f"first_blocks={min(len(order), max(BLOCKS, kinds))}")
+    split = (whole.config.get("dataset") or {}).get("split")
+    if isinstance(split, str) and split.isidentifier():
+        overrides.append(f"dataset.split={split}[:{SAMPLES}]")
+    return overrides
+
+
+def _parts(
+    name: str, cut: list[str], site: Site, executor: executors.Executor, folder: Path
+) -> list[Part]:
+    """Write the folder of each part, with its train.yaml."""
+    parts = []
+    for part, place, compiled in (
+        ("uncompiled", "uncompiled", "false"),
+        ("compiled", "compiled", "true"),
+        ("resumed", "compiled", "true"),
+    ):
+        recipe = _recipe(name, [*cut, f"compile={compiled}"], site, executor)
+        path = folder / place
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config = recipe.train_config(site.root, str(path))
+        config["data_cache_dir"] = str(runs_root(site.root) / ".data_cache")
+        files.write_text(path / files.TRAIN, yamlfile.dump(config), mode=0o600)
+        step = step_of(recipe.resolved(site.root, str(path)), 1, recipe.resources.gpus_per_node)
+        parts.append(Part(part, step, path, folder / f"{part}.log"))
+    return parts
+
+
+def _module(recipe: Recipe) -> str:
+    """The trainer's module that the recipe's entry starts."""
+    command = recipe.entry.command(recipe, recipe.config)
+    return command.partition(" -m ")[2].split()[0]
+
+
+def _srun(site: Site, resources: Resources) -> list[str]:
+    """Slurm's options for one node as the recipe asks for it."""
+    keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem")
+    given = [(key, getattr(resources, key, None)) for key in keys]
+    options = [f"--{key}={value}" for key, value in given if value is not None]
+    wanted = f"{resources.gpu_type}:" if resources.gpu_type else ""
+    form = {"gres": "--gres=gpu:", "gpus-per-node": "--gpus-per-node="}.get(site.gpu_request)
+    if form:
+        options.append(f"{form}{wanted}{resources.gpus_per_node}")
+    if resources.cpus_per_gpu:
+        options.append(f"--cpus-per-task={resources.cpus_per_gpu * resources.gpus_per_node}")
+    return options + ["--exclusive"] * bool(resources.exclusive)
+
+
+def _gpu(report: NodeReport) -> gpus.Gpu | None:
+    """The kind of GPU that the node shows; None without one that is known."""
+    return gpus.by_label(report.gpus[0][1]) if report.gpus else None
+
+
+def _ended(parts: list[Part], report: NodeReport) -> list[Part]:
+    """The parts with what the node said of them: name, folder, exit status, seconds."""
+    said = {line.split()[0]: line.split()[1:] for line in report.values.get("part", [])}
+    ended = []
+    for part in parts:
+        if part.name in said:
+            place, status, seconds = said[part.name]
+            folder = part.folder.parent / place
+            part = replace(part, folder=folder, status=int(status), seconds=int(seconds))
+        ended.append(part)
+    return ended

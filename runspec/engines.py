@@ -1,0 +1,68 @@
+"""Where another trainer keeps its progress, as data: engine.json in the run directory.
+
+The launcher writes it from the row of the entry table, so that a run holds all that is needed to
+follow it. slurm/engine.py reads the engine's files by it. Standard library only.
+"""
+
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+# Neither compared nor shown: what is not generated takes no time at each start.
+@dataclass(frozen=True, eq=False, repr=False)
+class Records:
+    """The files and the end of one engine.
+
+    checkpoint: the name of a checkpoint's folder in RUN_DIR/checkpoints, a pattern whose group is
+    the step. complete: a file, or a pattern of glob, that a complete one holds; incomplete: a file
+    that it does not hold. metrics: the file of metrics in RUN_DIR, a pattern of glob; "" if the
+    engine's own process writes the kit's progress.json. form: json (a line each), csv, or log (the
+    pattern `line` in rank 0's log). names: the kit's names of its figures, by the engine's.
+    first_step: the number that it gives to its first step. iterations: how many it counts for one
+    step. total_steps: the step at which it is finished, None if nothing says it. stop: the signal
+    that asks its ranks to save and stop, "" if the stop file does. beats: its ranks write
+    heartbeat.json; else it is made of the progress that is seen.
+    """
+
+    name: str
+    checkpoint: str = ""
+    complete: str = "*"
+    incomplete: str = ""
+    metrics: str = ""
+    form: str = "json"
+    line: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+    first_step: int = 1
+    iterations: int = 1
+    total_steps: int | None = None
+    stop: str = ""
+    beats: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, value: Any) -> "Records | None":
+        """Return the records that engine.json holds, None if it is missing or broken."""
+        known = {each.name for each in fields(cls)}
+        return cls(**value) if isinstance(value, dict) and "name" in value.keys() <= known else None
+
+    def steps(self, folder: Path) -> list[int]:
+        """Return the steps of the complete checkpoints in folder, ascending.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        pattern, steps = re.compile(self.checkpoint), []
+        for path in folder.iterdir() if self.checkpoint and folder.is_dir() else ():
+            match = pattern.fullmatch(path.name)
+            if match and not path.is_symlink() and self.is_complete(path):
+                steps.append(int(match[1]) + 1 - self.first_step)
+        return sorted(steps)
+
+    def is_complete(self, checkpoint: Path) -> bool:
+        """Whether the folder of a checkpoint holds what a complete one does."""
+        whole = not self.incomplete or not (checkpoint / self.incomplete).exists()
+        return whole and any(checkpoint.glob(self.complete))

@@ -1,0 +1,101 @@
+# shellcheck shell=bash
+# The environment of the ranks: modules and conda, which the job script enters once on the first
+# node, and containers, which every node starts. Sourced only if a record of configs/environments
+# is used (docs/environments.md).
+
+# Loads a module. `module` is a function of the login shell, which a job does not inherit.
+load_module() {
+  local init
+  if ! type module >/dev/null 2>&1; then
+    for init in "${MODULESHOME:-}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh \
+      /usr/share/{lmod/lmod,modules}/init/bash; do
+      # shellcheck disable=SC1090  # the site's
+      if [ -r "$init" ]; then source "$init" && break; fi
+    done
+  fi
+  type module >/dev/null 2>&1 || { printf 'cookbook: this node has no module command: define it in environment.setup, as /etc/profile does\n' >&2; return 1; }
+  module load "$1" || { printf 'cookbook: the module %s cannot be loaded: module avail shows the names\n' "$1" >&2; return 1; }
+  # Modules before version 4.3 return 0 for a module that is not there.
+  case :${LOADEDMODULES:-}: in *:"$1":* | *:"$1"/*) ;; *) printf 'cookbook: the module %s was not loaded: module avail shows the names\n' "$1" >&2; return 1 ;; esac
+}
+
+# Activates a conda environment: its name or folder, and conda's folder. It starts Python, so this
+# happens once, and srun passes the variables on to the nodes.
+enter_conda() {
+  local base=${2:-} each
+  if [ -z "$base" ] && [ -n "${CONDA_EXE:-}" ]; then base=${CONDA_EXE%/*/*}; fi
+  for each in "$base" ~/miniforge3 ~/miniconda3 ~/anaconda3 /opt/conda; do
+    [ -z "$base" ] || [ "$each" = "$base" ] || break
+    if [ -n "$each" ] && [ -r "$each/etc/profile.d/conda.sh" ]; then
+      # shellcheck disable=SC1091  # the user's
+      source "$each/etc/profile.d/conda.sh" && conda activate "$1" && return
+      printf 'cookbook: the conda environment %s cannot be activated: conda env list shows the names\n' "$1" >&2
+      return 1
+    fi
+  done
+  printf 'cookbook: there is no conda in %s: set conda_root\n' "${base:-~/miniforge3}" >&2
+  return 1
+}
+
+# Sets ENV_PYTHON, the interpreter of conda or of modules, as a path.
+find_python() {
+  ENV_PYTHON=$(type -P "$1") || { printf 'cookbook: there is no %s in PATH: set environment.python\n' "$1" >&2; return 1; }
+  export ENV_PYTHON
+}
+
+# The names of the variables that a container gets. It has its own paths, and HOME is not bound.
+passed_variables() {
+  compgen -e | grep -vxE 'PATH|HOME|PWD|OLDPWD|SHLVL|_|TMPDIR|HOSTNAME|VIRTUAL_ENV|LD_.*|(CONDA|LMOD|MODULE|XDG|BASH_FUNC|PYTHONHOME|PMIX?|SLURM_(CPU_BIND|STEP|TASK)).*|__.*|LOADEDMODULES|_LMFILES_'
+}
+
+# Sets INSIDE, the command that runs another inside the container on this node.
+# Arguments: kind, image, binds (one per line), options of the container.
+enter_container() {
+  local kind=$1 image=$2 line own binds=() names gpus=${SLURM_GPUS_ON_NODE:-0}
+  while read -r line; do
+    # A folder inside of one that is bound is there already.
+    [ -z "$line" ] || binds+=("$line")
+  done <<<"$COOKBOOK_ROOT"$'\n'"$RUN_DIR"$'\n'"$(realpath "$COOKBOOK")"$'\n'"${local_cache:-}"$'\n'"${RANK_SOCKETS:-}"$'\n'"$3"
+  shift 3
+  # The host's libraries are not the image's.
+  unset LD_LIBRARY_PATH LD_PRELOAD
+  export PYTHONNOUSERSITE=1
+  [[ $gpus =~ ^[0-9]+$ ]] || gpus=1
+  case $kind in
+    podman)
+      # Ranks are signalled by their process ids; with --pid=host podman refuses --cgroups=disabled.
+      # It outlives podman and scancel, so a process on both sides of it ends it.
+      INSIDE=(env "PYTHONPATH=$COOKBOOK" "$VENV/bin/python" -P -m slurm.tether outside "${PODMAN:-podman}" run --rm --network=host --ipc=host --pid=host --cgroups=no-conmon
+        --security-opt=label=disable --log-driver=none --workdir "$PWD")
+      [ "$(id -u)" = 0 ] || INSIDE+=(--userns=keep-id)
+      if command -v nvidia-smi >/dev/null && ((gpus)); then INSIDE+=(--device nvidia.com/gpu=all); fi
+      if [ -e /dev/kfd ]; then INSIDE+=(--device /dev/kfd --device /dev/dri); fi
+      for line in "${binds[@]}"; do
+        case $line in *:*) INSIDE+=(-v "$line") ;; *) INSIDE+=(-v "$line:$line") ;; esac
+      done
+      for line in COOKBOOK_TETHER $(passed_variables); do INSIDE+=(--env "$line"); done
+      INSIDE+=("$@")
+      if [ -d "$image" ]; then INSIDE+=(--rootfs); fi
+      own=(-u PYTHONPATH)
+      [ -z "${PYTHONPATH:-}" ] || own=("PYTHONPATH=$PYTHONPATH")
+      INSIDE+=("$image" env "PYTHONPATH=$COOKBOOK" "${ENV_PYTHON:-python3}" -P -m slurm.tether inside env "${own[@]}")
+      ;;
+    apptainer)
+      INSIDE=("${APPTAINER:-apptainer}" exec --no-home --pwd "$PWD")
+      if command -v nvidia-smi >/dev/null && ((gpus)); then INSIDE+=(--nv); fi
+      if [ -e /dev/kfd ]; then INSIDE+=(--rocm); fi
+      for line in "${binds[@]}"; do INSIDE+=(--bind "$line"); done
+      INSIDE+=("$@" "$image")
+      ;;
+    pyxis)
+      names=$(passed_variables | paste -sd,)
+      for line in "${!binds[@]}"; do case ${binds[$line]} in *:*) ;; *) binds[line]=${binds[$line]}:${binds[$line]} ;; esac; done
+      # A name is bound to this job and image: an existing container of that name is used as it is.
+      INSIDE=(srun --overlap --mem=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$NODE_NAME" --cpu-bind=none
+        ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --export=ALL --kill-on-bad-exit=1
+        --job-name=inside --container-image="$image" --container-name="cookbook-${SLURM_JOB_ID:-0}-$(cksum <<<"$image" | cut -d' ' -f1)"
+        --container-mounts="$(IFS=, && printf '%s' "${binds[*]}")" --container-workdir="$PWD" --no-container-mount-home
+        --container-env="$names" "$@")
+      ;;
+  esac
+}

@@ -1,0 +1,270 @@
+"""Starts the replicas of the rollout nodes, and replaces those that die or hang.
+
+python -P -m slurm.rollout [srun OPTIONS]: slurm/job.sh starts it beside the attempts, with RUN_DIR,
+JOB_PID, ROLLOUT_SCRIPT, ROLLOUT_HOSTS, ROLLOUT_ADDRESSES and RANKS_PER_NODE set. Without srun, the
+replicas are processes of this host. It ends when the job script asks, when that is gone, or when no
+replica can be started: then a record says why, and the attempt fails. Standard library only.
+"""
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runspec import files
+from runspec.states import process_start
+
+POLL_S = 1.0
+# A replica that does not answer for so long hangs; one that starts may take longer.
+SILENT_S, START_S = 20.0, 600.0
+# How often in a row a replica may end before it was ready.
+MAX_STARTS = 3
+# How long one may take to end, by itself and by its node.
+END_S, NODE_END_S = 5.0, 20.0
+
+
+@dataclass
+class Replica:
+    """One replica: its place, its process, and how it went so far.
+
+    process: srun, or the replica itself. failures: starts in a row that did not get ready.
+    """
+
+    index: int
+    node: str
+    address: str
+    local: int
+    run_dir: Path
+    launch: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    state: str = "starting"
+    failures: int = 0
+    restarts: int = -1
+    since: float = 0.0
+    next_start: float = 0.0
+    ended_for: str = ""
+    log: Path = field(default_factory=Path)
+
+    @property
+    def name(self) -> str:
+        return f"rollout replica {self.index} on {self.node}"
+
+    @property
+    def _file(self) -> Path:
+        return self.run_dir / files.ROLLOUT / files.REPLICA.format(self.index)
+
+    @property
+    def _own(self) -> Path:
+        """The folder of what its node script writes, and of the request to end it."""
+        return self.run_dir / files.ROLLOUT / f"replica_{self.index}"
+
+    def start(self) -> None:
+        """Start it on its node, with a log in the newest attempt's folder."""
+        self._own.mkdir(parents=True, exist_ok=True)
+        for old in self._own.iterdir():
+            old.unlink(missing_ok=True)
+        logs = (self.run_dir / files.LATEST_LOGS).resolve()
+        self.log = logs / f"rollout_{self.index}.log"
+        own = {
+            "ROLLOUT_INDEX": str(self.index),
+            "ROLLOUT_LOCAL_RANK": str(self.local),
+            "ROLLOUT_ADDRESS": self.address,
+            "LOGS": str(self._own),
+            "NODES": "1",
+            "NODE_RANK": "0",
+        }
+        step = []
+        if self.launch:
+            step = [f"--nodelist={self.node}", f"--job-name=rollout-{self.index}"]
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [*self.launch, *step, "bash", "-c", os.environ["ROLLOUT_SCRIPT"]],
+                env=os.environ | own,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.state, self.since, self.ended_for = "starting", time.monotonic(), ""
+        self.restarts += 1
+
+    def look(self, secret: str) -> str | None:
+        """Return why it has ended, None if it has not; start and end it as needed."""
+        now = time.monotonic()
+        if self.process is None:
+            if now >= self.next_start:
+                self.start()
+            return None
+        status = self.process.poll()
+        if status is not None:
+            reason = self.ended_for or self._reason(status)
+            self.failures = 0 if self.state == "ready" else self.failures + 1
+            self.process, self.state = None, "ended"
+            self.next_start = now + self.failures * 2
+            self._file.unlink(missing_ok=True)
+            return reason
+        if self._answers(secret):
+            self.state, self.since, self.failures = "ready", now, 0
+        limit_s = SILENT_S if self.state == "ready" else START_S
+        if now - self.since >= limit_s and not self.ended_for:
+            doing = "did not answer" if self.state == "ready" else "was not ready"
+            self.ended_for = f"{doing} for {limit_s:.0f} s"
+            self._file.unlink(missing_ok=True)
+            self.end()
+        return None
+
+    def _answers(self, secret: str) -> bool:
+        known = files.read_json_or_none(self._file)
+        if not isinstance(known, dict):
+            return False
+        try:
+            connection = http.client.HTTPConnection(known["host"], known["port"], timeout=5)
+            connection.request("GET", "/health", headers={"Authorization": f"Bearer {secret}"})
+            healthy = connection.getresponse().status == 200
+            connection.close()
+        except (OSError, http.client.HTTPException):
+            return False
+        return healthy
+
+    def _reason(self, status: int) -> str:
+        """Why it ended, by itself or by its node: what was recorded, the signal, the last line."""
+        for path in self._own.glob("error_*.json"):
+            if isinstance(error := files.read_json_or_none(path), dict):
+                return str(error.get("message"))
+        number = -status if status < 0 else status - 128
+        if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT):
+            return f"killed by {signal.Signals(number).name}"
+        with suppress(OSError):
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            said = [line for line in lines[-20:] if line.strip() and not line.startswith("srun:")]
+            return f"exit status {status}: {said[-1]}" if said else f"exit status {status}"
+        return f"exit status {status}"
+
+    def end(self) -> None:
+        """End it: by TERM, else by its node, else srun alone."""
+        if self.process is None:
+            return
+        for number, wait_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, NODE_END_S)):
+            if number == signal.SIGKILL:
+                with suppress(OSError):
+                    (self._own / files.END_RANKS).touch()
+                if not self.launch:
+                    wait_s = 0
+            deadline = time.monotonic() + wait_s
+            if number == signal.SIGTERM:
+                self._signal(number)
+            while self.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if self.process.poll() is not None:
+                return
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        # Without srun that is the replica and what it started.
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+
+class Supervisor:
+    """All replicas of a job, and the record of what became of them."""
+
+    def __init__(self, run_dir: Path, launch: list[str]) -> None:
+        nodes = os.environ["ROLLOUT_HOSTS"].split(",")
+        addresses = os.environ["ROLLOUT_ADDRESSES"].split()
+        addresses += addresses[-1:] * (len(nodes) - len(addresses))
+        per_node = int(os.environ["RANKS_PER_NODE"])
+        self._run_dir, self._folder = run_dir, run_dir / files.ROLLOUT
+        self._secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
+        self.replicas = [
+            Replica(number * per_node + local, node, address, local, run_dir, launch)
+            for number, (node, address) in enumerate(zip(nodes, addresses, strict=True))
+            for local in range(per_node)
+        ]
+        before = files.read_json_or_none(run_dir / files.ROLLOUT_STATE)
+        self._deaths: list[Any] = before.get("deaths", []) if isinstance(before, dict) else []
+        self._written: Any = None
+
+    def run(self) -> None:
+        """Look after the replicas to the end of the job, or until none can be started."""
+        script = int(os.environ["JOB_PID"])
+        began = process_start(script)
+        try:
+            with ThreadPoolExecutor(len(self.replicas)) as threads:
+                while process_start(script) == began and not self._asked_to_end():
+                    reasons = list(threads.map(lambda each: each.look(self._secret), self.replicas))
+                    for replica, reason in zip(self.replicas, reasons, strict=True):
+                        if reason is not None:
+                            self._died(replica, reason)
+                    self._write()
+                    if all(each.failures >= MAX_STARTS for each in self.replicas):
+                        self._give_up()
+                        return
+                    time.sleep(POLL_S)
+        finally:
+            with ThreadPoolExecutor(len(self.replicas)) as threads:
+                list(threads.map(Replica.end, self.replicas))
+            for replica in self.replicas:
+                replica.state = "ended"
+            self._write()
+
+    def _asked_to_end(self) -> bool:
+        return (self._folder / files.ROLLOUT_END).exists()
+
+    def _died(self, replica: Replica, reason: str) -> None:
+        death = {"time": time.time(), "replica": replica.index, "node": replica.node}
+        self._deaths = [*self._deaths[-99:], {**death, "reason": reason}]
+        print(f"cookbook: {replica.name} ended: {reason}; it is started again", file=sys.stderr)
+
+    def _write(self) -> None:
+        replicas = [
+            {"replica": r.index, "node": r.node, "state": r.state, "restarts": max(r.restarts, 0)}
+            for r in self.replicas
+        ]
+        value = {"replicas": replicas, "deaths": self._deaths}
+        if value != self._written:
+            # A disk that is full ends no replica.
+            with suppress(OSError):
+                files.write_json(self._run_dir / files.ROLLOUT_STATE, value)
+                self._written = value
+
+    def _give_up(self) -> None:
+        """Leave a record for the attempt, and a file that ends the ranks' wait."""
+        last = self._deaths[-1]
+        message = (
+            f"rollout replica {last['replica']} on {last['node']} ended {MAX_STARTS} times before "
+            f"it was ready: {last['reason']}"
+        )
+        nodes = {each.node for each in self.replicas}
+        fault = {
+            "rank": None,
+            "host": last["node"] if len(nodes) == 1 else None,
+            "time": time.time(),
+            "type": "RolloutError",
+            "message": message,
+            "permanent": False,
+        }
+        logs = (self._run_dir / files.LATEST_LOGS).resolve()
+        files.write_json(logs / "error_rollout.json", fault)
+        files.write_json(self._folder / files.NO_REPLICA, {"message": message})
+        print(f"cookbook: {message}: the attempt cannot go on", file=sys.stderr)
+
+
+def main() -> None:
+    def ended(number: int, frame: Any) -> None:
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, ended)
+    Supervisor(Path(os.environ["RUN_DIR"]), sys.argv[1:]).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""A run whose nodes start from images: what they mount, what is left, and what else they use."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher import venv
+from launcher.runs import image
+from launcher.runs.code import Code
+from tests.faults.kit import SHORT, Undisturbed, ended, rank, trains
+from tests.launcher.kit import Kit, report
+
+ROOT = Path(__file__).parents[2]
+MISSING = [name for name in ("mksquashfs", "squashfuse") if not shutil.which(name)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}"),
+    pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="needs /dev/fuse"),
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that finds this one's packages: its image is small."""
+    folder = tmp_path_factory.mktemp("venv") / "small"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "these.pth").write_text(f"{venv.site_packages()}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A shared folder with the images of `small` and of a code folder; its environment's image."""
+    root = tmp_path_factory.mktemp("images")
+    code = Code(root / "code" / "abc")
+    (code.folder / "slurm").mkdir(parents=True)
+    (code.folder / "slurm" / "file.py").write_text("VALUE = 1\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COOKBOOK_VENV", str(small))
+        said: list[str] = []
+        image.ensure(root, code, said.append)
+        file = image.environment_file(root)
+        assert file.is_file() and len(said) == 4
+        image.ensure(root, code, said.append)
+        assert len(said) == 4
+    yield file
+
+
+def start(images: Path, folder: Path, path: str | None = None) -> list[str]:
+    """VENV and COOKBOOK after slurm/image.sh, and the note, as node.sh would have them."""
+    script = (
+        f'source "{ROOT}/slurm/image.sh"; start_from_images "{folder}/1.0.0"; '
+        'echo "$VENV"; echo "$COOKBOOK"; '
+        '"$VENV/bin/python" -c "import sys, torch; print(sys.prefix)"'
+    )
+    own = {"ENV_IMAGE": str(images), "VENV": sys.prefix, "NODE_NAME": "n1"}
+    own |= {"COOKBOOK": str(images.parents[1] / "code" / "abc"), "PATH": path or os.environ["PATH"]}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def mounts(folder: Path) -> list[str]:
+    return [line for line in Path("/proc/mounts").read_text().splitlines() if str(folder) in line]
+
+
+def test_python_starts_from_the_image_and_is_unmounted_with_the_node(
+    images: Path, tmp_path: Path
+) -> None:
+    environment, code, prefix = start(images, tmp_path)
+    assert Path(environment).is_relative_to(tmp_path) and prefix == environment
+    assert code == f"{tmp_path}/1.0.0/code"
+    # The next attempt's node unmounts what is left; here the loop does, within its two seconds.
+    subprocess.run(["bash", "-c", f'sleep 3; source "{ROOT}/slurm/image.sh"; true'], check=True)
+    assert not mounts(tmp_path) and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        ("cut", "is damaged: remove it"),
+        ("gone", "it cannot read"),
+        ("tools", "no squashfuse"),
+    ],
+)
+def test_a_node_that_cannot_mount_opens_the_files_and_says_why(
+    images: Path, tmp_path: Path, harm: str, reason: str
+) -> None:
+    file, path = tmp_path / "image.sqsh", None
+    if harm == "cut":
+        file.write_bytes(images.read_bytes()[: 2**20])
+    elif harm == "tools":
+        # Nor may this user mount it by the kernel.
+        file, path = images, str(tmp_path / "bin")
+        Path(path).mkdir()
+        for name in (
+            "bash",
+            "readlink",
+            "od",
+            "head",
+            "tr",
+            "stat",
+            "mkdir",
+            "rmdir",
+            "rm",
+            "sleep",
+        ):
+            Path(path, name).symlink_to(str(shutil.which(name)))
+    note, environment, _, prefix = start(file, tmp_path / "mounts", path)
+    assert reason in note and "opens the files of" in note
+    assert environment == prefix == sys.prefix and not mounts(tmp_path)
+
+
+def test_a_killed_rank_and_what_is_left_mounted(
+    user: Kit, small: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    (tmp_path / "site.yaml").write_text("start_from: image\nlogs: failing\n")
+    own = {"COOKBOOK_CLUSTERS": str(tmp_path), "COOKBOOK_VENV": str(small)}
+    user = replace(user, env={**user.env, **own})
+    _, run = user.submit(*SHORT, "--cluster", "site")
+    trains(run)
+    environ = Path(f"/proc/{rank(run, 1)}/environ").read_text()
+    assert "/environment/small" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
+    os.kill(rank(run, 1), signal.SIGKILL)
+    first, second = ended(user, run, "COMPLETED")
+    assert (first["exit_code"] != 0, second["cause"]) == (True, "finished"), report(run)
+    for log in run.glob("logs/*/node_*.log"):
+        assert "one by one" not in log.read_text()
+    # Of the second node there are logs where its rank was killed.
+    logs = [sorted(log.name for log in run.glob(f"logs/{k}/*_[01].log")) for k in (0, 1)]
+    both = [f"{kind}_{number}.log" for kind in ("node", "rank") for number in (0, 1)]
+    first_only = [name for name in both if "_0" in name]
+    assert [[n for n in names if n in both] for names in logs] == [both, first_only]
+    assert "SIGKILL" in (run / "logs/0/node_1.log").read_text() and first["cause"] == "killed"
+    undisturbed.is_equalled_by(run)
+    assert not [
+        line for line in Path("/proc/mounts").read_text().splitlines() if "/images/" in line
+    ]

@@ -1,0 +1,109 @@
+"""cookbook doctor --rehearse on the one-host Slurm: each part by itself, and the page about it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.checks.doctor.ask import NodeReport
+from launcher.checks.doctor.rehearsal import Part, Scene, findings, page
+from launcher.recipes import recipe as recipes
+from launcher.sizing import gpus
+from launcher.sizing.step_config import step_of
+from tests.launcher.kit import Kit, report
+
+GPU = gpus.by_name("h100-80")
+WHOLE = step_of(recipes.load("llama8b_full").resolved(Path("/root"), "run"), 1, 8)
+CUT = replace(WHOLE, shape=WHOLE.shape.cut(4))
+SCENE = Scene("llama8b_full", WHOLE, GPU)
+MEASURED = {
+    "collective": ["all-reduce 8 512 0.002 350.0", "all-gather 8 512 0.02 40.0"],
+    "product": ["8192 4096 14336 640.0", "8192 4096 1024 150.0"],
+}
+
+
+@pytest.mark.long
+def test_a_rehearsal_runs_each_part_and_says_what_to_change(user: Kit):
+    asked = ("first_blocks=1", "resources.gpus_per_node=2", "resources.cpus_per_gpu=1")
+    done = user.cookbook("doctor", "--rehearse", "demo", "--json", *asked)
+    told = json.loads(done.stdout)
+    found = {each["subject"]: each for each in told["findings"]}
+    folder = Path(told["page"]).parent
+    assert done.returncode == 0, f"{told}\n{done.stderr}\n{report(folder)}"
+    assert {"all-reduce", "all-gather", "product"} <= found.keys()
+    for part in ("uncompiled", "compiled"):
+        assert found[part]["message"].startswith("1 block: ")
+    assert "without a gap; exported" in found["resume and export"]["message"]
+    text = Path(told["page"]).read_text()
+    assert "1 of 3 blocks, 2 ranks on n1" in text and "no nvidia-smi" in text
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Callable[..., Part]:
+    def made(name: str, step_s: float, gib: float, status: int = 0, error: str = "") -> Part:
+        folder = tmp_path / name
+        (folder / "logs" / "0").mkdir(parents=True)
+        rows = [
+            {"step": n, "step_time_s": step_s, "peak_memory_allocated_gb": gib} for n in (1, 2, 3)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "log").write_text("resuming from checkpoints/step_2\n")
+        if error:
+            record = {"type": "RuntimeError", "message": error}
+            (folder / "logs" / "0" / "error_rank_0.json").write_text(json.dumps(record))
+        step = replace(CUT, compiled=name != "uncompiled")
+        return Part(name, step, folder, folder / "log", status, 30)
+
+    return made
+
+
+def test_measured_against_predicted_and_a_remedy_for_each_difference(part):
+    usual = SCENE.predictor(CUT).of(CUT)
+    parts = [
+        part("uncompiled", 2 * usual.time.seconds, usual.peak_gib),
+        part("compiled", 1.5 * usual.time.seconds, 1.2 * usual.peak_gib),
+        part("resumed", 1.0, 1.0),
+    ]
+    found = list(findings(SCENE, NodeReport("n1", MEASURED), parts))
+    states = [(each.subject, each.state) for each in found]
+    assert states == [
+        ("all-reduce", "ok"),
+        ("all-gather", "warning"),
+        ("product", "ok"),
+        ("product", "warning"),
+        ("uncompiled", "ok"),
+        ("compiled", "warning"),
+        ("resume and export", "failed"),
+        ("whole recipe", "warning"),
+    ]
+    slow = found[-1]
+    assert "32 blocks at this speed: 6,3" in slow.message and "predicted 9,5" in slow.message
+    assert slow.remedy.startswith("cookbook estimate llama8b_full --mfu 0.3")
+    text = page("Rehearsal", ["here"], found)
+    assert "| warning | all-gather | 512 MiB over 8 ranks" in text
+    assert "- all-gather: nvidia-smi topo -m" in text and "- compiled: the whole recipe" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("CUDA out of memory. Tried to allocate 2 GiB", "batch_size=1"),
+        ("torch._inductor.exc.InductorError: gcc failed", "compile=false"),
+        ("NCCL error in: ProcessGroupNCCL.cpp", "NCCL_DEBUG=INFO"),
+        ("something else", "last lines of its log"),
+    ],
+)
+def test_a_part_that_failed_names_its_remedy_and_the_others_are_told(part, error, remedy):
+    parts = [
+        part("uncompiled", 0.1, 1.0),
+        part("compiled", 0.1, 1.0, 1, error),
+        replace(part("resumed", 0.1, 1.0), status=None),
+    ]
+    report = NodeReport("n1", {"all_reduce_fault": ["NCCL is missing"]})
+    found = {each.subject: each for each in findings(SCENE, report, parts)}
+    assert found["collectives"].state == found["compiled"].state == "failed"
+    assert remedy in found["compiled"].remedy and error in found["compiled"].message
+    assert found["uncompiled"].state == "ok" and found["resume and export"].state == "skipped"
+    assert "whole recipe" in found

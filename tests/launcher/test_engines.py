@@ -1,0 +1,286 @@
+"""Rows of other trainers, shell lines and workloads of air, from a file to a planned run."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engines import schema
+from launcher import executors
+from launcher.errors import RecipeFault
+from launcher.observe import events
+from launcher.recipes import recipe as recipes
+from launcher.recipes.engines import ENGINES
+from launcher.recipes.entries import ENTRIES
+from launcher.runs.directory import Run
+from launcher.site import Site
+from launcher.workflows import resume
+from launcher.workflows.submit import PlannedRun, plan
+from runspec import files
+from runspec.engines import Records
+from slurm import engine
+from slurm.watchdog import Watch
+from tests.faults.test_engines import CASES
+
+RESOURCES = {"nodes": 2, "gpus_per_node": 4, "time": "10"}
+WORKLOAD = {
+    "experiment_name": "my-training",
+    "environment": {"version": "4", "dependencies": ["torch>=99", "PyYAML"]},
+    "compute": {"num_accelerators": 16, "accelerator_type": "GPU_8xH100"},
+    "code_source": {"type": "snapshot", "snapshot": {"root_path": "src"}},
+    "env_variables": {"BATCH_SIZE": 32, "MLFLOW_TRACKING_URI": "http://tracking:5000"},
+    "secrets": {"WANDB_API_KEY": "team/wandb"},
+    "max_retries": 2,
+    "timeout_minutes": 90,
+    "parameters": {"lr": 1e-4},
+    "command": 'torchrun --nproc_per_node="${LOCAL_WORLD_SIZE:-8}" train.py\necho done\n',
+}
+
+
+def planned(tmp_path: Path, content: dict, *overrides: str) -> PlannedRun:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    recipe = recipes.load(str(path), overrides)
+    return plan(recipe, Site(shared_root=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_engine_is_started_with_its_own_config_in_the_runs_folders(tmp_path, name):
+    case = CASES[name]
+    prefix = case.entry.partition(":")[0]
+    if case.entry.endswith(".yaml"):
+        (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(case.parameters))
+        keys = {"entry": f"{prefix}:theirs.yaml"}
+    else:
+        keys = {"entry": case.entry, "parameters": case.parameters}
+    made = planned(tmp_path, {**keys, "resources": RESOURCES, **case.keys})
+    records = Records.of(json.loads(made.contents[files.ENGINE]))
+    assert records and made.recipe.max_retries == 3
+    if name != "deepspeed":
+        total = ENGINES[f"{prefix}:"].total
+        assert records.total_steps == (60 if total else None)
+        given = yaml.safe_load(made.contents[files.TRAIN])
+        assert str(made.path) in json.dumps(given), "its folders are the run's"
+    assert "export STOP_SIGNAL=TERM" in made.script or not records.stop
+    assert "slurm/rank.sh" in made.script and case.program in made.script
+
+
+def test_an_override_reaches_the_engines_file_and_an_unknown_one_does_not(tmp_path):
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: a\ndataset_name: b\nmax_steps: 5\n")
+    content = {"entry": "trl:sft.yaml", "resources": RESOURCES}
+    made = planned(tmp_path, content, "parameters.max_steps=7")
+    assert yaml.safe_load(made.contents[files.TRAIN])["max_steps"] == 7
+    with pytest.raises(RecipeFault, match="did you mean max_steps"):
+        planned(tmp_path, content, "parameters.max_step=7")
+    # What the run holds is not read again, whatever becomes of the file.
+    (tmp_path / "sft.yaml").unlink()
+    again = yaml.safe_load(made.contents[files.RECIPE])
+    again.pop("output_dir")
+    assert planned(tmp_path, again).contents[files.TRAIN].count("max_steps: 7") == 1
+    with pytest.raises(RecipeFault, match=r"there is no config file .*sft\.yaml"):
+        planned(tmp_path, content)
+    with pytest.raises(RecipeFault, match=r"TRL has no 'sfd' \(did you mean sft\?\)"):
+        planned(tmp_path, {**content, "entry": "trl:sfd"})
+
+
+@pytest.mark.parametrize("entry", ["command", "command:echo $NODE_RANK"])
+def test_shell_lines_run_once_per_node(tmp_path, entry):
+    lines = {"command": "echo it's\necho $NODE_RANK\n"} if entry == "command" else {}
+    made = planned(tmp_path, {"entry": entry, **lines, "resources": RESOURCES})
+    assert "exec torchrun" not in made.script and "GPUS_PER_NODE=$RANKS_PER_NODE" in made.script
+    assert 'rank.sh" bash -c ' in made.script and ENTRIES["command"].per_node
+    with pytest.raises(RecipeFault, match=r"needs the lines to run|are given twice"):
+        broken = {} if lines else {"command": "x"}
+        planned(tmp_path, {"entry": entry, **broken, "resources": RESOURCES})
+
+
+def test_a_workload_of_air_is_a_recipe(tmp_path):
+    (tmp_path / "src").mkdir()
+    made = planned(tmp_path, WORKLOAD, "parameters.lr=2e-4")
+    recipe = made.recipe
+    assert (recipe.resources.nodes, recipe.resources.gpus_per_node) == (2, 8)
+    assert recipe.code_root == tmp_path / "src" and recipe.max_retries == 2
+    assert recipe.timeout_s == 5400
+    wanted = ("torch>=99", "PyYAML", "mlflow")
+    assert recipe.environment and recipe.environment.dependencies == wanted
+    met = {
+        **WORKLOAD,
+        "environment": {"dependencies": ["torch>=2", "PyYAML; python_version > '3'"]},
+    }
+    assert planned(tmp_path, met).recipe.environment is None, "the kit's own has them"
+    assert recipe.secrets["WANDB_API_KEY"].parts[-2:] == ("team", "wandb")
+    assert yaml.safe_load(made.contents[files.PARAMETERS]) == {"lr": 2e-4}
+    for words in ("CODE_SOURCE_PATH=", "HYPERPARAMETERS_PATH=", "export MLFLOW_RUN_ID", "BATCH_SI"):
+        assert words in made.script
+    assert '"${LOCAL_WORLD_SIZE:-8}"' in made.script and " LOCAL_WORLD_SIZE=" in made.script
+
+
+def test_what_a_workload_cannot_mean_here_is_refused_by_name(tmp_path):
+    wrong = {
+        **WORKLOAD,
+        "usage_policy_id": "x",
+        "compute": {"num_accelerators": 12, "accelerator_type": "GPU_8xH100", "pool_id": "p"},
+        "environment": {"dependencies": "requirements.yaml", "docker_image": "x"},
+        "code_source": {"snapshot": {"root_path": "src", "git": {"branch": "main"}}},
+        "secrets": {"KEY": "noscope"},
+    }
+    with pytest.raises(RecipeFault) as raised:
+        planned(tmp_path, wrong)
+    told = "\n".join(raised.value.faults)
+    for words in (
+        "usage_policy_id: this key",
+        "multiple of 8",
+        "compute.pool_id",
+        "environment.dependencies must be a list",
+        "environment.docker_image",
+        "code_source.snapshot.git",
+        "secrets.KEY must be scope/key",
+    ):
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    ("stop_asked", "step", "state"),
+    [
+        (False, 20, "finished"),
+        (True, 20, "finished"),
+        (False, 12, "stopped"),
+        (True, 12, "stopped"),
+    ],
+)
+def test_exit_status_0_is_not_finished(tmp_path, stop_asked, step, state):
+    records = ENGINES["automodel:"].recorded({"parameters": {"step_scheduler": {"max_steps": 20}}})
+    files.write_json(tmp_path / files.ENGINE, records.as_json())
+    folder = tmp_path / files.CHECKPOINTS
+    for number, left in ((4, False), (9, True)):
+        (folder / f"epoch_0_step_{number}").mkdir(parents=True)
+        (folder / f"epoch_0_step_{number}" / "model").touch()
+        if left:
+            (folder / f"epoch_0_step_{number}" / ".incomplete").touch()
+    # Steps 6 to 8 were trained twice; the file has both.
+    numbers = [*range(8), *range(5, step)]
+    text = "".join(json.dumps({"step": n, "loss": 3 - n / 20}) + "\n" for n in numbers)
+    (folder / "training.jsonl").write_text(text)
+    engine.settle(tmp_path, 1, 0, stop_asked)
+    progress = files.read_json(tmp_path / files.PROGRESS)
+    assert (progress["state"], progress["step"], progress["checkpoint_step"]) == (state, step, 5)
+    rows = files.read_json_lines(tmp_path / files.METRICS)
+    assert [row["step"] for row in rows] == list(range(1, step + 1))
+    engine.set_aside(tmp_path)
+    assert files.checkpoint_steps(tmp_path) == [5]
+    assert not (folder / "epoch_0_step_9").exists()
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "torchtune"])
+def test_a_log_in_text_is_read(tmp_path, name):
+    records = ENGINES[f"{name}:"].recorded({"parameters": {"training": {"steps": 4}}})
+    files.write_json(tmp_path / files.ENGINE, records.as_json())
+    for attempt, steps in enumerate(((1, 2, 3), (3, 4))):
+        logs = tmp_path / files.LOGS / str(attempt)
+        logs.mkdir(parents=True)
+        titan = (
+            f"[titan] \x1b[31mstep: {n:2}  \x1b[32mloss: {8 - n:8.5f}  \x1b[38mgrad_norm:  1.5  "
+            f"\x1b[36mmemory:  1.25GiB(1.57%)  \x1b[34mtps: 1,234  tflops: 1.0\n"
+            for n in steps
+        )
+        # What torchtune's DiskLogger writes, in two files of its own naming.
+        tune = (
+            f"Step {n} | loss:{8.0 - n} lr:1e-05 tokens_per_second_per_gpu:1234.0 grad_norm:1.5 \n"
+            for n in steps
+        )
+        (logs / "rank_0.log").write_text("".join(titan))
+        (tmp_path / files.LOGS / f"log_{attempt}.txt").write_text("".join(tune))
+    engine.follow(tmp_path, 1)
+    rows = files.read_json_lines(tmp_path / files.METRICS)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["loss"] == 4.0 and rows[-1]["tokens_per_second_per_gpu"] == 1234.0
+    assert rows[-1]["grad_norm"] == 1.5
+
+
+def test_wrong_keys_of_blocks_with_targets_are_named():
+    """NeMo Automodel's configs; the targets are of the standard library."""
+    content = {
+        "a": {"_target_": "json.dumps", "obj": 1, "indnt": 2},
+        "b": {"_target_": "difflib.SequenceMatcher", "autojnk": 1, "isjunk": {"_target_": "x.y"}},
+        "c": {"_target_": "dataclasses.field", "defaul": 1},
+        "d": {"_target_": "none.of.these", "any": 1},
+        "e": {"any": {"_target_": "difflib.SequenceMatcher.set_seq1", "b": 1}},
+    }
+    assert schema.unknown(content, schema.of_target(content)) == {
+        "a.indnt": "a.indent",
+        "b.autojnk": "b.autojunk",
+        "c.defaul": "c.default",
+        "e.any.b": "",
+    }
+    with pytest.raises(schema.Absent, match=r"json has no 'dump2' \(did you mean dump\?\)"):
+        schema.of_target({"_target_": "json.dump2"})
+
+
+def test_speed_and_heartbeat_follow_from_what_is_seen(tmp_path, monkeypatch):
+    """LitGPT's figures have no times; its ranks write no heartbeat."""
+    content = {"entry": "litgpt:finetune_full", "parameters": {"train": {"max_steps": 6}}}
+    parts = {"global_batch_size": 4, "micro_batch_size": 4, **content["parameters"]["train"]}
+    records = ENGINES["litgpt:"].recorded({**content, "parameters": {"train": parts}})
+    files.write_json(tmp_path / files.ENGINE, records.as_json())
+    files.write_json(tmp_path / files.STATUS, {"started": 100.0})
+    table = tmp_path / "checkpoints/logs/csv/version_0/metrics.csv"
+    table.parent.mkdir(parents=True)
+    (tmp_path / files.LOGS / "1").mkdir(parents=True)
+    monkeypatch.setenv("NODES", "2")
+    beat = engine.Beat(tmp_path, 1)
+    beats = []
+    for step in range(7):
+        monkeypatch.setattr(engine.time, "time", lambda now=100.0 + 2 * step: now)
+        lines = (f"{n},{3 - n / 10},{n * 80}\n" for n in range(1, step + 1))
+        table.write_text("step,loss,total_tokens\n" + "".join(lines))
+        engine.follow(tmp_path, 1)
+        beats.append(beat.look(2.0 * step))
+    rows = files.read_json_lines(tmp_path / files.METRICS)
+    assert [row["time"] for row in rows] == [102.0, 104.0, 106.0, 108.0, 110.0, 112.0]
+    assert {row["step_time_s"] for row in rows[1:]} == {2.0}
+    assert rows[-1]["tokens_per_second_per_gpu"] == 20.0
+    assert files.read_json(tmp_path / files.PROGRESS)["tokens_per_second_per_gpu"] == 20.0
+    assert [each["phase"] for each in beats] == ["starting"] * 3 + ["training"] * 3 + ["ending"]
+    watch = Watch(timeout_s=5, stop_s=100)
+    assert watch.look(beats[4], False, 0) is None
+    assert "no step for 10 s after step 4" in str(watch.look(beats[4], False, 10))
+    assert beats[4]["median_step_s"] == 2.0
+    # Its checkpoint grows: that is a sign of life.
+    (tmp_path / files.CHECKPOINTS / "step-000005").mkdir()
+    assert beat.look(20.0) != beats[6]
+
+
+def test_curves_of_tensorboard_are_made_of_the_metrics(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    assert not events.is_fed(run)
+    lines = [(1, 3.0), (2, 2.5), (3, 2.4), (2, 2.6), (3, 2.2)]  # steps 2 and 3 were trained again
+    rows = ({"step": step, "loss": loss, "time": 1.0, "word": "x"} for step, loss in lines)
+    (run.path / files.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert events.is_fed(run)
+    done = threading.Event()
+    done.set()
+    events.feed([run], tmp_path, done)
+    read = EventAccumulator(str(tmp_path / "run"))
+    read.Reload()
+    assert read.Tags()["scalars"] == ["loss"]
+    assert [(each.step, round(each.value, 1)) for each in read.Scalars("loss")] == [
+        (1, 3.0),
+        (2, 2.6),
+        (3, 2.2),
+    ]
+
+
+def test_a_resumed_run_counts_paths_from_the_recipe_it_was_made_of(tmp_path):
+    made = planned(tmp_path, {"entry": "trl:sft", "parameters": {}, "resources": RESOURCES})
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / files.RECIPE).write_text(made.contents[files.RECIPE])
+    run.write(files.SUBMISSION, {"recipe": "mine", "recipe_file": str(tmp_path / "mine.yaml")})
+    changes = resume.Changes(Site(shared_root=str(tmp_path)))
+    again = resume._recipe(run, changes, executors.choose(local=True))
+    assert again.work_dir == made.recipe.work_dir == tmp_path

@@ -1,0 +1,266 @@
+"""Environments: records, their job scripts, what is found before the queue, and real runs."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import executors, paths, render
+from launcher.checks import Context, findings, inside
+from launcher.errors import RecipeFault
+from launcher.recipes import recipe
+from launcher.runs import built
+from launcher.site import Site, complete
+from runspec.states import process_start
+from slurm import probe
+from slurm.tether import descendants
+from tests.faults import containers
+from tests.launcher.kit import Kit, until
+
+RUN = Path("/shared/runs/20260102-030405-demo-0a1b")
+# A stand-in of conda, which reads variables that are not set, as conda does.
+CONDA = """conda() {
+  : "$PS1$CONDA_SHLVL"
+  [ -d "$CONDA_ENVS/$2" ] || { echo "EnvironmentNameNotFound: $2" >&2; return 1; }
+  export PATH=$CONDA_ENVS/$2/bin:$PATH
+}
+"""
+
+
+def loaded(block: str, *more: str) -> recipe.Recipe:
+    return recipe.load("demo", [f"+environment={block}", *more])
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        ("{dependencies: [einops]}", ['exec "$ENV_PYTHON" -P -m torch.distributed.run']),
+        ("{kind: conda, conda: llm}", ["enter_conda llm ''", "find_python python"]),
+        ("{kind: modules, modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
+        ("{prefix: [numactl, --localalloc]}", ["exec numactl --localalloc python -P"]),
+        ("{srun: [--mpi=none]}", ["STEP_OPTIONS=(--mpi=none)"]),
+        ("{variables: {A: 1 2}}", ["export A='1 2'"]),
+        *[
+            (
+                f"{{kind: {kind}, image: /i, binds: ['/data:/d:ro'], options: [--o=1]}}",
+                [f"enter_container {kind} /i /data:/d:ro --o=1", 'exec "${INSIDE[@]}" "$ENV_PY'],
+            )
+            for kind in ("pyxis", "apptainer", "podman")
+        ],
+    ],
+)
+def test_a_record_becomes_lines_of_the_job_script(block, wanted):
+    text = render.job_script(loaded(block), Site(), RUN, "demo")
+    assert [line for line in wanted if line not in text] == []
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
+    given = ["endpoint=e", "endpoint_dir=/e", "model=/m", "key_file=/k"]
+    block = "+environment={kind: podman, image: i, python: py}"
+    asked = recipe.load(str(paths.SERVE / "default.yaml"), [*given, block])
+    text = render.job_script(asked, Site(), RUN, "serve")
+    assert 'exec "$VENV/bin/python" -P -m torch.distributed.run' in text
+    assert '"$VENV/bin/python" -m serving.replica' in text
+    assert 'printf \'%s\\n\' "${INSIDE[@]}" "$ENV_PYTHON")' in text
+    with pytest.raises(RecipeFault, match="engine_python=/p': use environment: "):
+        recipe.load(str(paths.SERVE / "default.yaml"), [*given, "engine_python=/p"])
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ("{kind: podman}", "environment.image is missing"),
+        ("{image: /i}", "environment.image has no meaning for kind: venv"),
+        ("{kind: podman, image: i, binds: [data]}", "'data' is not /PATH"),
+        ("{kind: docker}", "must be one of venv, conda"),
+        ("{kind: podman, image: i, dependencies: [a]}", "dependencies has no meaning"),
+        ("{pyhton: a}", "did you mean python"),
+        ("nosuch", "there is no environment 'nosuch'"),
+    ],
+)
+def test_a_wrong_record_is_refused(block, words):
+    with pytest.raises(RecipeFault, match=words.replace(".", r"\.")):
+        complete(loaded(block), Site(), executors.choose(True))
+
+
+def test_the_option_and_then_the_recipe_come_before_the_site(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "ENVIRONMENTS", tmp_path)
+    for name in "abc":
+        (tmp_path / f"{name}.yaml").write_text(f"variables: {{WHICH: {name}}}\n")
+    site, local = Site(default_environment="a"), executors.choose(True)
+    own = recipe.load("demo", ["+environment=b"], {"environment": "c"})
+    chosen = [recipe.load("demo"), loaded("b"), own]
+    filled = [complete(each, site, local).config["environment"] for each in chosen]
+    assert [each["name"] for each in filled] == ["a", "b", "c"]
+    assert filled[2]["variables"] == {"WHICH": "c"}, "the whole record is in the run's recipe"
+
+
+# The environment, the words that are shown, and further settings of the recipe.
+FAULTS: dict[str, tuple[str, ...]] = {
+    "an image that does not exist": ("{kind: apptainer, image: /no.sif}", "there is no image"),
+    "a bind that does not exist": ("{kind: podman, image: i, binds: [/no]}", "there is no /no"),
+    "a runtime that is not there": ("{kind: apptainer, image: i}", "not installed there"),
+    "a conda environment that does not exist": (
+        "{kind: conda, conda: nosuch, conda_root: PLACE}",
+        "conda env list",
+    ),
+    "no conda": ("{kind: conda, conda: nosuch, conda_root: /no}", "set conda_root"),
+    "a module that fails": (
+        "{setup: ['module() { return 1; }'], modules: [nosuch]}",
+        "module avail",
+    ),
+    "a setup line that fails": ("{setup: ['false']}", "'false' failed"),
+    "an interpreter that does not exist": ("{python: /no/python}", "must be a path inside"),
+    "another architecture": ("{python: PLACE/other}", "another architecture"),
+    "a stale container": ("{kind: podman, image: i, options: [--name=x]}", "stale"),
+    "a plugin of NCCL that is missing": (
+        "{variables: {NCCL_NET: nosuch}}",
+        "the NCCL plugin nosuch",
+    ),
+    "a Python without torch": ("{python: /usr/bin/python3}", "has no torch"),
+    "packages in ~/.local that come first": (
+        "{python: OWN/bin/python3, prefix: [env, -u, PYTHONNOUSERSITE, PYTHONUSERBASE=PLACE]}",
+        "set PYTHONNOUSERSITE=1",
+    ),
+    "a torch that is too old": (
+        "{prefix: [env, 'PYTHONPATH=PLACE/old:REPO']}",
+        "torch 2.5.1 is older than 2.11",
+    ),
+    "another Python": ("{python: PYTHON310}", "the trainer needs 3.11 to 3.13"),
+    "no visible GPU": ("{prefix: [env]}", "sees no GPU", "GPU"),
+    "a path that is missing inside": (
+        "{kind: apptainer, image: PLACE/image, python: PREFIX/bin/python, "
+        "setup: ['PATH=PLACE/bin:$PATH'], binds: ['/usr:/usr:ro', OWN, PREFIX, REPO]}",
+        "is not there inside: add its folder to environment.binds",
+        "dataset.data_files=PLACE/data.jsonl",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def injected(tmp_path_factory) -> dict[str, str]:
+    """What the words in capitals of FAULTS stand for."""
+    place = tmp_path_factory.mktemp("faults")
+    (place / "etc/profile.d").mkdir(parents=True)
+    (place / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS=/no\n{CONDA}")
+    version = ".".join(map(str, sys.version_info[:2]))
+    (place / f"lib/python{version}/site-packages").mkdir(parents=True)
+    (place / "old/torch").mkdir(parents=True)
+    (place / "old/torch/__init__.py").write_text("__version__ = '2.5.1'\n")
+    (place / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 64)
+    # An ELF file of a machine that does not exist.
+    program = bytearray(Path(sys.executable).resolve().read_bytes()[:4096])
+    program[18:20] = b"\xff\xfe"
+    (place / "other").write_bytes(program)
+    (place / "other").chmod(0o755)
+    if shutil.which("gcc"):
+        containers.make(place)
+    base = Path(os.path.realpath(sys.executable)).parent.parent
+    words = {"PLACE": place, "PREFIX": sys.prefix, "OWN": base, "REPO": paths.REPO_ROOT}
+    other = [Path("/usr/bin/python3.10"), *Path.home().glob(".pyenv/versions/3.10*/bin/python3.10")]
+    words["PYTHON310"] = next((str(each) for each in other if each.exists()), "")
+    return {name: str(value) for name, value in words.items()}
+
+
+def inject(fault: str, injected: dict[str, str]) -> tuple[list[str], str]:
+    """The overrides of a fault, and the words that are shown; skips what this host cannot do."""
+    block, words, *more = FAULTS[fault]
+    if "image: PLACE" in block and (os.geteuid() or not shutil.which("gcc")):
+        pytest.skip("the tests' Apptainer needs root and gcc")
+    if "PYTHON310" in block and not injected["PYTHON310"]:
+        pytest.skip("there is no Python 3.10")
+    given = [f"+environment={block}", *more]
+    for name, value in injected.items():
+        given = [text.replace(name, value) for text in given]
+    return given, words
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_with_its_remedy(fault, injected):
+    given, words = inject(fault, injected)
+    site = Site(gpu="h100-80" if "GPU" in given else None)
+    asked = recipe.load("demo", [each for each in given if each != "GPU"])
+    context = Context(asked, site, executors.choose(True))
+    found = findings("environment", inside.inside, context)
+    assert any(each.state == "failed" and words in each.line for each in found), found
+
+
+@pytest.mark.named
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_and_submit_refuse_it(fault, injected, slurm, tmp_path):
+    given, words = inject(fault, injected)
+    user = Kit({**slurm.env, "COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
+    site = paths.CLUSTERS / f"gpus-{os.getpid()}.yaml"
+    site.write_text("gpu: h100-80\n")
+    given = ["--cluster" if each == "GPU" else each for each in given]
+    given += [site.stem] * ("--cluster" in given)
+    try:
+        for command in ("check", "submit"):
+            done = user.cookbook(command, "demo", *given)
+            shown = done.stdout + done.stderr
+            assert done.returncode == 1 and words in shown, shown
+    finally:
+        site.unlink()
+    assert user.runs() == []
+
+
+def test_what_the_probe_sees_inside(monkeypatch, tmp_path):
+    monkeypatch.setattr(probe.site, "getusersitepackages", lambda: str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = " ".join(words for words, _ in probe.faults([], False, ["/no/data"]))
+    assert "/no/data is not there inside" in found
+    assert f"packages in {tmp_path} come before" in found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_container_ends_with_the_process_that_started_it(number):
+    """In the place of podman stands a shell that ends before what it has started."""
+    ranks = "import subprocess as s; p = s.Popen(['sleep', '61'], start_new_session=True); \
+print(p.pid, flush=True); p.wait()"
+    tether = [sys.executable, "-P", "-m", "slurm.tether"]
+    outer = subprocess.Popen(
+        [
+            *(*tether, "outside", "bash", "-c", 'setsid "$@" & read -r', "podman"),
+            *(*tether, "inside", sys.executable, "-c", ranks),
+        ],
+        env={**os.environ, "PYTHONPATH": str(paths.REPO_ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert outer.stdin is not None and outer.stdout is not None
+    rank = int(outer.stdout.readline())
+    outer.stdin.close()
+    until(lambda: not descendants(outer.pid), 20)
+    outer.send_signal(number)
+    outer.wait(timeout=20)
+    if number == signal.SIGTERM:
+        assert process_start(rank) is None, "the outer process lasts as long as the inner one"
+    until(lambda: process_start(rank) is None, 20)
+
+
+@pytest.mark.named
+def test_dependencies_are_built_once_and_removed_if_unused(tmp_path):
+    """Needs a package index."""
+    one = loaded("{dependencies: [humanize==4.9.0]}").environment
+    assert one is not None
+    said: list[str] = []
+    path = built.build(one, tmp_path, said.append)
+    began = time.monotonic()
+    assert built.build(one, tmp_path, said.append) == path
+    assert time.monotonic() - began < 1 and len(said) == 2
+    moved = path.rename(tmp_path / "moved")
+    code = "import humanize, torch; print(humanize.__version__)"
+    done = subprocess.run([moved / "bin/python", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "4.9.0\n", done.stderr
+    moved.rename(path)
+    assert [each.dependencies for each in built.listed(tmp_path)] == [["humanize==4.9.0"]]
+    built.remove(tmp_path, path.name[:6])
+    assert built.listed(tmp_path) == []

@@ -1,0 +1,158 @@
+"""The examples made from known guides: at real size as text and sizes, at a tiny size to the end.
+
+python -m pytest -n 0 -m named tests/launcher/test_guides.py
+"""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from launcher import paths
+from launcher.errors import CookbookError
+from launcher.recipes import recipe as recipes
+from launcher.recipes import sweep
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.step_config import GIB, step_of
+from launcher.workflows import convert
+from tests.launcher.kit import Kit, losses, until
+from tests.launcher.test_examples import ended
+from tests.remote import kit as remote
+
+COURSE = paths.REPO_ROOT / "examples" / "large_models" / "course.yaml"
+SQUAD = paths.REPO_ROOT / "examples" / "automodel_squad" / "squad.yaml"
+# Of an h100-80.
+USABLE_GIB = 73.1
+
+
+@pytest.mark.parametrize("name", ["llama3_1/70B_full", "llama3_1/70B_lora"])
+def test_torchtunes_configs_of_70b_are_recipes_as_they_are(name: str):
+    """On 2 x 8 they are the kit's trainer's, also with a model that --model names, and fit."""
+    given = {"nodes": 2, "gpus_per_node": 8}
+    stock = recipes.load(name, ["tokenizer.max_seq_len=4096"], given)
+    assert stock.config["entry"] == "sft"
+    step = step_of(stock.resolved(paths.REPO_ROOT, "run"), 2, 8)
+    assert StepMemory(step).peak / GIB < USABLE_GIB
+    without = ["~custom_sharded_layers"] * ("full" in name)
+    own = recipes.load(name, without, given, model="meta-llama/Llama-3.1-70B-Instruct")
+    assert own.config["entry"] == "sft" and own.config["model"]["_component_"] == "transformers"
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "micro_steps"), [(1, 1, 8), (1, 4, 2), (2, 4, 1)])
+def test_automodels_config_of_squad_becomes_a_recipe(tmp_path, nodes, ranks, micro_steps):
+    made = convert.read(SQUAD, nodes=nodes, gpus_per_node=ranks)
+    assert not made.faults
+    file = tmp_path / "squad.yaml"
+    file.write_text(made.text)
+    recipe = recipes.load(str(file))
+    assert recipe.config["gradient_accumulation_steps"] == micro_steps
+    assert recipe.config["enable_async_checkpointing"] is True
+    itself = recipes.load(str(SQUAD), [], {"nodes": nodes, "gpus_per_node": ranks})
+    assert itself.config["entry"].startswith("automodel:")
+    assert itself.config["parameters"]["checkpoint"]["staging_dir"] == "/tmp/squad"
+
+
+def test_the_course_is_one_sweep_of_both_studies_and_litgpts_own():
+    course = sweep.load(str(COURSE))
+    parts = [cell for name in ("one_gpu", "four_gpus") for cell in sweep.load(name).cells]
+    assert [cell.name for cell in course.cells] == [cell.name for cell in parts]
+    assert [cell.number for cell in course.cells] == list(range(len(parts)))
+    assert [cell.overrides for cell in course.cells] == [cell.overrides for cell in parts]
+    litgpt = sweep.load(str(COURSE.with_name("litgpt.yaml")))
+    assert len(litgpt.cells) == 9
+    for cell in litgpt.cells:
+        made = recipes.load(litgpt.recipe, cell.overrides)
+        assert made.config["entry"] == "litgpt:finetune_full"
+
+
+def test_a_sweep_joins_only_those_of_its_recipe(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: demo\nsweeps: [one_gpu]\n")
+    with pytest.raises(CookbookError, match="they must be the same"):
+        sweep.load(str(file))
+    file.write_text("recipe: demo\nsweeps: []\nlist: []\n")
+    with pytest.raises(CookbookError, match="give one of grid:, list: and sweeps:"):
+        sweep.load(str(file))
+
+
+@pytest.mark.named
+def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
+    printed = ended(user, "large_models")
+    assert "PREDICTED GiB" in printed and "RSS GiB" in printed
+    root = user.root / "large_models"
+    results = json.loads((root / "results.json").read_text())
+    state = {row["cell"]: row["state"] for row in results}
+    assert len(state) == len(sweep.load(str(COURSE)).cells), printed
+    too_large = {name for name, each in state.items() if each == "OUT_OF_MEMORY"}
+    assert {"1.1B, fp32, batch 32", "13B, bf16, batch 1, AdamW"} <= too_large, state
+    assert "13B, bf16, batch 1, SGD" not in too_large and "7B, QLoRA, batch 4 x 4" not in too_large
+    assert set(state.values()) == {"COMPLETED", "OUT_OF_MEMORY"}, state
+    page = (root / "report.html").read_text()
+    assert page.count("<svg") >= 2
+
+
+@pytest.mark.named
+def test_squad_has_the_same_losses_on_every_layout(user: Kit):
+    printed = ended(user, "automodel_squad")
+    largest = re.findall(r"largest difference from one_gpu: (\w+) (\S+)", printed)
+    assert [name for name, _ in largest][:3] == ["one_gpu", "four_gpus", "two_nodes"]
+    assert all(float(difference) < 1e-3 for _, difference in largest[:3]), largest
+    run = losses(user.root / "squad" / "run-one_gpu")
+    assert run[max(run)] < run[1] - 1
+    saved = list((user.root / "squad" / "run-two_nodes" / "checkpoints").glob("step_*/COMPLETE"))
+    assert saved, "asynchronous checkpoints are complete"
+
+
+@pytest.mark.named
+@pytest.mark.skipif(remote.SSHD is None, reason="sshd is not installed")
+def test_from_a_bare_model_to_answers_with_curves_through_a_tunnel(user: Kit, tmp_path):
+    printed = ended(user, "torchtune_70b")
+    for words in ("guide-full", "COMPLETED", "slowest", "in Python"):
+        assert words in printed
+    answer = printed.partition("== the merged model answers")[2].strip().splitlines()[-1]
+    assert "shares a cluster" in answer, answer
+    run = max((user.root / "runs").glob("*guide-lora*"))
+    curve = through_a_tunnel(user, run, tmp_path)
+    assert curve == pytest.approx(losses(run)), "the page's curve is the run's"
+
+
+def through_a_tunnel(user: Kit, run: Path, tmp_path: Path) -> dict[int, float]:
+    """The loss that TensorBoard serves, read through the tunnel that the command names."""
+    folder = tmp_path / "ssh"
+    folder.mkdir()
+    with remote.cluster(folder) as cluster:
+        cluster.authenticate()
+        log = tmp_path / "tensorboard.log"
+        with log.open("w") as file:
+            argv = [sys.executable, "-m", "launcher", "tensorboard", run.name]
+            server = subprocess.Popen(argv, env=user.env, stdout=file, stderr=file)
+        try:
+            pattern = r"ssh -N -L (\d+):127\.0\.0\.1:\1 "
+            port = until(lambda: re.search(pattern, log.read_text()), 60, log.read_text)[1]
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                local = free.getsockname()[1]
+            # The ends of the tunnel are on one host, so its ports differ.
+            opened = cluster.ssh("-O", "forward", "-L", f"{local}:127.0.0.1:{port}", "cluster")
+            assert opened.returncode == 0, opened.stderr
+            query = urllib.parse.urlencode({"run": run.name, "tag": "loss/loss"})
+            address = f"http://127.0.0.1:{local}/data/plugin/scalars/scalars?{query}"
+
+            def points() -> list[list[float]]:
+                try:
+                    with urllib.request.urlopen(address, timeout=10) as page:
+                        return json.loads(page.read())
+                except OSError:
+                    return []
+
+            curve = until(points, 90, log.read_text)
+            return {int(step): value for _, step, value in curve}
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(timeout=30)

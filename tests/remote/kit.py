@@ -1,0 +1,237 @@
+"""A cluster behind ssh, on this host: two real sshds with two factors, and a network between."""
+
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher import paths
+
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+# PAM finds its rules by the name of the program, so a copy has its own; from OpenSSH 9.8 on by an
+# option.
+_NAME = f"cookbook-sshd-{os.getpid()}"
+_RULES = Path("/etc/pam.d") / _NAME
+_CODE = "123456"
+
+
+class Network:
+    """A TCP proxy: one address for several hosts in turn, a delay, and broken connections.
+
+    delay_s: one way. cut_after: bytes after which a connection breaks, of a direction, once.
+    """
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self.delay_s, self.rotating = 0.0, False
+        self.cut_after: dict[str, int] = {}
+        self.sent = {"up": 0, "down": 0}
+        self.served: list[int] = []
+        self._ports, self._open = list(ports), set[socket.socket]()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                place = len(self.served) % len(self._ports) if self.rotating else 0
+                self.served.append(place)
+                host = socket.create_connection(("127.0.0.1", self._ports[place]))
+                self._open |= {client, host}
+                for one, other, way in ((client, host, "up"), (host, client, "down")):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    line: queue.Queue[tuple[float, bytes]] = queue.Queue()
+                    threading.Thread(target=self._read, args=(one, line, way), daemon=True).start()
+                    threading.Thread(target=self._write, args=(other, line), daemon=True).start()
+
+    def _read(self, source: socket.socket, line: queue.Queue, way: str) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(2**16)
+            except OSError:
+                data = b""
+            self.sent[way] += len(data)
+            line.put((time.monotonic() + self.delay_s, data))
+            if way in self.cut_after:
+                self.cut_after[way] -= len(data)
+                if self.cut_after[way] <= 0:
+                    del self.cut_after[way]
+                    self.cut()
+
+    @staticmethod
+    def _write(target: socket.socket, line: queue.Queue) -> None:
+        data = b"-"
+        with suppress(OSError):
+            while data:
+                due, data = line.get()
+                time.sleep(max(0.0, due - time.monotonic()))
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Break all connections."""
+        for each in list(self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        self._server.close()
+        self.cut()
+
+
+@dataclass
+class Cluster:
+    """What a laptop sees of it, and what its login nodes have noted."""
+
+    folder: Path
+    network: Network
+    root: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def ssh(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = ["ssh", "-F", str(self.folder / "config"), *arguments]
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=self.env, timeout=60
+        )
+
+    def authenticate(self) -> None:
+        """Type the code of the day."""
+        done = self.ssh("-MNf", "cluster")
+        assert done.returncode == 0, done.stderr
+
+    def hang_up(self) -> None:
+        self.ssh("-O", "exit", "cluster")
+
+    @property
+    def prompts(self) -> int:
+        """How often somebody was asked for a code."""
+        file = self.folder / "prompts"
+        return len(file.read_text().splitlines()) if file.is_file() else 0
+
+    @property
+    def calls(self) -> int:
+        """How many commands ssh has started."""
+        logs = (self.folder / f"sshd{number}.log" for number in (0, 1))
+        return sum(log.read_text().count("Starting session: command") for log in logs)
+
+    def start(self, *arguments: str, cwd: Path) -> "subprocess.Popen[bytes]":
+        """Start the laptop's command."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "launcher", "--host", "cluster", *arguments],
+            cwd=cwd,
+            env={**self.env, "PYTHONPATH": str(paths.REPO_ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def cookbook(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, cwd=cwd)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(
+            arguments, process.returncode, out.decode(), err.decode()
+        )
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """Start two login nodes that share all their files. As root they ask for a second factor."""
+    root = os.geteuid() == 0
+    key, host_key = folder / "user", folder / "host"
+    for each in (key, host_key):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", each], check=True)
+    sshd = folder / _NAME
+    shutil.copy2(str(SSHD), sshd)
+    code, shared = folder / "code.sh", folder / "shared"
+    code.write_text(f'#!/bin/sh\necho asked >>{folder}/prompts\nread -r c; [ "$c" = {_CODE} ]\n')
+    code.chmod(0o755)
+    answer = folder / "answer.sh"
+    answer.write_text(f"#!/bin/sh\necho {_CODE}\n")
+    answer.chmod(0o755)
+    two = (
+        f"{_service()}UsePAM yes\nKbdInteractiveAuthentication yes\n"
+        "AuthenticationMethods publickey,keyboard-interactive:pam\n"
+    )
+    ports, processes = [_free_port() for _ in range(2)], []
+    if root:
+        permit = "".join(
+            f"{kind} required pam_permit.so\n" for kind in ("auth", "account", "session")
+        )
+        _RULES.write_text(f"auth required pam_exec.so expose_authtok quiet {code}\n{permit}")
+        Path("/run/sshd").mkdir(exist_ok=True)
+    for number, port in enumerate(ports):
+        config = folder / f"sshd{number}.conf"
+        config.write_text(
+            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nStrictModes no\n"
+            f"AuthorizedKeysFile {key}.pub\nPidFile none\nLogLevel VERBOSE\nMaxSessions 50\n"
+            f"PermitRootLogin yes\nPasswordAuthentication no\n{two if root else 'UsePAM no'}\n"
+            f"SetEnv COOKBOOK_ROOT={shared} COOKBOOK_VENV={sys.prefix}\n"
+        )
+        with open(folder / f"sshd{number}.log", "wb") as log:
+            argv = [sshd, "-D", "-e", "-f", config]
+            processes.append(subprocess.Popen(argv, stderr=log, start_new_session=True))
+    for port in ports:
+        _await(port)
+    network = Network(ports)
+    (folder / "config").write_text(
+        f"Host cluster\n  HostName 127.0.0.1\n  Port {network.port}\n  IdentityFile {key}\n"
+        "  IdentitiesOnly yes\n  UserKnownHostsFile /dev/null\n  StrictHostKeyChecking no\n"
+        f"  LogLevel ERROR\n  ControlPath {folder}/cm\n"
+    )
+    home = folder / "laptop"
+    (home / ".config/slurm-cookbook").mkdir(parents=True)
+    (home / ".config/slurm-cookbook/config.yaml").write_text(
+        f"kits:\n  cluster: {paths.REPO_ROOT}\n"
+    )
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("COOKBOOK_")}
+    env = {
+        **kept,
+        "HOME": str(home),
+        "COOKBOOK_SSH": f"ssh -F {folder}/config",
+        "SSH_ASKPASS": str(answer),
+        "SSH_ASKPASS_REQUIRE": "force",
+        "BROWSER": "true",
+    }
+    found = Cluster(folder, network, shared, env)
+    try:
+        yield found
+    finally:
+        found.hang_up()
+        network.close()
+        for process in processes:
+            process.terminate()
+            process.wait()
+        if root:
+            _RULES.unlink()
+
+
+def _service() -> str:
+    argv = [str(SSHD), "-T", "-o", f"PAMServiceName={_NAME}"]
+    known = subprocess.run(argv, capture_output=True).returncode == 0
+    return f"PAMServiceName {_NAME}\n" if known else ""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _await(port: int) -> None:
+    for _ in range(100):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no sshd on port {port}")

@@ -1,0 +1,73 @@
+"""Prompts without answers, for methods that sample the answers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.data.conversations import turns_of
+from trainer.data.rows import Rows
+from trainer.data.tokenizers import HuggingFaceTokenizer
+from trainer.errors import ConfigError
+from trainer.layers.batch import IGNORE_INDEX
+
+
+class Prompts(Rows):
+    """A prompt of each row, as the chat template renders it, up to where the answer begins.
+
+    An end token follows, the only one that is trained, so that a sample has a place for an answer.
+    Without a chat template the prompt is the text as it is.
+
+    Args:
+        column: a text, or messages {role, content} that end with a question.
+        system: a system prompt before it.
+        rows: see Rows.
+    """
+
+    def __init__(
+        self, tokenizer: HuggingFaceTokenizer, column: str, system: str | None, **rows: Any
+    ) -> None:
+        super().__init__(**rows)
+        self._tokenizer, self._column, self._system = tokenizer, column, system
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row, own = self.row(index), self._tokenizer
+        value = row.get(self._column)
+        if isinstance(value, str) and not own.has_chat_template:
+            tokens = own.encode(value, add_bos=True)
+        else:
+            if isinstance(value, list):
+                turns, _ = turns_of(value, self._column)
+            else:
+                turns = [{"role": "user", "content": self.texts(row, self._column)[0]}]
+            if turns[-1]["role"] == "assistant":
+                raise ConfigError(f"the messages of {self._column!r} end with an answer")
+            if self._system is not None:
+                turns = [t for t in turns if t["role"] != "system"]
+                turns = [{"role": "system", "content": self._system}, *turns]
+            tokens = own.encode(own.render(turns, add_generation_prompt=True))
+        end = own.eos_id if own.eos_id is not None else min(own.ends, default=0)
+        return {"tokens": [*tokens, end], "labels": [IGNORE_INDEX] * len(tokens) + [end]}
+
+
+def prompt_dataset(
+    tokenizer: Any,
+    *,
+    source: str,
+    column_map: Mapping[str, str] | None = None,
+    new_system_prompt: str | None = None,
+    **rows: Any,
+) -> Prompts:
+    """Prompts of a column; the others are for reward functions. See Prompts and Rows.
+
+    Args:
+        column_map: the column of "prompt", if it has another name.
+
+    Raises:
+        ConfigError: the tokenizer is not that of a Hugging Face folder.
+    """
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise ConfigError(
+            "dataset: prompts need the model's own chat template; set tokenizer._component_="
+            "trainer.data.tokenizers.hugging_face_tokenizer"
+        )
+    column = (column_map or {}).get("prompt", "prompt")
+    return Prompts(tokenizer, column, new_system_prompt, source=source, **rows)

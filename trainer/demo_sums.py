@@ -1,0 +1,129 @@
+"""Make a tiny model that adds digits, right a third of the time: python -m trainer.demo_sums FOLDER
+
+It is trained for some seconds on right sums, then on sums of which a third are right. Beside it
+lie the prompts of configs/recipes/demo_grpo.yaml, prompts.jsonl. Nothing is downloaded, and the
+same seed gives the same files on the same machine.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+PAIRS = tuple(product(range(10), repeat=2))
+SYMBOLS = "0123456789+="
+SPECIAL = ("<|begin|>", "<|end|>")
+ARCHITECTURE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+# Steps on right sums, then at a tenth of the rate on those of which so many are right.
+STEPS, MIXED_STEPS, RIGHT, RATE = 120, 60, 0.35, 5e-3
+HIGHEST = 18  # the largest sum of two digits
+
+
+def make(folder: Path, seed: int = 0, steps: int = STEPS) -> None:
+    """Write model, tokenizer and prompts, complete or not at all; an old folder is replaced."""
+    temporary = folder.with_name(f".tmp_{folder.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in PAIRS]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (temporary / "prompts.jsonl").write_text(text, encoding="utf-8")
+        tokenizer = _tokenizer()
+        tokenizer.save_pretrained(temporary)
+        _trained(tokenizer, seed, steps).save_pretrained(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _tokenizer() -> Any:
+    """One token for each character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {text: number for number, text in enumerate((*SPECIAL, *SYMBOLS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        pad_token=SPECIAL[0],
+        model_max_length=ARCHITECTURE["max_position_embeddings"],
+    )
+
+
+def _trained(tokenizer: Any, seed: int, steps: int) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    config = LlamaConfig(
+        **ARCHITECTURE,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # Such small products are slower on several threads.
+    torch.set_num_threads(1)
+    draw = random.Random(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    end = tokenizer.eos_token_id
+    prompts = [tokenizer.encode(f"{SPECIAL[0]}{a}+{b}=") for a, b in PAIRS]
+    # Label i is token i; the model shifts them.
+    answers = [[*tokenizer.encode(str(n)), end] for n in range(HIGHEST + 1)]
+    labels = [own + [-100] * (3 - len(own)) for own in answers]
+    asked, tokens = torch.tensor(prompts), torch.tensor(labels)
+    masked = torch.full_like(asked, -100)
+    for step in range(steps + MIXED_STEPS):
+        right = 1.0 if step < steps else RIGHT
+        if step == steps:
+            optimizer.param_groups[0]["lr"] = RATE / 10
+        sums = [a + b if draw.random() < right else draw.randint(0, HIGHEST) for a, b in PAIRS]
+        own = tokens[sums]
+        ids = torch.cat([asked, own.clamp_min(0)], 1)
+        loss = model(ids, labels=torch.cat([masked, own], 1)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def main(arguments: list[str]) -> int:
+    """Make the folder; exit status 0 or 1."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.demo_sums", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    try:
+        make(options.folder.absolute(), options.seed)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"model and prompts written to {options.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""Why a model cannot be laid out, or trained in part, as a config says."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from runspec import tokens
+from runspec.hints import nearest
+from trainer.config import TrainConfig
+from trainer.layers import fp8
+from trainer.models.decoder import Decoder, Role
+from trainer.parallel import tensor_parallel
+from trainer.storage import weights
+
+
+def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
+    """Return why a model from `empty` cannot be split, or use fp8, as `config` says."""
+    ranks = config.tensor_parallel_dim
+    faults = tensor_parallel.faults(module, ranks)
+    if (config.router_aux_loss_coef or not config.train_router) and not module.routers():
+        key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
+        faults.append(
+            f"{key}: this model has no routers of experts that it applies to; leave it out"
+        )
+    faults += [*_freeze_faults(module, config), *_saved_faults(module, config.model)]
+    faults += _new_token_faults(module, config)
+    if config.neftune_noise_alpha and ranks > 1:
+        faults.append(
+            "neftune_noise_alpha: tensor parallelism splits the embeddings' output; leave it out, "
+            "or set tensor_parallel_dim=1"
+        )
+    if config.dataset.get("packed") and not module.packs:
+        faults.append(
+            "dataset.packed: in this model's linear attention a packed document would see those "
+            "before it; set dataset.packed=False"
+        )
+    kind = None if module.adapter is None else module.adapter.declared
+    if kind is not None and not kind.merges and not config.save_adapter_weights_only:
+        faults.append(
+            f"save_adapter_weights_only: {kind.title} cannot be merged into the base weights; set "
+            "save_adapter_weights_only=True"
+        )
+    if config.expert_parallel_dim > 1:
+        # Imported late, as it is seldom needed and a rank is to start fast.
+        from trainer.parallel import expert_parallel
+
+        faults += expert_parallel.faults(module, config.expert_parallel_dim)
+    if config.fp8_recipe is not None:
+        row = set(module.linear_layers(Role.ROW))
+        layers = {name: module.get_submodule(name) for name in module.linear_layers()}
+        wide = {layer: name in row for name, layer in layers.items() if fp8.applies(layer)}
+        faults += fp8.faults(wide, ranks)
+    return faults
+
+
+def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:
+    """The parameters whose plain name is like one of the patterns, by that name."""
+    return {
+        name: parameter
+        for name, parameter in weights.named_parameters(module)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
+    names = [name for name, _ in weights.named_parameters(module)]
+    for pattern in config.freeze or []:
+        if not frozen_by_name(module, [pattern]):
+            yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
+    trained = {name for name in names if module.adapter is None or module.adapter.trains(name)}
+    if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
+        yield "freeze: nothing is left to train; leave out a pattern"
+
+
+def _saved_faults(module: Decoder, block: dict[str, Any]) -> Iterator[str]:
+    known = [_last(name) for name in module.tables]
+    kind = None if module.adapter is None else module.adapter.declared
+    if module.modules_to_save and kind is None:
+        yield "model.modules_to_save: all weights are trained without an adapter; leave it out"
+    elif (
+        kind is not None and module.modules_to_save and module.is_tied and kind.peft_type != "LORA"
+    ):
+        yield (
+            "model.modules_to_save: this model's output head is its embedding (tied), which PEFT "
+            "knows for LoRA only; leave it out, or train all weights"
+        )
+    twice = set(module.modules_to_save) & set(block.get("lora_modules") or ())
+    for name in sorted(twice):
+        yield f"model.modules_to_save: {name} is in model.lora_modules, too; leave one out"
+    for name in module.modules_to_save:
+        if name not in known:
+            tied = " (the output head is the embedding: tied)" * module.is_tied
+            yield f"model.modules_to_save: {name} is none of {', '.join(known)}{tied}"
+
+
+def _new_token_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
+    if not config.tokenizer.get("new_tokens") or module.adapter is None:
+        return
+    kind, missing = module.adapter.declared, [_last(name) for name in module.tables]
+    if not kind.merges:
+        yield f"{tokens.KEY}: {kind.title} trains no embeddings; use LoRA, or train all weights"
+    elif set(missing) - set(module.modules_to_save):
+        yield (
+            f"{tokens.KEY}: beside an adapter their rows would stay as they begin; set "
+            f"model.modules_to_save=[{','.join(missing)}]"
+        )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,110 @@
+"""A reward model of `entry: reward` as a reward: frozen, whole on each GPU, beside the policy."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runspec import files
+from runspec.keys.grpo import REWARD_MODEL
+from runspec.weights import base_of, gives_scores
+from trainer.errors import ConfigError
+from trainer.storage.weights import SafetensorsSource
+
+SETTINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def blocks(rewards: Mapping[str, Any]) -> dict[str, Path]:
+    """The folders of the rewards that are models, by the reward's name."""
+    return {
+        name: Path(str(block.get("model")))
+        for name, block in rewards.items()
+        if isinstance(block, dict) and block.get("function") == REWARD_MODEL
+    }
+
+
+def faults(rewards: Mapping[str, Any], policy: Path) -> list[str]:
+    """Why folders hold no reward model that scores the policy's tokens; no weights are read.
+
+    Args:
+        policy: the folder of the policy's tokenizer.
+    """
+    lines = []
+    for name, folder in blocks(rewards).items():
+        key = f"rewards.{name}.model"
+        if not rewards[name].get("model"):
+            lines.append(f"{key}: give the folder of a reward model, such as a run's export")
+        elif not gives_scores(folder):
+            lines.append(f"{key}: {folder} holds no reward model; entry: reward makes one")
+        elif _vocabulary(_tokenizer_folder(folder)) != _vocabulary(policy):
+            lines.append(
+                f"{key}: {folder} has another tokenizer than the policy, and it scores the tokens "
+                "as they were drawn; take one that was trained from the same family of models"
+            )
+    return lines
+
+
+def fingerprints(rewards: Mapping[str, Any]) -> dict[str, str]:
+    """What changes with the weights of each model, whatever its folder is called."""
+    return {
+        name: SafetensorsSource.open({"checkpoint_dir": str(folder)}).fingerprint()
+        for name, folder in blocks(rewards).items()
+    }
+
+
+def _tokenizer_folder(folder: Path) -> Path:
+    """The folder itself, or that of an adapter's base if it holds no tokenizer."""
+    whole = (folder / "tokenizer.json").is_file()
+    return folder if whole else base_of(folder) or folder
+
+
+def _vocabulary(folder: Path) -> Any:
+    content = files.read_json_or_none(folder / "tokenizer.json") or {}
+    added = sorted((each["id"], each["content"]) for each in content.get("added_tokens") or ())
+    return (content.get("model") or {}).get("vocab"), added
+
+
+class RewardModel:
+    """Scores documents at their last token.
+
+    Args:
+        rows: documents that go through the model at once.
+
+    Raises:
+        ConfigError: transformers cannot load it.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, rows: int) -> None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from trainer.evaluation.pairs import Scorer
+
+        model = Scorer(folder, {"dtype": SETTINGS[dtype]}, device).model
+        if hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()
+        if not hasattr(model, "score"):
+            raise ConfigError(f"{folder}: {type(model).__name__} has no score head")
+        self._model, self._device, self._rows = model.requires_grad_(False), device, rows
+
+    @torch.inference_mode()
+    def scores(self, documents: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each, in their order. They go through it with others of about the length."""
+        scores = [0.0] * len(documents)
+        order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
+        for begin in range(0, len(order), self._rows):
+            own = order[begin : begin + self._rows]
+            lengths = torch.tensor([len(documents[index]) for index in own])
+            ids = torch.zeros(len(own), int(lengths.max()), dtype=torch.int64)
+            for row, index in enumerate(own):  # padded on the right: no token sees later ones
+                ids[row, : lengths[row]] = torch.tensor(documents[index])
+            mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).to(ids)
+            output = self._model.base_model(
+                input_ids=ids.to(self._device),
+                attention_mask=mask.to(self._device),
+                use_cache=False,
+            )
+            last = output.last_hidden_state[torch.arange(len(own)), lengths - 1]
+            for index, score in zip(own, self._model.score(last)[:, 0].tolist(), strict=True):
+                scores[index] = score
+        return scores

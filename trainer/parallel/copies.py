@@ -1,0 +1,61 @@
+"""Ranks that hold the same part of a tensor: one of them reads it, and sends it to the others."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from trainer.parallel.sharded import local, near
+from trainer.parallel.world import World
+
+
+def holders(tensor: torch.Tensor, world: World) -> list[ProcessGroup]:
+    """The groups of ranks that hold the same part of a tensor as this rank does, by dimension.
+
+    A tensor that is no DTensor is the same on all ranks. A DTensor may be laid out over a part of
+    the ranks' mesh: along the dimensions that it does not name, ranks have the same part, too.
+    """
+    if world.size == 1:
+        return []
+    if not isinstance(tensor, DTensor):
+        return [dist.group.WORLD]
+    own = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+    meshes = (mesh for names, mesh in world.meshes.items() if own.keys() <= {*names})
+    mesh = next(meshes, tensor.device_mesh)
+    return [
+        mesh.get_group(name)
+        for name in mesh.mesh_dim_names or ()
+        if mesh[name].size() > 1 and (name not in own or own[name].is_replicate())
+    ]
+
+
+def reads(groups: list[ProcessGroup], share: float) -> bool:
+    """Whether this rank is the reader of what lies at `share`, 0 to 1, of all that is read.
+
+    Of the ranks with the same part each reads a stretch of the whole, and so few files.
+    """
+    return all(group.rank() == turn for group, turn in _turns(groups, share))
+
+
+def _turns(groups: list[ProcessGroup], share: float) -> list[tuple[ProcessGroup, int]]:
+    """The reader's rank in each group."""
+    turns, rest = [], share
+    for group in groups:
+        turn, rest = divmod(rest * group.size(), 1)
+        turns.append((group, min(int(turn), group.size() - 1)))
+    return turns
+
+
+def send(tensor: torch.Tensor, groups: list[ProcessGroup], share: float) -> None:
+    """Fill this rank's part of a tensor from its reader's; its holders call this together."""
+    turns = _turns(groups, share)
+    if not turns or not tensor.numel():
+        return
+    own = local(tensor)
+    part = near(tensor, own).contiguous()
+    for number, (group, turn) in enumerate(turns):
+        # Those that have it by now are the ones that the reader reaches along earlier dimensions.
+        if all(later.rank() == its for later, its in turns[number + 1 :]):
+            dist.broadcast(part, group=group, group_src=turn)
+    if part is not own:
+        own.copy_(part)

@@ -1,0 +1,161 @@
+"""A replica on a rollout node, which generates answers: python -m trainer.replica <run>/train.yaml
+
+slurm/rollout.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and ROLLOUT_ADDRESS
+set. It says in the run's folder where it listens, and answers ranks over HTTP, with the run's
+secret: trainer/objectives/replicas.py. One that nobody asks for its health any more ends itself.
+"""
+
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from runspec import files
+from runspec.keys.grpo import GrpoConfig
+from trainer import config as configs
+from trainer.config import instantiate
+from trainer.objectives import whole
+from trainer.objectives.replicas import Request
+from trainer.objectives.rollouts import sample
+from trainer.parallel.device import choose
+
+# slurm/rollout.py asks every few seconds.
+LEASE_S = 20.0
+
+
+class Replica:
+    """A model with the weights of one version; it does one thing at a time."""
+
+    def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
+        self._model_folder, self._folder = config.model_folder, folder
+        self._engine = whole.Engine(device)
+        self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
+        self._lock, self.version = threading.Lock(), ""
+
+    def weights(self, version: str) -> dict[str, Any]:
+        """Have the weights of a version, which the trainer has written."""
+        with self._lock:
+            self._load(version)
+        return {"version": self.version}
+
+    def generate(self, version: str, **asked: Any) -> dict[str, Any]:
+        """Answer a request by the weights of a version."""
+        with self._lock:
+            self._load(version)
+            tokens, log_probs = sample(self._engine, Request(**asked), self._ends)
+        return {"version": version, "tokens": tokens, "log_probs": log_probs}
+
+    def _load(self, version: str) -> None:
+        if version == self.version:
+            return
+        engine, self.version = self._engine, ""
+        path = self._folder / files.WEIGHTS.format(version)
+        with safe_open(path, framework="pt", device=str(engine.device)) as file:
+            names = list(file.keys())
+            if engine.model is None:
+                dtype = file.get_tensor(names[0]).dtype
+                with engine.device:
+                    engine.model = whole.transformers_model(self._model_folder, dtype).eval()
+            own = dict(engine.model.named_parameters())
+            for name in names:
+                own[name].data = file.get_tensor(name)
+        self.version = version
+
+
+class Server(ThreadingHTTPServer):
+    """Answers health at any time, and the rest in order."""
+
+    daemon_threads = True
+
+    def __init__(self, address: str, replica: Replica, secret: str) -> None:
+        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        self.replica, self.secret, self.asked = replica, secret, time.monotonic()
+        super().__init__(("::" if family == socket.AF_INET6 else "0.0.0.0", 0), Handler)
+        self.host = str(place[0])
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request: GET /health, POST /weights, POST /generate."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        if self._allowed():
+            self.server.asked = time.monotonic()
+            self._send(200, {"version": self.server.replica.version})
+
+    def do_POST(self) -> None:
+        if not self._allowed():
+            return
+        replica = self.server.replica
+        call = {"/weights": replica.weights, "/generate": replica.generate}.get(self.path)
+        if call is None:
+            self._send(404, {"error": f"there is no {self.path}"})
+            return
+        try:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._send(200, call(**body))
+        except Exception as error:
+            print(f"{self.path}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self._send(500, {"error": f"{type(error).__name__}: {error}"})
+
+    def _allowed(self) -> bool:
+        given = str(self.headers.get("Authorization"))
+        if hmac.compare_digest(given.encode(), f"Bearer {self.server.secret}".encode()):
+            return True
+        self._send(401, {"error": "the run's secret is missing"})
+        return False
+
+    def _send(self, status: int, value: dict[str, Any]) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Each request is no line of the log."""
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until the job ends it."""
+    config = configs.load(Path(arguments[0]), GrpoConfig)
+    index, local = int(os.environ["ROLLOUT_INDEX"]), int(os.environ["ROLLOUT_LOCAL_RANK"])
+    device = torch.device("cpu")
+    if choose(config.device) == "cuda":
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    folder = config.output_dir / files.ROLLOUT
+    secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
+    server = Server(os.environ["ROLLOUT_ADDRESS"], Replica(config, folder, device), secret)
+    threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
+    node = os.environ.get("NODE_NAME") or socket.gethostname()
+    known = {"host": server.host, "port": server.server_port, "node": node, "pid": os.getpid()}
+    files.write_json(folder / files.REPLICA.format(index), known)
+    print(f"rollout replica {index} on {node} listens at port {server.server_port}", flush=True)
+    server.serve_forever()
+    return 0
+
+
+def _end_without_lease(server: Server) -> None:
+    while time.monotonic() - server.asked < LEASE_S:
+        time.sleep(1)
+    print("nobody asks for this replica any more: it ends", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What scores answers: functions of the user's and the kit's own, in processes of their own."""
