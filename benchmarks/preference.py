@@ -1,14 +1,16 @@
 """Preference tuning here and by TRL: the same curves, and the time per pair.
 
     python -m benchmarks.preference curves --python TRL_ENVIRONMENT/bin/python
-    python -m benchmarks.preference speed --python TRL_ENVIRONMENT/bin/python
+    python -m benchmarks.preference speed [--python TRL_ENVIRONMENT/bin/python] [--sigma 0.8]
 
 `curves` writes tests/trainer/trl_curves.json, which the tests compare ours with. `speed` trains on
-pairs whose lengths are log-normal, padded and packed. Both use the demo's model on the CPU.
+pairs whose lengths are log-normal, padded and packed, on one thread; without --python ours only.
+Both use the demo's model on the CPU.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,8 @@ PAIRS = ("dpo", "robust", "length_normalized", "hinge", "ipo", "orpo", "simpo")
 STEPS, BATCH, RATE, RANK = 20, 8, 3e-4, 4
 # For the speed: pairs, and the longest document in tokens.
 COUNT, LONGEST = 256, 256
+# Rows of a packed step: about as many pairs as a padded step has.
+ROWS = 5
 DATASETS = "trainer.data.preferences."
 
 
@@ -70,6 +74,16 @@ def write_long_pairs(path: Path, count: int, mean: float, sigma: float) -> Path:
     return _write(path, rows)
 
 
+def write_chats(path: Path, count: int = 16) -> Path:
+    """Questions and answers, as messages for TRL and as columns for us."""
+    rows = []
+    for i in range(count):
+        asked, answer = f"Is node {i} up?", "Yes, it is " + "very " * (i % 5) + "fast."
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": turns, "question": asked, "answer": answer})
+    return _write(path, rows)
+
+
 def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -85,6 +99,16 @@ def make_model(folder: Path) -> Path:
     settings.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def make_chat_models(folder: Path) -> tuple[Path, Path]:
+    """A student and a teacher of the demo's model, with its chat template."""
+    from trainer import demo
+
+    made = folder / "student", folder / "teacher"
+    for seed, each in enumerate(made):
+        demo.make(each, ROOT / "configs/datasets/slurm_qa.jsonl", seed=seed)
+    return made
 
 
 def make_adapter(folder: Path, model: Path) -> Path:
@@ -158,10 +182,32 @@ def our_config(
     return path
 
 
+def our_distillation(folder: Path, student: Path, teacher: Path, data: Path, own: bool) -> Path:
+    """The train.yaml of our run of TRL's GKD, on the data or on the student's own answers.
+
+    TRL's trainer takes its temperature for the answers only, so the loss has none.
+    """
+    changes: dict[str, Any] = {"teacher": str(teacher), "beta": 0.5, "cross_entropy_share": 0.0}
+    if own:
+        changes |= {"on_policy_share": 1.0, "on_policy_temperature": 1e-6}
+        changes |= {"on_policy_max_new_tokens": 12}
+    path = our_config(folder, student, data, "kto", **changes)
+    config = yaml.safe_load(path.read_text())
+    config["dataset"] |= {
+        "_component_": "torchtune.datasets.instruct_dataset",
+        "split": "train",
+        "column_map": {"input": "question", "output": "answer"},
+    }
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
 def ours(path: Path, method: str) -> list[dict[str, Any]]:
     """Train here; the metrics of each step."""
     module = "trainer.kto" if method == "kto" else "trainer.dpo"
-    subprocess.run([sys.executable, "-m", module, str(path)], cwd=ROOT, check=True)
+    # As TRL's.
+    own = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", module, str(path)], cwd=ROOT, check=True, env=own)
     lines = (path.parent / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -203,20 +249,29 @@ def curves(python: str, work: Path) -> None:
             name = f"{method}-{kind}"
             found["losses"][name] = trl(python, work / name, **job)["losses"][:STEPS]
             print(name, found["losses"][name][::5], flush=True)
+    student, teacher = make_chat_models(work / "chat")
+    chats = write_chats(work / "chats.jsonl")
+    for method in ("gkd", "gkd_own"):
+        job = {"model": student, "teacher": teacher, "data": chats, "method": method}
+        job |= {"batch_size": BATCH, "steps": STEPS, "lr": RATE}
+        found["losses"][method] = trl(python, work / method, **job)["losses"][:STEPS]
+        print(method, found["losses"][method][::5], flush=True)
     CURVES.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def speed(python: str, work: Path, rounds: int) -> None:
+def speed(python: str | None, work: Path, rounds: int, sigma: float) -> None:
     """Print milliseconds per pair of an epoch without its first two steps."""
     model = make_model(work / "model")
-    # The answers' lengths spread as UltraFeedback's do, and are shorter, for the CPU.
-    data = write_long_pairs(work / "long.jsonl", COUNT, mean=3.0, sigma=0.8)
+    # Shorter than real answers, for the CPU. No histogram of UltraFeedback's lengths is published
+    # that could be drawn from: how much packing saves depends on sigma.
+    data = write_long_pairs(work / "long.jsonl", COUNT, mean=3.0, sigma=sigma)
     found: dict[str, list[float]] = {}
     for number in range(rounds):
-        job = {"model": model, "data": data, "method": "dpo", "batch_size": BATCH}
-        job |= {"steps": COUNT // BATCH, "lr": RATE, "max_length": LONGEST}
-        times = trl(python, work / f"trl{number}", **job)["seconds"]
-        found.setdefault("TRL, padded", []).append(1000 * statistics.mean(times[1:]) / BATCH)
+        if python is not None:
+            job = {"model": model, "data": data, "method": "dpo", "batch_size": BATCH}
+            job |= {"steps": COUNT // BATCH, "lr": RATE, "max_length": LONGEST}
+            times = trl(python, work / f"trl{number}", **job)["seconds"]
+            found.setdefault("TRL, padded", []).append(1000 * statistics.mean(times[1:]) / BATCH)
         for name, packed, reference in (
             ("ours, padded", False, "model"),
             ("ours, packed", True, "model"),
@@ -228,7 +283,7 @@ def speed(python: str, work: Path, rounds: int) -> None:
             config = yaml.safe_load(path.read_text())
             config["tokenizer"]["max_seq_len"] = 2 * LONGEST if packed else LONGEST
             config["dataset"]["packed"] = packed
-            config["batch_size"] = 1 if packed else BATCH
+            config["batch_size"] = ROWS if packed else BATCH
             path.write_text(yaml.safe_dump(config))
             rows = ours(path, "dpo")
             seconds = [row["step_time_s"] for row in rows[2:]]
@@ -243,14 +298,17 @@ def main(arguments: list[str]) -> int:
     """Run one of the two; exit status 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.preference", description=__doc__)
     parser.add_argument("what", choices=("curves", "speed"))
-    parser.add_argument("--python", required=True, help="of an environment with TRL and PEFT")
+    parser.add_argument("--python", help="of an environment with TRL and PEFT")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sigma", type=float, default=0.8, help="spread of log-normal lengths")
     given = parser.parse_args(arguments)
+    if given.what == "curves" and given.python is None:
+        parser.error("curves needs --python")
     with tempfile.TemporaryDirectory() as folder:
         if given.what == "curves":
             curves(given.python, Path(folder))
         else:
-            speed(given.python, Path(folder), given.rounds)
+            speed(given.python, Path(folder), given.rounds, given.sigma)
     return 0
 
 

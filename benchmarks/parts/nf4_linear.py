@@ -108,7 +108,7 @@ def _dequantise(setting: Setting, weight: torch.Tensor, exact: torch.Tensor) -> 
 
 def _trainer(weight: torch.Tensor, setting: Setting) -> tuple[Callable, None]:
     model = nn.ModuleDict({"linear": nn.Linear(*weight.shape[::-1], bias=False, device="meta")})
-    linear.quantise(model, ["linear"])
+    linear.quantise(model, ["linear"], "nf4")
     model.to_empty(device=setting.device)
     nf4.fill_tables(model)
     with torch.no_grad():

@@ -17,6 +17,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 
@@ -29,6 +30,16 @@ class OrpoOfAnswers(ORPOTrainer):  # type: ignore[misc]
         return (*found[:4], -found[0].mean(), *found[5:])
 
 
+class GkdOfItsAnswers(GKDTrainer):  # type: ignore[misc]
+    """GKD whose mean is over the generated tokens; TRL divides by the number of the data's."""
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        """As TRL's, which counts the tokens itself if it is given no number."""
+        return super().compute_loss(*arguments, **options | {"num_items_in_batch": None})
+
+
+# So cold that the likeliest token is drawn.
+COLD = {"lmbda": 1.0, "temperature": 1e-6, "max_new_tokens": 12}
 # By our names: trainer, config, its settings.
 METHODS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "dpo": (DPOTrainer, DPOConfig, {"loss_type": ["sigmoid"]}),
@@ -38,6 +49,8 @@ METHODS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "ipo": (DPOTrainer, DPOConfig, {"loss_type": ["ipo"]}),
     "kto": (KTOTrainer, KTOConfig, {}),
     "orpo": (OrpoOfAnswers, ORPOConfig, {}),
+    "gkd": (GKDTrainer, GKDConfig, {"lmbda": 0.0, "beta": 0.5}),
+    "gkd_own": (GkdOfItsAnswers, GKDConfig, {"beta": 0.5, **COLD}),
     "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.0}),
 }
 
@@ -89,17 +102,20 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         use_cpu=True,
         bf16=False,
         max_length=job.get("max_length", 512),
-        beta=0.1,
         disable_tqdm=True,
         seed=0,
-        **settings,
+        **{"beta": 0.1, **settings},
     )
     rows = load_dataset("json", data_files=job["data"], split="train")
+    teacher: dict[str, Any] = {}
+    if job.get("teacher"):
+        tokenizer = AutoTokenizer.from_pretrained(job["model"])
+        other = AutoModelForCausalLM.from_pretrained(job["teacher"], dtype=torch.float32)
+        teacher = {"teacher_model": other}
+    else:
+        tokenizer = tokenizer_of(job["model"])
     trainer = Recorded(
-        model=model,
-        args=arguments,
-        train_dataset=rows,
-        processing_class=tokenizer_of(job["model"]),
+        model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, **teacher
     )
     trainer.train()
     seconds = [after - before for before, after in pairwise(times)]
