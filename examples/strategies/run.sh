@@ -42,14 +42,14 @@ cookbook watch strategies --plain
 cookbook results strategies --format json >"$data/results.json"
 
 step "accuracy on the test requests"
-evaluated() {
-  cookbook eval "$1" --suite "$here/suite.yaml" --watch --json "${how[@]}" >"$data/$2.eval.json"
-}
-evaluated "$root/models/strategies-base" base
-evaluated "$root/models/strategies-sft" sft
-evaluated "$root/models/strategies-teacher" teacher
-python -c 'import json, sys; [print(row["run"]) for row in json.load(open(sys.argv[1]))]' \
-  "$data/results.json" | while read -r run; do evaluated "$run" "$run" </dev/null; done
+# Two at a time: much of an evaluation is its start.
+# shellcheck disable=SC2016 # the inner shell expands it
+{
+  for name in base sft teacher; do echo "$root/models/strategies-$name $name"; done
+  python -c 'import json, sys; [print(row["run"], row["run"]) for row in json.load(open(sys.argv[1]))]' \
+    "$data/results.json"
+} | here=$here data=$data xargs -n 2 -P 2 bash -c \
+  'cookbook eval "${@:1:$#-1}" --suite "$here/suite.yaml" --watch --json >"$data/${!#}.eval.json"' evaluated "${how[@]}"
 
 step "table"
 python "$here/table.py" "$root"

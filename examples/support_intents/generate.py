@@ -1,10 +1,11 @@
-"""Generates support requests to prepare: python examples/support_intents/generate.py FOLDER
+"""Generates support messages to prepare: python examples/support_intents/generate.py FOLDER
 
-Each line has a request, its intent, its user and a quality. Known shares of the lines are exact
-and near duplicates, have personal data, are too short, or are broken. The intents have very
-different frequencies. The same seed gives the same bytes. FOLDER-truth.json counts the planted
-lines. FOLDER-base.jsonl is the data of the base model: it learns to read other requests, which are
-not in FOLDER, and to repeat them. It sees the names of the intents, but never with a request.
+Each has a request, its intent, its user and a quality. A quarter is in FOLDER as JSON lines, the
+mail; the rest is the Delta table FOLDER-chat. Known shares are exact and near duplicates, have
+personal data, are too short, or are broken lines. The intents have very different frequencies. The
+same seed gives the same rows. FOLDER-truth.json counts what is planted. FOLDER-base.jsonl is the
+data of the base model: it learns to read other requests, which are not in FOLDER, and to repeat
+them. It sees the names of the intents, but never with a request.
 """
 
 import argparse
@@ -52,10 +53,14 @@ def conversation(
 
 
 def write(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
-    """Write count lines to four files; return the number of planted lines per kind."""
+    """Write count messages to a file and a table; return the number of planted ones per kind."""
+    import pyarrow as pa
+    from deltalake import write_deltalake
+
     chance, planted = random.Random(seed), dict.fromkeys(_PLANTED, 0)
     folder.mkdir(parents=True, exist_ok=True)
     made: list[dict[str, object]] = []
+    chat: list[dict[str, object]] = []
     lines: list[str] = []
     for number in range(count):
         row = conversation(chance, number, count)
@@ -81,10 +86,13 @@ def write(folder: Path, count: int, seed: int = 0) -> dict[str, int]:
             lines.append('{"request": "cut off')
             continue
         made.append(row)
-        lines.append(json.dumps(row))
-    for part in range(4):
-        path = folder / f"part-{part}.jsonl"
-        path.write_text("\n".join(lines[part::4]) + "\n", encoding="utf-8")
+        if number % 4:
+            chat.append(row)
+        else:
+            lines.append(json.dumps(row))
+    (folder / "mail.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    table = folder.parent / f"{folder.name}-chat"
+    write_deltalake(str(table), pa.Table.from_pylist(chat), mode="overwrite")
     base = "".join(json.dumps(row) + "\n" for row in _base(random.Random(f"base {seed}")))
     (folder.parent / f"{folder.name}-base.jsonl").write_text(base, encoding="utf-8")
     planted["plain"] = planted.pop("", 0)
@@ -102,18 +110,18 @@ def _base(chance: random.Random) -> list[dict[str, str]]:
             continue
         request = str(conversation(chance, number, _BASE_ROWS, name)["request"])
         if number % 4 == 2:
-            (told,) = [each for each in _THINGS if f"about the {each} " in request]
-            rows.append({"question": f"What is this about?\n\n{request}", "answer": told})
+            (thing,) = [each for each in _THINGS if f"about the {each} " in request]
+            rows.append({"question": f"What is this about?\n\n{request}", "answer": thing})
         else:
-            told = request.rpartition(": ")[2].partition(".")[0]
-            rows.append({"question": f"What does it say?\n\n{request}", "answer": told})
+            sentence = request.rpartition(": ")[2].partition(".")[0]
+            rows.append({"question": f"What does it say?\n\n{request}", "answer": sentence})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="generate.py")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--count", type=int, default=200_000)
+    parser.add_argument("--count", type=int, default=500_000)
     given = parser.parse_args()
     print(json.dumps(write(given.folder, given.count)))
 

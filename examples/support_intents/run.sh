@@ -1,37 +1,109 @@
 #!/usr/bin/env bash
-# From raw requests to a model that classifies intents: bash examples/support_intents/run.sh [--local]
-# Takes about ten minutes on two cores. Nothing is downloaded. --local: without Slurm.
-# SUPPORT_COUNT: number of requests to generate, 200000 by default.
+# From raw messages to a served model, and back to data: bash examples/support_intents/run.sh [--local] [STEP...]
+# README.md beside it says what each step does. Nothing is downloaded. --local: without Slurm. Without
+# STEP all of them: data base prepare spark train eval registry serve log strategies.
+# SUPPORT_COUNT: number of messages to generate, 500000 by default.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
-how=("$@")
-step() { printf '\n== %s\n' "$*"; }
-run_of() { python -c 'import json, sys; print(json.load(sys.stdin)["run"])'; }
+data=$root/datasets raw=$root/datasets/raw/support model=$root/models/support-llama
+how=() steps=()
+for word; do
+  if [ "$word" = --local ]; then how=(--local); else steps+=("$word"); fi
+done
+[ ${#steps[@]} -gt 0 ] || steps=(data base prepare spark train eval registry serve log strategies)
 
-step "raw requests with planted faults"
-raw=$root/datasets/raw/support
-python "$here/generate.py" "$raw" --count "${SUPPORT_COUNT:-200000}"
+# Submits a recipe under a name, and follows it to its end.
+trained() {
+  cookbook submit "${@:2}" --name "$1" --json "${how[@]}" |
+    python -c 'import json, sys; print(json.load(sys.stdin)["run"])' >"$data/$1.run"
+  cookbook watch "$(run "$1")" --plain
+}
+# The run that was submitted last under a name.
+run() { cat "$data/$1.run"; }
+evaluated() { cookbook eval "$@" --suite "$here/suite.yaml" --watch "${how[@]}"; }
+# The gates, for the samples of the newest evaluation of a model.
+gates() { { cookbook eval "$1" --results --as-gates && cat "$here/gates.yaml"; } >"$data/support-gates.yaml"; }
+promoted() { cookbook promote support --gates "$data/support-gates.yaml" "$@"; }
 
-step "base model: the demo's, trained to read requests, not to classify them"
-base=$(cookbook submit "$here/base.yaml" --name support-base --json "${how[@]}" | run_of)
-cookbook watch "$base" --plain
-model=$root/runs/$base/export
+step_data() { # messages with planted faults: a Delta table and a file of JSON lines
+  python "$here/generate.py" "$raw" --count "${SUPPORT_COUNT:-500000}"
+}
 
-step "prepare: filter, duplicates, personal data, prompt, tokens, cap, split"
-cookbook prepare support "steps.6.tokens.tokenizer=$model"
-cookbook data show support
+step_base() { # a base model that reads requests, and has not seen what they want
+  trained support-base "$here/base.yaml"
+  ln -sfn "$root/runs/$(run support-base)/export" "$model"
+}
 
-step "QLoRA on the train split"
-tuned=$(cookbook submit "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model" \
-  --name support-qlora --json "${how[@]}" | run_of)
-cookbook watch "$tuned" --plain
-cookbook results "$tuned"
-python -c 'import json, math, sys; told = json.load(open(sys.argv[1])); print(
-  "step", told["best_step"], "is exported: val loss", told["best_val_loss"],
-  "perplexity", round(math.exp(told["best_val_loss"]), 4))' "$root/runs/$tuned/progress.json"
+step_prepare() { # filter, duplicates, personal data, stratified split; a Delta table; with DuckDB
+  cookbook prepare support
+  cookbook data show support
+}
 
-step "accuracy on the test split: the base, then the best checkpoint"
-test=$root/datasets/prepared/support/current/data/test
-python "$here/score.py" "$model" "$test"
-python "$here/score.py" "$root/runs/$tuned/export" "$test"
+step_spark() { # the same with Spark, on two nodes of an allocation; the same rows
+  local nodes=2
+  [ ${#how[@]} -eq 0 ] || nodes=1
+  cookbook prepare support --name support-spark --nodes "$nodes" engine=spark memory=1500M --watch "${how[@]}"
+  cookbook data diff support support-spark
+}
+
+step_train() { # QLoRA and LoRA, validated, the best checkpoint exported, tracked in MLflow
+  trained support-qlora "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model"
+  trained support-lora "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model" model.quantize_base=false
+  cookbook results "$(run support-qlora)" "$(run support-lora)"
+}
+
+step_eval() { # perplexity, and accuracy per intent, against the base
+  python "$here/samples.py" "$data/prepared/support/current" "$data"
+  evaluated "$(run support-base)"
+  evaluated "$(run support-qlora)" --against base --samples 2
+}
+
+step_registry() { # candidate, gates, staging, champion, tags; a successor; rollback
+  cookbook register "$(run support-base)" --as support
+  gates "$(run support-base)"
+  if promoted --to staging 2>&1; then exit 1; fi
+  cookbook register "$(run support-qlora)" --as support
+  promoted --to staging
+  promoted --to champion --why "the first one"
+  cookbook register "$(run support-lora)" --as support
+  evaluated "$(run support-lora)" --against models:/support@champion
+  promoted --to champion --why "LoRA"
+  promoted --rollback champion --why "an exercise"
+  cookbook registry support
+}
+
+step_serve() { # champion and candidate, 90 to 10; no replica without requests
+  local scale=(--name support --replicas 0-1 bind=node scale_idle_minutes=0.5 --time 00:30:00)
+  cookbook serve models:/support@champion "${scale[@]}" "${how[@]}"
+  trap 'cookbook serve --stop support' EXIT
+  cookbook serve models:/support@candidate --share 0.1 "${scale[@]}" "${how[@]}"
+  python "$here/traffic.py" "$data"
+  cookbook serve --stats support
+  cookbook serve --stop support
+  trap - EXIT
+}
+
+step_log() { # requests and the customers' corrections as a Delta table, and as a training set
+  cp "$data/support-feedback.jsonl" "$root/endpoints/support/feedback.jsonl"
+  cookbook prepare from-requests support --delta
+  cookbook prepare "$data/requests-support/requests-support.yaml"
+  cookbook data show requests-support
+}
+
+step_strategies() { # one task by eight methods, in one table
+  bash "$here/../strategies/run.sh" "${how[@]}"
+}
+
+for step in "${steps[@]}"; do
+  declare -F "step_$step" >/dev/null || { echo "no step $step: see the head of $0" >&2; exit 2; }
+done
+times=()
+for step in "${steps[@]}"; do
+  began=$SECONDS
+  printf '\n== %s: %s\n' "$step" "$(sed -n "s/^step_$step() { # //p" "$here/run.sh")"
+  "step_$step"
+  times+=("$step $((SECONDS - began)) s")
+done
+printf '\n== seconds\n'
+printf '%s\n' "${times[@]}" "all $SECONDS s"
