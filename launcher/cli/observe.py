@@ -8,6 +8,7 @@ import click
 from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
+from launcher.cli.number import IntRange
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import logs as log_files
 from launcher.observe import tensorboard as server
@@ -19,7 +20,7 @@ from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
 from launcher.runs.sweeps import runs_of
 
-_COUNT = click.IntRange(min=0)
+_COUNT = IntRange(min=0)
 
 
 @click.command()
@@ -123,7 +124,7 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 @click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
 @click.option(
     "--port",
-    type=click.IntRange(1024, 65535),
+    type=IntRange(1024, 65535),
     help="Port on 127.0.0.1. [default: the first free from 6006]",
 )
 @flag("--on-node", help="Serve on a node, in a small job; Ctrl-C ends it.")
