@@ -11,6 +11,7 @@ from launcher.cli.common import cluster_option, flag, note, runs_root
 from launcher.cli.number import IntRange
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import logs as log_files
+from launcher.observe import servers
 from launcher.observe import tensorboard as server
 from launcher.observe.first_error import first_error as first_failure
 from launcher.observe.lines import read, tail_start
@@ -156,8 +157,9 @@ def tensorboard(
         if wanted:
             runs_of(site.root, wanted)  # a wrong name is told before the job waits
         resources = sites.with_site_defaults(Resources.of(asked), site)
-        sys.exit(server.serve_on_node(wanted, resources, site, cluster))
+        sys.exit(servers.on_node("tensorboard", wanted, resources, site, cluster))
     chosen = runs_of(site.root, wanted) if wanted else every(root)
     if not chosen:
         raise UnknownRun(none_yet(root))
-    sys.exit(server.serve(chosen, server.free_port(port), note, jump or site.jump_host))
+    port = servers.free_port(port, server.PORTS)
+    sys.exit(server.serve(chosen, port, note, jump or site.jump_host))

@@ -18,7 +18,7 @@ from launcher.cli.common import note
 from launcher.cli.number import FloatRange, IntRange
 from launcher.errors import EndpointFault, UsageFault
 from launcher.executors import choose, title
-from launcher.observe.tensorboard import listening, tunnel
+from launcher.observe.servers import listening, tunnel
 from launcher.runs.directory import Run
 from launcher.site import Site
 from launcher.workflows import endpoint as endpoints
