@@ -12,10 +12,10 @@ from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import entries, extend, override, own, stock, validate
 from runspec import adapters, prepared
 from runspec.keys.common import COMMON
-from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
 from runspec.keys.key import Fault, unused
+from runspec.keys.model import TRANSFORMERS
 from runspec.keys.train import with_train_on_input
 
 if TYPE_CHECKING:

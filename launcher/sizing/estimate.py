@@ -15,8 +15,9 @@ from launcher.errors import PreflightFault, UsageFault
 from launcher.recipes.recipe import Recipe
 from launcher.sizing import gpus
 from launcher.sizing.memory import StepMemory, checkpoint_bytes, export_bytes, host_bytes
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
-from launcher.sizing.step_config import GIB, StepConfig, step_of
+from launcher.sizing.step_config import GIB, StepConfig
 from runspec.keys.fields import STREAM
 from runspec.step import kept_bytes
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from launcher.sizing.communication import Message, messages
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from tests.model_sizes import DEMO as MODEL_SIZES
 from tests.trainer import forks
 from tests.trainer.runs import lora_model, train, write_config
