@@ -1,0 +1,79 @@
+"""Replicas on rollout nodes give what the GPUs that train would: without Slurm, as --local does."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from runspec import files
+from tests.trainer.forks import ROOT, environment
+from tests.trainer.runs import curve, finish, start
+from tests.trainer.test_grpo import MODULE, TP, config
+from trainer import demo_sums
+
+LORA = {"model": {"lora_rank": 4, "quantize_base": False}, "generation_batch_size": 16}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp": (2, {"batch_size": 16, "generation_batch_size": 4}),
+    "tensor": (2, TP | {"generation_batch_size": 8}),
+    "lora": (1, LORA),
+    "qdora": (1, LORA | {"model": {"lora_rank": 4, "use_dora": True, "quantize_base": True}}),
+    "lora-fsdp": (2, LORA | {"batch_size": 16}),
+}
+
+
+@contextmanager
+def replicas(run: Path, count: int) -> Iterator[None]:
+    """So many replicas of a run, as its job script starts them."""
+    folder, logs = run / files.ROLLOUT, run / "logs" / "0"
+    folder.mkdir()
+    logs.mkdir(parents=True)
+    (run / files.LATEST_LOGS).symlink_to("0")
+    (folder / files.ROLLOUT_SECRET).write_text("secret")
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "slurm.rollout"],
+        env=environment(
+            RUN_DIR=str(run),
+            JOB_PID=str(os.getpid()),
+            RANKS_PER_NODE="1",
+            ROLLOUT_HOSTS=",".join(["here"] * count),
+            ROLLOUT_ADDRESSES="127.0.0.1",
+            ROLLOUT_SCRIPT=f"exec {sys.executable} -m trainer.replica {run}/train.yaml",
+        ),
+    )
+    try:
+        yield
+    finally:
+        (folder / files.ROLLOUT_END).touch()
+        supervisor.wait(60)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "lora-fsdp")),
+        *(pytest.param(name, marks=pytest.mark.named) for name in ("tensor", "lora", "qdora")),
+    ],
+)
+def test_two_replicas_give_the_losses_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    model, (ranks, changes) = tmp_path / "model", CASES[case]
+    demo_sums.make(model, steps=10)
+    own = {"max_steps": 3, "updates_per_rollout": 1} | changes
+    finish(start(config(tmp_path / "same", model, **own), ranks, module=MODULE))
+    path = config(tmp_path / "apart", model, **own)
+    with replicas(path.parent, 2):
+        monkeypatch.setenv("ROLLOUT_REPLICAS", "2")
+        finish(start(path, ranks, module=MODULE))
+        (weights,) = (path.parent / files.ROLLOUT).glob(files.WEIGHTS.format("*"))
+        with safe_open(weights, framework="pt") as file:
+            names = list(file.keys())
+    assert curve(path.parent) == curve(tmp_path / "same")
+    # Of an adapter nothing else is sent.
+    assert all(("lora" in name or "magnitude" in name) == ("lora_rank" in str(own)) for name in names)
