@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from launcher.sizing.gpus import Gpu
-from launcher.sizing.memory import StepMemory
+from launcher.sizing.memory import StepMemory, replica
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.adapters import USUAL_RANK
 from runspec.keys.fields import TRANSFORMERS
@@ -71,6 +71,13 @@ def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
     return _to_layout(step, (layout.tensor_parallel, replicas), nodes)
 
 
+def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
+    """So many of the job's nodes train, and the others generate; all of them take turns."""
+    others = step.nodes + step.rollout_nodes - nodes
+    moved = _to_nodes(step, nodes)
+    return moved and replace(moved, replicas=others * step.gpus_per_node)
+
+
 def _to_method(step: StepConfig, method: str) -> StepConfig:
     """Full, LoRA or QLoRA, with the recipe's own adapter if it has one."""
     if method.removeprefix("q") == step.method.removeprefix("q"):
@@ -87,6 +94,7 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
 # Any other move takes fields of the step.
 _MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
     "nodes": _to_nodes,
+    "split": _to_split,
     "layout": _to_layout,
     "method": _to_method,
 }
@@ -143,6 +151,9 @@ def _keys(step: StepConfig) -> Iterator[str]:
         yield "loss._component_=trainer.layers.loss.LinearCrossEntropy"
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
+    if step.keeps_sampled:
+        yield f"resources.nodes={step.nodes}"
+        yield f"resources.rollout={step.rollout_nodes or 'same'}"
 
 
 def _base(step: StepConfig) -> str:
@@ -275,7 +286,8 @@ class Predictor:
 
     def of(self, step: StepConfig) -> Prediction:
         """Return what is predicted of a setting."""
-        peak_gib = StepMemory(step).peak / GIB
+        of_replica = sum(replica(step, self.gpu.memory_gib * GIB).values())
+        peak_gib = max(StepMemory(step).peak, of_replica) / GIB
         return Prediction(step, peak_gib, peak_gib <= self.gpu.usable_gib, self)
 
 
