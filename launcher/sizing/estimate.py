@@ -20,6 +20,7 @@ from launcher.sizing.memory import (
     export_bytes,
     host_bytes,
     replica,
+    transfer_bytes,
 )
 from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
 from launcher.sizing.step_config import GIB, StepConfig, step_of
@@ -356,7 +357,7 @@ def _remedies(estimate: Estimate) -> Iterator[str]:
 
 
 def _time_and_disk(estimate: Estimate) -> Iterator[str]:
-    from launcher.sizing.step_time import STORAGE_BYTES_PER_S, transfer_bytes
+    from launcher.sizing.step_time import STORAGE_BYTES_PER_S
 
     step, took, prediction = estimate.step, estimate.hours, estimate.prediction
     mfu, hfu, (low, high) = prediction.time.mfu, prediction.time.hfu, prediction.range

@@ -399,6 +399,15 @@ def export_bytes(step: StepConfig) -> float:
     return step.shape.parameters * step.element_bytes
 
 
+def transfer_bytes(step: StepConfig) -> float:
+    """What a transfer to rollout nodes writes: the whole weights, or what an adapter trains."""
+    if not step.replicas:
+        return 0.0
+    if step.is_full:
+        return step.element_bytes * step.shape.parameters
+    return step.weight_bytes * step.trainable
+
+
 def host_bytes(step: StepConfig) -> float:
     """CPU memory of a node that offloading takes: weights, gradients and optimizer state."""
     if not step.cpu_offload:

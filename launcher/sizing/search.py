@@ -152,6 +152,8 @@ def _keys(step: StepConfig) -> Iterator[str]:
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
     if step.keeps_sampled:
+        if step.generation_batch:
+            yield f"generation_batch_size={step.generation_batch}"
         yield f"resources.nodes={step.nodes}"
         yield f"resources.rollout={step.rollout_nodes or 'same'}"
 
@@ -318,6 +320,8 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
         yield {"fields": [{"loss": "linear", "chunks": 0}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}
+    if step.keeps_sampled and step.answers_at_once > 1:
+        yield {"fields": [{"generation_batch": step.answers_at_once // 2}]}
     if step.batch > 1:
         rows = step.batch * step.accumulation
         yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}

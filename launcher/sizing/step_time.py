@@ -21,6 +21,7 @@ from launcher.errors import UsageFault
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.compute import Compute, Reached
 from launcher.sizing.gpus import Gpu
+from launcher.sizing.memory import transfer_bytes
 from launcher.sizing.step_config import StepConfig
 from runspec.flops import utilisation
 from runspec.layout import Layout
@@ -271,15 +272,6 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     prompts = step.accumulation * step.batch * step.length * products
     answers = step.answers_per_step / step.answers_at_once * step.new_tokens * token
     return step.on_policy_share * (gather + prompts + answers)
-
-
-def transfer_bytes(step: StepConfig) -> float:
-    """What a transfer to rollout nodes writes: the whole weights, or what an adapter trains."""
-    if not step.replicas:
-        return 0.0
-    if step.is_full:
-        return step.element_bytes * step.shape.parameters
-    return step.weight_bytes * step.trainable
 
 
 def transfer_s(step: StepConfig) -> float:
