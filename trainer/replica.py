@@ -95,8 +95,8 @@ class Replica:
         """Answer a request by the weights of a version."""
         with self._lock:
             self._load(version)
-            tokens, log_probs = sample(self._engine, Request(**asked), self._ends)
-        return {"version": version, "tokens": tokens, "log_probs": log_probs}
+            sampled = sample(self._engine, Request(**asked), self._ends)
+        return {**sampled._asdict(), "version": version}
 
     def _load(self, version: str) -> None:
         if version == self.version:

@@ -12,8 +12,8 @@ import pytest
 from safetensors import safe_open
 
 from runspec import files
-from tests.trainer.forks import ROOT, environment
-from tests.trainer.runs import curve, finish, start
+from tests.trainer.forks import environment
+from tests.trainer.runs import curve, finish, kill_at, metrics, start
 from tests.trainer.test_grpo import MODULE, TP, config
 from trainer import demo_sums
 
@@ -71,9 +71,31 @@ def test_two_replicas_give_the_losses_of_none(
     with replicas(path.parent, 2):
         monkeypatch.setenv("ROLLOUT_REPLICAS", "2")
         finish(start(path, ranks, module=MODULE))
-        (weights,) = (path.parent / files.ROLLOUT).glob(files.WEIGHTS.format("*"))
-        with safe_open(weights, framework="pt") as file:
+        weights = [*(path.parent / files.ROLLOUT).glob(files.WEIGHTS.format("*"))]
+        with safe_open(weights[0], framework="pt") as file:
             names = list(file.keys())
     assert curve(path.parent) == curve(tmp_path / "same")
     # Of an adapter nothing else is sent.
-    assert all(("lora" in name or "magnitude" in name) == ("lora_rank" in str(own)) for name in names)
+    for name in names:
+        assert ("lora" in name or "magnitude" in name) == ("lora_rank" in str(own)), name
+
+
+@pytest.mark.long
+def test_replicas_work_ahead_within_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own = tmp_path / "model", {"max_staleness": 1, "importance_cap": 2.0}
+    demo_sums.make(model, steps=10)
+    path = config(tmp_path / "ahead", model, updates_per_rollout=1, max_steps=8, **own)
+    with replicas(path.parent, 1):
+        monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
+        kill_at(path, 4, module=MODULE)
+        output = finish(start(path, attempt=1, module=MODULE))
+    first = int(output.partition("checkpoints/step_")[2].split()[0].rstrip(",;:"))
+    lines = metrics(path.parent)
+    assert [line["step"] for line in lines] == [*range(1, 9)]
+    # Only the rollouts at a start are by the present weights; others began before the last update.
+    assert lines[0]["staleness"] == lines[first]["staleness"] == 0
+    assert all(line["staleness/most"] == 1 for line in (lines[1], *lines[first + 1 :]))
+    # The sampler's probabilities are those of the weights that it had.
+    assert abs(lines[0]["kl/sampler"]) < 1e-6 < lines[3]["kl/sampler"]

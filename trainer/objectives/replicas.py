@@ -34,8 +34,13 @@ CPU = torch.device("cpu")
 # What takes longer than so many times the longest of the others, and a second, is late.
 LATE = 2
 
-# New tokens of each prompt, and their log-probabilities.
-Sampled = tuple[list[list[int]], list[list[float]]]
+
+class Sampled(NamedTuple):
+    """New tokens of each prompt, their log-probabilities, and the weights: see Answer.version."""
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    version: int = -1
 
 
 class Request(NamedTuple):
@@ -76,46 +81,53 @@ class Replicas:
             return None
         return world.on_all(lambda: cls(run_dir / files.ROLLOUT, count, world, limit_s))
 
-    def send(self, model: Model) -> None:
+    def send(self, model: Model, rollout: int) -> None:
         """Write the present weights, and have the replicas load them; all ranks call this.
 
-        With an adapter these are what is trained: replicas have the base model.
+        With an adapter these are what is trained: replicas have the base model. Requests that are
+        sent from now on are for these; others may still be answered by those before.
+
+        Args:
+            rollout: whose weights they are; it is in the version.
 
         Raises:
             RolloutError: no replica took them in time.
         """
         world, self._number = self._world, self._number + 1
-        self.version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}"
-        path = self._folder / files.WEIGHTS.format(self.version)
+        version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
+        path = self._folder / files.WEIGHTS.format(version)
         temporary = path.with_name(f".{path.name}.tmp")
         shapes, tensors = sent(model, world.is_main)
         dtypes = dict.fromkeys(shapes, model.dtype)
 
         def begin() -> weights.SafetensorsWriter:
-            # An earlier version, whose answers are there, or what a killed rank was writing.
+            # Versions that nobody asks for any more, or what a killed rank was writing.
+            in_use = self._folder / files.WEIGHTS.format(self.version)
             for pattern in (files.WEIGHTS.format("*"), f".{files.WEIGHTS.format('*')}.tmp"):
                 for old in self._folder.glob(pattern):
-                    old.unlink(missing_ok=True)
+                    if old != in_use:
+                        old.unlink(missing_ok=True)
             return weights.SafetensorsWriter(temporary, shapes, dtypes)
 
         def end() -> None:
             if writer is not None:
                 writer.close()
             os.replace(temporary, path)
-            self._transfer()
+            self._transfer(version)
 
         writer = world.on_main(begin)
         for tensor in tensors:
             if writer is not None:
                 writer.add(tensor.cpu())
         world.on_main(end)
+        self.version = version
 
-    def _transfer(self) -> None:
+    def _transfer(self, version: str) -> None:
         """Have the replicas load the weights. One that is starting, late, or dies, loads them with
         its first request.
         """
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        began, body = time.monotonic(), {"version": self.version}
+        began, body = time.monotonic(), {"version": version}
         deadline = limit = began + self._limit_s
 
         def ask(index: int) -> None:
@@ -134,7 +146,7 @@ class Replicas:
                 continue
             elif number + 1 == self._count and limit == deadline:
                 raise RolloutError(
-                    f"transfer of weights {self.version} to {self._named(0)}: not done within "
+                    f"transfer of weights {version} to {self._named(0)}: not done within "
                     f"{self._limit_s:.0f} s"
                 )
 
@@ -167,7 +179,8 @@ class Replicas:
             body = {"version": self.version, **asked.requests[place]._asdict()}
             answer = self._tried(index, "/generate", body, asked.deadline)
             if isinstance(answer, dict):
-                sampled = answer["tokens"], answer["log_probs"]
+                rollout = int(answer["version"].rpartition(".")[2])
+                sampled = Sampled(answer["tokens"], answer["log_probs"], rollout)
                 asked.answered(place, sampled, time.monotonic() - began)
             else:
                 asked.give_back(place, self._named(index), answer)
