@@ -99,7 +99,8 @@ def disk(context: Context) -> Iterable[Finding]:
     # One more than is kept is there while it is written, and the best one beside those.
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))
     checkpoint, export = checkpoint_bytes(step), export_bytes(step)
-    transfer = transfer_bytes(step)
+    # A version stays until the next one is there.
+    transfer = 2 * transfer_bytes(step)
     needed, free = kept * checkpoint + export + transfer, shutil.disk_usage(folder).free
     shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
     shown += ", weights for the rollout nodes" if transfer else ""

@@ -75,7 +75,11 @@ def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
     """So many of the job's nodes train, and the others generate; all of them take turns."""
     others = step.nodes + step.rollout_nodes - nodes
     moved = _to_nodes(step, nodes)
-    return moved and replace(moved, replicas=others * step.gpus_per_node)
+    return moved and replace(
+        moved,
+        replicas=others * step.gpus_per_node,
+        max_staleness=step.max_staleness if others else 0,
+    )
 
 
 def _to_method(step: StepConfig, method: str) -> StepConfig:
@@ -156,6 +160,7 @@ def _keys(step: StepConfig) -> Iterator[str]:
             yield f"generation_batch_size={step.generation_batch}"
         yield f"resources.nodes={step.nodes}"
         yield f"resources.rollout={step.rollout_nodes or 'same'}"
+        yield f"max_staleness={step.max_staleness}"
 
 
 def _base(step: StepConfig) -> str:

@@ -80,6 +80,7 @@ class StepConfig:
     new_tokens: int = 0  # of such an answer at most
     keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
+    max_staleness: int = 0  # rollouts that replicas may be ahead
     replicas: int = 0  # GPUs of rollout nodes, which generate the answers; 0: the ranks do
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
     top_k: int = 0  # of a teacher's pass, which trains nothing: what is kept of each token
@@ -517,7 +518,7 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         at_once = config.get("generation_batch_size")
         updates = config.get("updates_per_rollout") or 1
         of_all = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
-        of_all |= {"keeps_sampled": True}
+        of_all |= {"keeps_sampled": True, "max_staleness": int(config.get("max_staleness") or 0)}
         of_all |= {"in_reward_models": _in_reward_models(_block(config, "rewards"))}
         return of_all | {"generation_batch": at_once and int(at_once)}
     share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"

@@ -288,9 +288,9 @@ def step_time(
     parts = parts_of(step, gpu, reached).slower(pace)
     forward, backward = parts.forward, parts.backward
     computing = parts.in_all(depth, micro_steps)
-    computing += pace * generation_s(step, gpu, links, reached)
-    # What the ranks wait for beside each other.
-    computing += transfer_s(step)
+    generating = pace * generation_s(step, gpu, links, reached)
+    if not step.max_staleness:
+        computing += generating
 
     sent = _traffic(step, links)
     fore = sent["forward"] / (depth * micro_steps)
@@ -303,7 +303,8 @@ def step_time(
     waiting += micro_steps * (depth - 1) * (fore.beside(forward) - forward)
     waiting += (micro_steps - reductions) * (depth - 1) * (back.beside(backward) - backward)
     waiting += reductions * (depth - 1) * ((back + reduced).beside(backward) - backward)
-    seconds = computing + waiting
+    # Replicas that are ahead generate while the ranks update.
+    seconds = max(computing + waiting, generating) + transfer_s(step)
     tensor_parallel = sum(traffic.waited for when, traffic in sent.items() if when != "step")
     tokens = step.rows_per_step * step.tokens // step.batch
     ranks, peak = step.gpus, gpu.bf16_tflops
