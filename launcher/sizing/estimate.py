@@ -146,12 +146,9 @@ class Estimate:
 
             each = generation_s(step, self.gpu, self.predictor.links)
             steps = samples / (step.answers_per_step * step.layout.data_parallel)
-            if step.max_staleness:
-                # What is generated while the ranks update takes no time of its own.
-                waited = max(0.0, each - self.prediction.time.seconds)
-            else:
-                waited = each
-            self.hours_generating = waited * steps / 3600
+            # What replicas generate while the ranks update takes no time of its own.
+            beside = self.prediction.time.seconds if step.max_staleness else 0.0
+            self.hours_generating = max(0.0, each - beside) * steps / 3600
             self.hours_transfer = transfer_s(step) * steps / 3600
             if step.keeps_sampled:
                 phases = {"generate": each, "transfer": transfer_s(step)}

@@ -142,6 +142,7 @@ def test_time_and_cost_of_so_many_tokens():
     assert found.as_json()["cost"] == found.cost
 
 
+@pytest.mark.long
 def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
     def of(*given: str) -> Estimate:
         return Estimate(recipes.load("qwen3_8b_grpo_lora", given), Path("/x"), "h100-80")
@@ -162,3 +163,9 @@ def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
     found = Tuning(apart.predictor)
     assert found.changes(found.faster[0]).endswith("resources.nodes=2 resources.rollout=same")
     assert found.faster[0].step.gpus == 16
+    # If it goes on meanwhile, the longer phase is what a rollout takes.
+    ahead = of("resources.rollout=1", "max_staleness=1", "importance_cap=2")
+    took = Tuning(ahead.predictor).own.time.seconds
+    phases = ahead.rollout_s
+    assert took == pytest.approx(max(phases["generate"], phases["update"]) + phases["transfer"])
+    assert ahead.hours < 0.6 * apart.hours

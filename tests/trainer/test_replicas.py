@@ -1,11 +1,15 @@
 """Replicas on rollout nodes give what the GPUs that train would: without Slurm, as --local does."""
 
+import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +20,61 @@ from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
 from tests.trainer.test_grpo import MODULE, TP, config
 from trainer import demo_sums
+from trainer.objectives.replicas import Replicas, Request
+
+
+@contextmanager
+def stand_ins(folder: Path, *waits: threading.Event) -> Iterator[list[list[int]]]:
+    """A server in each replica's place, which repeats its prompts once it may; what each got."""
+    got: list[list[int]] = [[] for _ in waits]
+
+    def handler(index: int, may: threading.Event) -> type[BaseHTTPRequestHandler]:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                got[index].append(asked["prompts"][0][0])
+                may.wait()
+                body = {"version": "0.1.7", "tokens": asked["prompts"], "log_probs": [[0.0]]}
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *arguments: Any) -> None: ...
+
+        return Handler
+
+    servers = [
+        ThreadingHTTPServer(("127.0.0.1", 0), handler(index, may))
+        for index, may in enumerate(waits)
+    ]
+    for index, server in enumerate(servers):
+        threading.Thread(target=server.serve_forever).start()
+        known = {"host": "127.0.0.1", "port": server.server_port}
+        (folder / files.REPLICA.format(index)).write_text(json.dumps(known))
+    (folder / files.ROLLOUT_SECRET).write_text("secret")
+    try:
+        yield got
+    finally:
+        for may, server in zip(waits, servers, strict=True):
+            may.set()
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.mark.long
+def test_a_request_that_is_late_is_asked_of_another_replica(tmp_path: Path) -> None:
+    fast, slow = threading.Event(), threading.Event()
+    fast.set()
+    world: Any = SimpleNamespace(data_rank=0)
+    with stand_ins(tmp_path, fast, slow) as got:
+        asked = [Request([[number]], None, 1, 8, 1.0) for number in range(6)]
+        answers = Replicas(tmp_path, 2, world, 60.0).sample(asked)
+        assert not slow.is_set()
+    assert [each.tokens for each in answers] == [[[number]] for number in range(6)]
+    assert {each.version for each in answers} == {7}
+    # The slow one has the one request that it is at, if it was there in time for any.
+    assert sorted(got[0]) == [*range(6)] and len(got[1]) <= 1
+
 
 LORA = {"model": {"lora_rank": 4, "quantize_base": False}, "generation_batch_size": 16}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
