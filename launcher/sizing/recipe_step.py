@@ -95,6 +95,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         keeps_reference=reference == "model",
         teacher=shape_of({}, Path(teacher)) if teacher else None,
         **_on_policy(config, method),
+        replicas=gpus_per_node * _rollout_nodes(config) if method.samples_answers else 0,
         teacher_quantised=config.get("teacher_quantize_base") is True,
         teacher_logits=method.reads_teacher_logits and bool(teacher),
     )
@@ -128,7 +129,9 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
     if method.samples_answers:
         most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
         at_once = config.get("generation_batch_size")
-        of_all = {"on_policy_share": 1.0, "new_tokens": int(most), "keeps_sampled": True}
+        updates = config.get("updates_per_rollout") or 1
+        of_all = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
+        of_all |= {"keeps_sampled": True, "max_staleness": int(config.get("max_staleness") or 0)}
         of_all |= {"in_reward_models": _in_reward_models(_block(config, "rewards"))}
         return of_all | {"generation_batch": at_once and int(at_once)}
     share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
@@ -136,6 +139,11 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         return {}
     default = method.keys()[name].default
     return {"on_policy_share": share, "new_tokens": int(config.get(name) or default)}
+
+
+def _rollout_nodes(config: Mapping[str, Any]) -> int:
+    given = _block(config, "resources").get("rollout")
+    return 0 if given in (None, "same") else int(given)
 
 
 def _in_reward_models(rewards: Mapping[str, Any]) -> int:

@@ -69,6 +69,8 @@ class StepConfig:
     new_tokens: int = 0  # of such an answer at most
     keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
+    max_staleness: int = 0  # rollouts that replicas may be ahead
+    replicas: int = 0  # GPUs of rollout nodes, which generate the answers; 0: the ranks do
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
     top_k: int = 0  # of a teacher's pass, which trains nothing: what is kept of each token
     teacher_logits: bool = False  # the loss compares all of its logits with the policy's
@@ -125,6 +127,16 @@ class StepConfig:
     def nodes(self) -> int:
         """Nodes that the ranks take."""
         return max(1, self.layout.ranks // self.gpus_per_node)
+
+    @property
+    def rollout_nodes(self) -> int:
+        """Nodes that generate, beside those of the ranks."""
+        return self.replicas // self.gpus_per_node
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the job."""
+        return self.layout.ranks + self.replicas
 
     @property
     def fsdp(self) -> bool:
