@@ -4,6 +4,7 @@ python -m pytest -n 0 -m named tests/launcher/test_guides.py
 """
 
 import json
+import os
 import re
 import signal
 import socket
@@ -102,8 +103,11 @@ def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
 def test_squad_has_the_same_losses_on_every_layout(user: Kit):
     printed = ended(user, "automodel_squad")
     largest = re.findall(r"largest difference from one_gpu: (\w+) (\S+)", printed)
-    assert [name for name, _ in largest][:3] == ["one_gpu", "four_gpus", "two_nodes"]
-    assert all(float(difference) < 1e-3 for _, difference in largest[:3]), largest
+    # With AUTOMODEL_PYTHON, as the README has it, Automodel's own parts are the fourth.
+    columns = ["one_gpu", "four_gpus", "two_nodes"]
+    columns += ["automodel"] if os.environ.get("AUTOMODEL_PYTHON") else []
+    assert [name for name, _ in largest] == columns
+    assert all(float(difference) < 1e-3 for _, difference in largest), largest
     run = losses(user.root / "squad" / "run-one_gpu")
     assert run[max(run)] < run[1] - 1
     saved = list((user.root / "squad" / "run-two_nodes" / "checkpoints").glob("step_*/COMPLETE"))

@@ -108,20 +108,25 @@ def _dataset(draft: Draft, value: Any) -> Answer:
     if isinstance(block, Refused):
         return block
     data.put(draft, block)
-    chats = "instruct" in draft.model.lower() or draft.model.lower().endswith("-it")
-    folder = Path(draft.model).expanduser()
-    if folder.is_dir():
-        settings = folder / "tokenizer_config.json"
-        chats = (folder / "chat_template.jinja").is_file() or (
-            settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
-        )
-    if chats or draft.given["dataset"].get("use_hf_chat_template"):
+    if _has_template(draft):
         return "with the model's chat template"
     draft.put("tokenizer.chat_template", _PLAIN)
     return (
         "prompt and answer as plain text, as for a model without a chat template: no "
         "end-of-sequence token is trained"
     )
+
+
+def _has_template(draft: Draft) -> bool:
+    if draft.get("dataset.use_hf_chat_template"):
+        return True
+    folder = Path(draft.model).expanduser()
+    if folder.is_dir():
+        settings = folder / "tokenizer_config.json"
+        return (folder / "chat_template.jinja").is_file() or (
+            settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
+        )
+    return "instruct" in draft.model.lower() or draft.model.lower().endswith("-it")
 
 
 def _validation(draft: Draft, value: Any) -> Answer:
@@ -142,10 +147,8 @@ def _block(draft: Draft, value: Any) -> dict[str, Any] | Refused:
     trained = {"train_on_input": value.get("answer_only_loss_mask") is False}
     if name == "make_squad_dataset":
         where = data.origin(draft, value.get("dataset_name") or "rajpurkar/squad", split=split)
-        text = {
-            "prompt": "Context: {context} Question: {question} Answer: ",
-            "answer": "{answers[text][0]}",
-        }
+        asked = "Context: {context} Question: {question} Answer: "
+        text = _texts(draft, asked, "{answers[text][0]}")
         return {"_component_": data.INSTRUCT, **where, **text, **trained}
     path = str(value.get("path_or_dataset_id") or value.get("path_or_dataset"))
     if name.endswith("ColumnMappedTextInstructionDataset"):
@@ -156,9 +159,16 @@ def _block(draft: Draft, value: Any) -> dict[str, Any] | Refused:
         where = data.origin(draft, path, name=value.get("name"), split=split)
         if where["source"] in ("json", "csv", "parquet", "text"):
             where["split"] = "train" + (f"[:{limit}]" if limit else "")
-        text = {"prompt": f"{asked} ", "answer": f"{{{columns['answer']}}}"}
+        text = _texts(draft, f"{asked} ", f"{{{columns['answer']}}}")
         return {"_component_": data.INSTRUCT, **where, **text, **trained}
     return Refused(f"the form of {name} is not known here: give --data FILE")
+
+
+def _texts(draft: Draft, prompt: str, answer: str) -> dict[str, str]:
+    """Without a chat template the space before the answer is trained, as a part of it."""
+    if _has_template(draft):
+        return {"prompt": prompt, "answer": answer}
+    return {"prompt": prompt.rstrip(), "answer": f" {answer}"}
 
 
 def _order(draft: Draft, value: Any) -> Answer:
