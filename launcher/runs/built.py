@@ -51,6 +51,7 @@ def solve(environment: Environment) -> list[str]:
 
     PreflightFault holds uv's reason in one line.
     """
+    _check_uv(environment)
     argv = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-strip-markers"]
     argv += ["--python", str(venv.python()), "-"]
     if environment.pins:
@@ -117,11 +118,30 @@ def _fill(environment: Environment, path: Path) -> None:
     (path / _RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+def _check_uv(environment: Environment) -> None:
+    """PreflightFault if uv is missing: in an environment of the user's own, with the packages."""
+    if os.access(_program(), os.X_OK):
+        return
+    if "COOKBOOK_VENV" not in os.environ:
+        raise PreflightFault(f"there is no {_program()}, which builds dependencies: bash setup.sh")
+    installed = {venv.plain_name(name) for name in venv.packages()}
+    missing = [
+        each
+        for each in environment.dependencies
+        if venv.plain_name(re.split(r"[=<>!~\[; ]", each)[0]) not in installed
+    ]
+    raise PreflightFault(
+        f"COOKBOOK_VENV: {paths.venv_root()} lacks {', '.join(missing)}, and uv, which would build "
+        f"them: {venv.python()} -m pip install {' '.join(missing)}"
+    )
+
+
+def _program() -> Path:
+    return paths.venv_root() / "bin" / "uv"
+
+
 def _uv(argv: Sequence[str], text: str = "") -> "subprocess.CompletedProcess[str]":
-    program = paths.venv_root() / "bin" / "uv"
-    if not os.access(program, os.X_OK):
-        raise PreflightFault(f"there is no {program}, which builds dependencies: bash setup.sh")
-    return subprocess.run([str(program), *argv], input=text, capture_output=True, text=True)
+    return subprocess.run([str(_program()), *argv], input=text, capture_output=True, text=True)
 
 
 def _reason(environment: Environment, output: str) -> str:

@@ -120,6 +120,7 @@ class TrainingKeys:
         inner=(
             Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),
             Key("warmup_ratio", "rate", "The same as a share of all steps, such as 0.03."),
+            Key("warmup_start_factor", "rate", "Share of the rate at which warmup begins, not 0."),
             Key("decay_ratio", "rate", "Share of all steps in which get_wsd_schedule falls."),
         ),
     )
