@@ -373,7 +373,7 @@ def load(
     inputs, more = _own_inputs(config, path, overrides, data, model)
     texts += more
     texts += override.apply(config, overrides)
-    own.use_whole_paths(config, overrides)
+    own.use_whole_paths(config, overrides, files)
     if config.get("rewards"):
         from launcher.recipes import rewards  # few recipes have some
 
