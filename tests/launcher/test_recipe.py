@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import checks, render
+from launcher import checks, paths, render
 from launcher.checks import preflight
 from launcher.errors import PreflightFault, RecipeFault
 from launcher.executors import choose
@@ -232,9 +232,9 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
 def test_what_the_environment_lacks_is_found_before_the_queue():
     path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
-    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
-    assert f"imports lm_eval, which {paths.venv_root()} lacks" in told
-    assert "pip install lm_eval" in told
+    text = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
+    assert f"imports lm_eval, which {paths.venv_root()} lacks" in text
+    assert "pip install lm_eval" in text
 
 
 def test_pickled_weights_are_refused(tmp_path):
