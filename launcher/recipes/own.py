@@ -11,8 +11,9 @@ from launcher.errors import UsageFault
 from launcher.recipes import override
 from runspec import prepared
 from runspec.adapters import KINDS, LORA, OF_LORA, TORCHTUNE_RANK
-from runspec.keys.fields import FILE_SOURCES, TRANSFORMERS
+from runspec.keys.fields import FILE_SOURCES
 from runspec.keys.key import Fault
+from runspec.keys.model import TRANSFORMERS
 
 FOLDERS_TOKENIZER = {
     "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
