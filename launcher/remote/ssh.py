@@ -212,7 +212,9 @@ class Connection:
     @property
     def opening(self) -> str:
         """The command that opens a master connection, with one authentication."""
-        argv = [*self._program, "-MNf", "-o", "ServerAliveInterval=15", *self._socket]
+        # Not -M, which leaves the socket of a connection that died, and then shares nothing.
+        argv = [*self._program, "-Nf", "-o", "ControlMaster=auto"]
+        argv += ["-o", "ServerAliveInterval=15", *self._socket]
         return shlex.join([*argv, self.host.name]).replace(f"'{_OWN_SOCKET}'", _OWN_SOCKET)
 
     def argv(self, command: str) -> list[str]:
