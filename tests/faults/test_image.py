@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,16 @@ def test_a_node_that_cannot_mount_opens_the_files_and_says_why(
     assert not mounts(tmp_path / "mounts" / "1.0.0")
 
 
+def environs(module: str) -> list[str]:
+    """The environments of processes that run a module of the kit."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"-m\0{module}\0" in (process / "cmdline").read_text():
+                found.append((process / "environ").read_text())
+    return found
+
+
 def small_disk(folder: Path, options: str, request: pytest.FixtureRequest) -> None:
     """Mount a filesystem on which hardly anything has room."""
     if os.geteuid():
@@ -186,6 +197,9 @@ def test_a_killed_rank_and_what_is_left_mounted(
     trains(run)
     environ = Path(f"/proc/{rank(run, 1)}/environ").read_text()
     assert "/environment/small" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
+    # The job script's own programs, too.
+    (environ,) = [each for each in environs("slurm.watchdog") if f"RUN_DIR={run}\0" in each]
+    assert ".job/code\0" in environ.partition("\0PYTHONPATH=")[2]
     os.kill(rank(run, 1), signal.SIGKILL)
     first, second = ended(user, run, "COMPLETED")
     assert (first["exit_code"] != 0, second["cause"]) == (True, "finished"), report(run)
