@@ -238,8 +238,7 @@ class _Server:
         self.leases.remove(connection)
         pid = os.fork()
         if not pid:
-            for key in list(self.selector.get_map().values()):
-                os.close(key.fd)
+            self.close()
             for number, file in enumerate(files, 1):
                 os.dup2(file, number)
                 os.close(file)
@@ -250,6 +249,17 @@ class _Server:
         self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, connection)
         connection.send(str(pid).encode())
         return b""
+
+    def close(self) -> None:
+        """Close all files by their objects: a number that is closed twice may be another file's."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            else:
+                key.fileobj.close()
+        for connection in self.forks:
+            connection.close()
+        self.selector.close()
 
     def ended(self, connection: socket.socket) -> None:
         """Tell the exit status of a fork that has ended."""
