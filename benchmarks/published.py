@@ -20,11 +20,31 @@ from launcher.recipes.sweep import Cell
 from launcher.sizing.cells import PredictedSweep
 from launcher.sizing.gpus import by_name
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import GIB, StepConfig, step_of
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.step_config import GIB, StepConfig
 
 # In one direction, as configs/gpus.yaml has it for cards without NVLink.
 PCIE_4_GBS = 32.0
-HEADS = ("cell", "kit's peak", "at the course's moment", "course", "difference")
+# The course trains on 80 % of 2,000 samples, in rows of at most 512 tokens.
+SAMPLES, ROW_TOKENS = 1600, 512
+MEMORY_HEADS = (
+    "cell",
+    "kit's peak",
+    "at the course's moment",
+    "course, allocated",
+    "difference",
+    "with what the kit reserves",
+    "course, reserved",
+    "difference",
+)
+SPEED_HEADS = (
+    "iterations per second",
+    "predicted, NVLink",
+    "difference",
+    "predicted, PCIe 4.0 x16",
+    "difference",
+    "course",
+)
 
 
 def at_their_moment(step: StepConfig) -> float:
@@ -47,18 +67,21 @@ def step_of_cell(definition: sweep.Sweep, cell: Cell) -> StepConfig:
     return step_of(config, made.resources.nodes, made.resources.gpus_per_node)
 
 
-def memory_rows() -> Iterator[tuple[str, float, float, float]]:
-    """Yield each cell with its peak, its memory at the course's moment, and the course's figure."""
+def memory_rows() -> Iterator[tuple[str, float, float, float, float]]:
+    """Yield each cell's peak and memory at the course's moment; the course's allocated, reserved.
+
+    All in GiB per GPU.
+    """
     definition = sweep.load("four_gpus")
     for cell in definition.cells:
-        if "allocated_gib" in cell.published:
+        if given := cell.published:
             step = step_of_cell(definition, cell)
-            peak = StepMemory(step).peak / GIB
-            yield cell.name, peak, at_their_moment(step), cell.published["allocated_gib"]
+            peak, moment = StepMemory(step).peak / GIB, at_their_moment(step)
+            yield cell.name, peak, moment, given["allocated_gib"], given["reserved_gib"]
 
 
-def speedups() -> Iterator[tuple[str, float, float, float]]:
-    """Yield how much faster an epoch is than on one GPU.
+def speeds() -> Iterator[tuple[str, float, float, float]]:
+    """Yield each cell's iterations per second, for rows that are filled.
 
     Predicted with NVLink between the GPUs, predicted with PCIe 4.0 x16, and in the course.
     """
@@ -66,31 +89,45 @@ def speedups() -> Iterator[tuple[str, float, float, float]]:
     cells = [
         (cell.number, cell.name, recipe.load(definition.recipe, cell.overrides, {}), cell.published)
         for cell in definition.cells
-        if "epoch_s" in cell.published
+        if cell.published
     ]
     gpu = by_name(definition.gpu)
     linked, plugged = (
         PredictedSweep(cells, paths.REPO_ROOT, each).cells
         for each in (gpu, replace(gpu, link_gbs=PCIE_4_GBS))
     )
-    for fast, slow in zip(linked[1:], plugged[1:], strict=True):
-        nvlink = (linked[0].epoch_s or 0) / (fast.epoch_s or 1)
-        pcie = (plugged[0].epoch_s or 0) / (slow.epoch_s or 1)
-        yield fast.name, nvlink, pcie, linked[0].published["epoch_s"] / fast.published["epoch_s"]
+    for fast, slow in zip(linked, plugged, strict=True):
+        if fast.prediction and slow.prediction:
+            step = fast.prediction.step
+            tokens = step.batch * ROW_TOKENS
+            theirs = SAMPLES / (step.batch * step.layout.ranks) / fast.published["epoch_s"]
+            yield fast.name, fast.prediction.rate / tokens, slow.prediction.rate / tokens, theirs
 
 
 def lines() -> Iterator[str]:
     """Yield both comparisons as Markdown."""
-    yield f"| {' | '.join(HEADS)} |"
-    yield "|---" * len(HEADS) + "|"
-    for name, peak, moment, theirs in memory_rows():
-        change = f"{100 * (moment / theirs - 1):+.1f} %"
-        yield f"| {name} | {peak:.2f} | {moment:.2f} | {theirs:.2f} | {change} |"
+    gpu = by_name(sweep.load("four_gpus").gpu)
+    reserve = gpu.memory_gib - gpu.usable_gib
+    yield from _heads(MEMORY_HEADS)
+    for name, peak, moment, allocated, reserved in memory_rows():
+        whole = moment + reserve
+        figures = f"{moment:.2f} | {allocated:.2f} | {_change(moment, allocated)}"
+        figures += f" | {whole:.2f} | {reserved:.2f} | {_change(whole, reserved)}"
+        yield f"| {name} | {peak:.2f} | {figures} |"
     yield ""
-    yield "| speed, against one GPU | predicted, NVLink | predicted, PCIe 4.0 x16 | course |"
-    yield "|---|---|---|---|"
-    for name, linked, plugged, theirs in speedups():
-        yield f"| {name} | {linked:.2f} x | {plugged:.2f} x | {theirs:.2f} x |"
+    yield from _heads(SPEED_HEADS)
+    for name, linked, plugged, theirs in speeds():
+        pairs = (f"{each:.2f} | {_change(each, theirs)}" for each in (linked, plugged))
+        yield f"| {name} | {' | '.join(pairs)} | {theirs:.2f} |"
+
+
+def _heads(names: tuple[str, ...]) -> Iterator[str]:
+    yield f"| {' | '.join(names)} |"
+    yield "|---" * len(names) + "|"
+
+
+def _change(ours: float, theirs: float) -> str:
+    return f"{100 * (ours / theirs - 1):+.1f} %"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from runspec.layout import StepFacts
 from trainer.config import component, instantiate
@@ -157,6 +157,7 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
         return None
     if why := unusable_schedule(block):
         raise ConfigError(why)
+    start = block.get("warmup_start_factor") or 0.0
     block = _in_steps(block, steps)
     inner = {
         key: [schedule(each, optimizer, steps) for each in value]
@@ -178,7 +179,26 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
             f"lr_scheduler.total_steps: {block['_component_']} ends after {total} steps, the run "
             f"after {steps}; leave it out: it is then the run's number"
         )
+    if start:
+        _begin_at(made, start, block.get("num_warmup_steps"))
     return made
+
+
+def _begin_at(made: LRScheduler, start: float, warmup: int | None) -> None:
+    """Let a warm-up from 0 begin at `start` of the rate, as Megatron's and Automodel's do."""
+    if not isinstance(made, LambdaLR) or warmup is None:
+        raise ConfigError(
+            "lr_scheduler.warmup_start_factor: needs num_warmup_steps or warmup_ratio of a "
+            "schedule that has them, such as transformers' or torchtune's"
+        )
+
+    def raised(factor: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda step: start + (1.0 - start) * factor(step) if step < warmup else factor(step)
+
+    made.lr_lambdas = [raised(factor) for factor in made.lr_lambdas]
+    groups = zip(made.optimizer.param_groups, made.base_lrs, made.lr_lambdas, strict=True)
+    for group, rate, factor in groups:
+        group["lr"] = rate * factor(0)
 
 
 def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -198,7 +218,7 @@ def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
                 f"lr_scheduler.{share}: must be a share of all steps, from 0 to 1, without {name}"
             )
         block = block | {name: math.ceil(block[share] * steps)}
-    return {key: value for key, value in block.items() if key not in SHARES}
+    return {k: v for k, v in block.items() if k not in (*SHARES, "warmup_start_factor")}
 
 
 def schedule_arguments(factory: Callable[..., Any], block: dict[str, Any]) -> set[str]:

@@ -22,12 +22,13 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 rows = make_squad_dataset(AutoTokenizer.from_pretrained(folder), dataset_name=data, split="train")
 optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.9, 0.999), eps=1e-8)
 steps = epochs * (len(rows) // GLOBAL_BATCH)
+# A tenth of the steps is the warm-up, from a tenth of the rate, as its LRSchedulerConfig has it.
 schedule = OptimizerParamScheduler(
     optimizer=optimizer,
     init_lr=lr * 0.1,
     max_lr=lr,
     min_lr=lr * 0.1,
-    lr_warmup_steps=0,
+    lr_warmup_steps=steps // 10,
     lr_decay_steps=steps,
     lr_decay_style="cosine",
     start_wd=0.0,

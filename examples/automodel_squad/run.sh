@@ -22,10 +22,10 @@ trained() {
   step "$name"
   cookbook start "$here/squad.yaml" "$model" --nodes "$nodes" --gpus-per-node "$ranks" \
     --output "$work/$name.yaml" | grep -E "^(taken|unused|refused|unknown) +(step|ckpt|checkpoint)"
-  # fp32, so that the layouts can be compared; the samples in the file's order, as in Automodel.
+  # fp32, so that the layouts can be compared.
   run=$(cookbook submit "$work/$name.yaml" --name "squad-$name" --json "${how[@]}" dtype=fp32 \
-    hub=null "dataset.source=$data" dataset_val.split=validation shuffle=false \
-    optimizer.lr="$lr" lr_scheduler.min_lr=3e-4 lr_scheduler.warmup_ratio=0 epochs="$epochs" \
+    hub=null "dataset.source=$data" dataset_val.split=validation \
+    optimizer.lr="$lr" lr_scheduler.min_lr=3e-4 epochs="$epochs" \
     save_every_n_steps=10 run_val_every_n_steps=10 tokenizer.max_seq_len=512 | run_of)
   cookbook watch "$run" --plain
   ln -sfn "$root/runs/$run" "$work/run-$name"

@@ -2,6 +2,7 @@
 # All experiments of course.yaml with tiny models on CPUs: bash examples/large_models/run.sh
 # Takes about ten minutes on two cores. Nothing is downloaded; it runs without Slurm.
 # MEMORY_GIB: what a rank may allocate, as a GPU's memory would limit it.
+# LITGPT_VENV: a virtual environment with LitGPT, which then runs the experiments of litgpt.yaml too.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 # A root of its own: its tiny models have the names of the real ones.
@@ -17,14 +18,29 @@ settings=(hub=null "dataset.source=$COOKBOOK_ROOT/instructions" dataset.split=tr
 step "prediction"
 cookbook sweep "$here/course.yaml" --local --dry-run "${settings[@]}" | grep -B99 "predicted for" || true
 
-step "measurement"
-(
-  # Of private memory. What a process exceeds ends it as "can't allocate memory".
+# Runs a command with limited private memory. What exceeds it ends as "can't allocate memory".
+limited() (
   ulimit -d "$(awk -v gib="${MEMORY_GIB:-2.3}" 'BEGIN { printf "%d", gib * 1024 * 1024 }')"
-  cookbook sweep "$here/course.yaml" --local "${settings[@]}"
-) || true
+  "$@"
+)
+step "measurement"
+limited cookbook sweep "$here/course.yaml" --local "${settings[@]}" || true
 
 step "table and plots"
 cookbook results course --format json >"$COOKBOOK_ROOT/results.json"
 python "$here/table.py" "$COOKBOOK_ROOT"
 cookbook report course --output "$COOKBOOK_ROOT/report.html"
+
+[ -n "${LITGPT_VENV:-}" ] || exit 0
+step "LitGPT itself"
+# Its checkpoints are beside its config.
+lit=$COOKBOOK_ROOT/litgpt
+mkdir -p "$lit"
+cp "$here"/litgpt*.yaml "$lit"
+"$LITGPT_VENV/bin/python" "$here/litgpt_models.py" "$COOKBOOK_ROOT" "$lit"
+source="{json_path: $lit/alpaca.json, val_split_fraction: 0.1, num_workers: 0}"
+COOKBOOK_VENV=$LITGPT_VENV limited cookbook sweep "$lit/litgpt.yaml" --local --parallel 1 \
+  "parameters.data={class_path: litgpt.data.JSON, init_args: $source}" parameters.train.max_steps=3 \
+  parameters.train.lr_warmup_steps=1 parameters.train.max_seq_length=128 \
+  +parameters.train.log_interval=1 || true
+cookbook results litgpt

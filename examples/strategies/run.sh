@@ -27,14 +27,15 @@ step "base model: it has learnt to name the intent, the thing or the tone of a r
 made base demo "dataset.data_files=$data/base.jsonl" epochs=12 save_every_n_steps=1000 generate=null \
   --nodes 1
 
-step "for DPO: LoRA for half of the steps"
+step "for DPO: LoRA for half of the steps; for distillation: a teacher of twice the width"
+# The teacher is trained on all requests but the test's. Both runs at once.
 made sft "$here/intents.yaml" epochs=3 model.adapter=lora model.lora_rank=16 model.lora_alpha=32 \
-  optimizer.lr=5e-3
-
-step "for distillation: a teacher, twice as wide, trained on all requests but the test's"
+  optimizer.lr=5e-3 >"$data/sft.log" &
 python "$here/wider.py" "$root/models/strategies-base" "$root/models/strategies-wide"
 made teacher "$here/intents.yaml" epochs=3 "dataset.data_files=$data/large.jsonl" \
   "checkpointer.checkpoint_dir=$root/models/strategies-wide"
+wait $!
+cat "$data/sft.log"
 
 step "the eight methods"
 cookbook sweep strategies "${how[@]}"

@@ -13,12 +13,12 @@ for word; do
 done
 [ ${#steps[@]} -gt 0 ] || steps=(data base prepare spark train eval registry serve log strategies)
 
-# Submits a recipe under a name, and follows it to its end.
-trained() {
+# Submits a recipe under a name.
+submitted() {
   cookbook submit "${@:2}" --name "$1" --json "${how[@]}" |
     python -c 'import json, sys; print(json.load(sys.stdin)["run"])' >"$data/$1.run"
-  cookbook watch "$(run "$1")" --plain
 }
+followed() { cookbook watch "$(run "$1")" --plain; }
 # The run that was submitted last under a name.
 run() { cat "$data/$1.run"; }
 evaluated() { cookbook eval "$@" --suite "$here/suite.yaml" --watch "${how[@]}"; }
@@ -31,7 +31,8 @@ step_data() { # messages with planted faults: a Delta table and a file of JSON l
 }
 
 step_base() { # a base model that reads requests, and has not seen what they want
-  trained support-base "$here/base.yaml"
+  submitted support-base "$here/base.yaml"
+  followed support-base
   ln -sfn "$root/runs/$(run support-base)/export" "$model"
 }
 
@@ -48,15 +49,18 @@ step_spark() { # the same with Spark, on two nodes of an allocation; the same ro
 }
 
 step_train() { # QLoRA and LoRA, validated, the best checkpoint exported, tracked in MLflow
-  trained support-qlora "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model"
-  trained support-lora "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model" model.quantize_base=false
+  submitted support-qlora "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model"
+  submitted support-lora "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model" model.quantize_base=false
+  followed support-qlora
+  followed support-lora
   cookbook results "$(run support-qlora)" "$(run support-lora)"
 }
 
 step_eval() { # perplexity, and accuracy per intent, against the base
   python "$here/samples.py" "$data/prepared/support/current" "$data"
-  evaluated "$(run support-base)"
+  evaluated "$(run support-base)" &
   evaluated "$(run support-qlora)" --against base --samples 2
+  wait $!
 }
 
 step_registry() { # candidate, gates, staging, champion, tags; a successor; rollback
@@ -74,7 +78,7 @@ step_registry() { # candidate, gates, staging, champion, tags; a successor; roll
 }
 
 step_serve() { # champion and candidate, 90 to 10; no replica without requests
-  local scale=(--name support --replicas 0-1 bind=node scale_idle_minutes=0.5 --time 00:30:00)
+  local scale=(--name support --replicas 0-1 bind=node scale_idle_minutes=0.25 --time 00:30:00)
   cookbook serve models:/support@champion "${scale[@]}" "${how[@]}"
   trap 'cookbook serve --stop support' EXIT
   cookbook serve models:/support@candidate --share 0.1 "${scale[@]}" "${how[@]}"

@@ -9,8 +9,9 @@ from launcher.errors import RecipeFault, SlurmFault
 from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
 from launcher.sizing.memory import checkpoint_bytes, export_bytes, transfer_bytes
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import Predictor, remedies
-from launcher.sizing.step_config import GIB, StepConfig, step_of
+from launcher.sizing.step_config import GIB, StepConfig
 from runspec.weights import parameter_count, ranks_for
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from launcher.recipes.entries import Entry
-from runspec.keys.environment import CONTAINERS
+from runspec.keys.environment import CONTAINERS, ENVIRONMENT
 from runspec.keys.key import Fault
 from runspec.keys.key import faults as key_faults
 from runspec.variables import owned_variables
@@ -45,6 +45,8 @@ def environment_faults(given: Any, start: str = "") -> Iterator[Fault]:
         return
     yield from variable_faults(given.get("variables"), f"{start}variables")
     kind = given.get("kind") or "venv"
+    if kind not in ENVIRONMENT["kind"].choices:
+        return  # what belongs to it is not known
     container = kind in CONTAINERS
     for key, fits in (
         ("image", container),

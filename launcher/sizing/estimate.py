@@ -22,8 +22,9 @@ from launcher.sizing.memory import (
     replica,
     transfer_bytes,
 )
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
-from launcher.sizing.step_config import GIB, StepConfig, step_of
+from launcher.sizing.step_config import GIB, StepConfig
 from runspec.keys.fields import STREAM
 from runspec.step import kept_bytes
 

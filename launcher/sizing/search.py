@@ -18,7 +18,7 @@ from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory, replica
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.adapters import USUAL_RANK
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.model import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 
 if TYPE_CHECKING:

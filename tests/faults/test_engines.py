@@ -269,14 +269,15 @@ def submit(user: Kit, name: str, place: Path) -> tuple[Kit, str, Path]:
 
 
 def a_rank(run: Path, program: str) -> int:
-    """The Python process of a rank, not the shells that write its log or torchrun above it."""
+    """The Python process of a rank: no shell that writes its log, no torchrun, no data worker."""
     found = []
     for pid in processes_of(run):
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         launcher = {"torch.distributed.run"} & {*words} or "torchrun" in words[1]
         if "python" in Path(words[0]).name and not launcher:
             found += [pid] * (program in " ".join(words))
-    return found[-1]
+    stats = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in found}
+    return [pid for pid in found if int(stats[pid][1]) not in found][-1]
 
 
 def saved(run: Path) -> int:
@@ -294,13 +295,30 @@ def step(run: Path) -> int:
     return int(last.get("step", 0))
 
 
+def losses(run: Path) -> dict[int, float]:
+    """The loss of each step that the run has logged."""
+    rows = files.read_json_lines(run / files.METRICS)
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, dict[int, float]]:
+    """The losses of each engine without a fault, once it has run."""
+    return {}
+
+
 @pytest.mark.named
 @pytest.mark.parametrize("fault", ["killed", "time_limit", "node"])
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_loses_no_more_than_its_checkpoint_interval(
-    new_cluster, root, place, name, fault, record_property
+    new_cluster, root, place, undisturbed, name, fault, record_property
 ):
     with new_cluster("engine", "--requeue-delay", "5", "--set", "SlurmdTimeout=6") as cluster:
+        if name not in undisturbed:
+            user, _, run = submit(user_of(cluster, root), name, place)
+            ended = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=400)
+            assert ended["state"] == "COMPLETED", report(run)
+            undisturbed[name] = losses(run)
         user, job, run = submit(user_of(cluster, root), name, place)
         until(lambda: saved(run) or "FAILED" in status(run), 240, lambda: report(run))
         assert saved(run), report(run)
@@ -322,11 +340,15 @@ def test_an_engine_loses_no_more_than_its_checkpoint_interval(
         progress = json.loads((run / "progress.json").read_text())
         assert progress["step"] >= STEPS and progress["state"] == "finished", progress
         assert step(run) == STEPS, "the steps are counted as the engine's own"
-        first = lines[0]
+        first, logged = lines[0], losses(run)
+        assert logged.keys() == undisturbed[name].keys() == {*range(1, STEPS + 1)}
+        off = max(abs(logged[each] - undisturbed[name][each]) for each in logged)
         line = f"{name} {fault}: {first['cause']} at checkpoint {first['checkpoint_step']}"
+        line += f", losses differ by {off} at most"
         record_property("engine", line)
         print(line)
         assert first["checkpoint_step"] > 0, first
+        assert off == 0, line
         if fault == "time_limit":
             assert first["cause"] == "time_limit", first
 

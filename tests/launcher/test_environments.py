@@ -115,8 +115,11 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "{setup: ['module() { return 1; }'], modules: [nosuch]}",
         "module avail",
     ),
-    "a setup line that fails": ("{setup: ['false']}", "'false' failed"),
-    "an interpreter that does not exist": ("{python: /no/python}", "must be a path inside"),
+    "a setup line that fails": (
+        "{setup: ['false']}",
+        "'false' failed: correct it in environment.setup in the recipe",
+    ),
+    "an interpreter that does not exist": ("{python: /no/python}", "correct environment.python"),
     "another architecture": ("{python: PLACE/other}", "another architecture"),
     "a stale container": ("{kind: podman, image: i, options: [--name=x]}", "stale"),
     "a plugin of NCCL that is missing": (
@@ -183,7 +186,8 @@ def inject(fault: str, injected: dict[str, str]) -> tuple[list[str], str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_with_its_remedy(fault, injected):
+def test_a_fault_is_found_with_its_remedy(fault, injected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # no container binds it
     given, words = inject(fault, injected)
     site = Site(gpu="h100-80" if "GPU" in given else None)
     asked = recipe.load("demo", [each for each in given if each != "GPU"])

@@ -126,5 +126,7 @@ def ended(user: Kit, name: str, local: bool = True) -> str:
         text=True,
         timeout=2400,
     )
+    # Times and tables, for the examples' READMEs.
+    (user.root / f"{name}.log").write_text(done.stdout)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout

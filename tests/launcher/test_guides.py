@@ -4,6 +4,7 @@ python -m pytest -n 0 -m named tests/launcher/test_guides.py
 """
 
 import json
+import os
 import re
 import signal
 import socket
@@ -20,7 +21,8 @@ from launcher.errors import CookbookError
 from launcher.recipes import recipe as recipes
 from launcher.recipes import sweep
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import GIB, step_of
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.step_config import GIB
 from launcher.workflows import convert
 from tests.launcher.kit import Kit, losses, until
 from tests.launcher.test_examples import ended
@@ -102,8 +104,11 @@ def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
 def test_squad_has_the_same_losses_on_every_layout(user: Kit):
     printed = ended(user, "automodel_squad")
     largest = re.findall(r"largest difference from one_gpu: (\w+) (\S+)", printed)
-    assert [name for name, _ in largest][:3] == ["one_gpu", "four_gpus", "two_nodes"]
-    assert all(float(difference) < 1e-3 for _, difference in largest[:3]), largest
+    # With AUTOMODEL_PYTHON, as the README has it, Automodel's own parts are the fourth.
+    columns = ["one_gpu", "four_gpus", "two_nodes"]
+    columns += ["automodel"] if os.environ.get("AUTOMODEL_PYTHON") else []
+    assert [name for name, _ in largest] == columns
+    assert all(float(difference) < 1e-3 for _, difference in largest), largest
     run = losses(user.root / "squad" / "run-one_gpu")
     assert run[max(run)] < run[1] - 1
     saved = list((user.root / "squad" / "run-two_nodes" / "checkpoints").glob("step_*/COMPLETE"))
@@ -111,10 +116,33 @@ def test_squad_has_the_same_losses_on_every_layout(user: Kit):
 
 
 @pytest.mark.named
+@pytest.mark.parametrize("name", ["llama3_1/70B_full", "llama3_1/70B_lora"])
+def test_torchtunes_configs_of_70b_pass_the_checks_on_two_nodes_with_eight(
+    slurm_user: Kit, tmp_path, name: str
+):
+    """As the example's README has them; only the model's files are not here."""
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    chats.write_text(f"{json.dumps({'messages': turns})}\n" * 64)
+    model = tmp_path / "nodes" / "Meta-Llama-3.1-70B-Instruct"
+    given = [name, "--nodes", "2", "--gpus-per-node", "8", "--data", str(chats)]
+    given += [f"checkpointer.checkpoint_dir={model}", "tokenizer.max_seq_len=4096"]
+    given += [f"tokenizer.path={model}/original/tokenizer.model", "--on-nodes", str(model.parent)]
+    checked, rendered = "2 x 8 = 16 ranks", "#SBATCH --gpus-per-node=8"
+    for command, words in ((["check"], checked), (["submit", "--dry-run"], rendered)):
+        done = slurm_user.cookbook(*command, *given)
+        # Checkpoints of 70B with optimizer state may not fit this disk.
+        faults = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+        assert all("disk space" in line for line in faults), done.stdout + done.stderr
+        assert words in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.named
 @pytest.mark.skipif(remote.SSHD is None, reason="sshd is not installed")
-def test_from_a_bare_model_to_answers_with_curves_through_a_tunnel(user: Kit, tmp_path):
-    printed = ended(user, "torchtune_70b")
-    for words in ("guide-full", "COMPLETED", "slowest", "in Python"):
+def test_from_a_bare_model_to_answers_with_curves_through_a_tunnel(slurm_user: Kit, tmp_path):
+    user = slurm_user
+    printed = ended(user, "torchtune_70b", local=False)
+    for words in ("NODELIST(REASON)", "guide-full", "COMPLETED", "slowest", "in Python"):
         assert words in printed
     answer = printed.partition("== the merged model answers")[2].strip().splitlines()[-1]
     assert "shares a cluster" in answer, answer

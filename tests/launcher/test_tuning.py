@@ -10,8 +10,8 @@ from launcher.errors import UsageFault
 from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import Estimate
 from launcher.sizing.predictions import SHOWN, Tuning
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import Prediction, settings
-from launcher.sizing.step_config import step_of
 from tests.launcher.kit import Kit
 
 

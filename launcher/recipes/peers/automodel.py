@@ -19,6 +19,8 @@ from launcher.recipes.peers.table import (
 from launcher.recipes.peers.trainer import four_bits
 
 _WAY = "start Automodel itself with this file"
+# As for Automodel's prompts and answers of a model without a chat template: no last token.
+_PLAIN = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _STYLES = {
     "cosine": "get_cosine_with_min_lr_schedule_with_warmup",
     "linear": "get_polynomial_decay_schedule_with_warmup",
@@ -83,7 +85,7 @@ def _optimizer(draft: Draft, value: Any) -> Answer:
 
 
 def _style(draft: Draft, value: Any) -> Answer:
-    """A tenth of all steps is the warm-up, from a tenth of the rate; here it is from 0."""
+    """A tenth of all steps is the warm-up, from a tenth of the rate."""
     if value not in _STYLES:
         return Refused(f"there is no {value} here: use one of {', '.join(_STYLES)}")
     draft.put("lr_scheduler._component_", f"transformers.{_STYLES[value]}")
@@ -92,10 +94,13 @@ def _style(draft: Draft, value: Any) -> Answer:
         draft.put("lr_scheduler.warmup_ratio", 0.1)
     else:
         draft.put("lr_scheduler.num_warmup_steps", steps)
+    rate, begin = draft.get("optimizer.lr"), draft.get("lr_scheduler.init_lr")
+    factor = 0.1 if begin is None or not rate else begin / rate
+    draft.put("lr_scheduler.warmup_start_factor", factor)
     if value != "constant":
         name = "lr_end" if value == "linear" else "min_lr"
-        draft.put(f"lr_scheduler.{name}", lowest or 0.01 * (draft.get("optimizer.lr") or 0))
-    return "the warm-up begins at 0, there at a tenth of the rate"
+        draft.put(f"lr_scheduler.{name}", lowest or 0.01 * (rate or 0))
+    return None
 
 
 def _dataset(draft: Draft, value: Any) -> Answer:
@@ -103,17 +108,25 @@ def _dataset(draft: Draft, value: Any) -> Answer:
     if isinstance(block, Refused):
         return block
     data.put(draft, block)
-    chats = "instruct" in draft.model.lower() or draft.model.lower().endswith("-it")
+    if _has_template(draft):
+        return "with the model's chat template"
+    draft.put("tokenizer.chat_template", _PLAIN)
+    return (
+        "prompt and answer as plain text, as for a model without a chat template: no "
+        "end-of-sequence token is trained"
+    )
+
+
+def _has_template(draft: Draft) -> bool:
+    if draft.get("dataset.use_hf_chat_template"):
+        return True
     folder = Path(draft.model).expanduser()
     if folder.is_dir():
         settings = folder / "tokenizer_config.json"
-        chats = (folder / "chat_template.jinja").is_file() or (
+        return (folder / "chat_template.jinja").is_file() or (
             settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
         )
-    if chats or draft.given["dataset"].get("use_hf_chat_template"):
-        return "with the model's chat template"
-    draft.put("tokenizer.chat_template", data.PLAIN)
-    return "prompt and answer as plain text, as for a model without a chat template"
+    return "instruct" in draft.model.lower() or draft.model.lower().endswith("-it")
 
 
 def _validation(draft: Draft, value: Any) -> Answer:
@@ -134,10 +147,8 @@ def _block(draft: Draft, value: Any) -> dict[str, Any] | Refused:
     trained = {"train_on_input": value.get("answer_only_loss_mask") is False}
     if name == "make_squad_dataset":
         where = data.origin(draft, value.get("dataset_name") or "rajpurkar/squad", split=split)
-        text = {
-            "prompt": "Context: {context} Question: {question} Answer: ",
-            "answer": "{answers[text][0]}",
-        }
+        asked = "Context: {context} Question: {question} Answer: "
+        text = _texts(draft, asked, "{answers[text][0]}")
         return {"_component_": data.INSTRUCT, **where, **text, **trained}
     path = str(value.get("path_or_dataset_id") or value.get("path_or_dataset"))
     if name.endswith("ColumnMappedTextInstructionDataset"):
@@ -148,9 +159,21 @@ def _block(draft: Draft, value: Any) -> dict[str, Any] | Refused:
         where = data.origin(draft, path, name=value.get("name"), split=split)
         if where["source"] in ("json", "csv", "parquet", "text"):
             where["split"] = "train" + (f"[:{limit}]" if limit else "")
-        text = {"prompt": f"{asked} ", "answer": f"{{{columns['answer']}}}"}
+        text = _texts(draft, f"{asked} ", f"{{{columns['answer']}}}")
         return {"_component_": data.INSTRUCT, **where, **text, **trained}
     return Refused(f"the form of {name} is not known here: give --data FILE")
+
+
+def _texts(draft: Draft, prompt: str, answer: str) -> dict[str, str]:
+    """Without a chat template the space before the answer is trained, as a part of it."""
+    if _has_template(draft):
+        return {"prompt": prompt, "answer": answer}
+    return {"prompt": prompt.rstrip(), "answer": f" {answer}"}
+
+
+def _order(draft: Draft, value: Any) -> Answer:
+    draft.put("shuffle", value.get("shuffle") is not False)
+    return "the trainer makes batches by itself"
 
 
 def _length(draft: Draft, value: Any) -> Answer:
@@ -247,7 +270,7 @@ TABLE: dict[str, Row] = {
     "lr_scheduler.lr_decay_style": _style,
     "lr_scheduler.min_lr": lambda draft, value: "in lr_scheduler",
     "lr_scheduler.lr_warmup_steps": lambda draft, value: "in lr_scheduler",
-    "lr_scheduler.init_lr": Unused("the warm-up begins at 0"),
+    "lr_scheduler.init_lr": lambda draft, value: "in lr_scheduler",
     "clip_grad_norm.max_norm": "clip_grad_norm",
     "loss_fn._target_": _target(
         "MaskedCrossEntropy",
@@ -257,10 +280,8 @@ TABLE: dict[str, Row] = {
     ),
     "dataset": _dataset,
     "validation_dataset": _validation,
-    **rows(
-        Unused("the trainer makes batches by itself, and draws samples in random order"),
-        "dataloader validation_dataloader",
-    ),
+    "dataloader": _order,
+    "validation_dataloader": Unused("the trainer makes batches by itself"),
     "packed_sequence.packed_sequence_size": _length,
     "packed_sequence.split_across_pack": off("whole samples are packed"),
     "packed_sequence.packing_strategy": Unused("whole samples are packed"),
