@@ -20,6 +20,7 @@ from launcher.sizing.memory import (
     export_bytes,
     host_bytes,
     replica,
+    replica_host_bytes,
     transfer_bytes,
 )
 from launcher.sizing.recipe_step import step_of
@@ -341,6 +342,8 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         for name, size in (*terms, ("sum", sum(estimate.replica.values()))):
             if size / GIB >= 0.005:
                 yield f"  {name:<20} {size / GIB:8.2f} GiB"
+    if host := replica_host_bytes(estimate.step, gpu.memory_gib * GIB):
+        yield f"on the CPU of each rollout node: {host / GIB:.0f} GiB of its replicas' base models"
     if host := host_bytes(estimate.step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
 

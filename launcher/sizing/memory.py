@@ -370,18 +370,31 @@ def generation(step: StepConfig) -> Terms:
 
 
 def replica(step: StepConfig, memory: float) -> Terms:
-    """What a replica on a GPU of so many bytes takes; nothing without rollout nodes.
-
-    With an adapter it also has the base model, as it is trained, unless that is a third of the GPU.
-    """
+    """What a replica on a GPU of so many bytes takes; nothing without rollout nodes."""
     if not step.replicas:
         return {}
-    base = 0.0
-    if step.adapter is not None:
-        alone = replace(step, layout=Layout(), replicas=0, fp32_master=False, cpu_offload=False)
-        base = _Phases(alone).state["weights"]
-        base = base if 3 * step.element_bytes * step.shape.parameters < memory else 0.0
-    return {**generation(step), "base model": base}
+    on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
+    return {**generation(step), "base model": on_gpu}
+
+
+def replica_host_bytes(step: StepConfig, memory: float) -> float:
+    """CPU memory of a rollout node: its replicas' base models, if they are on no GPU."""
+    if not step.replicas or _base_is_on_gpu(step, memory):
+        return 0.0
+    return step.gpus_per_node * _base_model(step)
+
+
+def _base_is_on_gpu(step: StepConfig, memory: float) -> bool:
+    """Whether it takes less than a third: trainer/replica.py."""
+    return 3 * step.element_bytes * step.shape.parameters < memory
+
+
+def _base_model(step: StepConfig) -> float:
+    """What a replica merges an adapter into, as it is trained."""
+    if step.adapter is None:
+        return 0.0
+    alone = replace(step, layout=Layout(), replicas=0, fp32_master=False, cpu_offload=False)
+    return _Phases(alone).state["weights"]
 
 
 # Outside the GPUs ---------------------------------------------------------------------------------

@@ -150,8 +150,9 @@ def slow(process: int, share: float) -> Iterator[None]:
 @pytest.mark.named
 def test_a_replica_that_is_slow_is_waited_for(user: Kit, in_turns: Path):
     _, run = user.submit(*RUN, "resources.rollout=1")
+    reaches(run, 10)
     with slow(replica(run), 0.1):
-        reaches(run, 10)
+        reaches(run, 20)
     ended(user, run, "COMPLETED", timeout=300)
     assert rollout(run)["deaths"] == [] and len(attempts(run)) == 1
     assert_equal(run, in_turns)

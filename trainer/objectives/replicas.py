@@ -97,8 +97,7 @@ class Replicas:
         version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
         path = self._folder / files.WEIGHTS.format(version)
         temporary = path.with_name(f".{path.name}.tmp")
-        shapes, tensors = sent(model, world.is_main)
-        dtypes = dict.fromkeys(shapes, model.dtype)
+        shapes, dtypes, tensors = sent(model, world.is_main)
 
         def begin() -> weights.SafetensorsWriter:
             # Versions that nobody asks for any more, or what a killed rank was writing.
@@ -113,6 +112,9 @@ class Replicas:
             if writer is not None:
                 writer.close()
             os.replace(temporary, path)
+            if self._number == 1:
+                size = path.stat().st_size / 1e6
+                world.say(f"rollouts   {self._count} replicas, {size:,.2f} MB of weights for each")
             self._transfer(version)
 
         writer = world.on_main(begin)
@@ -285,14 +287,23 @@ def _late(longest: float) -> float:
     return LATE * longest + 1
 
 
-def sent(model: Model, wanted: bool) -> tuple[dict[str, tuple[int, ...]], Iterator[torch.Tensor]]:
-    """The shapes by name, and in their order the tensors, that a replica makes the weights of.
+class Sent(NamedTuple):
+    """Shapes and dtypes by name, and in their order the tensors."""
 
-    All ranks go through them together; only those that want them get some. With an adapter these
-    are its parameters and what is trained beside it, as they are.
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    tensors: Iterator[torch.Tensor]
+
+
+def sent(model: Model, wanted: bool) -> Sent:
+    """What a replica makes the weights of: with an adapter its parameters and what is trained
+    beside it, as they are.
+
+    All ranks go through the tensors together; only those that want them get some.
     """
     if model.module.adapter is None:
-        return whole.shapes(model), (each for _, each in whole.tensors(model, wanted, CPU))
+        shapes, values = whole.shapes(model), whole.tensors(model, wanted, CPU)
+        return Sent(shapes, dict.fromkeys(shapes, model.dtype), (each for _, each in values))
     fsdp.reshard(model.module)
     own = dict(trained(model))
 
@@ -302,7 +313,8 @@ def sent(model: Model, wanted: bool) -> tuple[dict[str, tuple[int, ...]], Iterat
             if wanted:
                 yield tensor
 
-    return {name: tuple(each.shape) for name, each in own.items()}, tensors()
+    shapes = {name: tuple(each.shape) for name, each in own.items()}
+    return Sent(shapes, {name: each.dtype for name, each in own.items()}, tensors())
 
 
 def trained(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
