@@ -6,7 +6,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import TextIOWrapper
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -121,6 +121,14 @@ class _Lazy(click.Group):
         if host is None or args[0] not in _COMMANDS or args[0] in _OF_THIS_MACHINE:
             return super().resolve_command(ctx, args)
         return args[0], _There(host, args[0]), args[1:]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # As a shell says it; click would say "Aborted!".
+            click.echo("interrupted", err=True)
+            sys.exit(130)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, (example, names) in _GROUPS.items():

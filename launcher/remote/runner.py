@@ -115,7 +115,7 @@ def _run(
         stdout=ends[0],
         stderr=ends[1],
         start_new_session=True,
-        preexec_fn=_hang_up_again,
+        preexec_fn=_signals,
     )
     for end in ends:
         os.close(end)
@@ -128,8 +128,10 @@ def _run(
         file.write(wire.record(wire.END, str(_status(process)).encode()))
 
 
-def _hang_up_again() -> None:
+def _signals() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # Until the command has been imported: launcher/__main__.py.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _status(process: "subprocess.Popen[bytes]") -> int:

@@ -254,13 +254,24 @@ def test_logs_come_once_each_through_breaks_and_other_login_nodes(cluster, proje
 
 def test_ctrl_c_leaves_the_run(cluster, project, run):
     process = cluster.start("watch", run.name, cwd=project)
-    time.sleep(2.0)
+    assert process.stderr and process.stderr.read(1)  # it follows the log
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and b"the run continues; follow it with" in err
     assert run.status["state"] == "RUNNING"
     left = subprocess.run(["pgrep", "-f", f"launcher watch {run.name}"], capture_output=True)
     assert not left.stdout
+
+
+def test_an_early_ctrl_c_is_no_traceback(cluster, project):
+    """Whatever the command there is doing when it arrives."""
+    before = cluster.calls
+    process = cluster.start("results", cwd=project)
+    while cluster.calls == before:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert b"Traceback" not in err and process.returncode in (0, 130), err
 
 
 def test_two_clients_at_once(cluster, project):
