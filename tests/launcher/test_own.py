@@ -249,7 +249,9 @@ def test_data_files_of_a_recipe_count_from_its_folder(tmp_path, monkeypatch):
     file = written(tmp_path / "mine.jsonl", [{"question": "a", "answer": "b"}])
     (tmp_path / "sub").mkdir()
     for name, data in (("base", "mine.jsonl"), ("other", "absent.jsonl"), ("all", "*.jsonl")):
-        (tmp_path / f"{name}.yaml").write_text(f"extends: demo\ndataset: {{data_files: {data}}}\n")
+        (tmp_path / f"{name}.yaml").write_text(
+            f"extends: demo\ndataset: {{data_files: '{data}'}}\n"
+        )
     (tmp_path / "sub" / "mine.yaml").write_text("extends: ../base.yaml\n")
     monkeypatch.chdir(tmp_path / "sub")
     for name, wanted in (

@@ -16,7 +16,7 @@ from launcher.recipes.peers.table import (
     rows,
     whole,
 )
-from launcher.recipes.peers.trainer import four_bits
+from launcher.recipes.peers.trainer import four_bits, recompute
 
 _WAY = "start Automodel itself with this file"
 # As for Automodel's prompts and answers of a model without a chat template: no last token.
@@ -204,15 +204,6 @@ def _parallel(path: str) -> Row:
     return row
 
 
-def _recomputed(draft: Draft, value: Any) -> Answer:
-    draft.put("activation_checkpointing", "full" if value else "none")
-    return None
-
-
-def _steps(draft: Draft, value: Any) -> Answer:
-    return whole("max_steps")(draft, value)  # type: ignore[operator]
-
-
 def _end(draft: Draft) -> None:
     data.pack(draft, draft.get("packed_sequence.packed_sequence_size"))
     if draft.get("lr_scheduler") is None:
@@ -243,7 +234,7 @@ TABLE: dict[str, Row] = {
     "distributed.pp_size": off(f"layers are not pipelined over GPUs: {_WAY}", 1),
     "distributed.dp_size": Unused("all GPUs that are left are data-parallel"),
     "distributed.sequence_parallel": Unused("tensor parallelism splits the norms, too, by itself"),
-    "distributed.activation_checkpointing": _recomputed,
+    "distributed.activation_checkpointing": recompute,
     **rows(
         Unused("FSDP2 with prefetching is the default; torchrun starts the ranks"),
         "distributed.defer_fsdp_grad_sync distributed.zero_dp_strategy distributed.mp_policy "
@@ -256,7 +247,7 @@ TABLE: dict[str, Row] = {
     "step_scheduler.global_batch_size": _batch,
     "step_scheduler.local_batch_size": "batch_size",
     "step_scheduler.num_epochs": whole("epochs"),
-    "step_scheduler.max_steps": _steps,
+    "step_scheduler.max_steps": whole("max_steps"),
     "step_scheduler.ckpt_every_steps": "save_every_n_steps",
     "step_scheduler.val_every_steps": "run_val_every_n_steps",
     "step_scheduler.log_remote_every_steps": whole("log_every_n_steps"),

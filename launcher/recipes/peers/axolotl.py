@@ -31,6 +31,7 @@ from launcher.recipes.peers.trainer import (
     four_bits,
     modules,
     optimizer,
+    recompute,
     reported,
     schedule,
     start_from_adapter,
@@ -175,7 +176,7 @@ TABLE: dict[str, Row] = {
     "peft_init_lora_weights": lambda draft, value: (
         draft.put("model.init_lora_weights", value)
         if value in ("gaussian", "orthogonal", "pissa")
-        else off("use kaiming, gaussian, orthogonal or pissa", True)(draft, value)  # type: ignore[operator]
+        else off("use kaiming, gaussian, orthogonal or pissa", True)(draft, value)
     ),
     "datasets": _datasets,
     "pretraining_dataset": _datasets,
@@ -215,9 +216,7 @@ TABLE: dict[str, Row] = {
     "sequence_parallel_degree": off(f"sequences are not split over GPUs: {_WAY}", 1),
     "fsdp_config.offload_params": lambda draft, value: _offload(draft, value),
     "fsdp_config.fsdp_offload_params": lambda draft, value: _offload(draft, value),
-    "fsdp_config.activation_checkpointing": lambda draft, value: draft.put(
-        "activation_checkpointing", "full" if value else "none"
-    ),
+    "fsdp_config.activation_checkpointing": recompute,
     "fsdp_config.reshard_after_forward": "fsdp_reshard_after_forward",
     **{
         f"fsdp_config.{prefix}{name}": LAYOUT
@@ -229,9 +228,7 @@ TABLE: dict[str, Row] = {
             "mixed_precision_policy cpu_offload_pin_memory"
         )
     },
-    "fsdp_config.fsdp_activation_checkpointing": lambda draft, value: draft.put(
-        "activation_checkpointing", "full" if value else "none"
-    ),
+    "fsdp_config.fsdp_activation_checkpointing": recompute,
     "chat_template": _template,
     "chat_template_jinja": "tokenizer.chat_template",
     "chat_template_kwargs": "tokenizer.chat_template_kwargs",

@@ -152,7 +152,7 @@ def _tokens(draft: Draft, value: Any) -> Answer:
 
 
 def _steps(draft: Draft, value: Any) -> Answer:
-    answer = whole("max_steps")(draft, value)  # type: ignore[operator]
+    answer = whole("max_steps")(draft, value)
     if answer is None and not draft.get("train.epochs"):
         draft.put("epochs", 1000)
     return answer

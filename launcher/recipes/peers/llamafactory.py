@@ -163,9 +163,7 @@ TABLE: dict[str, Row] = {
     "quantization_bit": lambda draft, value: (
         four_bits(draft, True)
         if value == 4
-        else off("weights are held in bf16 or 4 bits: quantization_bit: 4")(  # type: ignore[operator]
-            draft, value
-        )
+        else off("weights are held in bf16 or 4 bits: quantization_bit: 4")(draft, value)
     ),
     "quantization_method": off("only bnb's NF4 is here: use quantization_method: bnb", "bnb"),
     "quantization_type": off("only NF4 is here", "nf4"),

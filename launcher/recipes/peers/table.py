@@ -29,7 +29,8 @@ class Refused(NamedTuple):
 
 
 Answer = str | Unused | Refused | None
-Row = str | Unused | Refused | Callable[["Draft", Any], Answer]
+Rule = Callable[["Draft", Any], Answer]
+Row = str | Unused | Refused | Rule
 Table = Mapping[str, Row]
 
 
@@ -250,7 +251,7 @@ def rows(row: Row, names: str) -> dict[str, Row]:
     return dict.fromkeys(names.split(), row)
 
 
-def off(reason: str, *values: Any) -> Row:
+def off(reason: str, *values: Any) -> Rule:
     """A key that must be switched off, or have one of these values."""
 
     def row(_: Draft, value: Any) -> Answer:
@@ -285,7 +286,7 @@ def switch(path: str) -> Row:
     return row
 
 
-def whole(path: str) -> Row:
+def whole(path: str) -> Rule:
     """A number of steps, epochs or checkpoints; 0 and -1 stand for none."""
 
     def row(draft: Draft, value: Any) -> Answer:

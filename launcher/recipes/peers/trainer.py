@@ -119,7 +119,7 @@ def epochs(draft: Draft, value: Any) -> Answer:
     """Whole passes over the data."""
     if (draft.get("max_steps") or -1) > 0:
         return Unused("max_steps ends the training")
-    return whole("epochs")(draft, value)  # type: ignore[operator]
+    return whole("epochs")(draft, value)
 
 
 def recompute(draft: Draft, value: Any) -> Answer:

@@ -142,7 +142,7 @@ def _put(draft: Draft, name: str, config: Any, split: str) -> None:
 
 def _loss(draft: Draft, value: Any) -> Answer:
     if data.form(draft).answers:
-        return off("its loss is not here: leave it out", "nll", "chunked_nll")(draft, value)  # type: ignore[operator]
+        return off("its loss is not here: leave it out", "nll", "chunked_nll")(draft, value)
     name = value[0] if isinstance(value, list) and len(value) == 1 else value
     if draft.values.get("loss") == "orpo" or data.form(draft).labelled:
         return Unused("the entry says it")
